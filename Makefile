@@ -1,0 +1,49 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
+WORKERS ?= auto
+
+.PHONY: help demo test test-oracle lint format bench golden clean
+
+help:  ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per extra: an install is repeated only when pyproject.toml or the constraints change.
+$(VENV)/stamp-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+$(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embedded model
+	$(BIN)/jaxinfer demo
+
+test: $(VENV)/stamp-test  ## Run the test suite (CPU, no torch, no network)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+
+test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
+	$(BIN)/python -m pytest -q --oracle tests/oracle
+
+golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again, with Transformers
+	$(BIN)/python tests/oracle/make_golden.py
+
+lint: $(VENV)/stamp-lint  ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Decode speed next to Transformers, in one run
+	$(BIN)/python -m benchmarks.decode_vs_transformers
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,50 @@
+"""LLM inference in JAX/XLA for TPUs and GPUs.
+
+Names are resolved when first used: importing the package loads neither JAX nor anything else that is slow.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score
+    from jaxinfer.llm import LLM, StreamDelta
+    from jaxinfer.models import ModelConfig, RopeConfig
+    from jaxinfer.sampling import SamplingParams
+    from jaxinfer.text import Tokenizer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "jaxinfer.llm",
+    "StreamDelta": "jaxinfer.llm",
+    "SamplingParams": "jaxinfer.sampling",
+    "CompletionOutput": "jaxinfer.engine.request",
+    "Logprob": "jaxinfer.engine.request",
+    "RequestOutput": "jaxinfer.engine.request",
+    "RequestTimings": "jaxinfer.engine.request",
+    "Score": "jaxinfer.engine.request",
+    "ModelConfig": "jaxinfer.models",
+    "RopeConfig": "jaxinfer.models",
+    "Tokenizer": "jaxinfer.text",
+}
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "ModelConfig",
+    "RequestOutput",
+    "RequestTimings",
+    "RopeConfig",
+    "SamplingParams",
+    "Score",
+    "StreamDelta",
+    "Tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

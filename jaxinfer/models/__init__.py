@@ -1,0 +1,30 @@
+"""Models: a frozen configuration, one decoder, its layers."""
+
+from jaxinfer.models.config import ModelConfig, RopeConfig
+from jaxinfer.models.decoder import (
+    Decoder,
+    Params,
+    abstract_params,
+    bind,
+    check_taps,
+    collect,
+    init_params,
+    logical_axes,
+    split,
+    tap_names,
+)
+
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "Params",
+    "RopeConfig",
+    "abstract_params",
+    "bind",
+    "check_taps",
+    "collect",
+    "init_params",
+    "logical_axes",
+    "split",
+    "tap_names",
+]

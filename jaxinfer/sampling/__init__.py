@@ -1,0 +1,66 @@
+"""Sampling: what a request may ask for, the logit transforms, addressed noise, and the one sampler.
+
+Names are resolved when first used, so that the parameters, which are plain Python, come without JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.sampling.batch import SamplingBatch, SamplingRow, make_batch, set_row, tokenize_bad_words
+    from jaxinfer.sampling.generation_config import GenerationDefaults, from_generation_config
+    from jaxinfer.sampling.keys import gumbel_noise, seed_words, uniform_noise
+    from jaxinfer.sampling.logprobs import TokenLogprobs, token_logprobs
+    from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
+    from jaxinfer.sampling.sampler import SampleOutput, choose, is_stop, processed_logprobs, sample
+    from jaxinfer.sampling.seeds import derive_seed, sample_seed
+    from jaxinfer.sampling.state import SamplingState, advance, make_state, rewind
+    from jaxinfer.sampling.transforms import transform
+
+_HOMES = {
+    "batch": ("SamplingBatch", "SamplingRow", "make_batch", "set_row", "tokenize_bad_words"),
+    "generation_config": ("GenerationDefaults", "from_generation_config"),
+    "keys": ("gumbel_noise", "seed_words", "uniform_noise"),
+    "logprobs": ("TokenLogprobs", "token_logprobs"),
+    "params": ("SamplingParams", "SamplingParamsError"),
+    "sampler": ("SampleOutput", "choose", "is_stop", "processed_logprobs", "sample"),
+    "seeds": ("derive_seed", "sample_seed"),
+    "state": ("SamplingState", "advance", "make_state", "rewind"),
+    "transforms": ("transform",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "GenerationDefaults",
+    "SampleOutput",
+    "SamplingBatch",
+    "SamplingParams",
+    "SamplingParamsError",
+    "SamplingRow",
+    "SamplingState",
+    "TokenLogprobs",
+    "advance",
+    "choose",
+    "derive_seed",
+    "from_generation_config",
+    "gumbel_noise",
+    "is_stop",
+    "make_batch",
+    "make_state",
+    "processed_logprobs",
+    "rewind",
+    "sample",
+    "sample_seed",
+    "seed_words",
+    "set_row",
+    "token_logprobs",
+    "tokenize_bad_words",
+    "transform",
+    "uniform_noise",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)

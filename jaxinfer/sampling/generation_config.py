@@ -1,0 +1,118 @@
+"""Defaults from a checkpoint's generation_config.json."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
+
+_APPLIED = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+_SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p")
+
+# Say nothing about which tokens are chosen by a decoder-only model, whatever their value.
+_DESCRIPTIVE = {
+    "_from_model_config",
+    "architectures",
+    "bos_token_id",
+    "cache_implementation",
+    "decoder_start_token_id",
+    "do_sample",
+    "dtype",
+    "eos_token_id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "output_scores",
+    "pad_token_id",
+    "return_dict_in_generate",
+    "return_legacy_cache",
+    "torch_dtype",
+    "transformers_version",
+    "trust_remote_code",
+    "use_cache",
+}
+
+# Of Hugging Face's other fields, the values that change nothing. None, False, and empty lists change nothing anywhere.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "diversity_penalty": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "guidance_scale": (1,),
+    "length_penalty": (1,),
+    "max_length": (20,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "penalty_alpha": (0,),
+    "prompt_lookup_num_tokens": (0,),
+    "top_h": (0,),
+    "typical_p": (1,),
+}
+
+
+class GenerationDefaults(NamedTuple):
+    """What a generation_config.json says: parameters, end-of-sequence ids, and the names that were not applied."""
+
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    ignored: tuple[str, ...]
+
+
+def from_generation_config(config: Mapping[str, Any], **overrides: Any) -> GenerationDefaults:
+    """Reads Hugging Face's generation_config.json; `overrides` are fields of `SamplingParams` and win.
+
+    `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens` are applied, as in vLLM; null
+    means not given. `"do_sample": false` written in the file is greedy decoding, and the four filters beside it do
+    nothing then, as in Transformers, and are reported. Where the file does not say `do_sample`, the values it gives and
+    our defaults stand, as in vLLM; Transformers would decode greedily.
+
+    Returns also the names of what the file asks for and we do not do (beams, n-gram bans, `max_length`, ...), sorted,
+    for the caller to warn about. Raises `SamplingParamsError` for a bad value, naming our field.
+    """
+    do_sample = config.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise SamplingParamsError("do_sample", f"do_sample must be true, false or null, got {do_sample!r}")
+    is_greedy = do_sample is False
+
+    values: dict[str, Any] = {"temperature": 0.0} if is_greedy else {}
+    ignored = []
+    for name, value in config.items():
+        if name in _APPLIED:
+            if value is None:
+                continue
+            if is_greedy and name in _SAMPLING_ONLY:
+                ignored.append(name)
+            else:
+                values[_APPLIED[name]] = value
+        elif name not in _DESCRIPTIVE and not _is_neutral(name, value):
+            ignored.append(name)
+    params = SamplingParams.from_dict({**values, **overrides})
+    return GenerationDefaults(params, _eos_token_ids(config.get("eos_token_id")), tuple(sorted(ignored)))
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return value is None or value is False or value in _NEUTRAL.get(name, ()) or value in ([], {}, "")
+
+
+def _eos_token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise SamplingParamsError(
+                "eos_token_id", f"eos_token_id must be a token id or a list of them, got {value!r}"
+            )
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,34 @@
+"""Seeds for requests and for the answers of one request. Plain Python."""
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_SAMPLES = 0x73616D706C6573  # "samples": keeps the seeds of answers apart from those of requests
+
+
+def derive_seed(seed: int, *path: int) -> int:
+    """A 64-bit seed that belongs to `path` under `seed`, such as (row number) or (epoch, row number).
+
+    A pure function of its arguments, the same on every machine. Each step takes output i of the SplitMix64 generator
+    (Steele, Lea and Flood, OOPSLA 2014) seeded with the mixed parent, so for one parent all i in 0..2**64-1 give
+    different seeds, and the order of a path matters.
+    """
+    for index in (seed, *path):
+        if not 0 <= index <= _MASK:
+            raise ValueError(f"seeds and indices are integers in 0..2**64-1, got {index}")
+    for index in path:
+        seed = _mix(_mix(seed) + (index + 1) * _GOLDEN)
+    return seed
+
+
+def sample_seed(seed: int, index: int) -> int:
+    """The seed of answer `index` of the n that one request asks for. Answer 0 has the request's own seed, so asking
+    for more answers never changes the first."""
+    return seed if index == 0 else derive_seed(seed, _SAMPLES, index)
+
+
+def _mix(x: int) -> int:
+    """SplitMix64's finalizer, a bijection of 64-bit integers."""
+    x &= _MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,26 @@
+"""Text in and out: tokenizer, chat templates, streaming detokenizer, stop strings. Pure Python, no JAX."""
+
+from jaxinfer.text.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    ChatTemplateLimitError,
+    RenderedChat,
+)
+from jaxinfer.text.files import TokenizerFiles, TokenizerNotFoundError, read_tokenizer_files
+from jaxinfer.text.stop import StopResult, StopStringMatcher
+from jaxinfer.text.stream import StreamingDetokenizer
+from jaxinfer.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "ChatTemplateError",
+    "ChatTemplateLimitError",
+    "RenderedChat",
+    "StopResult",
+    "StopStringMatcher",
+    "StreamingDetokenizer",
+    "Tokenizer",
+    "TokenizerFiles",
+    "TokenizerNotFoundError",
+    "read_tokenizer_files",
+]

@@ -1,0 +1,259 @@
+"""Chat templates: messages in, the text of the prompt out, with every control token's origin known.
+
+How content is kept from forging a role. Rendering gives one string, and a tokenizer cannot see that the
+`<|im_end|>` in it came out of a user's message. Three designs were weighed. Replacing content by sentinels breaks
+templates that look into it (`content.split('</think>')`, `| trim`). Breaking up every control string in the content
+survives transforms, but not joins: two fields side by side, or `replace` taking out a middle, put the pieces
+together again. So the *template's* literals are marked instead (`provenance.py`): the chat is rendered once plainly,
+which is the truth, and once with marks around the control tokens the template writes. What is not provably the
+template's is text. Content needs no detection at all, so no trick in it matters; and a chat whose control tokens
+are all the template's, which is nearly every chat, is encoded as one string, with exactly the ids Transformers
+gives. `encoding.py` does the encoding.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import jinja2
+
+from jaxinfer.text.limits import METER, ChatTemplateError, ChatTemplateLimitError, Meter
+from jaxinfer.text.messages import (
+    ROLE_PATTERN,
+    check_messages,
+    check_template_kwargs,
+    check_tools,
+    text_leaves,
+)
+from jaxinfer.text.provenance import ROLE_FUNCTION, ControlStrings, extract_literals, split_marks
+from jaxinfer.text.sandbox import MAX_TEMPLATE_CHARS, NOW, ChatEnvironment
+
+__all__ = ["ChatTemplate", "ChatTemplateError", "ChatTemplateLimitError", "RenderedChat"]
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A rendered chat.
+
+    `trusted_spans` are the parts `[start, end)` of `text` in which the template itself wrote a control token or a
+    piece of one; ascending. `content` is all text of the messages, tools and template variables, joined.
+    `doubtful` is template text that holds control tokens but could not be told from content in this chat.
+    """
+
+    text: str
+    trusted_spans: tuple[tuple[int, int], ...]
+    content: str = field(repr=False, default="")
+    doubtful: str = field(repr=False, default="")
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Args:
+        source: Jinja source, from the checkpoint; never from a request.
+        special_tokens: Variables such as `bos_token`.
+        control_tokens: Every string the tokenizer turns into a control token.
+        time_limit: CPU seconds for one `render`.
+
+    Raises:
+        ChatTemplateError: The source is too long or does not compile.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        control_tokens: Collection[str] = (),
+        time_limit: float = 0.25,
+    ):
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ChatTemplateError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are allowed"
+            )
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._time_limit = time_limit
+        self._control = ControlStrings(control_tokens)
+        environment = ChatEnvironment()
+        try:
+            tree = environment.parse(source)
+            self._strings = _constants(tree)
+            self._literals = extract_literals(tree, self._control, self._special_tokens)
+            self._template = environment.compile_tree(tree)
+        except (jinja2.TemplateError, RecursionError, MemoryError, SyntaxError, ValueError) as error:
+            raise ChatTemplateError(f"the chat template does not compile: {error}") from error
+        self._reads_parts = "text" in self._strings
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """Render a chat; the text equals that of Transformers' `apply_chat_template(tokenize=False)`.
+
+        With `continue_final_message` the text ends where the last message's content ends. Where the template has
+        no case for a list of text parts, the parts are joined with newlines.
+
+        Raises:
+            ValueError: Messages, tools or variables that are not as `messages.py` says.
+            ChatTemplateError: The template refused the chat or failed.
+            ChatTemplateLimitError: It took over `time_limit`, or made more than 4x the input + its own length + 64 Ki
+                characters.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt exclude each other; pass "
+                "add_generation_prompt=False to continue the last message"
+            )
+        chat = check_messages(messages)
+        plain_tools = check_tools(tools)
+        keywords = check_template_kwargs(template_kwargs or {}, self._special_tokens)
+        content = "".join(text_leaves([chat, plain_tools, keywords]))
+        opening, closing, tag = self._unused_characters(content)
+        for message in chat:
+            if isinstance(message.get("content"), list) and not self._reads_parts:
+                message["content"] = "\n".join(part["text"] for part in message["content"])
+        if continue_final_message:
+            _append_tag(chat[-1], tag + " ")
+        roles = {message["role"] for message in chat} | self._strings
+        variables = {
+            **self._special_tokens,
+            **keywords,
+            "messages": chat,
+            "tools": plain_tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        run = _Run(self, variables, roles, opening, closing)
+        # Non-string leaves (numbers, punctuation of JSON) count too: 16 characters for every value is generous.
+        num_input = len(content) + 16 * _num_values([chat, plain_tools, keywords])
+        meter = Meter(max_chars=4 * num_input + len(self.source) + 65536, time_limit=self._time_limit)
+        tokens = METER.set(meter), NOW.set(datetime.now())
+        try:
+            text, spans, doubtful = run.text_and_spans()
+        finally:
+            METER.reset(tokens[0])
+            NOW.reset(tokens[1])
+        if continue_final_message:
+            text = _cut_at_tag(text, tag)
+        spans = tuple((start, end) for start, end in spans if end <= len(text))
+        return RenderedChat(text, spans, content, doubtful)
+
+    def _unused_characters(self, content: str) -> list[str]:
+        """Three private-use characters that occur neither in the content nor in the template."""
+        chosen: list[str] = []
+        while len(chosen) < 3:
+            char = chr(0xF0000 + secrets.randbelow(0xFFFD))
+            if char not in content and char not in self.source and char not in chosen:
+                chosen.append(char)
+        return chosen
+
+
+class _Run:
+    """One chat on its way through the template: rendered plainly, then with marks."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        variables: dict[str, Any],
+        roles: set[str],
+        opening: str,
+        closing: str,
+    ):
+        self._template = template._template
+        self._literals = template._literals
+        self._variables = variables
+        self._roles = roles
+        self._marks = (opening, closing)
+        self._trusted = {lit.text[start:end] for lit in self._literals for start, end in lit.spans} | roles
+
+    def text_and_spans(self) -> tuple[str, Sequence[tuple[int, int]], str]:
+        """The plain text, the trusted spans, and the literals that could not be marked."""
+        text = self._render(())
+        everything = range(len(self._literals))
+        spans = self._marked_spans(everything, text)
+        if spans is not None:
+            return text, spans, ""
+        # Some literal is both printed and looked for in content (`{% set end = '</think>' %}`), and its mark changed
+        # what the template does. Keep the others.
+        usable = [index for index in everything if self._marked_spans((index,), text) is not None]
+        spans = self._marked_spans(usable, text)
+        kept = usable if spans is not None else []
+        lost = "\n".join(self._literals[index].text for index in everything if index not in kept)
+        return text, spans or (), lost
+
+    def _marked_spans(self, indices: Sequence[int], text: str) -> list[tuple[int, int]] | None:
+        try:
+            parsed = split_marks(self._render(indices), *self._marks, self._trusted)
+        except ChatTemplateLimitError:
+            raise
+        except ChatTemplateError:
+            return None
+        return parsed[1] if parsed is not None and parsed[0] == text else None
+
+    def _render(self, marked: Sequence[int]) -> str:
+        variables = {literal.name: literal.text for literal in self._literals}
+        for index in marked:
+            variables[self._literals[index].name] = self._literals[index].marked(*self._marks)
+        variables[ROLE_FUNCTION] = self._mark_role if marked else _unmarked
+        try:
+            return self._template.render({**self._variables, **variables})
+        except ChatTemplateError:
+            raise
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the chat template refused this chat: {error}") from error
+        except Exception as error:
+            raise ChatTemplateError(
+                f"the chat template failed on this chat: {type(error).__name__}: {error}"
+            ) from error
+
+    def _mark_role(self, role: Any) -> Any:
+        if isinstance(role, str) and role in self._roles and ROLE_PATTERN.fullmatch(role):
+            return self._marks[0] + role + self._marks[1]
+        return role
+
+
+def _unmarked(role: Any) -> Any:
+    return role
+
+
+def _constants(tree: jinja2.nodes.Template) -> set[str]:
+    """The string constants and attribute names of a template."""
+    strings = {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+    return strings | {node.attr for node in tree.find_all(jinja2.nodes.Getattr)}
+
+
+def _num_values(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + sum(map(_num_values, value.values()))
+    return 1 + sum(map(_num_values, value)) if isinstance(value, list) else 1
+
+
+def _append_tag(message: dict[str, Any], tag: str) -> None:
+    """Put `tag` at the end of a message's text, to find that end in the rendered chat."""
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + tag
+    elif content:
+        content[-1]["text"] += tag
+    else:
+        raise ValueError("continue_final_message needs a last message with text to continue")
+
+
+def _cut_at_tag(text: str, tag: str) -> str:
+    """The text up to the tag. The tag ends with a space: if the template trimmed that, it trims the content too."""
+    at = text.rfind(tag)
+    if at < 0:
+        raise ChatTemplateError(
+            "continue_final_message: the template does not print the end of the last message, so there is "
+            "nothing to continue"
+        )
+    return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()

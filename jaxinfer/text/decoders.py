@@ -1,0 +1,261 @@
+"""The decoders of `tokenizer.json` as streams: tokens in, text out as soon as it cannot change.
+
+`tokenizers` decodes a whole sequence at once: a chain of stages, each a list of strings to a list of strings.
+Here every stage takes one piece at a time and gives out what is already certain. A stage either still sees the
+tokens one by one, or (after `Fuse` or `ByteLevel`) pieces of one long string. A stage without an exact
+streaming form makes the whole chain unsupported (`build_decoder` returns None) rather than nearly right.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import tokenizers
+
+
+class Stage(Protocol):
+    """One streaming stage. `push` takes a piece and returns the finished ones; `flush` returns what is left."""
+
+    def push(self, piece: str) -> Sequence[str]: ...
+
+    def flush(self) -> Sequence[str]: ...
+
+
+class StreamDecoder:
+    """A chain of stages. `push(token)` returns new text, `flush()` the rest."""
+
+    def __init__(self, stages: Sequence[Stage]):
+        self._stages = stages
+
+    def push(self, token: str) -> str:
+        return "".join(self._through(0, (token,)))
+
+    def flush(self) -> str:
+        text = []
+        for index, stage in enumerate(self._stages):
+            text.extend(self._through(index + 1, stage.flush()))
+        return "".join(text)
+
+    def _through(self, first: int, pieces: Sequence[str]) -> Sequence[str]:
+        for stage in self._stages[first:]:
+            if not pieces:
+                break
+            pieces = [out for piece in pieces for out in stage.push(piece)]
+        return pieces
+
+
+def build_decoder(spec: Mapping[str, Any] | None) -> StreamDecoder | None:
+    """The streaming form of the `decoder` entry of a tokenizer.json, or None if it has no exact one."""
+    stages: list[Stage] = []
+    if spec is None:
+        stages.append(_SpaceJoined())
+    is_fused = False
+    for step in _flatten(spec):
+        stage, fuses = _build_stage(step, is_fused)
+        if stage is None:
+            return None
+        stages.append(stage)
+        is_fused = is_fused or fuses
+    return StreamDecoder(stages)
+
+
+def _flatten(spec: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if spec is None:
+        return []
+    if spec.get("type") == "Sequence":
+        return [step for child in spec["decoders"] for step in _flatten(child)]
+    return [spec]
+
+
+def _build_stage(spec: Mapping[str, Any], is_fused: bool) -> tuple[Stage | None, bool]:
+    """The stage for one step, and whether it fuses its tokens into one string."""
+    kind = spec.get("type")
+    if is_fused:
+        if kind == "Strip" and spec["stop"] == 0:
+            return _StripStart(spec["content"], spec["start"]), False
+        if kind == "Replace" and len(spec["pattern"].get("String", "")) == 1:
+            return _PerToken(spec), False
+        return (_Pass(), False) if kind == "Fuse" else (None, False)
+    if kind == "Fuse":
+        return _Pass(), True
+    if kind == "ByteLevel":
+        return _ByteLevel(), True
+    if kind == "ByteFallback":
+        return _ByteFallback(), False
+    if kind in ("Replace", "Strip"):
+        return _PerToken(spec), False
+    if kind in ("Metaspace", "WordPiece"):
+        return _FirstDiffers(spec), False
+    if kind == "BPEDecoder":
+        return _BpeSuffix(spec["suffix"]), False
+    return None, False
+
+
+def load_component(kind: str, spec: Mapping[str, Any] | None) -> Any:
+    """Build one `decoder`, `normalizer` or `pre_tokenizer` of the `tokenizers` library from its JSON."""
+    return _load_component(kind, json.dumps(spec))
+
+
+@lru_cache(maxsize=64)
+def _load_component(kind: str, spec_json: str) -> Any:
+    spec = json.loads(spec_json)
+    parts = {
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": None,
+    }
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    whole = {"version": "1.0", **parts, "post_processor": None, "decoder": None, "model": model, kind: spec}
+    return getattr(tokenizers.Tokenizer.from_str(json.dumps(whole)), kind)
+
+
+class _Pass:
+    """Hands every piece on."""
+
+    def push(self, piece: str) -> Sequence[str]:
+        return (piece,)
+
+    def flush(self) -> Sequence[str]:
+        return ()
+
+
+class _SpaceJoined(_Pass):
+    """No decoder: tokens joined with spaces."""
+
+    def __init__(self) -> None:
+        self._is_first = True
+
+    def push(self, piece: str) -> Sequence[str]:
+        is_first, self._is_first = self._is_first, False
+        return (piece if is_first else " " + piece,)
+
+
+class _PerToken(_Pass):
+    """A stage that treats each token by itself (Replace; Strip before Fuse): the library's own code per token."""
+
+    def __init__(self, spec: Mapping[str, Any]):
+        self._decoder = load_component("decoder", spec)
+
+    def push(self, piece: str) -> Sequence[str]:
+        return (self._decoder.decode([piece]),)
+
+
+class _FirstDiffers(_Pass):
+    """A stage that treats the first token in its own way (Metaspace, WordPiece), again the library's own code."""
+
+    def __init__(self, spec: Mapping[str, Any]):
+        self._decoder = load_component("decoder", spec)
+        self._is_first = True
+
+    def push(self, piece: str) -> Sequence[str]:
+        if self._is_first:
+            self._is_first = False
+            return (self._decoder.decode([piece]),)
+        return (self._decoder.decode(["x", piece])[1:],)
+
+
+class _StripStart(_Pass):
+    """Drops up to `count` leading `content` characters of the fused string."""
+
+    def __init__(self, content: str, count: int):
+        self._content, self._left = content, count
+
+    def push(self, piece: str) -> Sequence[str]:
+        while piece and self._left:
+            if piece[0] != self._content:
+                self._left = 0
+                break
+            piece = piece[1:]
+            self._left -= 1
+        return (piece,)
+
+
+class _BpeSuffix:
+    """BPEDecoder: the suffix (`</w>`) becomes a space, but in the last token nothing: holds one token back."""
+
+    def __init__(self, suffix: str):
+        self._suffix = suffix
+        self._held: str | None = None
+
+    def push(self, piece: str) -> Sequence[str]:
+        held, self._held = self._held, piece
+        return () if held is None else (held.replace(self._suffix, " "),)
+
+    def flush(self) -> Sequence[str]:
+        return () if self._held is None else (self._held.replace(self._suffix, ""),)
+
+
+class _ByteFallback:
+    """Runs of byte tokens (`<0xE4>`): text if the *whole run* is valid UTF-8, else one U+FFFD per byte.
+
+    So a valid run must be held until it ends: one bad byte at its end turns all of it into U+FFFD. A run that
+    already has a bad byte cannot be mended, and is given out at once.
+    """
+
+    _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._text: list[str] = []
+        self._utf8 = codecs.getincrementaldecoder("utf-8")()
+        self._is_broken = False
+
+    def push(self, piece: str) -> Sequence[str]:
+        match = self._BYTE_TOKEN.fullmatch(piece)
+        if match is None:
+            return (*self.flush(), piece)
+        self._num_bytes += 1
+        if self._is_broken:
+            return ("\ufffd",)
+        try:
+            self._text.append(self._utf8.decode(bytes((int(match[1], 16),))))
+        except UnicodeDecodeError:
+            self._is_broken = True
+            return ("\ufffd" * self._num_bytes,)
+        return ()
+
+    def flush(self) -> Sequence[str]:
+        num_bytes, is_broken, text = self._num_bytes, self._is_broken, "".join(self._text)
+        is_partial = bool(self._utf8.getstate()[0])
+        self._num_bytes, self._is_broken, self._text = 0, False, []
+        self._utf8.reset()
+        if num_bytes == 0 or is_broken:
+            return ()
+        return ("\ufffd" * num_bytes if is_partial else text,)
+
+
+class _ByteLevel:
+    """ByteLevel: every character of a token stands for one byte; all bytes together are (lossy) UTF-8.
+
+    Python's "replace" and Rust's `from_utf8_lossy` agree: one U+FFFD per maximal invalid part.
+    """
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, piece: str) -> Sequence[str]:
+        try:
+            data = bytes([_BYTE_OF_CHAR[char] for char in piece])
+        except KeyError:  # a token outside of the alphabet (an added one, say) stands for itself
+            data = piece.encode()
+        return (self._utf8.decode(data),)
+
+    def flush(self) -> Sequence[str]:
+        return (self._utf8.decode(b"", final=True),)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable character for each byte (openai/gpt-2 src/encoder.py, bytes_to_unicode)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()

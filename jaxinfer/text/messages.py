@@ -1,0 +1,144 @@
+"""Checks on what a caller hands to a chat template: plain JSON data, valid text, known names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+ROLE_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_KEYWORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_MAX_DEPTH = 32
+
+# The names a message's reasoning is passed under; templates read the first (gpt-oss the second).
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+# What the engine passes itself, the functions of the sandbox, and Jinja's own names.
+_RESERVED_KEYWORDS = frozenset(
+    (
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
+        *("range", "dict", "namespace", "cycler", "joiner", "raise_exception", "strftime_now"),
+        *("loop", "self", "caller", "varargs", "kwargs", "true", "false", "none"),
+    )
+)
+
+Message = dict[str, Any]
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return the messages as fresh plain JSON data.
+
+    A message is a dict with a `role` of letters, digits, `_` and `-`, and a `content`: a string, a list of
+    `{"type": "text", "text": ...}` parts, or None where there are `tool_calls`. Other keys are passed on to the
+    template. Keys with the value None are dropped and a reasoning field is copied to the names templates use, both
+    as Transformers does.
+
+    Raises:
+        ValueError: Naming the message and the field.
+    """
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages must be a list of dicts, not {type(messages).__name__}")
+    if not messages:
+        raise ValueError("messages is empty; a chat needs at least one message")
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_message(message: Any, path: str) -> Message:
+    plain = plain_json(message, path)
+    if not isinstance(plain, dict):
+        raise ValueError(f"{path} must be a dict with a role and a content, not {type(message).__name__}")
+    plain = {key: value for key, value in plain.items() if value is not None}
+    role = plain.get("role")
+    if not isinstance(role, str) or ROLE_PATTERN.fullmatch(role) is None:
+        raise ValueError(f"{path}.role must be 1 to 64 letters, digits, '_' or '-', not {role!r:.80}")
+    calls = plain.get("tool_calls")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise ValueError(f"{path}.tool_calls must be a list of dicts")
+    content = plain.get("content")
+    if content is None:
+        if not calls:
+            raise ValueError(f"{path}.content is missing; only a message with tool_calls may leave it out")
+    elif isinstance(content, list):
+        for index, part in enumerate(content):
+            is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+            if not is_text or not isinstance(part["text"], str):
+                raise ValueError(f"{path}.content[{index}] must be {{'type': 'text', 'text': ...}}, not {part!r:.80}")
+    elif not isinstance(content, str):
+        raise ValueError(f"{path}.content must be a string or a list of text parts, not {type(content).__name__}")
+    reasoning = next((plain[name] for name in _REASONING_FIELDS if name in plain), None)
+    return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Return the tools (JSON schemas) as fresh plain JSON data, or None."""
+    if tools is None:
+        return None
+    if not isinstance(tools, (list, tuple)):
+        raise ValueError(f"tools must be a list of dicts, not {type(tools).__name__}")
+    plain = [plain_json(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    for index, tool in enumerate(plain):
+        if not isinstance(tool, dict):
+            raise ValueError(f"tools[{index}] must be a dict (a JSON schema), not {type(tool).__name__}")
+    return plain
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], special_tokens: Mapping[str, str]) -> dict[str, Any]:
+    """Return extra template variables (`enable_thinking=False`) as plain JSON data.
+
+    Raises:
+        ValueError: A value that is not JSON data, or a name that would replace something a template relies on.
+    """
+    for name in kwargs:
+        if _KEYWORD_PATTERN.fullmatch(name) is None:
+            raise ValueError(f"template variable {name!r:.80} must start with a letter and be a plain name")
+        if name in _RESERVED_KEYWORDS or name in special_tokens or name.endswith("_token"):
+            raise ValueError(f"template variable {name!r} is set by the engine and cannot be overridden")
+    return {name: plain_json(value, name) for name, value in kwargs.items()}
+
+
+def plain_json(value: Any, path: str, depth: int = 0) -> Any:
+    """Copy JSON data, refusing everything else: an object's methods would be open to the template."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{path} is nested more than {_MAX_DEPTH} levels deep")
+    if value is None or type(value) in (bool, int):
+        return value
+    if isinstance(value, str):
+        return check_text(str.__str__(value), path)
+    if type(value) is float:
+        if not math.isfinite(value):
+            raise ValueError(f"{path} is {value}, which JSON cannot hold")
+        return value
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{path} has the key {key!r:.80}; keys must be strings")
+        return {
+            check_text(str.__str__(key), f"a key of {path}"): plain_json(item, f"{path}.{key}", depth + 1)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [plain_json(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+    raise ValueError(f"{path} must be plain JSON data, not {type(value).__name__}")
+
+
+def check_text(text: str, path: str) -> str:
+    """Refuse text that is not valid Unicode (half a surrogate pair, from a cut JSON escape)."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{path} has a lone surrogate at character {error.start}: not valid text") from None
+    return text
+
+
+def text_leaves(value: Any) -> Iterator[str]:
+    """Every string in JSON data, dict keys included, in order."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield key
+            yield from text_leaves(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from text_leaves(item)

@@ -1,0 +1,337 @@
+"""The tokenizer: text to token ids and back, chats to prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxinfer.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
+from jaxinfer.text.encoding import ChatEncoder, ContentEncoder
+from jaxinfer.text.files import TokenizerFiles, read_tokenizer_files
+from jaxinfer.text.messages import check_text
+
+# The classes whose fast tokenizers take BOS and EOS from add_bos_token and add_eos_token.
+_FLAG_DRIVEN_CLASSES = frozenset(
+    f"{family}Tokenizer{speed}" for family in ("Llama", "CodeLlama", "Gemma", "Cohere") for speed in ("", "Fast")
+)
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer (tokenizer.json) with the chat template of its model.
+
+    Ids are those of Transformers 5. Truncation, padding and BPE dropout that a tokenizer.json may ask for are off:
+    nothing is cut silently.
+
+    Control tokens are the added tokens with a function: all special ones, and the non-special ones longer than one
+    character that are not white space (`<tool_call>`, `<think>`). Added tokens that are only text (Gemma's
+    `\\n\\n`, GPT-NeoX's runs of spaces, DeepSeek's single letters) stay text.
+    """
+
+    def __init__(self, files: TokenizerFiles):
+        """Build from files read before (`read_tokenizer_files`); usually `Tokenizer.from_dir` is called instead."""
+        name = files.paths.get("tokenizer.json", "tokenizer.json")
+        try:
+            spec = json.loads(files.tokenizer_json)
+            self._backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name} is not valid JSON: {error}") from error
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ValueError(f"{name} is not a tokenizer that tokenizers can load: {error}") from error
+        self._files = files
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        if getattr(self._backend.model, "dropout", None):
+            self._backend.model.dropout = None
+        special_before = {token["content"] for token in spec.get("added_tokens") or () if token["special"]}
+        _add_declared_tokens(self._backend, files)
+        added = self._backend.get_added_tokens_decoder()
+        # A token that was ever special stays so for the library's skip_special_tokens.
+        self.skipped_tokens = frozenset(
+            token.content for token in added.values() if token.special or token.content in special_before
+        )
+        self.decoder_spec: Mapping[str, Any] | None = spec.get("decoder")
+        self._fragments = {kind: spec.get(kind) for kind in ("normalizer", "pre_tokenizer")}
+        unknown_id = _unknown_id(spec["model"])
+        control = {
+            token_id: token.content
+            for token_id, token in added.items()
+            if token.content in self.skipped_tokens or not _is_plain_text(token.content)
+        }
+        self._unknown = (unknown_id, control.pop(unknown_id)) if unknown_id in control else None
+        self.control_ids = frozenset(control)
+        self.special_ids = frozenset(
+            token_id for token_id, token in added.items() if token.content in self.skipped_tokens
+        )
+        self._control_texts = {text: token_id for token_id, text in control.items()}
+        if self._unknown is not None:
+            self._control_texts[self._unknown[1]] = self._unknown[0]
+        self._is_control_reachable = _is_reachable(spec["model"], self._control_texts)
+        self._num_ids = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._bos_prefix, self._eos_suffix = self._declared_bos_eos()
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer:
+        """Read the tokenizer of a local model directory.
+
+        Raises:
+            TokenizerNotFoundError: There is no tokenizer.json.
+            ValueError: A file is malformed; the error names it.
+        """
+        return cls(read_tokenizer_files(path))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's embedding may have more rows."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._named_id("pad_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the default chat template, or None."""
+        return self._files.chat_templates.get("default")
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The source files, by name relative to the model directory."""
+        return dict(self._files.paths)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of trusted text: control tokens written in it are recognised.
+
+        With `add_special_tokens`, what tokenizer.json's post-processor adds (usually BOS). For Llama-class tokenizers
+        whose post-processor adds no BOS (EOS) though `add_bos_token` (`add_eos_token`) is true, it is added.
+
+        Raises:
+            ValueError: `text` has a lone surrogate.
+        """
+        check_text(text, "text")
+        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return [*self._bos_prefix, *ids, *self._eos_suffix] if add_special_tokens else ids
+
+    def encode_content(self, text: str) -> list[int]:
+        """Token ids of text from an untrusted user: no control token is recognised, so no id is in `control_ids`.
+
+        The text is encoded as the start of a string (a sentencepiece tokenizer puts its dummy `▁` there). The one
+        special id that can occur is the unknown token's, for a character that the vocabulary lacks.
+
+        Raises:
+            ValueError: `text` has a lone surrogate.
+        """
+        ids = self._content_encoder.encode(check_text(text, "text"))
+        if not self.control_ids.isdisjoint(ids):
+            raise RuntimeError("internal error: a control token came out of content; please report this")
+        return ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; spaces are left as they are (no clean-up).
+
+        Raises:
+            ValueError: An id outside of the vocabulary.
+        """
+        ids = [int(token_id) for token_id in ids]
+        self.check_ids(ids)
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ValueError, with the id and the vocabulary size, unless every id is a token."""
+        for token_id in ids:
+            if not 0 <= token_id < self._num_ids or self._backend.id_to_token(token_id) is None:
+                raise ValueError(
+                    f"token id {token_id} is not in the vocabulary of {self.vocab_size} tokens "
+                    f"(ids 0 to {self._num_ids - 1})"
+                )
+
+    def token_to_id(self, token: str) -> int | None:
+        """Id of a token given as in the vocabulary, or None."""
+        return self._backend.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Token of an id as in the vocabulary, or None."""
+        return self._backend.id_to_token(token_id) if 0 <= token_id < self._num_ids else None
+
+    def token_map_digest(self) -> str:
+        """SHA-256 (hex) of the id-to-token map: equal if and only if two tokenizers number the same tokens alike."""
+        digest = hashlib.sha256()
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        for token_id, token in sorted((token_id, token) for token, token_id in vocab.items()):
+            digest.update(json.dumps([token_id, token]).encode() + b"\n")
+        return digest.hexdigest()
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt text of a chat, as Transformers renders it. For display: encode with `apply_chat_template`."""
+        return self._render(messages, add_generation_prompt, continue_final_message, tools, template_kwargs).text
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a chat.
+
+        A control token comes out only where the chat template itself wrote it, never out of messages, tools or
+        template variables. Where content has no control text, the ids are those of Transformers.
+
+        Raises:
+            ValueError: Messages, tools or template variables are malformed; the error says where.
+            ChatTemplateError: No template, the template refused this chat, or it cannot be rendered safely.
+        """
+        chat = self._render(messages, add_generation_prompt, continue_final_message, tools, template_kwargs)
+        return self._chat_encoder.encode(chat)
+
+    def save(self, directory: str | Path) -> None:
+        """Copy the source files, unchanged, to `directory` (made if missing)."""
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        for name, path in self._files.paths.items():
+            copy = target / name
+            copy.parent.mkdir(exist_ok=True)
+            if not (copy.exists() and copy.samefile(path)):
+                shutil.copyfile(path, copy)
+
+    def _named_id(self, name: str) -> int | None:
+        text = self._files.special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def _declared_bos_eos(self) -> tuple[list[int], list[int]]:
+        config = self._files.config
+        if config.get("tokenizer_class") not in _FLAG_DRIVEN_CLASSES:
+            return [], []
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a", add_special_tokens=True).ids
+        bos, eos = self.bos_token_id, self.eos_token_id
+        needs_bos = config.get("add_bos_token") is True and bos is not None
+        needs_eos = config.get("add_eos_token") is True and eos is not None
+        has_bos = len(whole) > len(bare) and whole[0] == bos
+        has_eos = len(whole) > len(bare) and whole[-1] == eos
+        return [bos] * (needs_bos and not has_bos), [eos] * (needs_eos and not has_eos)
+
+    @cached_property
+    def _content_encoder(self) -> ContentEncoder:
+        return ContentEncoder(
+            self._backend,
+            control=self._control_texts,
+            is_reachable=self._is_control_reachable,
+            normalizer=self._fragments["normalizer"],
+            pre_tokenizer=self._fragments["pre_tokenizer"],
+        )
+
+    @cached_property
+    def _chat_encoder(self) -> ChatEncoder:
+        return ChatEncoder(self._backend, self._content_encoder, self.control_ids, self._unknown)
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        return {
+            name: ChatTemplate(
+                source,
+                special_tokens=self._files.special_tokens,
+                control_tokens=self._control_texts,
+            )
+            for name, source in self._files.chat_templates.items()
+            if name in ("default", "tool_use")
+        }
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> RenderedChat:
+        templates = self._templates
+        template = templates.get("tool_use") if tools is not None else None
+        template = template or templates.get("default")
+        if template is None:
+            names = sorted(self._files.chat_templates)
+            raise ChatTemplateError(
+                f"this model has no default chat template, only {names}"
+                if names
+                else "this model has no chat template; give a prompt instead of messages, or add a "
+                "chat_template.jinja to the model directory"
+            )
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+
+
+def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    """Add the tokens of the configuration that tokenizer.json lacks, as Transformers does, and check their ids."""
+    existing = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for spec in files.added_tokens:
+        token = tokenizers.AddedToken(spec.content, special=spec.special, **spec.flags)
+        if repr(existing.get(spec.content)) == repr(token):
+            continue
+        backend.add_tokens([token])
+        token_id = backend.token_to_id(spec.content)
+        if spec.token_id is not None and token_id != spec.token_id:
+            raise ValueError(
+                f"added token {spec.content!r} has id {spec.token_id} in the configuration but {token_id} in "
+                "tokenizer.json: the files do not belong together"
+            )
+    for text in (*files.special_tokens.values(), *files.extra_special_tokens):
+        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+        if text not in known:
+            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+
+
+def _is_plain_text(content: str) -> bool:
+    """Whether a non-special added token is only text: white space (also sentencepiece's), or one character."""
+    return len(content) == 1 or not content.replace("▁", " ").strip()
+
+
+def _unknown_id(model: Mapping[str, Any]) -> int | None:
+    if model.get("unk_id") is not None:
+        return model["unk_id"]
+    unknown = model.get("unk_token")
+    vocab = model.get("vocab")
+    return vocab.get(unknown) if isinstance(vocab, dict) and unknown is not None else None
+
+
+def _is_reachable(model: Mapping[str, Any], control: Mapping[str, int]) -> bool:
+    """Whether a model's own vocabulary could turn plain text into one of the control tokens."""
+    vocab = model.get("vocab") or {}
+    own = control.keys() & (vocab.keys() if isinstance(vocab, dict) else {text for text, _ in vocab})
+    if not own:
+        return False
+    if model.get("type") != "BPE" or model.get("ignore_merges"):
+        return True
+    if any(len(text) == 1 for text in own):
+        return True
+    prefix = model.get("continuing_subword_prefix") or ""
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())
+    return any(left + right.removeprefix(prefix) in own for left, right in pairs)

@@ -1,0 +1,1 @@
+"""Training: the embedded pair, and later drafts distilled from a target."""

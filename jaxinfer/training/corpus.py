@@ -1,0 +1,89 @@
+"""The training text of the embedded pair: the Python standard library's own source, on every user's machine."""
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+# Tables, generated data and tests: little prose, much repetition.
+EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "config-",
+            "__pycache__", "ensurepip", "lib-dynload")  # fmt: skip
+MAX_FILE_BYTES = 250_000
+HELD_OUT_IN = 40  # one file in this many is never trained on
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Texts of whole files, in a fixed order; a file is held out by the hash of its name, not by chance."""
+
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+def standard_library(root: Path | None = None) -> Corpus:
+    """Reads every .py file below `root` (default: this interpreter's standard library), tests and tables left out."""
+    root = root or Path(sysconfig.get_path("stdlib"))
+    train: list[str] = []
+    held_out: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        parts = name.split("/")[:-1]
+        if any(part.startswith(EXCLUDED) for part in parts) or path.stat().st_size > MAX_FILE_BYTES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few files declare another encoding
+            continue
+        if len(text) > 200:
+            digest = hashlib.sha256(name.encode()).digest()
+            (held_out if digest[0] % HELD_OUT_IN == 0 else train).append(text)
+    if not train or not held_out:
+        raise FileNotFoundError(f"no Python source under {root}: {len(train)} files to train on")
+    return Corpus(tuple(train), tuple(held_out))
+
+
+def train_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE: any text has an encoding and decoding is exact. Runs of spaces stay whole, for indentation."""
+    tokenizer = Tokenizer(models.BPE())
+    # A word with the space or mark before it, single digits, runs of marks, line ends with the next indentation.
+    pattern = r" ?[^\W\d]+|[^\r\n\w\s]?[^\W\d]+|\d| ?[^\s\w]+|\n+[^\S\n]*|[^\S\n]+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: tuple[str, ...]) -> np.ndarray:
+    """All texts as one int32 stream, the end-of-text token before and after each."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    stream = [np.asarray([end], np.int32)]
+    for encoding in tokenizer.encode_batch(list(texts)):
+        stream += [np.asarray(encoding.ids, np.int32), np.asarray([end], np.int32)]
+    return np.concatenate(stream)
+
+
+def batch_at(stream: np.ndarray, step: int, *, batch_size: int, length: int, seed: int) -> np.ndarray:
+    """The batch [batch_size, length + 1] of a step, a function of its number alone, so a resumed run sees the same.
+
+    Each epoch cuts the stream at another offset and visits the pieces in another order.
+    """
+    per_epoch = (len(stream) - 2 * length) // length // batch_size
+    if per_epoch < 1:
+        raise ValueError(f"{len(stream)} tokens are too few for one batch of {batch_size} x {length}")
+    epoch, index = divmod(step, per_epoch)
+    random = np.random.default_rng((seed, epoch))
+    offset = int(random.integers(length))
+    starts = offset + length * random.permutation(per_epoch * batch_size)[index * batch_size :][:batch_size]
+    return stream[starts[:, None] + np.arange(length + 1)]

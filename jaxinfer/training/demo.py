@@ -1,0 +1,96 @@
+"""How the embedded pair is made: sizes, data, steps. `jaxinfer train-demo` runs it and writes the package's files."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+from tokenizers import Tokenizer
+
+from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.training import corpus
+from jaxinfer.training.loop import TrainOptions, TrainResult, mean_loss, train
+from jaxinfer.training.objectives import next_token
+
+VOCAB_SIZE = 4096
+CONTEXT = 512  # tokens of a sequence in the last steps, and in the held-out loss
+SHORT_CONTEXT = 256  # tokens of a sequence before: half the attention for the same number of tokens a step
+SHORT_FRACTION = 0.8  # of the steps
+
+TARGET = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=384,
+    intermediate_size=896,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rope=RopeConfig(rotary_dim=64),
+    tie_word_embeddings=True,
+    max_position_embeddings=1024,
+)
+DRAFT = replace(TARGET, hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=2)
+
+
+@dataclass(frozen=True)
+class DemoModel:
+    """One trained model of the pair with what its card reports."""
+
+    name: str
+    config: ModelConfig
+    options: TrainOptions
+    tokens_per_step: int
+    result: TrainResult
+    held_out_loss: float
+    num_train_tokens: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """The tokenizer and the token streams it makes of the corpus."""
+
+    tokenizer: Tokenizer
+    train: np.ndarray
+    held_out: np.ndarray
+    held_out_bytes: int
+
+
+def load_data(work_dir: Path) -> Data:
+    """Trains the tokenizer once and keeps it in `work_dir`, so that a resumed run has the same ids."""
+    texts = corpus.standard_library()
+    path = work_dir / "tokenizer.json"
+    if path.exists():
+        tokenizer = Tokenizer.from_file(str(path))
+    else:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        tokenizer = corpus.train_tokenizer(texts.train, VOCAB_SIZE)
+        tokenizer.save(str(path))
+    return Data(
+        tokenizer=tokenizer,
+        train=corpus.encode(tokenizer, texts.train),
+        held_out=corpus.encode(tokenizer, texts.held_out),
+        held_out_bytes=sum(len(text.encode()) for text in texts.held_out),
+    )
+
+
+def train_model(
+    name: str, config: ModelConfig, data: Data, options: TrainOptions, *, tokens_per_step: int, work_dir: Path
+) -> DemoModel:
+    """Trains one model of the pair, resuming from `work_dir`/`name` if an earlier run left off there."""
+    objective = next_token(config)
+
+    def batch_at(step: int) -> np.ndarray:
+        length = SHORT_CONTEXT if step < SHORT_FRACTION * options.num_steps else CONTEXT
+        return corpus.batch_at(data.train, step, batch_size=tokens_per_step // length, length=length, seed=0)
+
+    result = train(
+        init_params(config, jax.random.key(0)),
+        objective,
+        batch_at,
+        options,
+        checkpoint_dir=work_dir / name,
+        description=name,
+    )
+    held_out = mean_loss(objective, result.params, data.held_out, batch_size=4, length=CONTEXT)
+    return DemoModel(name, config, options, tokens_per_step, result, held_out, len(data.train))

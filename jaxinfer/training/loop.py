@@ -1,0 +1,158 @@
+"""The training loop: optax, a progress bar, orbax checkpoints, and the same run after a kill."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from optax.contrib import MuonDimensionNumbers, muon
+from tqdm.auto import tqdm
+
+from jaxinfer.models import Params
+from jaxinfer.training.objectives import Objective
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Attributes:
+    num_steps: optimizer steps. learning_rate: its highest value, after `warmup_steps`; the last
+      `decay_fraction` of the steps falls linearly to zero (Hu et al. 2024, warmup-stable-decay).
+    checkpoint_every: steps between checkpoints. log_every: steps between points of the loss curve.
+    """
+
+    num_steps: int
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    warmup_steps: int = 50
+    decay_fraction: float = 0.5
+    max_gradient_norm: float = 1.0
+    checkpoint_every: int = 50
+    log_every: int = 10
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Trained float32 parameters, and the loss curve as (step, metrics) pairs."""
+
+    params: Params
+    history: tuple[tuple[int, dict[str, float]], ...]
+
+
+def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
+    """Muon (Jordan 2024; update size of Liu et al. 2025) for the matrices of the layers, AdamW for the rest."""
+    decay_steps = max(int(options.num_steps * options.decay_fraction), 1)
+    peak = options.learning_rate
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, options.warmup_steps),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, decay_steps),
+        ],
+        [options.warmup_steps, options.num_steps - decay_steps],
+    )
+
+    def is_matrix_of_a_layer(params: Params):
+        def decide(path, leaf):
+            in_layers = any(getattr(part, "key", None) == "layers" for part in path)
+            return MuonDimensionNumbers() if in_layers and leaf.ndim == 2 else None
+
+        return jax.tree_util.tree_map_with_path(decide, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(options.max_gradient_norm),
+        muon(
+            schedule,
+            weight_decay=options.weight_decay,
+            adam_b2=0.95,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=is_matrix_of_a_layer,
+        ),
+    )
+
+
+def train(
+    params: Params,
+    objective: Objective,
+    batch_at: Callable[[int], np.ndarray],
+    options: TrainOptions,
+    *,
+    checkpoint_dir: Path,
+    description: str = "train",
+    show_progress: bool = True,
+) -> TrainResult:
+    """Minimises `objective` from `params` over the batches `batch_at(step)`.
+
+    A run finds the checkpoints of an earlier, killed one in `checkpoint_dir` and goes on from the newest: since a
+    batch depends on its step alone, the result is that of a run never stopped. `params` are donated.
+
+    Raises:
+      FloatingPointError: the loss is not finite; names the step. Checkpoints stay as they were.
+    """
+    optimizer = make_optimizer(options)
+
+    @jax.jit
+    def start(params):
+        return {"params": params, "optimizer": optimizer.init(params)}
+
+    def step_fn(state, tokens):
+        gradients, metrics = jax.grad(objective, has_aux=True)(state["params"], tokens)
+        updates, opt_state = optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}, metrics
+
+    step_fn = jax.jit(step_fn, donate_argnums=0)
+    state = start(params)
+    checkpoint_dir = Path(checkpoint_dir).absolute()
+    manager = ocp.CheckpointManager(
+        checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    )
+    history: list[tuple[int, dict[str, float]]] = []
+    first = 0
+    if (latest := manager.latest_step()) is not None:
+        restored = manager.restore(
+            latest,
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(state), history=ocp.args.JsonRestore()),
+        )
+        state, first = restored["state"], latest
+        history = [(int(step), dict(metrics)) for step, metrics in restored["history"]]
+    with tqdm(
+        total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True
+    ) as bar:
+        for step in range(first, options.num_steps):
+            state, metrics = step_fn(state, jnp.asarray(batch_at(step)))
+            done = step + 1
+            if done % options.log_every == 0 or done == options.num_steps:
+                values = {name: float(value) for name, value in metrics.items()}
+                if not all(math.isfinite(value) for value in values.values()):
+                    raise FloatingPointError(f"step {step}: {json.dumps(values)}; lower learning_rate")
+                history.append((done, values))
+                bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()}, refresh=False)
+            if done % options.checkpoint_every == 0 or done == options.num_steps:
+                manager.save(
+                    done,
+                    args=ocp.args.Composite(
+                        state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history)
+                    ),
+                )
+            bar.update()
+    manager.wait_until_finished()
+    manager.close()
+    return TrainResult(params=state["params"], history=tuple(history))
+
+
+def mean_loss(
+    objective: Objective, params: Params, stream: np.ndarray, *, batch_size: int, length: int
+) -> float:
+    """Mean of the objective's loss over consecutive, whole pieces of a held-out token stream."""
+    evaluate = jax.jit(lambda params, tokens: objective(params, tokens)[0])
+    count = (len(stream) - 1) // length // batch_size
+    if count < 1:
+        raise ValueError(f"{len(stream)} tokens are too few to evaluate {batch_size} x {length}")
+    starts = length * np.arange(count * batch_size).reshape(count, batch_size)
+    losses = [evaluate(params, jnp.asarray(stream[row[:, None] + np.arange(length + 1)])) for row in starts]
+    return float(np.mean([float(loss) for loss in losses]))

@@ -1,0 +1,30 @@
+"""Shared by all tests: a CPU with several devices, one compilation cache, and what runs only when asked for."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Before JAX starts: several CPU devices, as an accelerator host has.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+os.environ.setdefault("JAXINFER_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxinfer-tests-{os.getuid()}"))
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run tests that take more than half a minute")
+    parser.addoption("--oracle", action="store_true", help="run tests that need torch and transformers")
+
+
+def pytest_configure(config):
+    from jaxinfer import compilation_cache
+
+    compilation_cache.enable()
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        for marker in ("slow", "oracle"):
+            if item.get_closest_marker(marker) and not config.getoption(f"--{marker}"):
+                item.add_marker(pytest.mark.skip(reason=f"{marker}: run with --{marker}"))
