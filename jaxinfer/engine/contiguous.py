@@ -87,6 +87,7 @@ class ContiguousEngine:
         self.chunks = (*chunks, min(options.max_model_len, max(options.prefill_chunks)))
         self.chunks = tuple(dict.fromkeys(self.chunks))
         self._state: DecodeState | None = None
+        self._batch: SamplingBatch | None = None
         self._slots: list[Generation | None] = []
         self._waiting: deque[Generation] = deque()
         self._in_flight: deque[_Prefilled | _Decoded] = deque()
@@ -188,14 +189,13 @@ class ContiguousEngine:
         if self._state is not None and self._state.num_slots == num_slots:
             return
         self._free_state()
-        self._state = programs.init_state(self.config, num_slots, self.options.max_model_len, self.dtype)
+        self._state, self._batch = programs.init_state(self.config, num_slots, self.options.max_model_len, self.dtype)
         self._slots = [None] * num_slots
 
     def _free_state(self) -> None:
-        if self._state is not None:
-            for leaf in jax.tree.leaves(self._state):
-                leaf.delete()
-        self._state, self._slots = None, []
+        for leaf in jax.tree.leaves((self._state, self._batch)):
+            leaf.delete()
+        self._state, self._batch, self._slots = None, None, []
 
     def _prefill(self, slot: int, sequence: Generation) -> _Prefilled:
         vocab_size = self.config.vocab_size
@@ -223,8 +223,10 @@ class ContiguousEngine:
                 batch=batch,
                 history=history,
             )
-            assert self._state is not None
-            self._state, first, hidden = programs.prefill(self.config, self.params, self._state, request)
+            assert self._state is not None and self._batch is not None
+            self._state, self._batch, first, hidden = programs.prefill(
+                self.config, self.params, self._state, self._batch, request
+            )
             targets = _padded(prompt[start + 1 : start + length + 1], size)
             count = min(length, len(prompt) - start - 1)
             if sequence.params.prompt_logprobs is not None:
@@ -250,9 +252,10 @@ class ContiguousEngine:
         num_sent = sum(isinstance(result, _Decoded) for result in self._in_flight)
         if num_sent >= MAX_DISPATCHES or not any(slot is not None for slot in self._slots):
             return
-        assert self._state is not None
-        capacity = self.options.steps_per_dispatch
-        self._state, output = programs.decode(self.config, self.params, self._state, capacity, np.int32(num_steps))
+        assert self._state is not None and self._batch is not None
+        self._state, output = programs.decode(
+            self.config, self.params, self._state, self._batch, self.options.steps_per_dispatch, np.int32(num_steps)
+        )
         self._in_flight.append(_Decoded(tuple(self._slots), output))
 
     # Reading results.

@@ -41,7 +41,8 @@ class DecodeState:
       tokens: int32[S], each slot's newest token, not yet in the cache; its position is `positions` int32[S].
       remaining: int32[S], tokens the slot may still generate.
       is_active: bool[S], whether the slot generates at the next step.
-      batch, history: sampling parameters and token history of the slots.
+      history: tokens so far, for penalties. The sampling parameters, a `SamplingBatch`, travel beside the state:
+        decoding only reads them, and every array a program returns costs the host time.
     """
 
     cache: ContiguousCache
@@ -49,7 +50,6 @@ class DecodeState:
     positions: jax.Array
     remaining: jax.Array
     is_active: jax.Array
-    batch: SamplingBatch
     history: SamplingState
 
     @property
@@ -87,26 +87,26 @@ class DecodeOutput:
     is_produced: jax.Array
 
 
-def init_state(config: ModelConfig, num_slots: int, max_length: int, dtype) -> DecodeState:
+def init_state(config: ModelConfig, num_slots: int, max_length: int, dtype) -> tuple[DecodeState, SamplingBatch]:
     """Empty slots; everything is allocated on the device here and never again."""
-    return DecodeState(
+    state = DecodeState(
         cache=init_cache(config, num_slots, max_length, dtype),
         tokens=jnp.zeros((num_slots,), jnp.int32),
         positions=jnp.zeros((num_slots,), jnp.int32),
         remaining=jnp.zeros((num_slots,), jnp.int32),
         is_active=jnp.zeros((num_slots,), bool),
-        batch=jax.tree.map(jnp.array, make_batch([None] * num_slots, config.vocab_size)),
         history=jax.tree.map(jnp.array, make_state([None] * num_slots, config.vocab_size)),
     )
+    return state, jax.tree.map(jnp.array, make_batch([None] * num_slots, config.vocab_size))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def prefill(
-    config: ModelConfig, params: Params, state: DecodeState, request: PrefillRequest
-) -> tuple[DecodeState, SampleOutput, jax.Array]:
+    config: ModelConfig, params: Params, state: DecodeState, batch: SamplingBatch, request: PrefillRequest
+) -> tuple[DecodeState, SamplingBatch, SampleOutput, jax.Array]:
     """Appends a chunk to a slot; after the last chunk the slot is active with its first token.
 
-    Returns the state, the first token's sample of one row (zeros before the last chunk), and the final hidden
+    Returns the state, the batch, the first token's sample of one row (zeros before the last chunk), and the final hidden
     states [T, D] of the chunk. The row's numbers do not depend on the other slots: only this row is computed.
     """
     decoder = bind(config, params)
@@ -133,15 +133,19 @@ def prefill(
         positions=state.positions.at[slot].set(end),
         remaining=state.remaining.at[slot].set(remaining),
         is_active=state.is_active.at[slot].set(is_active),
-        batch=set_row(state.batch, slot, request.batch),
         history=set_row(state.history, slot, history),
     )
-    return state, first, hidden
+    return state, set_row(batch, slot, request.batch), first, hidden
 
 
-@partial(jax.jit, static_argnums=(0, 3), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode(
-    config: ModelConfig, params: Params, state: DecodeState, max_steps: int, num_steps: jax.Array
+    config: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    batch: SamplingBatch,
+    max_steps: int,
+    num_steps: jax.Array,
 ) -> tuple[DecodeState, DecodeOutput]:
     """Up to `num_steps` (int32 scalar, at most the static `max_steps`) tokens for every active slot.
 
@@ -154,7 +158,7 @@ def decode(
         lengths = state.is_active.astype(jnp.int32)
         attend = CachedAttention(state.cache, slots, state.positions, lengths, 1)
         hidden = decoder(state.tokens[:, None], state.positions[:, None], attend)[:, 0]
-        output = sample(decoder.logits(hidden), state.positions + 1, state.batch, state.history)
+        output = sample(decoder.logits(hidden), state.positions + 1, batch, state.history)
         took_part = state.is_active & output.ok
         remaining = state.remaining - took_part
         new_state = replace(
@@ -163,7 +167,7 @@ def decode(
             tokens=jnp.where(took_part, output.tokens, state.tokens),
             positions=state.positions + took_part,
             remaining=remaining,
-            is_active=took_part & ~is_stop(output.tokens, state.batch) & (remaining > 0),
+            is_active=took_part & ~is_stop(output.tokens, batch) & (remaining > 0),
             history=advance(state.history, output.tokens, took_part),
         )
         return new_state, output

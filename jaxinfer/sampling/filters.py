@@ -43,7 +43,7 @@ def by_candidates(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
         lambda x: _search_top_k(x, top_k),
         logits,
     )
-    return lax.cond(jnp.any(top_p < 1), _top_p_of_candidates, lambda x, *_: x, logits, best, kth, top_p)
+    return lax.cond(jnp.any(top_p < 1), _top_p_of_candidates, lambda x, *_: x, logits, best, top_p)
 
 
 def _search_top_k(logits: jax.Array, top_k: jax.Array) -> jax.Array:
@@ -66,11 +66,11 @@ def _search_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     return jnp.where(is_kept, logits, -jnp.inf)
 
 
-def _top_p_of_candidates(logits: jax.Array, best: jax.Array, kth: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`best` float32[S, C] descends. Once its mass reaches the least one, so does that of all logits down to its
-    last; and above its last it holds every logit. So the threshold is one of it."""
+def _top_p_of_candidates(logits: jax.Array, best: jax.Array, top_p: jax.Array) -> jax.Array:
+    """`best` float32[S, C] descends, and above its last element it holds every logit of the row. So where its running
+    mass reaches the least one, the element at which it does is the threshold. What top-k dropped may follow in
+    `best`, but the mass is complete before it."""
     least = top_p * exact.mass(_weights(logits))
-    best = jnp.where(best >= kth, best, -jnp.inf)
     distance = best - exact.finite_max(best)
     reached = exact.running_mass(exact.fixed_point(jnp.exp(distance), logits.shape[1])) >= least[:, None]
     place = jnp.argmax(reached, axis=-1)[:, None]

@@ -20,6 +20,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.nodes
 
 from jaxinfer.text.limits import METER, ChatTemplateError, ChatTemplateLimitError, Meter
 from jaxinfer.text.messages import (
@@ -117,7 +118,7 @@ class ChatTemplate:
         chat = check_messages(messages)
         plain_tools = check_tools(tools)
         keywords = check_template_kwargs(template_kwargs or {}, self._special_tokens)
-        content = "".join(text_leaves([chat, plain_tools, keywords]))
+        content = "".join(text_leaves([chat, plain_tools, keywords])) + _joined_parts(chat)
         opening, closing, tag = self._unused_characters(content)
         for message in chat:
             if isinstance(message.get("content"), list) and not self._reads_parts:
@@ -200,7 +201,7 @@ class _Run:
         return parsed[1] if parsed is not None and parsed[0] == text else None
 
     def _render(self, marked: Sequence[int]) -> str:
-        variables = {literal.name: literal.text for literal in self._literals}
+        variables: dict[str, Any] = {literal.name: literal.text for literal in self._literals}
         for index in marked:
             variables[self._literals[index].name] = self._literals[index].marked(*self._marks)
         variables[ROLE_FUNCTION] = self._mark_role if marked else _unmarked
@@ -235,6 +236,12 @@ def _num_values(value: Any) -> int:
     if isinstance(value, dict):
         return 1 + sum(map(_num_values, value.values()))
     return 1 + sum(map(_num_values, value)) if isinstance(value, list) else 1
+
+
+def _joined_parts(chat: Sequence[Mapping[str, Any]]) -> str:
+    """The text parts of the messages without what stands between them, as templates print them."""
+    lists = (message["content"] for message in chat if isinstance(message.get("content"), list))
+    return "".join(part["text"] for parts in lists for part in parts)
 
 
 def _append_tag(message: dict[str, Any], tag: str) -> None:

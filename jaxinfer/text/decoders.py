@@ -97,23 +97,22 @@ def _build_stage(spec: Mapping[str, Any], is_fused: bool) -> tuple[Stage | None,
 
 
 def load_component(kind: str, spec: Mapping[str, Any] | None) -> Any:
-    """Build one `decoder`, `normalizer` or `pre_tokenizer` of the `tokenizers` library from its JSON."""
-    return _load_component(kind, json.dumps(spec))
+    """Build one part (`decoder`, `normalizer`, `pre_tokenizer`, `model`) of a tokenizer from its JSON.
+
+    Small parts are kept: they have no state, and every stream needs the same ones.
+    """
+    return (_build_component if kind == "model" else _kept_component)(kind, json.dumps(spec))
 
 
-@lru_cache(maxsize=64)
-def _load_component(kind: str, spec_json: str) -> Any:
-    spec = json.loads(spec_json)
-    parts = {
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": None,
-    }
-    model = {"type": "BPE", "vocab": {}, "merges": []}
-    whole = {"version": "1.0", **parts, "post_processor": None, "decoder": None, "model": model, kind: spec}
-    return getattr(tokenizers.Tokenizer.from_str(json.dumps(whole)), kind)
+def _build_component(kind: str, spec_json: str) -> Any:
+    whole: dict[str, Any] = dict.fromkeys(
+        ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    )
+    whole |= {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    return getattr(tokenizers.Tokenizer.from_str(json.dumps({**whole, kind: json.loads(spec_json)})), kind)
+
+
+_kept_component = lru_cache(maxsize=64)(_build_component)
 
 
 class _Pass:

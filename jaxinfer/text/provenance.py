@@ -106,9 +106,9 @@ class _Extractor:
         if isinstance(node, nodes.Output):
             node.nodes = self._chain(node.nodes)
         elif isinstance(node, (nodes.Assign, nodes.ExprStmt)):
-            node.node = self._value(node.node)
+            node.node = self._value(node.node)  # type: ignore[arg-type]
         elif isinstance(node, nodes.For):
-            node.iter = self._value(node.iter)
+            node.iter = self._value(node.iter)  # type: ignore[arg-type]
         elif isinstance(node, nodes.Macro):
             node.defaults = [self._value(default) for default in node.defaults]
         elif isinstance(node, nodes.CallBlock):
@@ -187,7 +187,8 @@ class _Extractor:
             text = _text_of(operand)
             if is_open and _is_role(operand):
                 call = nodes.Call(nodes.Name(ROLE_FUNCTION, "load"), [operand], [], None, None)
-                chained.append(call.set_lineno(operand.lineno, override=True))
+                call.set_lineno(operand.lineno, override=True)
+                chained.append(call)
             else:
                 chained.append(self._value(operand))
             is_open = text is not None and self._control.opens(text)

@@ -224,7 +224,8 @@ class _MeterChecks(NodeTransformer):
 
 def _environment_call(name: str, args: list[Any], near: nodes.Node) -> nodes.Call:
     call = nodes.Call(nodes.EnvironmentAttribute(name), args, [], None, None)
-    return call.set_lineno(near.lineno, override=True)
+    call.set_lineno(near.lineno, override=True)
+    return call
 
 
 class _BoundedFormatter(SandboxedFormatter):

@@ -50,7 +50,7 @@ class StreamingDetokenizer:
         """
         if self._is_finished:
             raise RuntimeError("this StreamingDetokenizer is finished; make a new one for the next sequence")
-        ids = [ids] if isinstance(ids, int) else [int(token_id) for token_id in ids]
+        ids = [int(token_id) for token_id in (ids if isinstance(ids, Iterable) else (ids,))]
         self._tokenizer.check_ids(ids)
         if self._decoder is None:
             self._held_ids.extend(ids)

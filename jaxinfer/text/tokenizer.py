@@ -64,7 +64,9 @@ class Tokenizer:
             for token_id, token in added.items()
             if token.content in self.skipped_tokens or not _is_plain_text(token.content)
         }
-        self._unknown = (unknown_id, control.pop(unknown_id)) if unknown_id in control else None
+        self._unknown = None
+        if unknown_id is not None and unknown_id in control:
+            self._unknown = (unknown_id, control.pop(unknown_id))
         self.control_ids = frozenset(control)
         self.special_ids = frozenset(
             token_id for token_id, token in added.items() if token.content in self.skipped_tokens
@@ -85,6 +87,9 @@ class Tokenizer:
             ValueError: A file is malformed; the error names it.
         """
         return cls(read_tokenizer_files(path))
+
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerFiles]]:
+        return Tokenizer, (self._files,)  # compiled chat templates do not pickle; worker processes build their own
 
     @property
     def vocab_size(self) -> int:
@@ -209,7 +214,13 @@ class Tokenizer:
         return self._chat_encoder.encode(chat)
 
     def save(self, directory: str | Path) -> None:
-        """Copy the source files, unchanged, to `directory` (made if missing)."""
+        """Copy the source files, unchanged, to `directory` (made if missing).
+
+        Raises:
+            ValueError: This tokenizer was not read from files.
+        """
+        if not self._files.paths:
+            raise ValueError("this tokenizer was not read from a directory, so there are no files to copy")
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
         for name, path in self._files.paths.items():
@@ -229,11 +240,13 @@ class Tokenizer:
         bare = self._backend.encode("a", add_special_tokens=False).ids
         whole = self._backend.encode("a", add_special_tokens=True).ids
         bos, eos = self.bos_token_id, self.eos_token_id
-        needs_bos = config.get("add_bos_token") is True and bos is not None
-        needs_eos = config.get("add_eos_token") is True and eos is not None
-        has_bos = len(whole) > len(bare) and whole[0] == bos
-        has_eos = len(whole) > len(bare) and whole[-1] == eos
-        return [bos] * (needs_bos and not has_bos), [eos] * (needs_eos and not has_eos)
+        is_longer = len(whole) > len(bare)
+        needs_bos = config.get("add_bos_token") is True and not (is_longer and whole[0] == bos)
+        needs_eos = config.get("add_eos_token") is True and not (is_longer and whole[-1] == eos)
+        return (
+            [bos] if needs_bos and bos is not None else [],
+            [eos] if needs_eos and eos is not None else [],
+        )
 
     @cached_property
     def _content_encoder(self) -> ContentEncoder:

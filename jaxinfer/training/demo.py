@@ -13,9 +13,7 @@ from jaxinfer.training.loop import TrainOptions, TrainResult, mean_loss, train
 from jaxinfer.training.objectives import next_token
 
 VOCAB_SIZE = 4096
-CONTEXT = 512  # tokens of a sequence in the last steps, and in the held-out loss
-SHORT_CONTEXT = 256  # tokens of a sequence before: half the attention for the same number of tokens a step
-SHORT_FRACTION = 0.8  # of the steps
+CONTEXT = 512  # tokens of a sequence in the held-out loss
 
 TARGET = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -34,13 +32,31 @@ DRAFT = replace(TARGET, hidden_size=128, intermediate_size=384, num_layers=2, nu
 
 
 @dataclass(frozen=True)
+class Phase:
+    """`num_steps` optimizer steps on batches of `batch_size` sequences of `length` tokens."""
+
+    num_steps: int
+    batch_size: int
+    length: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_steps * self.batch_size * self.length
+
+
+# Short sequences first, since they cost half the attention; the last phase teaches the full context.
+TARGET_PHASES = (Phase(200, 24, 256), Phase(480, 12, 256), Phase(120, 6, 512))
+DRAFT_PHASES = (Phase(700, 12, 256), Phase(100, 6, 512))
+
+
+@dataclass(frozen=True)
 class DemoModel:
     """One trained model of the pair with what its card reports."""
 
     name: str
     config: ModelConfig
     options: TrainOptions
-    tokens_per_step: int
+    phases: tuple[Phase, ...]
     result: TrainResult
     held_out_loss: float
     num_train_tokens: int
@@ -74,15 +90,19 @@ def load_data(work_dir: Path) -> Data:
     )
 
 
-def train_model(
-    name: str, config: ModelConfig, data: Data, options: TrainOptions, *, tokens_per_step: int, work_dir: Path
-) -> DemoModel:
+def train_model(name: str, config: ModelConfig, phases: tuple[Phase, ...], data: Data, work_dir: Path) -> DemoModel:
     """Trains one model of the pair, resuming from `work_dir`/`name` if an earlier run left off there."""
+    options = TrainOptions(sum(phase.num_steps for phase in phases))
     objective = next_token(config)
 
     def batch_at(step: int) -> np.ndarray:
-        length = SHORT_CONTEXT if step < SHORT_FRACTION * options.num_steps else CONTEXT
-        return corpus.batch_at(data.train, step, batch_size=tokens_per_step // length, length=length, seed=0)
+        for phase in phases:
+            if step < phase.num_steps:
+                break
+            step -= phase.num_steps
+        return corpus.batch_at(
+            data.train, step, batch_size=phase.batch_size, length=phase.length, seed=phases.index(phase)
+        )
 
     result = train(
         init_params(config, jax.random.key(0)),
@@ -93,4 +113,4 @@ def train_model(
         description=name,
     )
     held_out = mean_loss(objective, result.params, data.held_out, batch_size=4, length=CONTEXT)
-    return DemoModel(name, config, options, tokens_per_step, result, held_out, len(data.train))
+    return DemoModel(name, config, options, phases, result, held_out, len(data.train))

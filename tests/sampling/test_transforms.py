@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,32 +158,36 @@ EVERYTHING = [
 ]
 
 
-def test_a_row_is_the_same_bit_for_bit_alone_and_anywhere_in_any_batch():
-    vocab_size = 257  # odd, so that rows start at any place of a vector register
+ROWS = [*(row(bad_words=((1,), (4, 6)), **params) for params in EVERYTHING), row(), row(temperature=0), None]
+NEUTRAL = slice(len(EVERYTHING), None)
+
+
+def many_rows():
+    """Logits and histories for ROWS. 257 tokens, so that rows start at any place of a vector register."""
     rng = np.random.default_rng(0)
-    n = len(EVERYTHING)
-    logits = rng.normal(0, 3, (n, vocab_size)).astype(np.float32)
-    rows = [row(bad_words=((1,), (4, 6)), **params) for params in EVERYTHING]
-    prompts = [rng.integers(0, vocab_size, 5).tolist() for _ in rows]
-    outputs = [rng.integers(0, vocab_size, i).tolist() for i in range(n)]
-    together = run(logits, rows, prompts, outputs)
-    for order in (np.arange(n)[::-1], rng.permutation(n)):
-        pick = lambda items: [items[i] for i in order]  # noqa: B023, E731
-        moved = run(logits[order], pick(rows), pick(prompts), pick(outputs))
-        assert np.array_equal(moved, together[order])
+    logits = rng.normal(0, 3, (len(ROWS), 257)).astype(np.float32)
+    logits[NEUTRAL, :3] = [-np.inf, -0.0, 0.0]
+    prompts = [rng.integers(0, 257, 5).tolist() for _ in ROWS]
+    outputs = [rng.integers(0, 257, i).tolist() for i in range(len(ROWS))]
+    return logits, prompts, outputs
+
+
+def test_a_row_is_the_same_bit_for_bit_alone_and_anywhere_in_any_batch():
+    logits, prompts, outputs = many_rows()
+    together = run(logits, ROWS, prompts, outputs)
+    n = len(ROWS)
+    for order in (list(range(n))[::-1], np.random.default_rng(1).permutation(n).tolist()):
+        rows, moved_prompts, moved_outputs = ([items[i] for i in order] for items in (ROWS, prompts, outputs))
+        assert np.array_equal(run(logits[order], rows, moved_prompts, moved_outputs), together[order])
     for i in range(n):
-        alone = run(logits[i : i + 1], rows[i : i + 1], prompts[i : i + 1], outputs[i : i + 1])
-        assert np.array_equal(alone[0], together[i]), EVERYTHING[i]
+        part = slice(i, i + 1)
+        assert np.array_equal(run(logits[part], ROWS[part], prompts[part], outputs[part])[0], together[i])
 
 
 def test_neutral_parameters_are_an_exact_no_op_beside_rows_that_use_everything():
-    rng = np.random.default_rng(0)
-    logits = rng.normal(0, 3, (len(EVERYTHING) + 3, 257)).astype(np.float32)
-    logits[-3:, :3] = [-np.inf, -0.0, 0.0]
-    rows = [*(row(bad_words=((1,), (4, 6)), **params) for params in EVERYTHING), row(), row(temperature=0), None]
-    history = [[1, 2, 3]] * len(rows)
-    got = run(logits, rows, history, history)
-    assert got[-3:].tobytes() == logits[-3:].tobytes()
+    logits, prompts, outputs = many_rows()
+    got = run(logits, ROWS, prompts, outputs)
+    assert got[NEUTRAL].tobytes() == logits[NEUTRAL].tobytes()
     assert all(not np.array_equal(got[i], logits[i]) for i in (0, 1, 2, 5, 6))
 
 
@@ -234,10 +239,17 @@ def test_nothing_retraces_when_values_change():
             run(logits, [row(bad_words=((1,), (4, 6)), **params), None, row(), None], [[0]] * S, [[]] * S)
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((1, V), "float32"), ((S, V + 1), "float32"), ((S, V), "bfloat16")])
+def test_other_shapes_and_dtypes_are_refused(shape, dtype):
+    """A batch of one row must not spread over many, nor bfloat16 logits decide a threshold."""
+    with pytest.raises(ValueError, match=rf"logits must be float32\[4, 40\], got {dtype}\[{shape[0]}, {shape[1]}\]"):
+        jax.eval_shape(transform, jnp.zeros(shape, dtype), make_batch([None] * S, V), make_state([None] * S, V))
+
+
 def test_strict_promotion_and_ranks():
     """The code says every conversion: nothing depends on the user's promotion settings."""
     rows = [row(bad_words=((1,), (4, 6)), **params) for params in EVERYTHING[:3]]
-    arguments = (jnp.zeros((3, 257)), make_batch(rows, 257), make_state([[0]] * 3, 257))
+    arguments = (jnp.zeros((3, 257), jnp.float32), make_batch(rows, 257), make_state([[0]] * 3, 257))
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         jax.eval_shape(lambda *a: transform(*a), *arguments)
 

@@ -164,7 +164,8 @@ HONEST = [
     "{{ (1, 2) == (1, 2) }}{{ 'a' in messages[0].content }}{{ [1] in [[1]] }}{{ 1 < 2 < 3 }}{{ messages == messages }}",
     "{% for k, v in messages[0].items() %}{{ loop.index }}{{ k }}={{ v }};{% else %}none{% endfor %}",
     "  {%- set x = 'a' -%}\n  {% if x is string and x is not none %}yes\n{% endif %}\n\n",
-    "{{ 'line\nline'|indent(2, true) }}{{ [3, 1]|sort }}{{ 'a b'|title|center(9) }}{{ 'x'|default('y') }}{{ 3.14159|round(2) }}",
+    "{{ 'line\nline'|indent(2, true) }}",
+    "{{ [3, 1]|sort }}{{ 'a b'|title|center(9) }}{{ 'x'|default('y') }}{{ 3.14159|round(2) }}",
     "{% set body %}a{{ 1 }}b{% endset %}{{ body | trim | length }}{% filter upper %}abc{% endfilter %}",
     "{{ 'a' if false }}{{ dict(a=1) }}{{ {'a': [1]}['a'][0] }}{{ 'abc'[::-1] }}{{ 'abc'.split('b')[-1] }}",
 ]

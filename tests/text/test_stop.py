@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxinfer.text import StopResult, StopStringMatcher
 
-FUZZ = settings(max_examples=300, derandomize=True, deadline=None)
+FUZZ = settings(max_examples=150, derandomize=True, deadline=None)
 SMALL = st.text(alphabet="abc", max_size=30)
 STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=4)
 

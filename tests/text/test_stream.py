@@ -8,7 +8,7 @@ from tokenizers import Regex, decoders
 from jaxinfer.text import StreamingDetokenizer
 from jaxinfer.text.decoders import _BYTE_OF_CHAR
 
-FUZZ = settings(max_examples=120, derandomize=True, deadline=None)
+FUZZ = settings(max_examples=60, derandomize=True, deadline=None)
 PIECES = ["[UNK]", "a", "##b", "c</w>", "</w>d", "▁e", "▁▁", " .", "n't", "<0xE4>", "<0xBD>", "<0xA0>", "<0x+F>", "Ġé"]
 
 

@@ -1,0 +1,42 @@
+"""Files in, (ModelConfig, params) out: Hugging Face and native checkpoints, read, written, converted and verified.
+
+Nothing here unpickles or runs code from a checkpoint, and nothing touches the network except `resolve` of a hub id.
+"""
+
+from checkpoints_convert.convert import ConvertReport, convert
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
+from checkpoints_convert.hub import resolve
+from checkpoints_convert.huggingface.config import (
+    bos_token_id,
+    eos_token_ids,
+    generation_config,
+    huggingface_config,
+    model_config,
+)
+from checkpoints_convert.huggingface.save import save_huggingface
+from checkpoints_convert.load import load
+from checkpoints_convert.manifest import verify_manifest
+from checkpoints_convert.plan import TensorPlan, plan
+from checkpoints_convert.verify import TensorDifference, VerifyReport, compare_tensors, verify_against
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ConvertReport",
+    "TensorDifference",
+    "TensorPlan",
+    "VerifyReport",
+    "bos_token_id",
+    "compare_tensors",
+    "convert",
+    "eos_token_ids",
+    "generation_config",
+    "huggingface_config",
+    "load",
+    "model_config",
+    "plan",
+    "resolve",
+    "save_huggingface",
+    "verify_against",
+    "verify_manifest",
+]

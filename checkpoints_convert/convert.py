@@ -1,0 +1,181 @@
+"""Converting checkpoints on disk, between the Hugging Face and the native form, or to another dtype."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.files import (
+    CONFIG,
+    MANIFEST,
+    NATIVE_CONFIG,
+    companion_files,
+    copy_files,
+    files_below,
+    make_durable,
+    read_json,
+    write_json,
+)
+from checkpoints_convert.hub import resolve
+from checkpoints_convert.huggingface.config import huggingface_config
+from checkpoints_convert.huggingface.save import write_shards
+from checkpoints_convert.journal import JOURNAL, FinishedUnit, Journal
+from checkpoints_convert.load import open_source
+from checkpoints_convert.manifest import measure, write_manifest
+from checkpoints_convert.progress import Progress, ProgressCallback
+from checkpoints_convert.source import ParamPath, Source
+from checkpoints_convert.staging import check_destination, check_free_space, partial_path, publish, staged
+from checkpoints_convert.store import PARAMS, native_config, write_unit
+from jaxinfer.models import ModelConfig
+
+Form = Literal["native", "huggingface"]
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes:
+      num_bytes: of the parameters, before compression. num_units, num_resumed_units: layers and single parameters,
+        and how many of them an interrupted run had already written.
+      cast_errors: largest relative error by parameter, when the dtype was changed.
+    """
+
+    source: Path
+    destination: Path
+    config: ModelConfig
+    num_bytes: int
+    num_units: int
+    num_resumed_units: int
+    seconds: float
+    cast_errors: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        paths = {"source": str(self.source), "destination": str(self.destination)}
+        return {**self.__dict__, **paths, "config": self.config.to_dict()}
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    dtype: str = "auto",
+    to: Form = "native",
+    progress: bool | ProgressCallback | None = True,
+    overwrite: bool = False,
+    revision: str | None = None,
+) -> ConvertReport:
+    """Writes the checkpoint `src`, a directory of either form or a hub id, to the directory `dst`.
+
+    `dst` appears when it is whole; until then the work is in `dst`.partial. A conversion to the native form that was
+    killed, or ran out of disk, goes on after the last whole layer when it is run again with the same arguments; one
+    to the Hugging Face form starts over. Host memory holds a layer at a time (native) or a shard (Hugging Face).
+
+    Args:
+      dtype: "auto" keeps the stored one; another casts, and the report has the largest errors.
+      to: "native" or "huggingface".
+      overwrite: replaces a checkpoint at `dst`; the old one stays until the new one is whole.
+      progress, revision: as for `load`.
+
+    Raises:
+      CheckpointError: as `load`; a destination that is taken or has too little room, with needed and available bytes.
+      OSError: the disk filled up or failed on the way.
+    """
+    if to not in ("native", "huggingface"):
+        raise ValueError(f"to={to!r} is not 'native' or 'huggingface'")
+    start = time.monotonic()
+    directory, destination = resolve(src, revision=revision), Path(dst)
+    check_destination(destination, overwrite=overwrite, source=directory)
+    with (
+        open_source(directory, dtype=dtype, measure_casts=True) as source,
+        Progress(progress, source.num_bytes(), "converting") as bar,
+    ):
+        if to == "native":
+            num_resumed, cast_errors = _to_native(source, destination, bar, {"checkpoint": str(src), "revision": revision})
+        else:
+            num_resumed, cast_errors = 0, _to_huggingface(source, destination, bar, overwrite)
+        return ConvertReport(
+            source=directory,
+            destination=destination,
+            config=source.config,
+            num_bytes=source.num_bytes(),
+            num_units=len(source.units()),
+            num_resumed_units=num_resumed,
+            seconds=time.monotonic() - start,
+            cast_errors=cast_errors,
+        )
+
+
+def _to_native(source: Source, destination: Path, bar: Progress, origin: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    partial = partial_path(destination)
+    if not partial.exists():
+        check_free_space(destination, source.num_bytes())
+    with Journal(partial, source.fingerprint()) as journal:
+        num_resumed = len(journal.finished)
+        todo = [unit for unit in source.units() if unit not in journal.finished]
+        check_free_space(destination, sum(source.num_bytes(unit) for unit in todo))
+        for unit in journal.finished:
+            bar.advance(unit, source.num_bytes(unit))
+        for unit in todo:
+            _write_native_unit(source, unit, partial, journal, bar)
+        _finish_native(source, partial, journal, origin)
+        publish(partial, destination)
+    return num_resumed, {name: error for unit in journal.finished.values() for name, error in unit.cast_errors.items()}
+
+
+def _write_native_unit(source: Source, unit: str, partial: Path, journal: Journal, bar: Progress) -> None:
+    arrays = {}
+    for path, array in source.read(unit):
+        arrays[path] = array
+        bar.advance(".".join(path), array.nbytes)
+    directory = partial / PARAMS / unit
+    try:
+        write_unit(directory, arrays)
+    except ValueError as error:  # how TensorStore reports a full disk
+        raise CheckpointError(directory, f"could not be written: {str(error).splitlines()[0]}") from None
+    names = [f"{PARAMS}/{unit}/{name}" for name in files_below(directory)]
+    cast_errors = {name: source.cast_errors[name] for name in map(".".join, arrays) if name in source.cast_errors}
+    journal.finish(unit, FinishedUnit(measure(partial, names), cast_errors))
+
+
+def _finish_native(source: Source, partial: Path, journal: Journal, origin: dict[str, Any]) -> None:
+    companions = companion_files(source.directory)
+    copy_files(source.directory, partial, companions)
+    write_json(partial / NATIVE_CONFIG, native_config(source.config, origin))
+    entries = {name: entry for unit in journal.finished.values() for name, entry in unit.files.items()}
+    entries |= measure(partial, [*companions, NATIVE_CONFIG])
+    write_manifest(partial, entries)
+    for name in [*companions, MANIFEST]:
+        make_durable(partial / name)
+    journal.remove()
+
+
+def _to_huggingface(source: Source, destination: Path, bar: Progress, overwrite: bool) -> dict[str, float]:
+    with staged(destination, source.num_bytes(), overwrite=overwrite) as partial:
+        copy_files(source.directory, partial, companion_files(source.directory))
+        data = huggingface_config(source.config)
+        copied = partial / CONFIG
+        original = read_json(copied) if copied.exists() else {}
+        write_json(copied, data | {name: original.get(name) for name in _SPECIAL_TOKENS})
+        tensors = _in_order(source, bar)
+
+        def read(path: ParamPath) -> np.ndarray:
+            found, array = next(tensors)
+            assert found == path
+            return array
+
+        write_shards(source.config, partial, read)
+    return source.cast_errors
+
+
+def _in_order(source: Source, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray]]:
+    for unit in source.units():
+        for path, array in source.read(unit):
+            yield path, array
+            bar.advance(".".join(path), array.nbytes)

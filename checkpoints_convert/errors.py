@@ -1,0 +1,36 @@
+"""The errors of this room, and the near-miss hint their messages end with."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+_NUM_LISTED = 20
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written. The message names file and tensor, with the numbers.
+
+    Attributes:
+      problems: everything found wrong, one sentence each; the message shows the first twenty.
+    """
+
+    def __init__(self, where: str | Path, *problems: str):
+        self.problems = problems
+        if len(problems) <= 1:
+            message = ": ".join([str(where), *problems])
+        else:
+            shown = [f"\n  - {problem}" for problem in problems[:_NUM_LISTED]]
+            left_out = len(problems) - len(shown)
+            rest = f"\n  - and {left_out} more" if left_out else ""
+            message = f"{where}: {len(problems)} problems" + "".join(shown) + rest
+        super().__init__(message)
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No checkpoint under that name: a missing directory, an unknown hub id, or one that could not be fetched."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A clause with the nearest of the known names, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f": did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,115 @@
+"""From a path or a hub id to a local directory."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import translate
+from pathlib import Path
+
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
+from checkpoints_convert.files import COMPANION_FILES, CONFIG, MANIFEST, NATIVE_CONFIG, WEIGHTS_INDEX, read_json
+from checkpoints_convert.huggingface.config import model_config
+from checkpoints_convert.safetensors_index import weight_files
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(/[A-Za-z0-9][A-Za-z0-9_.\-]*)?")
+_DESCRIBING = (*COMPANION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
+_WEIGHTS = ("model.safetensors", "model-*.safetensors")
+
+
+def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
+    """The local directory of a checkpoint, fetched from the hub when no directory has that name.
+
+    Of a repository only safetensors, JSON and tokenizer files are fetched; never pickles, never code. What describes
+    the model comes first, so an unsupported one is refused before its weights are downloaded. The environment
+    variables HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and HF_HOME mean what they mean to `huggingface_hub`.
+
+    Args:
+      revision: branch, tag or commit of a hub id.
+
+    Raises:
+      CheckpointNotFoundError: no such directory or repository, no access to it, or no connection.
+      CheckpointError: a model we cannot load. ValueError: a revision of a local directory.
+    """
+    name = str(path_or_hub_id)
+    path = Path(path_or_hub_id).expanduser()
+    if "\0" not in name and path.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for hub ids; {name} is a local directory")
+        return path
+    if "\0" not in name and path.is_file():
+        raise CheckpointError(path, "is a file: pass the directory it lies in, with its config.json")
+    if _looks_local(path_or_hub_id) or not _HUB_ID.fullmatch(name):
+        raise CheckpointNotFoundError(name, "no such directory, and not the form of a hub id (owner/name)")
+    return _download(name, revision)
+
+
+def _looks_local(path_or_hub_id: str | Path) -> bool:
+    name = str(path_or_hub_id)
+    return (
+        isinstance(path_or_hub_id, Path)
+        or name.startswith(("/", ".", "~"))
+        or name.endswith((".safetensors", ".gguf", ".bin", ".pt"))
+        or ".." in name
+    )
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise CheckpointNotFoundError(
+            repo_id, "no such directory, and downloading needs the package huggingface_hub, which is not installed"
+        ) from None
+
+    with _explained(repo_id, revision):
+        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_DESCRIBING)))
+    if (snapshot / NATIVE_CONFIG).is_file():
+        weights = ["params/*"]
+    elif (snapshot / CONFIG).is_file():
+        model_config(read_json(snapshot / CONFIG), f"{repo_id}/{CONFIG}")
+        weights = weight_files(snapshot) or list(_WEIGHTS)
+    else:
+        raise CheckpointNotFoundError(repo_id, f"the repository has no {CONFIG}")
+    with _explained(repo_id, revision):
+        # The commit, not the branch: both calls see one state of the repository.
+        snapshot = Path(snapshot_download(repo_id, revision=snapshot.name, allow_patterns=weights))
+    present = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*")]
+    if not any(re.fullmatch(translate(pattern), name) for pattern in weights for name in present):
+        raise CheckpointError(
+            repo_id,
+            "the repository has no safetensors of a whole model; pickled weights (.bin, .pt) are never opened."
+            " Convert them to safetensors with the library that wrote them",
+        )
+    return snapshot
+
+
+@contextmanager
+def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Turns the hub client's errors into one sentence with what to do."""
+    from huggingface_hub import constants, errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise CheckpointNotFoundError(
+            repo_id, "access is gated: accept the model's terms on its page, then set HF_TOKEN to a token of yours"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise CheckpointNotFoundError(repo_id, f"the repository has no revision {revision!r}") from None
+    except errors.RepositoryNotFoundError:
+        raise CheckpointNotFoundError(
+            repo_id, "no such directory, and no such repository on the hub; if it is private, set HF_TOKEN"
+        ) from None
+    except errors.IncompleteSnapshotError as error:
+        raise CheckpointNotFoundError(repo_id, f"the local cache is incomplete: {_first_line(error)}") from None
+    except errors.LocalEntryNotFoundError as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub gave {_first_line(error)}"
+        raise CheckpointNotFoundError(repo_id, f"is not in the local cache, and {reason}") from None
+    except errors.HfHubHTTPError as error:
+        raise CheckpointNotFoundError(repo_id, f"the hub answered: {_first_line(error)}") from None
+    except OSError as error:
+        raise CheckpointNotFoundError(repo_id, f"could not be fetched: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,1 @@
+"""Hugging Face repositories: their configuration, tensor names and files."""

@@ -1,0 +1,88 @@
+"""A Hugging Face repository directory opened for reading."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert.files import CONFIG, read_json
+from checkpoints_convert.plan import TensorPlan, plan
+from checkpoints_convert.safetensors_file import FLOAT_DTYPES
+from checkpoints_convert.safetensors_index import SafetensorsIndex
+from checkpoints_convert.source import ParamPath, Source, digest, unit_of
+
+_LOG = logging.getLogger(__name__)
+_COMPARED_BYTES = 4 * 2**20
+
+
+class HuggingFaceSource(Source):
+    """config.json with safetensors files. `plans` tells where every parameter comes from.
+
+    Raises CheckpointError for files that are malformed or do not fit the configuration, before weights are read.
+    """
+
+    def __init__(self, directory: Path, *, dtype: str = "auto", measure_casts: bool = False):
+        super().__init__(directory, measure_casts=measure_casts)
+        hf_config = read_json(directory / CONFIG)
+        self._index = SafetensorsIndex(directory)
+        try:
+            hf_config = _untied_if_heads_differ(hf_config, self._index)
+            self.config, self.plans = plan(hf_config, self._index.headers, dtype=dtype, where=directory)
+        except BaseException:
+            self._index.close()
+            raise
+        self._hf_config = hf_config
+        self._by_unit: dict[str, list[TensorPlan]] = {}
+        for tensor in self.plans:
+            self._by_unit.setdefault(unit_of(tensor.target), []).append(tensor)
+
+    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray]]:
+        for tensor in self._by_unit[unit]:
+            yield tensor.target, self._read(tensor)
+
+    def fingerprint(self) -> str:
+        return digest("huggingface", self._hf_config, self._index.fingerprint(), self.config.to_dict())
+
+    def close(self) -> None:
+        super().close()
+        self._index.close()
+
+    def _read(self, tensor: TensorPlan) -> np.ndarray:
+        return self.host_array(
+            lambda offset, buffer: self._index.read_into(tensor.source, offset, buffer),
+            tensor.source_shape,
+            FLOAT_DTYPES[tensor.source_dtype],
+            param=".".join(tensor.target),
+            name=tensor.source,
+            where=self._index.path_of(tensor.source),
+            transpose=tensor.transpose,
+        )
+
+
+def _untied_if_heads_differ(hf_config: dict[str, Any], index: SafetensorsIndex) -> dict[str, Any]:
+    """Tied embeddings make `lm_head.weight` a copy. If it is there and differs, it was trained on its own and
+    config.json is wrong: like Transformers 5, use both."""
+    headers = index.headers
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    embed = embed if embed in headers else embed.removeprefix("model.")
+    is_copy_stored = hf_config.get("tie_word_embeddings") is True and {head, embed} <= set(headers)
+    if not is_copy_stored or (headers[head] == headers[embed] and _same_bytes(index, head, embed)):
+        return hf_config
+    _LOG.warning(
+        "%s: tie_word_embeddings is true, but lm_head.weight differs from the embedding; using both", index.directory
+    )
+    return {**hf_config, "tie_word_embeddings": False}
+
+
+def _same_bytes(index: SafetensorsIndex, first: str, second: str) -> bool:
+    size = index.entry(first).end - index.entry(first).begin
+    for offset in range(0, size, _COMPARED_BYTES):
+        length = min(_COMPARED_BYTES, size - offset)
+        blocks = [bytearray(length), bytearray(length)]
+        for name, block in zip((first, second), blocks, strict=True):
+            index.read_into(name, offset, memoryview(block))
+        if blocks[0] != blocks[1]:
+            return False
+    return True

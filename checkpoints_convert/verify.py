@@ -1,0 +1,188 @@
+"""Does one checkpoint compute what another does? Tensors, hidden states of every layer, logits."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.load import load, open_source
+from checkpoints_convert.source import ParamPath, Source
+from jaxinfer.models import ModelConfig, Params, bind, collect, tap_names
+from pallas_kernels.flash_attention import flash_attention
+
+NUM_TOKENS = 320  # short prompts have let wrong rotations pass
+_LOGIT_BLOCK = 64  # positions whose logits are held at once
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """A parameter that differs: on how many of its values, and by how much at most."""
+
+    name: str
+    num_different: int
+    size: int
+    max_difference: float
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """How far a checkpoint is from its reference on the same tokens.
+
+    Attributes:
+      max_logit_difference: largest absolute difference of a logit. mean_kl: KL(reference || checkpoint) per token,
+        in nats. top1_agreement: share of positions with the same most likely token.
+      layer_differences: largest absolute difference of the hidden states, in the order of computation.
+      first_diverging: the first hidden state that differs by more than the tolerance, or None.
+    """
+
+    num_tokens: int
+    max_logit_difference: float
+    mean_kl: float
+    top1_agreement: float
+    layer_differences: dict[str, float]
+    first_diverging: str | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return asdict(self)
+
+
+def verify_against(
+    path: str | Path,
+    reference_path: str | Path,
+    *,
+    token_ids: Sequence[int] | None = None,
+    tolerance: float = 0.0,
+    dtype: str = "auto",
+) -> VerifyReport:
+    """Loads two checkpoints of one model, in either form, and compares their forward passes.
+
+    Args:
+      token_ids: what to run; by default 320 ids drawn with a fixed seed.
+      tolerance: absolute difference from which a hidden state counts as diverging.
+      dtype: of both; "auto" keeps each one's own.
+
+    Raises:
+      CheckpointError: as `load`; configurations that differ in more than dtype, by field.
+    """
+    (config, params), (reference_config, reference) = load(path, dtype=dtype), load(reference_path, dtype=dtype)
+    _check_same_model(config, reference_config, path)
+    tokens = _tokens(config, token_ids)
+    hidden, states = _hidden_states(config, params, tokens)
+    reference_hidden, reference_states = _hidden_states(reference_config, reference, tokens)
+    layers = {name: _max_difference(states[name], reference_states[name]) for name in states}
+    blocks = [
+        _compare_logits(
+            _logits(config, params, hidden[first : first + _LOGIT_BLOCK]),
+            _logits(reference_config, reference, reference_hidden[first : first + _LOGIT_BLOCK]),
+        )
+        for first in range(0, len(tokens), _LOGIT_BLOCK)
+    ]
+    return VerifyReport(
+        num_tokens=len(tokens),
+        max_logit_difference=max(float(block.max_difference) for block in blocks),
+        mean_kl=sum(float(block.kl) for block in blocks) / len(tokens),
+        top1_agreement=sum(int(block.num_agreeing) for block in blocks) / len(tokens),
+        layer_differences=layers,
+        first_diverging=next((name for name, value in layers.items() if not value <= tolerance), None),
+    )
+
+
+def compare_tensors(
+    path: str | Path, reference_path: str | Path, *, tolerance: float = 0.0
+) -> list[TensorDifference]:
+    """Parameters of two checkpoint directories that differ by more than `tolerance`, compared as float32.
+
+    Holds two layers at a time, on the host. Raises CheckpointError as `verify_against` does.
+    """
+    with open_source(Path(path)) as source, open_source(Path(reference_path)) as reference:
+        _check_same_model(source.config, reference.config, path)
+        return [
+            difference
+            for unit in source.units()
+            for difference in _unit_differences(source, reference, unit)
+            if not difference.max_difference <= tolerance
+        ]
+
+
+def _unit_differences(source: Source, reference: Source, unit: str) -> list[TensorDifference]:
+    others: dict[ParamPath, np.ndarray] = dict(reference.read(unit))
+    found = []
+    for path, array in source.read(unit):
+        a, b = array.astype(np.float32), others.pop(path).astype(np.float32)
+        different = a != b
+        if different.any():
+            size = float(np.max(np.abs(a - b)))
+            found.append(TensorDifference(".".join(path), int(different.sum()), array.size, size))
+    return found
+
+
+def _check_same_model(config: ModelConfig, reference: ModelConfig, where: str | Path) -> None:
+    found, wanted = config.to_dict(), reference.to_dict()
+    problems = [
+        f"{name} is {found[name]!r}, the reference has {wanted[name]!r}"
+        for name in wanted
+        if name != "dtype" and found[name] != wanted[name]
+    ]
+    if problems:
+        raise CheckpointError(where, *problems)
+
+
+def _tokens(config: ModelConfig, token_ids: Sequence[int] | None) -> jax.Array:
+    if token_ids is None:
+        return jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, NUM_TOKENS), jnp.int32)
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"token_ids must be a list of integers, got shape {ids.shape} of {ids.dtype}")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise ValueError(f"token_ids lie in [{ids.min()}, {ids.max()}], the vocabulary in [0, {config.vocab_size})")
+    return jnp.asarray(ids, jnp.int32)
+
+
+def _hidden_states(config: ModelConfig, params: Params, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Final hidden states [T, D], and those after the embedding, every layer and the final norm, in that order."""
+    names = [name for name in tap_names(config) if not name.endswith((".attention", ".mlp"))]
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+        return flash_attention(q, k, v, window=window)
+
+    @jax.jit
+    def forward(params: Params, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        found, tap = collect(names)
+        positions = jnp.arange(tokens.shape[0])[None]
+        hidden = bind(config, params)(tokens[None], positions, attend, tap)
+        return hidden[0], {name: found[name][0] for name in names}
+
+    hidden, states = forward(params, tokens)
+    return hidden, {name: states[name] for name in names}
+
+
+def _logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    return jax.jit(lambda params, hidden: bind(config, params).logits(hidden))(params, hidden)
+
+
+class _LogitComparison(NamedTuple):
+    """Sums over the positions of a block."""
+
+    max_difference: jax.Array
+    kl: jax.Array
+    num_agreeing: jax.Array
+
+
+@jax.jit
+def _compare_logits(logits: jax.Array, reference: jax.Array) -> _LogitComparison:
+    log_p, log_q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits)
+    return _LogitComparison(
+        max_difference=jnp.max(jnp.abs(logits - reference)),
+        kl=jnp.sum(jnp.exp(log_p) * (log_p - log_q)),
+        num_agreeing=jnp.sum(jnp.argmax(logits, axis=-1) == jnp.argmax(reference, axis=-1)),
+    )
+
+
+def _max_difference(a: jax.Array, b: jax.Array) -> float:
+    return float(jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))))

@@ -1,0 +1,118 @@
+"""What every command shares: groups of options as dataclasses, and errors as one sentence with an exit code."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+
+OK, ERROR, USAGE, PARTIAL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+
+
+class UsageError(Exception):
+    """The command line cannot be understood; the message says what to write instead."""
+
+
+def command(function: Callable[..., int | None]) -> Callable[..., None]:
+    """Makes a function a command for typer.
+
+    A parameter whose type is a dataclass becomes one option for each of its fields, so that commands share groups of
+    options. What the function returns is the exit code (None: 0); what it raises is told in a sentence.
+    """
+    hints = typing.get_type_hints(function, include_extras=True)
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if dataclasses.is_dataclass(hints[name]):
+            groups[name] = hints[name]
+            parameters += _options_of(hints[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        arguments = {name: values[name] for name in hints if name in values}
+        for name, group in groups.items():
+            arguments[name] = group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+        code = guarded(lambda: function(**arguments))
+        if code:
+            raise typer.Exit(code)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def guarded(call: Callable[[], int | None]) -> int:
+    """Runs a command's body; returns the exit code after telling what went wrong."""
+    try:
+        with _plain_warnings():
+            code = call() or OK
+            sys.stdout.flush()
+        return code
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except KeyboardInterrupt:
+        say("\ninterrupted" if sys.stderr.isatty() else "interrupted")
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does: nobody to tell
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if os.environ.get("JAXINFER_TRACEBACK", "0") not in ("", "0"):
+            raise
+        say(f"error: {sentence(error)}")
+        return USAGE if _is_usage(error) else ERROR
+
+
+def sentence(error: BaseException) -> str:
+    """What an error says, for people."""
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    message = str(error).strip()
+    if isinstance(error, (ValueError, OSError, RuntimeError, TypeError, ImportError, UsageError, ArithmeticError)):
+        if type(error).__module__.startswith("jax"):  # its messages go on for pages
+            message = message.partition("\n")[0]
+        return message or type(error).__name__
+    return f"{type(error).__name__}: {message} (JAXINFER_TRACEBACK=1 shows where)"
+
+
+def say(message: str) -> None:
+    """A line on standard error."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def _options_of(group: type) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(group)
+    ]
+
+
+def _is_usage(error: Exception) -> bool:
+    from jaxinfer.sampling.params import SamplingParamsError
+
+    return isinstance(error, (UsageError, SamplingParamsError))
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings as a line of text, without the file and line of our code."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *rest, **more: say(f"warning: {message}")
+        yield

@@ -1,0 +1,139 @@
+"""`jaxinfer demo`: the embedded model writes Python, and how fast it does."""
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer.cli.command import ERROR, OK, say
+from jaxinfer.cli.output import console, decode_rate, describe, end_line, stream_answer, waiting, write_json, write_text
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.request import RequestOutput
+    from jaxinfer.llm import LLM
+    from jaxinfer.sampling import SamplingParams
+
+# Each ends with a whole token, as the model has seen it: a space or an indentation belongs to what follows.
+PROMPTS = (
+    "def read_lines(path):",
+    "class Stack:\n    def __init__(self):",
+    "import argparse\n\n\ndef main():\n    parser =",
+)
+
+
+def demo(
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="Continue this instead; may be repeated."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens for each prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the most probable token.")] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same text.")] = 0,
+    model: Annotated[str, typer.Option("--model", "-m", help="demo, demo-draft, or any other model.")] = "demo",
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
+) -> int:
+    """Generate text with the model inside this package.
+
+    It completes Python code; nothing is downloaded and no accelerator is needed. Every program is compiled before the
+    clock starts.
+    """
+    from jaxinfer.sampling.params import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    prompts = tuple(prompt or PROMPTS)
+    started = time.monotonic()
+    with waiting(f"loading {model}"):
+        from jaxinfer.llm import LLM
+
+        llm = LLM(model, max_num_seqs=1)
+    load_seconds = time.monotonic() - started
+    with llm:
+        started = time.monotonic()
+        with waiting("compiling"):
+            _compile(llm, prompts, params)
+        compile_seconds = time.monotonic() - started
+        device = llm.explain().to_dict()["device"]
+        if not as_json:
+            times = f"loaded in {load_seconds:.1f} s, compiled in {compile_seconds:.1f} s"
+            write_text(f"{model} on {device['kind']}: {times}\n")
+        outputs = [_show(llm, text, params, is_quiet=as_json) for text in prompts]
+    report = {
+        "model": model,
+        "device": device,
+        "load_seconds": load_seconds,
+        "compile_seconds": compile_seconds,
+        "prompts": [_measures(output) for output in outputs],
+        "total": _totals(outputs),
+    }
+    if as_json:
+        write_json(report)
+    else:
+        _print_totals(report["total"])
+    failed = next((answer for output in outputs for answer in output.outputs if answer.finish_reason == "error"), None)
+    if failed is not None:
+        say(f"error: {failed.error}")
+    return OK if failed is None else ERROR
+
+
+def _compile(llm: "LLM", prompts: tuple[str, ...], params: "SamplingParams") -> None:
+    """Runs every prompt for two tokens, which compiles exactly what the prompts need."""
+    from dataclasses import replace
+
+    short = replace(params, max_tokens=min(2, params.max_tokens or 2))
+    for prompt in prompts:
+        for _ in llm.stream(prompt, short):
+            pass
+
+
+def _show(llm: "LLM", prompt: str, params: "SamplingParams", *, is_quiet: bool) -> "RequestOutput":
+    if is_quiet:
+        return llm.generate(prompt, params, use_tqdm=False)[0]
+    write_text("\n")
+    console().print(prompt, style="bold", end="", markup=False, soft_wrap=True)
+    text, output = stream_answer(llm, prompt, params, write_text, shows_waiting=False)
+    assert output is not None
+    end_line(text)
+    console().print(describe(llm, output), style="dim", markup=False)
+    return output
+
+
+def _measures(output: "RequestOutput") -> dict[str, Any]:
+    answer, timings = output.outputs[0], output.timings
+    assert timings is not None
+    return {
+        "prompt": output.prompt,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "seed": answer.seed,
+        "time_to_first_token_seconds": timings.time_to_first_token,
+        "total_seconds": timings.total_time,
+        "decode_tokens_per_second": decode_rate(output),
+    }
+
+
+def _totals(outputs: list["RequestOutput"]) -> dict[str, Any]:
+    """Over all prompts, which run one after the other. The first token of each counts as prefill, not as decoding."""
+    timings = [output.timings for output in outputs if output.timings is not None]
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    first = sum(one.time_to_first_token for one in timings)
+    total = sum(one.total_time for one in timings)
+    num_decoded = num_tokens - len(outputs)
+    return {
+        "num_tokens": num_tokens,
+        "total_seconds": total,
+        "mean_time_to_first_token_seconds": first / len(outputs),
+        "decode_tokens_per_second": num_decoded / (total - first) if num_decoded > 0 and total > first else None,
+    }
+
+
+def _print_totals(total: dict[str, Any]) -> None:
+    """One measure a line."""
+    rate = total["decode_tokens_per_second"]
+    lines = {
+        "decode": "too short to measure" if rate is None else f"{rate:,.0f} tokens/s",
+        "first token": f"{1000 * total['mean_time_to_first_token_seconds']:,.0f} ms on average",
+        "in total": f"{total['num_tokens']} tokens in {total['total_seconds']:.2f} s",
+    }
+    write_text("\n" + "".join(f"{name:<14}{value}\n" for name, value in lines.items()))

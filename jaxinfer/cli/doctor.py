@@ -1,0 +1,227 @@
+"""`jaxinfer doctor`: what this machine has, and whether it works. Runs whatever is missing."""
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from jaxinfer.cli.command import ERROR, OK, sentence
+from jaxinfer.cli.output import console, plain_cell, waiting, write_json
+
+REQUIRED = (
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
+    *("jinja2", "huggingface_hub", "tqdm", "rich", "typer"),
+)
+# An extra is installed when all these distributions are.
+EXTRAS = {
+    "tpu": ("libtpu",),
+    "cuda12": ("jax-cuda12-plugin",),
+    "cuda13": ("jax-cuda13-plugin",),
+    "train": ("matplotlib",),
+    "notebooks": ("jupytext", "nbmake", "ipykernel", "matplotlib"),
+    "test": ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"),
+    "lint": ("ruff", "pyright", "pre-commit"),
+    "oracle": ("torch", "transformers"),
+}
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
+) -> int:
+    """Report what this machine has, and whether it works.
+
+    Versions, devices, kernels, caches, models; a small program is compiled and run. The exit code is 1 if something
+    that jaxinfer needs is missing or fails.
+    """
+    with waiting("looking around"):
+        report = examine()
+    if as_json:
+        write_json(report)
+    else:
+        _print(report)
+    return ERROR if report["problems"] else OK
+
+
+def examine() -> dict[str, Any]:
+    """The facts by group. A group that cannot be found out has an "error"; `problems` are those that matter."""
+    problems: list[str] = []
+    report: dict[str, Any] = {"system": _system(), "packages": _packages(problems)}
+    groups: dict[str, Callable[[], dict[str, Any]]] = {
+        "devices": _devices,
+        "program": _run_program,
+        "attention": _attention,
+        "compilation cache": _compilation_cache,
+    }
+    for name, find in groups.items():
+        try:
+            report[name] = find()
+        except Exception as error:  # any fault of an installation is a finding here
+            report[name] = {"error": sentence(error)}
+            problems.append(f"{name}: {sentence(error)}")
+    report["embedded models"] = _embedded_models()
+    report["extras"] = {
+        extra: "installed" if all(map(_version, names)) else f"not installed: pip install 'jaxinfer[{extra}]'"
+        for extra, names in EXTRAS.items()
+    }
+    return {**report, "problems": problems}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> dict[str, Any]:
+    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts: dict[str, Any] = {
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "executable": sys.executable,
+        "platform": platform.platform(),
+        "cpu cores": os.cpu_count(),
+        "cpu cores usable": num_usable,
+    }
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        facts["memory bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return facts
+
+
+def _packages(problems: list[str]) -> dict[str, str]:
+    from jaxinfer import __version__
+
+    found = {"jaxinfer": __version__}
+    for name in REQUIRED:
+        version = _version(name)
+        found[name] = version or "missing"
+        if version is None:
+            problems.append(f"packages: {name} is missing: pip install jaxinfer installs it")
+    return found
+
+
+def _devices() -> dict[str, Any]:
+    import jax
+
+    devices = [
+        {"id": device.id, "platform": device.platform, "kind": device.device_kind, **_memory(device)}
+        for device in jax.devices()
+    ]
+    backend = jax.default_backend()
+    facts: dict[str, Any] = {"default backend": backend, "count": len(devices), "devices": devices}
+    if backend == "cpu":
+        facts["accelerator"] = "none found: models run on the CPU, in float32"
+        if Path("/dev/nvidiactl").exists():
+            facts["accelerator"] = "an NVIDIA GPU is here but JAX cannot use it: pip install 'jaxinfer[cuda12]'"
+    return facts
+
+
+def _memory(device: Any) -> dict[str, int]:
+    """Bytes in use and at most, where the platform tells."""
+    try:
+        stats = device.memory_stats() or {}
+    except Exception:  # not every backend has it, and each says so with another exception
+        stats = {}
+    names = {"bytes_limit": "memory bytes", "bytes_in_use": "memory bytes in use"}
+    return {name: stats[key] for key, name in names.items() if key in stats}
+
+
+def _run_program() -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    started = time.monotonic()
+    compiled = jax.jit(lambda x: jnp.dot(x, x, precision="highest").sum()).lower(jnp.ones((8, 8))).compile()
+    compile_seconds = time.monotonic() - started
+    value = float(compiled(jnp.ones((8, 8))))
+    if value != 512.0:
+        raise ArithmeticError(f"a product of ones summed to {value}, not 512")
+    return {"result": "a small jitted product is right", "compile seconds": round(compile_seconds, 3)}
+
+
+def _attention() -> dict[str, Any]:
+    import jax
+
+    from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS
+
+    kernels = [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")]
+    return {
+        "implementation": "xla",
+        "why": f"the only one in this version, on {jax.default_backend()} as elsewhere"
+        if not kernels
+        else f"picked for {jax.default_backend()}",
+        "to choose from": ", ".join(IMPLEMENTATIONS),
+    }
+
+
+def _compilation_cache() -> dict[str, Any]:
+    from jaxinfer import compilation_cache
+
+    folder = compilation_cache.enable()
+    if folder is None:
+        return {"folder": "off (JAXINFER_CACHE_DIR is empty)"}
+    if not folder.exists():
+        return {"folder": str(folder), "state": "does not exist yet"}
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return {
+        "folder": str(folder),
+        "files": len(sizes),
+        "bytes": sum(sizes),
+        "permissions": stat.filemode(folder.stat().st_mode),
+    }
+
+
+def _embedded_models() -> dict[str, Any]:
+    from jaxinfer.data import EMBEDDED, embedded_path
+
+    facts = {}
+    for name in EMBEDDED:
+        path = embedded_path(name) or Path()
+        sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
+        facts[name] = f"present, {_bytes(sum(sizes))}" if (path / "config.json").is_file() else "absent"
+    return facts
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:,.1f} {unit}"
+    return f"{number} bytes"
+
+
+def _print(report: dict[str, Any]) -> None:
+    out = console()
+    width = 24
+    for group, facts in report.items():
+        if group == "problems":
+            continue
+        out.print(group, style="bold")
+        for name, value in facts.items():
+            values = [_one_line(device) for device in value] if name == "devices" else [_readable(name, value)]
+            for line in values:
+                style = "red" if name == "error" or value == "missing" else None
+                out.print(plain_cell(f"  {name:<{width}}{line}"), style=style, soft_wrap=True)
+    out.print()
+    for problem in report["problems"]:
+        out.print(plain_cell(f"problem: {problem}"), style="red", soft_wrap=True)
+    if not report["problems"]:
+        out.print("all well", style="green")
+
+
+def _readable(name: str, value: Any) -> str:
+    return _bytes(value) if "bytes" in name and isinstance(value, int) else str(value)
+
+
+def _one_line(device: dict[str, Any]) -> str:
+    memory = ", ".join(f"{_bytes(value)} {name.removeprefix('memory bytes') or 'memory'}".strip()
+                       for name, value in device.items() if name.startswith("memory"))  # fmt: skip
+    return f"{device['platform']}:{device['id']} {device['kind']}" + (f", {memory}" if memory else "")

@@ -1,0 +1,129 @@
+"""`jaxinfer generate`: answers to prompts from the command line, a file or a pipe."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from jaxinfer.cli.command import ERROR, OK, PARTIAL, say
+from jaxinfer.cli.options import ModelOptions, SamplingOptions, merge_params, open_llm, sampling_values
+from jaxinfer.cli.output import (
+    describe,
+    end_line,
+    note,
+    open_output,
+    print_logprobs,
+    request_data,
+    shows_progress,
+    stream_answer,
+    write_json,
+    write_text,
+)
+from jaxinfer.cli.prompts import PromptLine, read_prompts
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.request import RequestOutput
+    from jaxinfer.llm import LLM
+    from jaxinfer.sampling import SamplingParams
+
+
+def generate(
+    model_options: ModelOptions,
+    sampling_options: SamplingOptions,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT", help="Texts to continue; - reads one from standard input, whole."),
+    ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            metavar="PATH",
+            help='Prompts from a file (-: standard input), one a line; in .jsonl, {"prompt": "...", "seed": 1, ...} '
+            "with sampling parameters of its own.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PATH", help="Write there, once all is generated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="JSON lines, one for each prompt.")] = False,
+) -> int:
+    """Continue prompts.
+
+    One prompt appears as it is generated; many are generated together and come in order. Prompts are given to the
+    model as they are: for conversations with an assistant there is [bold]chat[/bold].
+    """
+    values = sampling_values(sampling_options)
+    lines = read_prompts(prompts or (), file)
+    with open_output(output) as target:
+        with open_llm(model_options) as llm:
+            params = _params(llm, lines, values)
+            if len(lines) == 1 and params[0].n == 1 and not as_json and output is None:
+                outputs = [_stream(llm, lines[0], params[0], target)]
+            else:
+                results = llm.generate(
+                    [line.prompt for line in lines], params, use_tqdm=None if shows_progress() else False
+                )
+                outputs = results
+                for index, (one, its_params) in enumerate(zip(results, params, strict=True)):
+                    if as_json:
+                        write_json(request_data(index, one, its_params), target)
+                    else:
+                        _write_answers(one, its_params, target, heading=f"{index + 1}/{len(lines)}")
+        return _tell_failures(lines, outputs)
+
+
+def _params(llm: "LLM", lines: list[PromptLine], values: dict) -> list["SamplingParams"]:
+    from jaxinfer.sampling.params import SamplingParamsError
+
+    params = []
+    for line in lines:
+        try:
+            params.append(merge_params(llm.default_params, {**values, **line.sampling}))
+        except SamplingParamsError as error:
+            if not line.sampling:
+                raise
+            raise SamplingParamsError(error.parameter, f"{line.where}: {error}") from None
+    return params
+
+
+def _stream(llm: "LLM", line: PromptLine, params: "SamplingParams", file: TextIO) -> "RequestOutput":
+    text, output = stream_answer(llm, line.prompt, params, lambda text: write_text(text, file))
+    assert output is not None
+    end_line(text, file)
+    _write_logprobs(output, params, file)
+    note(f"{describe(llm, output)} · seed {output.outputs[0].seed}")
+    return output
+
+
+def _write_answers(output: "RequestOutput", params: "SamplingParams", file: TextIO, heading: str) -> None:
+    prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
+    for answer in output.outputs:
+        number = f", answer {answer.index + 1}/{len(output.outputs)}" if len(output.outputs) > 1 else ""
+        write_text(f"=== {heading}{number}: {prompt!r}\n{answer.text}", file)
+        end_line(answer.text, file)
+    _write_logprobs(output, params, file)
+
+
+def _write_logprobs(output: "RequestOutput", params: "SamplingParams", file: TextIO) -> None:
+    if output.prompt_logprobs is not None:
+        print_logprobs("prompt", output.prompt_logprobs, params.prompt_logprobs or 0, file)
+    for answer in output.outputs:
+        if answer.logprobs is not None:
+            print_logprobs(f"answer {answer.index + 1}", list(answer.logprobs), params.logprobs or 0, file)
+
+
+def _tell_failures(lines: list[PromptLine], outputs: list["RequestOutput"]) -> int:
+    """An answer that ended in an error is told; the exit code says whether any prompt was served."""
+    num_failed = 0
+    for line, output in zip(lines, outputs, strict=True):
+        failed = [answer for answer in output.outputs if answer.finish_reason == "error"]
+        num_failed += bool(failed)
+        for answer in failed[:1]:
+            say(f"error: {line.where}: {answer.error}")
+    if num_failed == 0:
+        return OK
+    if len(lines) > 1:
+        say(f"error: {num_failed} of {len(lines)} prompts failed")
+    return PARTIAL if num_failed < len(lines) else ERROR

@@ -1,0 +1,86 @@
+"""The `jaxinfer` command: its subcommands in groups, its version, its entry point."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from jaxinfer import __version__
+from jaxinfer.cli.chat import chat
+from jaxinfer.cli.command import command
+from jaxinfer.cli.convert import convert
+from jaxinfer.cli.demo import demo
+from jaxinfer.cli.doctor import doctor
+from jaxinfer.cli.generate import generate
+from jaxinfer.cli.score import score
+from jaxinfer.cli.train_demo import train_demo
+from jaxinfer.cli.verify import verify
+
+# A blank line between examples keeps each on a line of its own.
+EXAMPLES = """\
+[bold]Examples[/bold]
+
+jaxinfer demo
+
+jaxinfer generate "def read_lines(path):" --model demo --max-tokens 64
+
+jaxinfer generate --model ./checkpoint --file prompts.txt --json > answers.jsonl
+
+jaxinfer chat --model ./checkpoint --temperature 0.7
+
+jaxinfer convert ./checkpoint ./converted
+
+jaxinfer verify ./converted --against ./checkpoint
+
+[bold]Exit codes[/bold]
+
+0 all well · 1 error · 2 wrong usage · 3 some prompts failed · 130 interrupted
+
+An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code.
+"""
+
+app = typer.Typer(
+    name="jaxinfer",
+    help="LLM inference in JAX: load a checkpoint, generate, chat, score.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+GROUPS = {
+    "Generate": {"demo": demo, "generate": generate, "chat": chat, "score": score},
+    "Checkpoints": {"convert": convert, "verify": verify},
+    "This machine": {"doctor": doctor, "train-demo": train_demo},
+}
+for group, commands in GROUPS.items():
+    for name, function in commands.items():
+        app.command(name, rich_help_panel=group)(command(function))
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"jaxinfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """What the `jaxinfer` script runs."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal that is not UTF-8 shows escapes instead of failing
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    app(prog_name="jaxinfer")

@@ -1,0 +1,283 @@
+"""Options that several commands share: which model, and how to sample."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer.cli.command import UsageError
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+    from jaxinfer.sampling import SamplingParams
+
+UNLIMITED = "none"
+_MODEL = "Model"
+_SAMPLING = "Sampling (where not given, the checkpoint's generation_config decides)"
+_LIMITS = "Length and stopping"
+_REPORT = "What is reported"
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a token id, or several with commas between: 13,198") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not ID=BIAS, such as 13=-2.5") from None
+
+
+def _max_tokens(text: str) -> Any:
+    if text == UNLIMITED:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number of tokens or {UNLIMITED!r}") from None
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            help="A checkpoint's folder, a Hugging Face hub id, or demo.",
+            rich_help_panel=_MODEL,
+        ),
+    ]
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder with tokenizer files, if not the checkpoint's own.", metavar="PATH", rich_help_panel=_MODEL
+        ),
+    ] = None
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help="auto, float32, bfloat16 or float16. auto is the checkpoint's; float32 on CPUs.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a prompt with its answer; default: what the model allows, at most 4,096.",
+            metavar="N",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Answers generated at once; default: 8.", metavar="N", rich_help_panel=_MODEL),
+    ] = None
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of a hub id.", metavar="TEXT", rich_help_panel=_MODEL),
+    ] = None
+
+
+@dataclass(frozen=True)
+class LogitOptions:
+    """The fields of `SamplingParams` that change the distribution a token is drawn from."""
+
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 takes the most probable token.", metavar="X", rich_help_panel=_SAMPLING),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep the most probable tokens up to this mass, in (0, 1].", metavar="X", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option(help="Keep the K most probable tokens; 0 keeps all.", metavar="K", rich_help_panel=_SAMPLING),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Drop tokens less probable than X times the best one, 0..1.", metavar="X", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Subtracted from the logit of tokens already generated, -2..2.",
+            metavar="X",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(help="The same, once per time it was generated.", metavar="X", rich_help_panel=_SAMPLING),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Divides the logit of tokens of prompt and answer; 1 is none.", metavar="X", rich_help_panel=_SAMPLING
+        ),
+    ] = None
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=_bias,
+            help="Added to a token id's logit, -100..100; may be repeated.",
+            metavar="ID=BIAS",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    allowed_token_ids: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=_token_ids,
+            help="Only these token ids can be chosen; may be repeated.",
+            metavar="ID,ID",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        typer.Option(help="Never complete this text; may be repeated.", metavar="TEXT", rich_help_panel=_SAMPLING),
+    ] = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions(LogitOptions):
+    """Every field of `SamplingParams`. None is not given."""
+
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Same seed, same answer. Default: from the prompt's number, so that a run repeats.",
+            metavar="N",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None
+    n: Annotated[
+        int | None,
+        typer.Option("--n", "-n", help="Answers for each prompt, 1..16.", metavar="N", rich_help_panel=_SAMPLING),
+    ] = None
+    max_tokens: Annotated[
+        str | None,
+        typer.Option(
+            parser=_max_tokens,
+            help=f"Tokens to generate at most; {UNLIMITED}: as many as fit. Default: generation_config's, else 16.",
+            metavar=f"N|{UNLIMITED}",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int | None,
+        typer.Option(help="No end before this many tokens.", metavar="N", rich_help_panel=_LIMITS),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends the answer; may be repeated.", metavar="TEXT", rich_help_panel=_LIMITS),
+    ] = None
+    stop_token_ids: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=_token_ids,
+            help="Token ids that end the answer; may be repeated.",
+            metavar="ID,ID",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
+    ignore_eos: Annotated[
+        bool | None,
+        typer.Option(metavar="", help="Go on after the end-of-sequence token.", rich_help_panel=_LIMITS),
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool | None,
+        typer.Option(
+            "--include-stop-str/--cut-stop-str", metavar="", help="Leave the stop text in.", rich_help_panel=_LIMITS
+        ),
+    ] = None
+    skip_special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--skip-special-tokens/--keep-special",
+            metavar="",
+            help="Leave special tokens out of the text.",
+            rich_help_panel=_REPORT,
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Log-probability of each token and of the N best ones, 0..20.", metavar="N", rich_help_panel=_REPORT
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        typer.Option(help="The same for each token of the prompt.", metavar="N", rich_help_panel=_REPORT),
+    ] = None
+
+
+def sampling_values(options: LogitOptions) -> dict[str, Any]:
+    """The given ones as values of `SamplingParams`, checked as far as can be without the model.
+
+    Raises SamplingParamsError.
+    """
+    from jaxinfer.sampling.params import SamplingParams
+
+    values: dict[str, Any] = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value is None or value == []:
+            continue
+        if field.name == "max_tokens":
+            value = None if value == UNLIMITED else value
+        elif field.name == "logit_bias":
+            value = dict(value)
+        elif field.name in ("allowed_token_ids", "stop_token_ids"):
+            value = [token for some in value for token in some]
+        values[field.name] = value
+    SamplingParams.from_dict({"max_tokens": None, **values})
+    return values
+
+
+def merge_params(defaults: "SamplingParams", values: dict[str, Any]) -> "SamplingParams":
+    """`defaults` with `values` over them."""
+    from jaxinfer.sampling.params import SamplingParams
+
+    return SamplingParams.from_dict(
+        {**{field.name: getattr(defaults, field.name) for field in fields(defaults)}, **values}
+    )
+
+
+def open_llm(options: ModelOptions, **more: Any) -> "LLM":
+    """Loads the model, with a word on a terminal meanwhile. `more` are arguments of `LLM` unless options say so too."""
+    from jaxinfer.cli.output import waiting
+
+    if options.revision is not None and Path(options.model).exists():
+        raise UsageError(f"--revision is for hub ids, and {options.model} is a folder on this machine")
+    given = {
+        "tokenizer": options.tokenizer,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "revision": options.revision,
+    }
+    arguments = {**more, **{name: value for name, value in given.items() if value is not None}}
+    with waiting(f"loading {options.model}"):
+        from jaxinfer.llm import LLM
+
+        return LLM(options.model, dtype=options.dtype, **arguments)
+
+
+def max_model_len(llm: "LLM") -> int:
+    """Tokens that a prompt and its answer may have together."""
+    return llm.explain().to_dict()["cache"]["max_model_len"]

@@ -1,0 +1,247 @@
+"""What goes to the terminal, to a pipe, or to a file: text as it comes, tables, JSON lines."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
+    from jaxinfer.llm import LLM
+    from jaxinfer.sampling import SamplingParams
+
+# Control characters but tab and newline: shown, so that no generated text can drive the terminal.
+_VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)}
+_VISIBLE |= {0x7F: "\u2421"} | dict.fromkeys(range(128, 160), "�")
+
+
+# People.
+
+
+def console(file: TextIO | None = None, *, stderr: bool = False) -> "Console":
+    """For tables and colour, which rich leaves out of pipes and under NO_COLOR. Nothing is cut off in a pipe."""
+    from rich.console import Console
+
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    target = file or (sys.stderr if stderr else sys.stdout)
+    return Quiet(file=target, highlight=False, width=None if target.isatty() else 160)
+
+
+@contextlib.contextmanager
+def waiting(message: str) -> Iterator[None]:
+    """A spinner on standard error while the block runs; nothing where that is not a terminal."""
+    if not shows_progress():
+        yield
+        return
+    with console(stderr=True).status(message):
+        yield
+
+
+def shows_progress() -> bool:
+    return sys.stderr.isatty() and os.environ.get("JAXINFER_PROGRESS", "1") != "0"
+
+
+def note(message: str) -> None:
+    """A dim line on standard error, for people only: nothing where that is not a terminal."""
+    if sys.stderr.isatty():
+        console(stderr=True).print(message, style="dim", markup=False, soft_wrap=True)
+
+
+def write_text(text: str, file: TextIO | None = None) -> None:
+    """Generated text; control characters are made visible on a terminal and kept in a pipe or file."""
+    file = file or sys.stdout
+    file.write(text.translate(_VISIBLE) if file.isatty() else text)
+    file.flush()
+
+
+def stream_answer(
+    llm: "LLM",
+    prompt: str | list[int],
+    params: "SamplingParams",
+    write: Callable[[str], None],
+    *,
+    is_stopped: Callable[[], bool] = lambda: False,
+    shows_waiting: bool = True,
+) -> "tuple[str, RequestOutput | None]":
+    """Writes an answer as it is generated; returns its text, and the whole output unless it was stopped.
+
+    Until the first token a spinner may show; it takes the line the cursor is on, so that line must be empty.
+    """
+    deltas = llm.stream(prompt, params)
+    texts: list[str] = []
+    output = None
+    try:
+        with waiting("waiting for the first token") if shows_waiting else contextlib.nullcontext():
+            delta = next(deltas, None)
+        while delta is not None:
+            write(delta.text)
+            texts.append(delta.text)
+            output = delta.output or output
+            delta = None if is_stopped() else next(deltas, None)
+    finally:
+        deltas.close()  # type: ignore[attr-defined]
+    return "".join(texts), output
+
+
+def end_line(text: str, file: TextIO | None = None) -> None:
+    """The newline after an answer that did not end with one."""
+    if not text.endswith("\n"):
+        write_text("\n", file)
+
+
+def decode_rate(output: "RequestOutput") -> float | None:
+    """Tokens per second after the first token, all answers together; None with nothing to measure."""
+    timings = output.timings
+    num_tokens = sum(max(len(answer.token_ids) - 1, 0) for answer in output.outputs)
+    if timings is None or num_tokens == 0:
+        return None
+    seconds = timings.total_time - timings.time_to_first_token
+    return num_tokens / seconds if seconds > 0 else None
+
+
+def describe(llm: "LLM", output: "RequestOutput") -> str:
+    """One line on how a request went."""
+    answers = output.outputs
+    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    parts = [f"{num_tokens} tokens"]
+    if output.timings is not None:
+        parts[0] += f" in {output.timings.total_time:.2f} s"
+        parts.append(f"first after {output.timings.time_to_first_token:.2f} s")
+    if (rate := decode_rate(output)) is not None:
+        parts.append(f"then {rate:.0f} tokens/s")
+    return " · ".join([*parts, *dict.fromkeys(_describe_end(llm, answer) for answer in answers)])
+
+
+def _describe_end(llm: "LLM", answer: "CompletionOutput") -> str:
+    if answer.finish_reason == "length":
+        return "ended by max_tokens"
+    if answer.finish_reason == "stop":
+        if answer.stop_reason in llm.eos_token_ids:
+            return "ended by the model"
+        kind = "token" if isinstance(answer.stop_reason, int) else "text"
+        return f"ended by stop {kind} {answer.stop_reason!r}"
+    return f"{answer.finish_reason}: {answer.error}" if answer.error else str(answer.finish_reason)
+
+
+def print_logprobs(title: str, entries: "list[TokenLogprob | None]", num_top: int, file: TextIO | None = None) -> None:
+    """A table of log-probabilities, one token a line."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table("token", "id", "logprob", "rank", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    if num_top:
+        table.add_column("most probable", overflow="fold")
+    for entry in entries:
+        if entry is None:
+            continue
+        data = logprob_data(entry, num_top)
+        best = ", ".join(f"{_shown(one)} {one['logprob']:.3f}" for one in data.get("top", ()))
+        cells = [_shown(data), str(data["token_id"]), f"{data['logprob']:.4f}", str(data["rank"])]
+        table.add_row(*map(plain_cell, [*cells, best] if num_top else cells))
+    console(file).print(table)
+
+
+def _shown(data: Mapping[str, Any]) -> str:
+    return repr(data["token"]) if data["token"] is not None else str(data["token_id"])
+
+
+def plain_cell(text: str) -> Any:
+    """A cell in which [brackets] are no markup."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+# Machines.
+
+
+def write_json(value: Any, file: TextIO | None = None) -> None:
+    """One JSON object on one line, flushed. ASCII, so that no terminal or file encoding can break it."""
+    file = file or sys.stdout
+    file.write(json.dumps(json_ready(value), allow_nan=False) + "\n")
+    file.flush()
+
+
+def json_ready(value: Any) -> Any:
+    """JSON has no infinity: non-finite numbers become "Infinity", "-Infinity", "NaN", as in the JSON of protobuf."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def request_data(index: int, output: "RequestOutput", params: "SamplingParams") -> dict[str, Any]:
+    """A request as JSON."""
+    answers = []
+    for answer in output.outputs:
+        data = {name: value for name, value in vars(answer).items() if name != "logprobs"}
+        if answer.logprobs is not None:
+            data["logprobs"] = [logprob_data(entry, params.logprobs or 0) for entry in answer.logprobs]
+        answers.append(data)
+    data = {
+        "index": index,
+        "request_id": output.request_id,
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": answers,
+        "timings": asdict(output.timings) if output.timings is not None else None,
+    }
+    if output.prompt_logprobs is not None:
+        data["prompt_logprobs"] = [
+            None if entry is None else logprob_data(entry, params.prompt_logprobs or 0)
+            for entry in output.prompt_logprobs
+        ]
+    return data
+
+
+def logprob_data(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
+    """A token's log-probability, and under "top" the `num_top` best ones in order, which may include it."""
+    every = [
+        {"token_id": token, "token": one.decoded_token, "logprob": one.logprob, "rank": one.rank}
+        for token, one in entry.items()
+    ]
+    if not num_top:
+        return every[0]
+    best = sorted((one for one in every if one["rank"] <= num_top), key=lambda one: one["rank"])
+    return {**every[0], "top": best}
+
+
+@contextlib.contextmanager
+def open_output(path: Path | None) -> Iterator[TextIO]:
+    """Standard output, or a file that appears whole when the block ends well and not at all otherwise."""
+    if path is None:
+        yield sys.stdout
+        return
+    if path.exists() and not path.is_file():  # a device or a named pipe: nothing to rename over
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    path = path.resolve()  # a link stays a link
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,103 @@
+"""Where prompts come from: arguments, a file, standard input."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.cli.command import UsageError
+
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """A prompt with the sampling parameters that its line gives; `where` names it in errors."""
+
+    prompt: str | list[int]
+    where: str
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+
+def read_prompts(arguments: Sequence[str], file: Path | None) -> list[PromptLine]:
+    """Prompts of the arguments, in which `-` is all of standard input as one prompt, or of a file.
+
+    With neither, standard input is one prompt where it is not a terminal. Raises UsageError where there is no prompt.
+    """
+    if arguments and file is not None:
+        raise UsageError("prompts come from the command line or from --file, not from both")
+    if file is not None:
+        lines = [
+            _parse(data, f"{file} line {number}", ("prompt",)) if is_json else PromptLine(data, f"{file} line {number}")
+            for number, data, is_json in _lines(file)
+        ]
+        if not lines:
+            raise UsageError(f"{file} has no prompts: every line is blank")
+        return lines
+    if not arguments and sys.stdin.isatty():
+        raise UsageError('no prompt: give one, such as "def read_lines(path):", or --file, or pipe one in')
+    if list(arguments).count(STDIN) > 1:
+        raise UsageError(f"{STDIN} is standard input, which can be read once only")
+    if not arguments:
+        text = _stdin()
+        if not text:
+            raise UsageError("no prompt: standard input is empty")
+        return [PromptLine(text, "standard input")]
+    return [PromptLine(_stdin() if text == STDIN else text, f"prompt {i}") for i, text in enumerate(arguments)]
+
+
+def read_records(file: Path, required: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSON lines file with the place of each; each has the `required` keys and no others."""
+    records = []
+    for number, text, _ in _lines(file):
+        where = f"{file} line {number}"
+        record = _object(text, where, required)
+        unknown = sorted(set(record) - set(required))
+        if unknown:
+            raise UsageError(f"{where}: unknown key {unknown[0]!r}; the keys are {', '.join(required)}")
+        records.append((where, record))
+    if not records:
+        raise UsageError(f"{file} is empty")
+    return records
+
+
+def _parse(text: str, where: str, required: tuple[str, ...]) -> PromptLine:
+    record = _object(text, where, required)
+    prompt = record.pop("prompt")
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not (isinstance(prompt, str) or is_ids):
+        raise UsageError(f"{where}: prompt must be a text or a list of token ids, got {prompt!r:.60}")
+    return PromptLine(prompt, where, record)
+
+
+def _object(text: str, where: str, required: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise UsageError(f"{where} must be a JSON object with {', '.join(required)}, got {type(record).__name__}")
+    for key in required:
+        if key not in record:
+            raise UsageError(f"{where} has no {key!r}")
+    return record
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line numbers, from 1, with their text and whether the file is JSON lines; blank lines are left out."""
+    try:
+        text = _stdin() if str(file) == STDIN else file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}") from None
+    is_json = file.suffix in (".jsonl", ".ndjson", ".json")
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.removesuffix("\r")
+        if line.strip():
+            yield number, line, is_json
+
+
+def _stdin() -> str:
+    """All of standard input, without the newline that ends it."""
+    return sys.stdin.read().removesuffix("\n").removesuffix("\r")

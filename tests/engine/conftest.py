@@ -1,0 +1,34 @@
+"""A tiny random model whose greedy answers vary, shared by the engine's tests."""
+
+import jax
+import pytest
+
+from jaxinfer.models import ModelConfig, RopeConfig, init_params
+
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=RopeConfig(rotary_dim=8),
+    max_position_embeddings=128,
+)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """(config, params) with weights large enough that the logits are far from flat."""
+    params = init_params(TINY, jax.random.key(0))
+    return TINY, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
+
+
+@pytest.fixture(scope="session")
+def llm(tiny):
+    from jaxinfer import LLM
+
+    with LLM(tiny, max_num_seqs=4, seed=11) as llm:
+        yield llm

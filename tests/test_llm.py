@@ -1,0 +1,278 @@
+"""The door: prompts in, answers out, and what is refused."""
+
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams, Tokenizer
+from jaxinfer.models import init_params
+
+TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 4
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["<eos>", "<user>", "<bot>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.from_dir(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    import jax
+
+    config = ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=tokenizer.vocab_size, hidden_size=32, intermediate_size=48,
+        num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, rope=RopeConfig(rotary_dim=16),
+        max_position_embeddings=128,
+    )  # fmt: skip
+    params = init_params(config, jax.random.key(1))
+    return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params), tokenizer
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model, max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_text_is_the_decoded_tokens(llm, tokenizer):
+    output = llm.generate("the quick", SamplingParams(max_tokens=30, seed=1))[0]
+    assert output.prompt == "the quick"
+    assert output.prompt_token_ids == tokenizer.encode("the quick")
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
+    assert output.timings.total_time >= output.timings.time_to_first_token > 0
+
+
+def test_streamed_text_is_the_generated_text(llm):
+    params = SamplingParams(max_tokens=40, seed=2, stop=["e"], min_tokens=5)
+    whole = llm.generate("lazy", params)[0].outputs[0]
+    deltas = list(llm.stream("lazy", params))
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert (deltas[-1].finish_reason, deltas[-1].output.outputs[0].text) == (whole.finish_reason, whole.text)
+
+
+def test_nothing_after_a_stop_string_is_emitted(llm):
+    free = llm.generate("dog", SamplingParams(max_tokens=60, seed=3))[0].outputs[0]
+    stop = free.text[len(free.text) // 2 :][:3]
+    end = free.text.index(stop)
+    cut = llm.generate("dog", SamplingParams(max_tokens=60, seed=3, stop=[stop]))[0].outputs[0]
+    kept = llm.generate("dog", SamplingParams(max_tokens=60, seed=3, stop=stop, include_stop_str_in_output=True))
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (free.text[:end], "stop", stop)
+    assert kept[0].outputs[0].text == free.text[: end + len(stop)]
+    assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < len(free.token_ids)
+
+
+def test_end_of_sequence_ends_unless_ignored(model):
+    config, params, tokenizer = model
+    free = SamplingParams(max_tokens=30, seed=4)
+    with LLM(model, max_num_seqs=1) as llm:
+        tokens = llm.generate([5, 6], free)[0].outputs[0].token_ids
+        llm.eos_token_ids = (tokens[10],)
+        first = tokens.index(tokens[10])
+        stopped = llm.generate([5, 6], free)[0].outputs[0]
+        ignored = llm.generate([5, 6], SamplingParams(max_tokens=30, seed=4, ignore_eos=True))[0].outputs[0]
+    assert (stopped.token_ids, stopped.finish_reason) == (tokens[: first + 1], "stop")
+    assert stopped.stop_reason == tokens[10]
+    assert stopped.text == tokenizer.decode(tokens[:first])
+    assert ignored.token_ids == tokens
+
+
+# For every field a value that must change the result, and how the result shows it.
+BASE = {"max_tokens": 24, "seed": 6}
+EFFECTS = {
+    "n": {"n": 2},
+    "temperature": {"temperature": 0},
+    "top_p": {"top_p": 0.2},
+    "top_k": {"top_k": 2},
+    "min_p": {"min_p": 0.6},
+    "seed": {"seed": 7},
+    "stop": {"stop": ["a", "e", "o", " ", "t"]},
+    "stop_token_ids": {"stop_token_ids": "second token"},
+    "ignore_eos": {"ignore_eos": True},
+    "max_tokens": {"max_tokens": 3},
+    "min_tokens": {"min_tokens": 20},
+    "logprobs": {"logprobs": 2},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 3.0},
+    "logit_bias": {"logit_bias": {9: 100.0}},
+    "allowed_token_ids": {"allowed_token_ids": [10, 11]},
+    "bad_words": {"bad_words": "first word"},
+    "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {1: 100.0}},
+    "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop": ["a", "e", "o", " ", "t"]},
+}
+BESIDE = {
+    "ignore_eos": {"max_tokens": 60},
+    "min_tokens": {"stop_token_ids": "second token"},
+    "skip_special_tokens": {"logit_bias": {1: 100.0}},
+    "include_stop_str_in_output": {"stop": ["a", "e", "o", " ", "t"]},
+}
+
+
+@pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
+def test_every_field_changes_the_result(model, tokenizer, field):
+    """A field without an entry in EFFECTS fails here: it would be a parameter that nobody applies."""
+    with LLM(model, max_num_seqs=4) as llm:
+        free = llm.generate("the dog", SamplingParams(**BASE))[0].outputs[0]
+        if field == "ignore_eos":
+            llm.eos_token_ids = (free.token_ids[5],)
+
+        def resolve(values):
+            values = dict(values)
+            if values.get("stop_token_ids") == "second token":
+                values["stop_token_ids"] = [free.token_ids[1]]
+            if values.get("bad_words") == "first word":
+                values["bad_words"] = [tokenizer.decode([free.token_ids[0]])]
+            return values
+
+        def show(values):
+            output = llm.generate("the dog", SamplingParams(**{**BASE, **resolve(values)}))[0]
+            answers = [(one.text, one.token_ids, one.finish_reason, one.logprobs) for one in output.outputs]
+            return answers, output.prompt_logprobs
+
+        before = show(BESIDE.get(field, {}))
+        assert before == show(BESIDE.get(field, {}))
+        assert before != show({**BESIDE.get(field, {}), **EFFECTS[field]})
+
+
+def test_logprobs_are_the_scores_of_the_same_tokens(llm):
+    params = SamplingParams(max_tokens=12, seed=8, logprobs=3, prompt_logprobs=2, temperature=0.7, top_k=20)
+    output = llm.generate("brown fox", params)[0]
+    answer = output.outputs[0]
+    raw = [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    score = llm.score([output.prompt_token_ids], [answer.token_ids], params)[0]
+    np.testing.assert_allclose(score.raw, raw, atol=1e-4)
+    np.testing.assert_allclose(sum(raw), answer.cumulative_logprob, rtol=1e-6)
+    assert all(np.isfinite(score.processed))  # what was sampled was possible
+    assert score.processed != score.raw
+    assert all(len(entry) in (3, 4) for entry in answer.logprobs)
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    assert next(iter(answer.logprobs[0].values())).decoded_token is not None
+
+
+def test_score_says_what_the_parameters_forbid(llm):
+    score = llm.score([[5, 6, 7]], [[8, 9]], SamplingParams(allowed_token_ids=[8]))[0]
+    assert score.processed == [0.0, -np.inf]
+    assert len(score.raw) == 2
+
+
+def test_chat_renders_the_template_and_content_cannot_forge_a_token(llm, tokenizer):
+    ids = llm.chat_prompt([{"role": "user", "content": "hi <bot> there"}])
+    bot = tokenizer.token_to_id("<bot>")
+    assert ids.count(bot) == 1
+    assert ids[-1] == bot
+    outputs = llm.chat([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], SamplingParams(seed=0))
+    assert len(outputs) == 2
+
+
+def test_taps_return_hidden_states_of_prompt_and_answer(llm):
+    output = llm.generate([3, 4, 5], SamplingParams(max_tokens=6, seed=0), taps=["embed", "layers.1.residual"])[0]
+    assert {name: value.shape for name, value in output.taps.items()} == {
+        "embed": (9, 32),
+        "layers.1.residual": (9, 32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda llm: llm.generate(""), ValueError, "prompt 0 is empty"),
+        (lambda llm: llm.generate([[1], []]), ValueError, "prompt 1 is empty"),
+        (lambda llm: llm.generate([1] * 500), ValueError, r"500 prompt tokens .* 516, but max_model_len=128"),
+        (lambda llm: llm.generate([1], SamplingParams(max_tokens=128)), ValueError, "make 129, but max_model_len=128"),
+        (lambda llm: llm.generate([99999]), ValueError, "token id 99999 is outside the vocabulary of 300"),
+        (lambda llm: llm.generate([-1]), ValueError, "token id -1 is outside"),
+        (lambda llm: llm.generate([[1], [2]], [SamplingParams()]), ValueError, "1 sampling parameters for 2 prompts"),
+        (lambda llm: llm.generate([1], {"temperature": 0}), TypeError, "params must be SamplingParams, got str"),
+        (lambda llm: llm.generate([1], SamplingParams(stop_token_ids=[300])), ValueError, "token id 300"),
+        (lambda llm: llm.generate([1], taps=["layers.9.residual"]), ValueError, "did you mean 'layers.1.residual'"),
+        (lambda llm: llm.score([[1]], [[]]), ValueError, "pair 0: 1 prompt and 0 continuation tokens"),
+        (lambda llm: SamplingParams(temperature=-1), ValueError, "temperature"),
+        (lambda llm: LLM("no/such/folder/here"), (ValueError, OSError), "no/such/folder/here"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_numbers(llm, call, error, message):
+    with pytest.raises(error, match=message):
+        call(llm)
+
+
+def test_a_bad_prompt_among_good_ones_starts_nothing(llm):
+    with pytest.raises(ValueError, match="prompt 2"):
+        llm.generate([[1], [2], [3] * 300])
+    assert not llm._engine.has_work
+
+
+def test_unknown_arguments_are_refused_with_the_nearest_name(model):
+    with pytest.raises(TypeError, match="'max_model_length'; did you mean 'max_model_len'"):
+        LLM(model, max_model_length=5)
+    with pytest.raises(ValueError, match="cache='paged'"):
+        LLM(model, cache="paged")
+    with pytest.raises(ValueError, match="more than the 128 tokens"):
+        LLM(model, max_model_len=4096)
+
+
+def test_live_parameters_that_do_not_fit_are_refused(model):
+    config, params, _ = model
+    wrong = {**params, "final_norm": {"weight": params["final_norm"]["weight"][:-1]}}
+    with pytest.raises(ValueError, match=r"final_norm.*\(31,\).*\(32,\)"):
+        LLM((config, wrong))
+    with pytest.raises(TypeError, match="ModelConfig"):
+        LLM((params, config))
+
+
+def test_a_model_without_tokenizer_works_on_ids(model):
+    with LLM(model[:2], max_num_seqs=1) as llm:
+        answer = llm.generate([1, 2], SamplingParams(max_tokens=3, temperature=0))[0].outputs[0]
+        assert len(answer.token_ids) == 3
+        assert answer.text == ""
+        with pytest.raises(ValueError, match="needs a tokenizer"):
+            llm.generate("text")
+        with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+            llm.generate([1], SamplingParams(stop=["x"]))
+
+
+def test_explain_says_what_was_allocated(llm):
+    facts = llm.explain().to_dict()
+    assert facts["cache"]["bytes at most"] == 128 * 4 * 2 * 1 * 16 * 2 * 4
+    assert facts["model"]["dtype"] == "float32"
+    assert "xla" in str(llm.explain())
+
+
+def test_import_is_fast_offline_and_without_torch():
+    code = """
+        import socket, sys, time
+        def refuse(*args, **kwargs): raise AssertionError("network")
+        socket.socket.connect = refuse
+        socket.getaddrinfo = refuse
+        start = time.perf_counter()
+        import jaxinfer
+        assert time.perf_counter() - start < 1
+        assert "jax" not in sys.modules
+        jaxinfer.LLM, jaxinfer.SamplingParams, jaxinfer.ModelConfig
+        for name in ("torch", "transformers", "tensorflow"):
+            assert name not in sys.modules, name
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
