@@ -21,8 +21,8 @@ def transform(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> 
 
     A greedy row gets the processors before temperature and nothing else; its token is the argmax. Rows do not see one
     another, and the result is the same bit for bit whatever S is. A step that no row needs is skipped at run time, in
-    the same program. A token that cannot be chosen has -inf; a row may end with nothing else (`sample` flags it). Raises when traced, if the
-    logits are not float32 or of another shape than the batch.
+    the same program. A token that cannot be chosen has -inf; a row may end with nothing else (`sample` flags it).
+    Raises when traced, if the logits are not float32 or of another shape than the batch.
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")

@@ -22,7 +22,7 @@ MIN_MARGIN = 1e-3
 MIN_DISTINCT = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """One model.
 
