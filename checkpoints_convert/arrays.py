@@ -89,12 +89,10 @@ def count_nonfinite(array: np.ndarray) -> int:
     if not array.size:
         return 0
     # Shifting the sign out leaves the exponent on top: all ones, and so the largest, only for NaN and infinity.
-    # On bfloat16 this is several times faster than isfinite.
-    bits = _bits(array)
-    exponent = _bits(np.array(np.inf, array.dtype)) << 1
-    if (bits << 1).max() < exponent:
-        return 0
-    return int(array.size - np.count_nonzero(np.isfinite(array)))
+    # On bfloat16 this is several times faster than isfinite, and a signalling NaN raises no warning.
+    magnitudes = _bits(array) << 1
+    infinity = _bits(np.array(np.inf, array.dtype)) << 1
+    return 0 if magnitudes.max() < infinity else int(np.count_nonzero(magnitudes >= infinity))
 
 
 def _bits(array: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Options that several commands share: which model, and how to sample."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,30 +18,6 @@ _MODEL = "Model"
 _SAMPLING = "Sampling (where not given, the checkpoint's generation_config decides)"
 _LIMITS = "Length and stopping"
 _REPORT = "What is reported"
-
-
-def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a token id, or several with commas between: 13,198") from None
-
-
-def _bias(text: str) -> tuple[int, float]:
-    token, _, bias = text.partition("=")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not ID=BIAS, such as 13=-2.5") from None
-
-
-def _max_tokens(text: str) -> Any:
-    if text == UNLIMITED:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a number of tokens or {UNLIMITED!r}") from None
 
 
 @dataclass(frozen=True)
@@ -133,7 +110,6 @@ class LogitOptions:
     logit_bias: Annotated[
         list[str] | None,
         typer.Option(
-            parser=_bias,
             help="Added to a token id's logit, -100..100; may be repeated.",
             metavar="ID=BIAS",
             rich_help_panel=_SAMPLING,
@@ -142,7 +118,6 @@ class LogitOptions:
     allowed_token_ids: Annotated[
         list[str] | None,
         typer.Option(
-            parser=_token_ids,
             help="Only these token ids can be chosen; may be repeated.",
             metavar="ID,ID",
             rich_help_panel=_SAMPLING,
@@ -173,7 +148,6 @@ class SamplingOptions(LogitOptions):
     max_tokens: Annotated[
         str | None,
         typer.Option(
-            parser=_max_tokens,
             help=f"Tokens to generate at most; {UNLIMITED}: as many as fit. Default: generation_config's, else 16.",
             metavar=f"N|{UNLIMITED}",
             rich_help_panel=_LIMITS,
@@ -190,7 +164,6 @@ class SamplingOptions(LogitOptions):
     stop_token_ids: Annotated[
         list[str] | None,
         typer.Option(
-            parser=_token_ids,
             help="Token ids that end the answer; may be repeated.",
             metavar="ID,ID",
             rich_help_panel=_LIMITS,
@@ -230,7 +203,7 @@ class SamplingOptions(LogitOptions):
 def sampling_values(options: LogitOptions) -> dict[str, Any]:
     """The given ones as values of `SamplingParams`, checked as far as can be without the model.
 
-    Raises SamplingParamsError.
+    Raises UsageError for what cannot be read, SamplingParamsError for what is refused.
     """
     from jaxinfer.sampling.params import SamplingParams
 
@@ -239,15 +212,44 @@ def sampling_values(options: LogitOptions) -> dict[str, Any]:
         value = getattr(options, field.name)
         if value is None or value == []:
             continue
-        if field.name == "max_tokens":
-            value = None if value == UNLIMITED else value
-        elif field.name == "logit_bias":
-            value = dict(value)
-        elif field.name in ("allowed_token_ids", "stop_token_ids"):
-            value = [token for some in value for token in some]
-        values[field.name] = value
+        values[field.name] = _READERS[field.name](value) if field.name in _READERS else value
     SamplingParams.from_dict({"max_tokens": None, **values})
     return values
+
+
+def _read_token_ids(texts: list[str]) -> list[int]:
+    try:
+        return [int(part) for text in texts for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"{', '.join(texts)!r} is not a token id, or several with commas between: 13,198") from None
+
+
+def _read_bias(texts: list[str]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for text in texts:
+        token, _, number = text.partition("=")
+        try:
+            bias[int(token)] = float(number)
+        except ValueError:
+            raise UsageError(f"{text!r} is not ID=BIAS, such as 13=-2.5") from None
+    return bias
+
+
+def _read_max_tokens(text: str) -> int | None:
+    if text == UNLIMITED:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--max-tokens: {text!r} is not a number of tokens or {UNLIMITED!r}") from None
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": _read_bias,
+    "allowed_token_ids": _read_token_ids,
+    "stop_token_ids": _read_token_ids,
+    "max_tokens": _read_max_tokens,
+}
 
 
 def merge_params(defaults: "SamplingParams", values: dict[str, Any]) -> "SamplingParams":

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,20 @@ def jaxinfer_process() -> Callable[..., subprocess.Popen]:
     return start
 
 
-def json_lines(text: str) -> list[dict[str, Any]]:
-    """Strict JSON: Python's own NaN and Infinity are refused."""
+@pytest.fixture
+def json_lines() -> Callable[[str], list[dict[str, Any]]]:
+    """Reads JSON lines strictly: Python's own NaN and Infinity are refused."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+    return lambda text: [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+@pytest.fixture
+def llm(model) -> Iterator[Any]:
+    """The library on the same checkpoint: what the command line must agree with."""
+    from jaxinfer import LLM
+
+    with LLM(model) as llm:
+        yield llm

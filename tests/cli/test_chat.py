@@ -1,0 +1,204 @@
+"""`jaxinfer chat`: piped sessions, the /commands, and a session at a terminal."""
+
+import io
+import json
+import signal
+
+import pytest
+
+from jaxinfer.cli.chat_session import ChatSession
+from jaxinfer.sampling import SamplingParams
+
+
+def test_each_line_of_a_pipe_is_a_turn_with_what_came_before(jaxinfer, json_lines, model, llm):
+    result = jaxinfer("chat", "-m", model, "--temperature", "0", "--max-tokens", "4", "--json", input="hi\n\nyou\n")
+    assert (result.exit_code, result.stderr) == (0, "")
+    turns = json_lines(result.stdout)
+    assert [turn["turn"] for turn in turns] == [0, 1]
+    messages = []
+    for turn, text in zip(turns, ("hi", "you"), strict=True):
+        messages.append({"role": "user", "content": text})
+        expected = llm.chat(messages, SamplingParams(temperature=0, max_tokens=4))[0]
+        assert turn["input"] == text
+        assert turn["message"] == {"role": "assistant", "content": expected.outputs[0].text}
+        assert turn["token_ids"] == expected.outputs[0].token_ids
+        assert turn["num_prompt_tokens"] == len(expected.prompt_token_ids)
+        messages.append(turn["message"])
+    assert turns[1]["num_messages"] == 4
+
+
+def test_piped_text_has_answers_only_on_standard_output(jaxinfer, json_lines, model):
+    options = ["-m", model, "--temperature", "0", "--max-tokens", "4"]
+    text = jaxinfer("chat", *options, input="hi\n/set temperature 0\n")
+    [turn] = json_lines(jaxinfer("chat", *options, "--json", input="hi\n").stdout)
+    assert text.stdout == turn["message"]["content"] + "\n"
+    assert text.stderr == "temperature = 0.0\n"
+
+
+def test_commands(jaxinfer, json_lines, model, tmp_path):
+    saved = tmp_path / "chat.json"
+    lines = [
+        "/system Be brief.",
+        "one",
+        f"/save {saved}",
+        "/reset",
+        "/set max-tokens 2",
+        "/set ignore_eos true",
+        "two",
+        f"/save {saved}",  # again: it is this session's own file
+        "/params",
+        "/help",
+        "/quit",
+        "never read",
+    ]
+    result = jaxinfer("chat", "-m", model, "--json", "--seed", "1", "--max-tokens", "3", input="\n".join(lines))
+    assert result.exit_code == 0
+    turns = json_lines(result.stdout)
+    assert [turn["input"] for turn in turns] == ["one", "two"]
+    assert turns[1]["num_messages"] == 3  # system, user, assistant
+    assert len(turns[1]["token_ids"]) == 2
+    for words in ("system message: Be brief.", "forgot 1 turn", "max_tokens = 2", "temperature ", "/reset"):
+        assert words in result.stderr
+    content = json.loads(saved.read_text())
+    assert [message["role"] for message in content["messages"]] == ["system", "user", "assistant"]
+    assert content["messages"][1]["content"] == "two"
+    assert content["params"]["seed"] == 1
+
+
+def test_a_conversation_that_is_too_long_says_so_and_goes_on_after_reset(jaxinfer, json_lines, model):
+    lines = ["short", "x" * 90, "/reset", "short"]
+    result = jaxinfer("chat", "-m", model, "--json", "--max-tokens", "2", input="\n".join(lines))
+    assert result.exit_code == 3
+    first, failed, last = json_lines(result.stdout)
+    assert failed["error"] in result.stderr
+    assert "max_model_len=96" in failed["error"]
+    assert "/reset" in failed["error"]
+    num_tokens = first["num_prompt_tokens"] + len(first["token_ids"]) + 90
+    assert abs(int(failed["error"].split(" has ")[1].split()[0]) - num_tokens) <= 8
+    assert last["num_prompt_tokens"] == first["num_prompt_tokens"]
+    alone = jaxinfer("chat", "-m", model, "--max-tokens", "2", input="x" * 200)
+    assert (alone.exit_code, alone.stdout) == (1, "")
+
+
+def test_an_answer_cut_by_the_models_length_is_told(jaxinfer, json_lines, model):
+    result = jaxinfer("chat", "-m", model, "--json", "--ignore-eos", "--max-tokens", "96", input="hello\n")
+    [turn] = json_lines(result.stdout)
+    assert turn["is_out_of_room"]
+    assert turn["num_prompt_tokens"] + len(turn["token_ids"]) == 96
+    assert "reached max_model_len=96" in result.stderr
+
+
+def test_a_model_without_chat_template_is_refused(jaxinfer, model_without_template):
+    result = jaxinfer("chat", "-m", model_without_template, input="hi\n")
+    assert result.exit_code == 1
+    assert "has no chat template" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_one_answer_a_turn(jaxinfer):
+    result = jaxinfer("chat", "-m", "/nowhere", "--n", "2")
+    assert result.exit_code == 2
+    assert "--n is for jaxinfer generate" in result.stderr
+
+
+@pytest.fixture
+def session():
+    return ChatSession("m", SamplingParams(max_tokens=None), 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/nope", "/nope is no command"),
+        ("/set", "/set needs a name and a value"),
+        ("/set temperature", "/set needs a name and a value"),
+        ("/set temperature -1", "temperature must be"),
+        ("/set temperatur 1", "did you mean 'temperature'"),
+        ("/set n 2", "n stays 1"),
+        ("/save", "/save needs the name"),
+    ],
+)
+def test_wrong_commands_change_nothing(session, line, message):
+    before = session.params
+    with pytest.raises(ValueError, match=message):
+        session.command(line)
+    assert session.params is before
+
+
+def test_set_takes_json_and_words(session):
+    for line, name, value in [
+        ("/set stop END", "stop", ("END",)),
+        ('/set stop ["a", "b"]', "stop", ("a", "b")),
+        ("/set stop none", "stop", ()),
+        ("/set max_tokens none", "max_tokens", None),
+        ("/set ignore-eos True", "ignore_eos", True),
+        ('/set logit_bias {"3": 1.5}', "logit_bias", {3: 1.5}),
+        ("/set logprobs 0", "logprobs", 0),
+    ]:
+        session.command(line)
+        assert getattr(session.params, name) == value
+
+
+def test_save_leaves_files_of_others_alone(session, tmp_path):
+    path = tmp_path / "mine"
+    path.write_text("precious")
+    with pytest.raises(FileExistsError, match="exists already"):
+        session.command(f"/save {path}")
+    assert path.read_text() == "precious"
+
+
+def test_room_for_an_answer(session):
+    assert session.fit(60) == (SamplingParams(max_tokens=40), True)
+    session.params = SamplingParams(max_tokens=10)
+    assert session.fit(90) == (session.params, False)
+    assert session.fit(91) == (SamplingParams(max_tokens=9), True)
+    session.params = SamplingParams(max_tokens=10, min_tokens=5)
+    with pytest.raises(ValueError, match="96 tokens and min_tokens=5 do not fit: that leaves no room"):
+        session.fit(96)
+
+
+class Keyboard:
+    """A terminal on which lines are typed, and keys with them."""
+
+    def __init__(self, monkeypatch, *lines):
+        self.lines = iter(lines)
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr("sys.stdin", terminal)
+        monkeypatch.setattr("builtins.input", self.read)
+
+    def read(self, prompt: str) -> str:
+        line = next(self.lines, EOFError)
+        if isinstance(line, type):
+            raise line
+        return line
+
+
+def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, capsys, model):
+    from jaxinfer.cli import chat as module
+    from jaxinfer.cli.options import ModelOptions, SamplingOptions
+
+    Keyboard(monkeypatch, "hello", KeyboardInterrupt, "/nope", "", "again", EOFError)
+    written = []
+
+    def write(text: str) -> None:
+        written.append(text)
+        if len(written) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+    keep = ChatSession.keep
+    monkeypatch.setattr(module, "write_text", write)
+    monkeypatch.setattr(ChatSession, "keep", lambda self, *turn: (seen.append(turn[1]), keep(self, *turn)))
+    monkeypatch.setattr(module, "note", lambda text: written.append(f"<{text}>"))
+    code = module.chat(ModelOptions(model), SamplingOptions(max_tokens="20", ignore_eos=True, seed=2))
+    assert code == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    stopped, whole = seen
+    assert stopped == "".join(written[1:3])  # after the greeting
+    assert "<stopped; what was said stays in the conversation>" in written
+    assert "<Ctrl-D or /quit leaves>" in written
+    assert any("20 tokens" in text for text in written)
+    assert len(whole) > 0
+    assert "/nope is no command" in capsys.readouterr().err

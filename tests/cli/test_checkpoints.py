@@ -1,0 +1,109 @@
+"""`jaxinfer convert` and `jaxinfer verify`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory, model) -> Path:
+    import checkpoints_convert
+
+    path = tmp_path_factory.mktemp("converted") / "native"
+    checkpoints_convert.convert(model, path, progress=None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory, model) -> Path:
+    """The same checkpoint with one matrix of the second layer changed."""
+    from safetensors.numpy import load_file, save_file
+
+    path = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(model, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def test_convert_and_verify(jaxinfer, model, tmp_path):
+    path = tmp_path / "native"
+    result = jaxinfer("convert", model, path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "LlamaForCausalLM, 2 layers" in result.stdout
+    result = jaxinfer("verify", path, "--against", model)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.endswith("holds\n")
+    again = jaxinfer("convert", model, path)
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "exists" in again.stderr
+    assert jaxinfer("convert", model, path, "--overwrite").exit_code == 0
+
+
+def test_convert_reports_json(jaxinfer, json_lines, model, tmp_path):
+    path = tmp_path / "half"
+    result = jaxinfer("convert", model, path, "--dtype", "bfloat16", "--to", "huggingface", "--json")
+    [data] = json_lines(result.stdout)
+    assert data["destination"] == str(path)
+    assert data["config"]["dtype"] == "bfloat16"
+    assert 0 < max(data["cast_errors"].values()) < 0.01
+    assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    text = jaxinfer("convert", model, tmp_path / "second", "--dtype", "bfloat16").stdout
+    assert "largest relative error" in text
+
+
+def test_verify_compares_what_is_computed(jaxinfer, json_lines, converted, model, other_model):
+    [same] = json_lines(jaxinfer("verify", converted, "--against", model, "--json").stdout)
+    assert same["holds"]
+    assert same["comparison"]["max_logit_difference"] == 0
+    result = jaxinfer("verify", converted, "--against", other_model, "--json")
+    assert result.exit_code == 1
+    [data] = json_lines(result.stdout)
+    assert not data["holds"]
+    assert data["problems"] == []
+    assert data["comparison"]["first_diverging"].startswith("layers.1")
+    assert jaxinfer("verify", converted, "--against", other_model, "--tolerance", "1e9").exit_code == 0
+    result = jaxinfer("verify", other_model, "--against", model)
+    assert result.exit_code == 1
+    assert "not checked: it has no manifest" in result.stdout
+    assert "first diverging  layers.1" in result.stdout
+    assert result.stdout.endswith("does not hold\n")
+
+
+def test_verify_finds_a_changed_byte(jaxinfer, json_lines, converted, tmp_path, model):
+    path = tmp_path / "damaged"
+    shutil.copytree(converted, path)
+    config = path / "generation_config.json"
+    config.write_bytes(config.read_bytes().replace(b"8", b"9"))
+    result = jaxinfer("verify", path)
+    assert result.exit_code == 1
+    assert "generation_config.json: " in result.stdout
+    assert "1 problem\n" in result.stdout
+    [data] = json_lines(jaxinfer("verify", path, "--against", model, "--json").stdout)
+    assert len(data["problems"]) == 1
+    assert data["comparison"] is None
+
+
+def test_errors(jaxinfer, model, tmp_path):
+    result = jaxinfer("verify", model)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "manifest.json" in result.stderr
+    result = jaxinfer("convert", tmp_path / "none", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert jaxinfer("convert", model, tmp_path / "out", "--to", "onnx").exit_code == 2
+    assert jaxinfer("verify", model, "--tolerance", "-1").exit_code == 2
+
+
+def test_an_interrupted_conversion_says_how_to_go_on(jaxinfer, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("checkpoints_convert.convert", interrupt)
+    result = jaxinfer("convert", "a", "b")
+    assert result.exit_code == 130
+    assert "goes on after the last whole layer" in result.stderr
+    result = jaxinfer("convert", "a", "b", "--to", "huggingface")
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")

@@ -1,0 +1,110 @@
+"""Every sampling parameter is an option of the commands that sample, and arrives as it was given."""
+
+from dataclasses import fields, make_dataclass
+
+import pytest
+import typer.main
+
+from jaxinfer.cli.main import app
+from jaxinfer.cli.options import LogitOptions, SamplingOptions, merge_params, sampling_values
+from jaxinfer.sampling import SamplingParams, SamplingParamsError
+
+GIVEN = {
+    "n": (["--n", "2"], 2),
+    "temperature": (["--temperature", "0.5"], 0.5),
+    "top_p": (["--top-p", "0.9"], 0.9),
+    "top_k": (["--top-k", "7"], 7),
+    "min_p": (["--min-p", "0.01"], 0.01),
+    "seed": (["--seed", "3"], 3),
+    "stop": (["--stop", "a b", "--stop", "\n\n"], ("a b", "\n\n")),
+    "stop_token_ids": (["--stop-token-ids", "4,5", "--stop-token-ids", "6"], (4, 5, 6)),
+    "ignore_eos": (["--ignore-eos"], True),
+    "max_tokens": (["--max-tokens", "9"], 9),
+    "min_tokens": (["--min-tokens", "2"], 2),
+    "logprobs": (["--logprobs", "1"], 1),
+    "prompt_logprobs": (["--prompt-logprobs", "0"], 0),
+    "presence_penalty": (["--presence-penalty", "-0.5"], -0.5),
+    "frequency_penalty": (["--frequency-penalty", "0.25"], 0.25),
+    "repetition_penalty": (["--repetition-penalty", "1.5"], 1.5),
+    "logit_bias": (["--logit-bias", "4=-1.5", "--logit-bias", "9=2"], {4: -1.5, 9: 2.0}),
+    "allowed_token_ids": (["--allowed-token-ids", "64,65", "--allowed-token-ids", "66"], (64, 65, 66)),
+    "bad_words": (["--bad-words", "no", "--bad-words", "not"], ("no", "not")),
+    "skip_special_tokens": (["--keep-special"], False),
+    "include_stop_str_in_output": (["--include-stop-str"], True),
+}
+
+
+def missing(options: type) -> set[str]:
+    return {field.name for field in fields(SamplingParams)} - {field.name for field in fields(options)}
+
+
+def test_every_sampling_parameter_is_an_option():
+    assert missing(SamplingOptions) == set()
+    assert {field.name for field in fields(SamplingOptions)} == {field.name for field in fields(SamplingParams)}
+    less = make_dataclass("Less", [field.name for field in fields(SamplingParams) if field.name != "top_k"])
+    assert missing(less) == {"top_k"}
+    for name in ("generate", "chat"):
+        options = {parameter.name for parameter in typer.main.get_command(app).commands[name].params}
+        assert options >= {field.name for field in fields(SamplingParams)}
+    options = {parameter.name for parameter in typer.main.get_command(app).commands["score"].params}
+    assert options >= {field.name for field in fields(LogitOptions)}
+
+
+def test_each_option_arrives(jaxinfer, model, monkeypatch):
+    """What the engine is asked for is what was written, field by field."""
+    assert GIVEN.keys() == {field.name for field in fields(SamplingParams)}
+    seen = []
+
+    def remember(self, prompts, params, **_):
+        seen.extend(params)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("jaxinfer.llm.LLM.generate", remember)
+    for name, (arguments, value) in GIVEN.items():
+        needed = ["--max-tokens", "9", "--json"] if name != "max_tokens" else ["--json"]
+        assert jaxinfer("generate", "hi", "-m", model, *needed, *arguments).stderr == "error: enough\n"
+        params = seen.pop()
+        assert getattr(params, name) == value
+        for other in fields(SamplingParams):
+            if other.name not in (name, "max_tokens"):
+                assert getattr(params, other.name) == getattr(SamplingParams(), other.name)
+
+
+def test_values_that_are_not_given_are_left_out():
+    assert sampling_values(SamplingOptions()) == {}
+    defaults = SamplingParams(temperature=0.3, max_tokens=40)
+    assert merge_params(defaults, {}) == defaults
+    assert merge_params(defaults, {"max_tokens": None}) == SamplingParams(temperature=0.3, max_tokens=None)
+
+
+def test_min_tokens_may_exceed_the_default_max_tokens():
+    """generation_config may allow more; the model is not loaded yet when options are first checked."""
+    assert sampling_values(SamplingOptions(min_tokens=100)) == {"min_tokens": 100}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "temperature must be 0 (greedy) or"),
+        (["--top-p", "0"], "top_p must be a finite number"),
+        (["--n", "0"], "n must be an integer in 1..16"),
+        (["--max-tokens", "0"], "max_tokens must be"),
+        (["--min-tokens", "5", "--max-tokens", "4"], "min_tokens=5 is larger than max_tokens=4"),
+        (["--temperature", "0", "--n", "2"], "greedy answers are all the same"),
+        (["--logprobs", "21"], "logprobs must be"),
+        (["--max-tokens", "many"], "'many' is not a number of tokens or 'none'"),
+        (["--logit-bias", "4"], "'4' is not ID=BIAS"),
+        (["--stop-token-ids", "x"], "'x' is not a token id"),
+        (["--top-k", "1.5"], "'1.5' is not a valid"),
+    ],
+)
+def test_bad_values_are_refused_before_the_model_is_looked_for(jaxinfer, arguments, message):
+    result = jaxinfer("generate", "hi", "-m", "/nowhere", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_sampling_params_error_is_what_is_caught():
+    with pytest.raises(SamplingParamsError):
+        sampling_values(SamplingOptions(temperature=-1.0))
