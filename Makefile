@@ -36,7 +36,7 @@ golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again
 lint: $(VENV)/stamp-lint  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .

@@ -10,6 +10,7 @@ read every weight once: 4 bytes x 134.5 M parameters, which gives the bytes per 
 
 import argparse
 import json
+import os
 import platform
 import resource
 import statistics
@@ -78,7 +79,11 @@ def run_transformers(folder: Path, mode: str) -> list[float]:
     def seconds(num_tokens: int) -> float:
         start = time.perf_counter()
         output = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_tokens, min_new_tokens=num_tokens, **options
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            **options,
         )
         assert output.shape[1] == len(PROMPT) + num_tokens
         return time.perf_counter() - start
@@ -153,9 +158,17 @@ def main() -> None:
         )
     print(f"jaxinfer / best Transformers mode: {ratio:.2f}")
     if options.json:
-        report = {"systems": systems, "ratio": ratio, "weight_bytes": num_weight_bytes(), "shape": SHAPE,
-                  "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},
-                  "prompt_tokens": len(PROMPT), "new_tokens": NUM_TOKENS}  # fmt: skip
+        report = {
+            "systems": systems,
+            "ratio": ratio,
+            "weight_bytes": num_weight_bytes(),
+            "shape": SHAPE,
+            "prompt_tokens": len(PROMPT),
+            "new_tokens": NUM_TOKENS,
+            "machine": platform.machine(),
+            "num_cores": os.cpu_count(),
+            "python": platform.python_version(),
+        }
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -32,11 +32,12 @@ def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
     """
     name = str(path_or_hub_id)
     path = Path(path_or_hub_id).expanduser()
-    if "\0" not in name and path.is_dir():
+    is_path = bool(name) and "\0" not in name
+    if is_path and path.is_dir():
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for hub ids; {name} is a local directory")
         return path
-    if "\0" not in name and path.is_file():
+    if is_path and path.is_file():
         raise CheckpointError(path, "is a file: pass the directory it lies in, with its config.json")
     if _looks_local(path_or_hub_id) or not _HUB_ID.fullmatch(name):
         raise CheckpointNotFoundError(name, "no such directory, and not the form of a hub id (owner/name)")

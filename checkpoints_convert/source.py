@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,14 @@ class Source(ABC):
         self.close()
 
 
-@lru_cache(maxsize=8)
 def param_shapes(config: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
     """Shape of every parameter of a model, in the order of computation: embedding, layers, final norm, head."""
-    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config, dtype="float32"))
+    return _param_shapes(replace(config, dtype="float32"))
+
+
+@lru_cache(maxsize=8)
+def _param_shapes(config: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
     first = ("embed", "layers", "final_norm", "lm_head")
     order = {name: position for position, name in enumerate(first)}

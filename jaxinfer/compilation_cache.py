@@ -13,19 +13,25 @@ def enable() -> Path | None:
     A folder set in JAX's own configuration wins; otherwise `JAXINFER_CACHE_DIR` (empty: no cache) or
     ~/.cache/jaxinfer. Raises PermissionError if others may write there: cached programs are code.
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if (current := folder()) is not None:
+        return current
     setting = os.environ.get("JAXINFER_CACHE_DIR")
     if setting == "":
         return None
     root = Path(setting) if setting else Path.home() / ".cache" / "jaxinfer"
-    folder = root / "xla"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = folder.stat().st_mode
+    path = root / "xla"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = path.stat().st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} is writable by others (mode {stat.filemode(mode)}): chmod 700 it or set JAXINFER_CACHE_DIR"
+            f"{path} is writable by others (mode {stat.filemode(mode)}): chmod 700 it or set JAXINFER_CACHE_DIR"
         )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    return folder
+    return path
+
+
+def folder() -> Path | None:
+    """The folder in use, or None."""
+    current = jax.config.values["jax_compilation_cache_dir"]
+    return Path(current) if current else None

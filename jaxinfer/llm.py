@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,10 +166,8 @@ class LLM:
         for answers in requests:
             for answer in answers:
                 engine.add(answer.generation)
-        total = sum(len(answers) for answers in requests)
-        show = use_tqdm if use_tqdm is not None else total > 1
         try:
-            with tqdm(total=total, unit="answer", disable=(None if use_tqdm is None else False) if show else True) as bar:
+            with _progress_bar(sum(len(answers) for answers in requests), "answer", use_tqdm) as bar:
                 self._run(engine, requests, bar)
         except BaseException:
             self._abort(engine, requests)
@@ -248,8 +247,7 @@ class LLM:
             sequences.append(Generation([*ids, *more], row, max_tokens=1, score_from=len(ids)))
         for sequence in sequences:
             engine.add(sequence)
-        show = use_tqdm if use_tqdm is not None else len(sequences) > 1
-        with tqdm(total=len(sequences), unit="pair", disable=(None if use_tqdm is None else False) if show else True) as bar:
+        with _progress_bar(len(sequences), "pair", use_tqdm) as bar:
             while engine.has_work:
                 bar.update(sum(sequence.finish_reason is not None for sequence in engine.step()))
         return [self._score(sequence) for sequence in sequences]
@@ -334,7 +332,7 @@ class LLM:
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             tokenizer = self._need_tokenizer("bad_words")
-            bad_words = tokenize_bad_words(params.bad_words, lambda text: tokenizer.encode(text, add_special_tokens=False))
+            bad_words = tokenize_bad_words(params.bad_words, lambda text: tokenizer.encode(text, False))
         row = SamplingRow(params, seed, self.eos_token_ids, bad_words)
         if params.allowed_token_ids is not None or params.bad_words or params.logit_bias:
             make_batch([row], self.config.vocab_size)  # raises here rather than among running requests
@@ -508,6 +506,13 @@ def _advance(engine: ContiguousEngine, answer: AnswerText) -> tuple[str, list[in
         engine.finish(answer.generation, "stop", matched)
         answer.generation.finish_reason, answer.generation.stop_reason = "stop", matched
     return delta, tokens
+
+
+def _progress_bar(total: int, unit: str, use_tqdm: bool | None) -> tqdm:
+    """By default shown for several on a terminal, unless JAXINFER_PROGRESS=0."""
+    is_off = use_tqdm is False or (use_tqdm is None and (total <= 1 or os.environ.get("JAXINFER_PROGRESS") == "0"))
+    # None leaves it to tqdm, which shows nothing where stderr is not a terminal.
+    return tqdm(total=total, unit=unit, disable=True if is_off else None if use_tqdm is None else False)
 
 
 def _with_text(entry, tokenizer: Tokenizer | None):

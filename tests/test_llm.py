@@ -84,7 +84,7 @@ def test_nothing_after_a_stop_string_is_emitted(llm):
 
 
 def test_end_of_sequence_ends_unless_ignored(model):
-    config, params, tokenizer = model
+    tokenizer = model[2]
     free = SamplingParams(max_tokens=30, seed=4)
     with LLM(model, max_num_seqs=1) as llm:
         tokens = llm.generate([5, 6], free)[0].outputs[0].token_ids

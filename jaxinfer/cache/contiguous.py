@@ -44,9 +44,7 @@ class CachedAttention:
     After the pass, `cache` is the updated cache.
     """
 
-    def __init__(
-        self, cache: ContiguousCache, rows: jax.Array, starts: jax.Array, lengths: jax.Array, num_tokens: int
-    ):
+    def __init__(self, cache: ContiguousCache, rows: jax.Array, starts: jax.Array, lengths: jax.Array, num_tokens: int):
         self._keys, self._values = list(cache.keys), list(cache.values)
         self._rows, self._starts, self._lengths = rows, starts, lengths
         steps = jnp.arange(num_tokens)
@@ -69,8 +67,6 @@ class CachedAttention:
         return ContiguousCache(keys=tuple(self._keys), values=tuple(self._values))
 
 
-def attend_without_cache(
-    layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None
-) -> jax.Array:
+def attend_without_cache(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
     """`attend` for training and scoring: whole sequences [B, T], nothing kept, differentiable."""
     return flash_attention(q, k, v, window=window)

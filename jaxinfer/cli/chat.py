@@ -90,7 +90,7 @@ def _converse(llm: "LLM", session: ChatSession) -> int:
                 continue
             if reply is None:
                 return OK
-            note(reply)
+            console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
             continue
         try:
             turn = _answer(llm, session, line, is_interactive=True)
@@ -122,6 +122,8 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
                 continue
             num_turns += 1
             turn = _answer(llm, session, line, is_interactive=False, is_quiet=as_json)
+        except BrokenPipeError:
+            raise
         except (ValueError, OSError, FloatingPointError) as error:
             num_failed += 1
             num_turns += is_command

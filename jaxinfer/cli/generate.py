@@ -14,7 +14,6 @@ from jaxinfer.cli.output import (
     open_output,
     print_logprobs,
     request_data,
-    shows_progress,
     stream_answer,
     write_json,
     write_text,
@@ -62,11 +61,8 @@ def generate(
             if len(lines) == 1 and params[0].n == 1 and not as_json and output is None:
                 outputs = [_stream(llm, lines[0], params[0], target)]
             else:
-                results = llm.generate(
-                    [line.prompt for line in lines], params, use_tqdm=None if shows_progress() else False
-                )
-                outputs = results
-                for index, (one, its_params) in enumerate(zip(results, params, strict=True)):
+                outputs = llm.generate([line.prompt for line in lines], params)
+                for index, (one, its_params) in enumerate(zip(outputs, params, strict=True)):
                     if as_json:
                         write_json(request_data(index, one, its_params), target)
                     else:

@@ -60,9 +60,9 @@ def note(message: str) -> None:
 
 def write_text(text: str, file: TextIO | None = None) -> None:
     """Generated text; control characters are made visible on a terminal and kept in a pipe or file."""
-    file = file or sys.stdout
-    file.write(text.translate(_VISIBLE) if file.isatty() else text)
-    file.flush()
+    target = sys.stdout if file is None else file
+    target.write(text.translate(_VISIBLE) if target.isatty() else text)
+    target.flush()
 
 
 def stream_answer(
@@ -168,9 +168,9 @@ def plain_cell(text: str) -> Any:
 
 def write_json(value: Any, file: TextIO | None = None) -> None:
     """One JSON object on one line, flushed. ASCII, so that no terminal or file encoding can break it."""
-    file = file or sys.stdout
-    file.write(json.dumps(json_ready(value), allow_nan=False) + "\n")
-    file.flush()
+    target = sys.stdout if file is None else file
+    target.write(json.dumps(json_ready(value), allow_nan=False) + "\n")
+    target.flush()
 
 
 def json_ready(value: Any) -> Any:

@@ -7,7 +7,7 @@ import typer
 
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import LogitOptions, ModelOptions, open_llm, sampling_values
-from jaxinfer.cli.output import console, open_output, plain_cell, shows_progress, write_json
+from jaxinfer.cli.output import console, open_output, plain_cell, write_json
 from jaxinfer.cli.prompts import read_records
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ def score(
             [before for before, _ in pairs],
             [after for _, after in pairs],
             SamplingParams.from_dict(values),
-            use_tqdm=None if shows_progress() else False,
         )
         data = [_data(llm, index, pair, one) for index, (pair, one) in enumerate(zip(pairs, scores, strict=True))]
         if as_json:

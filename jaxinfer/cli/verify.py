@@ -15,23 +15,22 @@ if TYPE_CHECKING:
 def verify(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A converted checkpoint's folder.")],
     against: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="PATH",
-            help="Another checkpoint of the same model, of either form: run both and compare.",
+            metavar="MODEL",
+            help="Another checkpoint of the same model, or a hub id: run both and compare.",
         ),
     ] = None,
     tolerance: Annotated[
         float, typer.Option(metavar="X", min=0.0, help="Largest difference of hidden states and logits that passes.")
     ] = 0.0,
-    dtype: Annotated[str, typer.Option(help="Compute both in this dtype; auto is what each stores.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Compute both in this dtype; auto: as stored.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
 ) -> int:
     """Check a checkpoint's files, or compare it with another.
 
     Every file must have its checksum and, with --against, hidden states and logits must agree within the tolerance; if
-    not, the exit code is 1. A checkpoint of Hugging Face's form has no checksums, so it can only be
-    compared.
+    not, the exit code is 1. A checkpoint of Hugging Face's form has no checksums, so it can only be compared.
     """
     import checkpoints_convert
     from checkpoints_convert.files import MANIFEST
@@ -71,7 +70,7 @@ def _summary(
     path: Path,
     has_manifest: bool,
     problems: list[str],
-    against: Path | None,
+    against: str | None,
     report: "VerifyReport | None",
     tolerance: float,
     holds: bool,

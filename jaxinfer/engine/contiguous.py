@@ -2,8 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,11 +124,10 @@ class ContiguousEngine:
             self._waiting.remove(sequence)
         for slot, holder in enumerate(self._slots):
             if holder is sequence:
-                assert self._state is not None
-                self._state = programs.deactivate(self._state, np.int32(slot))
+                self._state = programs.deactivate(self._device_state()[0], np.int32(slot))
         self._end(sequence, reason, stop_reason)
 
-    def warm_up(self, progress: Callable[[Iterator], Iterator] | None = None) -> int:
+    def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
         """Compiles every program that requests can need; returns how many. `progress` may wrap the iteration."""
         pairs = [(slots, chunk) for slots in self.options.slot_buckets for chunk in self.chunks]
         for slots, chunk in progress(iter(pairs)) if progress else iter(pairs):
@@ -139,8 +139,7 @@ class ContiguousEngine:
             while self.has_work:
                 self._admit(num_slots=slots)
                 self.step()
-            assert self._state is not None
-            self._state = programs.deactivate(self._state, np.int32(0))
+            self._state = programs.deactivate(self._device_state()[0], np.int32(0))
         return len(pairs) * 3 + len(self.options.slot_buckets)
 
     def hidden_states(self, tokens: Sequence[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -192,6 +191,11 @@ class ContiguousEngine:
         self._state, self._batch = programs.init_state(self.config, num_slots, self.options.max_model_len, self.dtype)
         self._slots = [None] * num_slots
 
+    def _device_state(self) -> tuple[DecodeState, SamplingBatch]:
+        if self._state is None or self._batch is None:
+            raise RuntimeError("the engine has no slots: it is closed or nothing was admitted")
+        return self._state, self._batch
+
     def _free_state(self) -> None:
         for leaf in jax.tree.leaves((self._state, self._batch)):
             leaf.delete()
@@ -213,19 +217,19 @@ class ContiguousEngine:
             rest = len(prompt) - start
             size = next((chunk for chunk in self.chunks if chunk >= rest), self.chunks[-1])
             length = min(rest, size)
-            request = PrefillRequest(
-                tokens=_padded(prompt[start : start + length], size),
-                start=np.int32(start),
-                length=np.int32(length),
-                slot=np.int32(slot),
-                is_last=np.bool_(start + length == len(prompt)),
-                max_tokens=np.int32(sequence.max_tokens),
-                batch=batch,
-                history=history,
-            )
-            assert self._state is not None and self._batch is not None
+            # NumPy values go to the device with the call; Python numbers would be traced as weakly typed constants.
+            values: dict[str, Any] = {
+                "tokens": _padded(prompt[start : start + length], size),
+                "start": np.int32(start),
+                "length": np.int32(length),
+                "slot": np.int32(slot),
+                "is_last": np.bool_(start + length == len(prompt)),
+                "max_tokens": np.int32(sequence.max_tokens),
+            }
+            request = PrefillRequest(**values, batch=batch, history=history)
+            state, batch_of_slots = self._device_state()
             self._state, self._batch, first, hidden = programs.prefill(
-                self.config, self.params, self._state, self._batch, request
+                self.config, self.params, state, batch_of_slots, request
             )
             targets = _padded(prompt[start + 1 : start + length + 1], size)
             count = min(length, len(prompt) - start - 1)
@@ -235,16 +239,13 @@ class ContiguousEngine:
             if score_history is not None and sequence.score_from is not None:
                 target_index = start + 1 + np.arange(size)
                 is_scored = (target_index >= sequence.score_from) & (target_index < len(prompt))
-                score_history, values = self._score_processed(hidden, targets, is_scored, batch, score_history)
+                score_history, values = programs.score_processed(
+                    self.config, self.params, hidden, targets, is_scored, batch, score_history
+                )
                 processed.append((start + 1, count, values))
             start += length
         assert first is not None
         return _Prefilled(slot, sequence, first, tuple(scores), tuple(processed))
-
-    def _score_processed(
-        self, hidden: jax.Array, targets: np.ndarray, is_scored: np.ndarray, batch: SamplingBatch, history: SamplingState
-    ) -> tuple[SamplingState, jax.Array]:
-        return programs.score_processed(self.config, self.params, hidden, targets, is_scored, batch, history)
 
     # Decoding.
 
@@ -252,9 +253,9 @@ class ContiguousEngine:
         num_sent = sum(isinstance(result, _Decoded) for result in self._in_flight)
         if num_sent >= MAX_DISPATCHES or not any(slot is not None for slot in self._slots):
             return
-        assert self._state is not None and self._batch is not None
+        state, batch = self._device_state()
         self._state, output = programs.decode(
-            self.config, self.params, self._state, self._batch, self.options.steps_per_dispatch, np.int32(num_steps)
+            self.config, self.params, state, batch, self.options.steps_per_dispatch, np.int32(num_steps)
         )
         self._in_flight.append(_Decoded(tuple(self._slots), output))
 

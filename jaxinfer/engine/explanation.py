@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxinfer import compilation_cache
 from jaxinfer.engine import programs
 from jaxinfer.engine.contiguous import ContiguousEngine
 
@@ -63,11 +64,12 @@ def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: di
                     f"{name} {getattr(programs, name)._cache_size()}" for name in ("prefill", "decode", "score")
                 ),
                 "steps per dispatch": options.steps_per_dispatch,
-                "compilation cache": jax.config.jax_compilation_cache_dir or "off",
+                "compilation cache": str(compilation_cache.folder() or "off"),
             },
             "kernels": {
                 "attention": "flash_attention, implementation xla (the only one in this version)",
-                "matrix products": f"XLA, {'float32 at highest precision' if engine.dtype == 'float32' else engine.dtype}",
+                "matrix products": f"XLA, {engine.dtype}"
+                + (", highest precision" if engine.dtype == "float32" else ""),
             },
             "device": {
                 "platform": device.platform,

@@ -106,8 +106,8 @@ def prefill(
 ) -> tuple[DecodeState, SamplingBatch, SampleOutput, jax.Array]:
     """Appends a chunk to a slot; after the last chunk the slot is active with its first token.
 
-    Returns the state, the batch, the first token's sample of one row (zeros before the last chunk), and the final hidden
-    states [T, D] of the chunk. The row's numbers do not depend on the other slots: only this row is computed.
+    Returns the state, the batch, the first token's sample of one row (zeros before the last chunk), and the final
+    hidden states [T, D] of the chunk. The row's numbers do not depend on other slots: only this row is computed.
     """
     decoder = bind(config, params)
     num_tokens = request.tokens.shape[0]
@@ -177,9 +177,7 @@ def decode(
         is_active = state.is_active
         state, output = one_step(state)
         new = DecodeOutput(samples=output, is_produced=is_active)
-        outputs = jax.tree.map(
-            lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, step, 0), outputs, new
-        )
+        outputs = jax.tree.map(lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, step, 0), outputs, new)
         return step + 1, state, outputs
 
     def keep_going(carry):
@@ -199,9 +197,7 @@ def deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def score(
-    config: ModelConfig, params: Params, hidden: jax.Array, targets: jax.Array, num_top: int
-) -> TokenLogprobs:
+def score(config: ModelConfig, params: Params, hidden: jax.Array, targets: jax.Array, num_top: int) -> TokenLogprobs:
     """Raw log-probabilities of int32 targets [T] under the final hidden states [T, D] that predict them.
 
     Logits exist for `SCORE_ELEMENTS` / V positions at a time, whatever T and V are.

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxinfer.sampling import SamplingParams, SamplingRow
 
+
 @dataclass(frozen=True)
 class Logprob:
     """Log-probability of a token under the model's raw logits; its rank counts from 1."""

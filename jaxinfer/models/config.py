@@ -84,15 +84,11 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
             raise ValueError(f"{len(self.sliding_windows)} sliding_windows for {self.num_layers} layers")
         if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
-            raise ValueError(
-                f"rotary_dim={self.rope.rotary_dim} must be even and at most head_dim={self.head_dim}"
-            )
+            raise ValueError(f"rotary_dim={self.rope.rotary_dim} must be even and at most head_dim={self.head_dim}")
         if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
             raise ValueError(f"norm_eps must be positive, got {self.norm_eps!r}")
 
@@ -107,13 +103,15 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
         """Raises ValueError for fields this version does not know."""
-        rope = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in data["rope"].items()
-        }
+        rope: dict[str, Any] = {key: _frozen(value) for key, value in data["rope"].items()}
         _refuse_unknown(RopeConfig, rope)
         _refuse_unknown(cls, data)
-        rest = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        rest: dict[str, Any] = {key: _frozen(value) for key, value in data.items()}
         return cls(**{**rest, "rope": RopeConfig(**rope)})
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _refuse_unknown(kind: type, data: dict[str, Any]) -> None:

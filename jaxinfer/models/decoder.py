@@ -24,17 +24,13 @@ class Decoder(nnx.Module):
         init = nnx.initializers.normal(0.02)
         shape = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(init(rngs.params(), shape, dtype), axes=("vocab", "hidden"))
-        self.layers = nnx.List(
-            [DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
-        )
+        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
         self.final_norm = RMSNorm(config.hidden_size, ("hidden",), eps=config.norm_eps, dtype=dtype)
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Param(init(rngs.params(), shape[::-1], dtype), axes=("hidden", "vocab"))
         self.config = config
 
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, tap: Tap | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend, tap: Tap | None = None) -> jax.Array:
         """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
         tap = tap or (lambda name, value: None)
         x = self.embed[...][tokens]

@@ -42,9 +42,7 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
 class Linear(nnx.Module):
     """x @ weight + bias, with weight [inputs, outputs]."""
 
-    def __init__(
-        self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
         self.weight = nnx.Param(init(rngs.params(), (inputs, outputs), dtype), axes=axes)
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
@@ -86,8 +84,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
         q, k, v = (
-            proj(x).reshape(*x.shape[:-1], -1, self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
+            proj(x).reshape(*x.shape[:-1], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)

@@ -61,9 +61,7 @@ def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
     smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * base / rope.factor + smooth * base
     scaled = np.where(wavelength > original / rope.low_freq_factor, base / rope.factor, base)
-    is_medium = (wavelength <= original / rope.low_freq_factor) & (
-        wavelength >= original / rope.high_freq_factor
-    )
+    is_medium = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
     return np.where(is_medium, blended, scaled)
 
 
@@ -97,9 +95,7 @@ def _longrope(rope: RopeConfig, base: np.ndarray) -> tuple[np.ndarray, float]:
     is_long = (rope.sequence_length or original) > original
     factors = rope.long_factor if is_long else rope.short_factor
     if factors is None or len(factors) != rope.rotary_dim // 2:
-        raise ValueError(
-            f"longrope needs {rope.rotary_dim // 2} factors, one per frequency; got {len(factors or ())}"
-        )
+        raise ValueError(f"longrope needs {rope.rotary_dim // 2} factors, one per frequency; got {len(factors or ())}")
     scaling = rope.attention_factor
     if scaling is None:
         scaling = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxinfer.models import abstract_params
+from jaxinfer.training.corpus import HELD_OUT_IN
 from jaxinfer.training.demo import CONTEXT, Data, DemoModel
 
 
@@ -45,15 +46,16 @@ what it writes looks like Python and is not to be trusted as such.
 
 ## Data
 
-The standard library of Python {platform.python_version()}, as installed: its .py files without tests, tables and generated data,
-{model.num_train_tokens:,} tokens. One file in 40, chosen by the hash of its name, is held out: {len(data.held_out):,} tokens,
-never trained on. The standard library is distributed under the PSF License Agreement.
+The standard library of Python {platform.python_version()}, as installed: its .py files without tests, tables and
+generated data, {model.num_train_tokens:,} tokens. One file in {HELD_OUT_IN}, chosen by the hash of its name, is held
+out: {len(data.held_out):,} tokens, never trained on. The standard library is under the PSF License Agreement.
 
 ## Training
 
 `jaxinfer train-demo` makes this model. Muon for the matrices of the layers and AdamW for the rest, highest learning
 rate {model.options.learning_rate}, {model.options.warmup_steps} warm-up steps, linear decay to zero over the last
-{model.options.decay_fraction:.0%} of the steps, weight decay {model.options.weight_decay}, float32; {num_seen:,} tokens in all, on a CPU.
+{model.options.decay_fraction:.0%} of the steps, weight decay {model.options.weight_decay}, float32; {num_seen:,} tokens
+in all, on a CPU.
 
 | phase | steps | batch x tokens | tokens |
 | --- | --- | --- | --- |

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
         [options.warmup_steps, options.num_steps - decay_steps],
     )
 
-    def is_matrix_of_a_layer(params: Params):
+    def is_matrix_of_a_layer(params: Params) -> Any:
         def decide(path, leaf):
             in_layers = any(getattr(part, "key", None) == "layers" for part in path)
             return MuonDimensionNumbers() if in_layers and leaf.ndim == 2 else None
@@ -71,7 +72,7 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
             weight_decay=options.weight_decay,
             adam_b2=0.95,
             consistent_rms=0.2,
-            muon_weight_dimension_numbers=is_matrix_of_a_layer,
+            muon_weight_dimension_numbers=cast(Any, is_matrix_of_a_layer),
         ),
     )
 
@@ -108,9 +109,7 @@ def train(
     step_fn = jax.jit(step_fn, donate_argnums=0)
     state = start(params)
     checkpoint_dir = Path(checkpoint_dir).absolute()
-    manager = ocp.CheckpointManager(
-        checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-    )
+    manager = ocp.CheckpointManager(checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True))
     history: list[tuple[int, dict[str, float]]] = []
     first = 0
     if (latest := manager.latest_step()) is not None:
@@ -120,9 +119,7 @@ def train(
         )
         state, first = restored["state"], latest
         history = [(int(step), dict(metrics)) for step, metrics in restored["history"]]
-    with tqdm(
-        total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True
-    ) as bar:
+    with tqdm(total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True) as bar:
         for step in range(first, options.num_steps):
             state, metrics = step_fn(state, jnp.asarray(batch_at(step)))
             done = step + 1
@@ -136,7 +133,7 @@ def train(
                 manager.save(
                     done,
                     args=ocp.args.Composite(
-                        state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(history)
+                        state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(cast(Any, history))
                     ),
                 )
             bar.update()
@@ -145,9 +142,7 @@ def train(
     return TrainResult(params=state["params"], history=tuple(history))
 
 
-def mean_loss(
-    objective: Objective, params: Params, stream: np.ndarray, *, batch_size: int, length: int
-) -> float:
+def mean_loss(objective: Objective, params: Params, stream: np.ndarray, *, batch_size: int, length: int) -> float:
     """Mean of the objective's loss over consecutive, whole pieces of a held-out token stream."""
     evaluate = jax.jit(lambda params, tokens: objective(params, tokens)[0])
     count = (len(stream) - 1) // length // batch_size

@@ -104,9 +104,7 @@ def _block_range(positions, kv_lengths, key_block, spec: AttentionSpec):
 def _accumulate(carry, q, k_block, v_block, visible, spec: AttentionSpec):
     highest, total, weighted = carry
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    scores = jnp.einsum(
-        "bthgk,bshk->bhgts", q, k_block, preferred_element_type=jnp.float32, precision=precision
-    )
+    scores = jnp.einsum("bthgk,bshk->bhgts", q, k_block, preferred_element_type=jnp.float32, precision=precision)
     scores = jnp.where(visible, scores * spec.scale, MASKED)
     # The subtracted maximum cancels out of the result, so no gradient has to flow through it.
     new_highest = lax.stop_gradient(jnp.maximum(highest, scores.max(-1)))

@@ -36,7 +36,9 @@ def test_convert_and_verify(jaxinfer, model, tmp_path):
     assert "LlamaForCausalLM, 2 layers" in result.stdout
     result = jaxinfer("verify", path, "--against", model)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.endswith("holds\n")
+    assert "files            as its manifest says" in result.stdout
+    assert "max |dlogit|     0\n" in result.stdout
+    assert result.stdout.endswith("result           holds\n")
     again = jaxinfer("convert", model, path)
     assert (again.exit_code, again.stdout) == (1, "")
     assert "exists" in again.stderr
@@ -56,20 +58,28 @@ def test_convert_reports_json(jaxinfer, json_lines, model, tmp_path):
 
 
 def test_verify_compares_what_is_computed(jaxinfer, json_lines, converted, model, other_model):
-    [same] = json_lines(jaxinfer("verify", converted, "--against", model, "--json").stdout)
-    assert same["holds"]
-    assert same["comparison"]["max_logit_difference"] == 0
     result = jaxinfer("verify", converted, "--against", other_model, "--json")
     assert result.exit_code == 1
     [data] = json_lines(result.stdout)
     assert not data["holds"]
     assert data["problems"] == []
     assert data["comparison"]["first_diverging"].startswith("layers.1")
-    assert jaxinfer("verify", converted, "--against", other_model, "--tolerance", "1e9").exit_code == 0
-    result = jaxinfer("verify", other_model, "--against", model)
+    assert data["comparison"]["layer_differences"]["layers.0.residual"] == 0
+    assert data["comparison"]["max_logit_difference"] > 0
+    within = jaxinfer("verify", other_model, "--against", model, "--tolerance", "1e9")
+    assert within.exit_code == 0
+    assert "not checked: it has no manifest" in within.stdout
+
+
+def test_verify_names_what_differs_for_people(jaxinfer, converted, other_model, monkeypatch):
+    from checkpoints_convert import VerifyReport
+
+    report = VerifyReport(320, 0.5, 0.01, 0.9, {"embed": 0.0, "layers.1.residual": 0.25}, "layers.1.residual")
+    monkeypatch.setattr("checkpoints_convert.verify_against", lambda *_, **__: report)
+    result = jaxinfer("verify", converted, "--against", other_model)
     assert result.exit_code == 1
-    assert "not checked: it has no manifest" in result.stdout
-    assert "first diverging  layers.1" in result.stdout
+    for words in ("max |dlogit|     0.5", "first diverging  layers.1.residual", "by               0.25", "90.00 %"):
+        assert words in result.stdout
     assert result.stdout.endswith("does not hold\n")
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxinfer import LLM
 from jaxinfer.cli.demo import PROMPTS
 
 
@@ -103,7 +104,9 @@ def test_train_demo_writes_models_that_load(jaxinfer, json_lines, quick_training
     [data] = json_lines(result.stdout)
     assert [(one["name"], one["num_steps"]) for one in data["models"]] == [("demo", 7), ("demo-draft", 5)]
     for one in data["models"]:
-        assert jaxinfer("generate", "def f", "-m", one["path"], "--max-tokens", "2").exit_code == 0
+        with LLM(one["path"]) as llm:
+            assert llm.tokenizer.decode(llm.tokenizer.encode("def f(x):")) == "def f(x):"
+            assert llm.eos_token_ids == (llm.tokenizer.token_to_id("<|endoftext|>"),)
     again = jaxinfer(*arguments)
     assert (again.exit_code, again.stdout) == (1, "")
     assert "--overwrite replaces it" in again.stderr

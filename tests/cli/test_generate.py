@@ -103,7 +103,8 @@ def test_output_goes_to_a_file(jaxinfer, json_lines, model, tmp_path):
 
 def test_some_prompts_failing_is_exit_code_3_and_all_is_1(jaxinfer, json_lines, model, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    impossible = {"prompt": "x", "allowed_token_ids": [64], "bad_words": ["a"], "max_tokens": 2}
+    # Only "a" is allowed, and never twice: no token is left for the second place.
+    impossible = {"prompt": "x", "allowed_token_ids": [64], "bad_words": ["aa"], "max_tokens": 2}
     path.write_text(json.dumps(impossible) + "\n" + json.dumps({"prompt": "y", "max_tokens": 2}))
     result = jaxinfer("generate", "--file", path, "-m", model, "--json")
     assert result.exit_code == 3

@@ -95,7 +95,7 @@ def test_min_tokens_may_exceed_the_default_max_tokens():
         (["--max-tokens", "many"], "'many' is not a number of tokens or 'none'"),
         (["--logit-bias", "4"], "'4' is not ID=BIAS"),
         (["--stop-token-ids", "x"], "'x' is not a token id"),
-        (["--top-k", "1.5"], "'1.5' is not a valid"),
+        (["--top-k", "1.5"], "valid integer"),
     ],
 )
 def test_bad_values_are_refused_before_the_model_is_looked_for(jaxinfer, arguments, message):

@@ -1,0 +1,227 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints_convert import CheckpointError, convert, load, verify_manifest
+from checkpoints_convert.journal import Journal
+
+ROOT = Path(__file__).parents[2]
+
+
+def equal(a, b):
+    return jax.tree.all(jax.tree.map(lambda x, y: x.dtype == y.dtype and jnp.array_equal(x, y), a, b))
+
+
+def run(program, *arguments, **environment):
+    """Runs Python code in a process of its own, on the CPU."""
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+KILLED_IN_LAYER_1 = """
+import os, signal, sys
+from checkpoints_convert import convert
+def progress(name, done, total):
+    if name.startswith("layers.1.mlp."):
+        os.kill(os.getpid(), signal.SIGKILL)
+convert(sys.argv[1], sys.argv[2], progress=progress)
+"""
+
+
+@pytest.fixture
+def killed(checkpoint, tmp_path):
+    """A source, and a destination whose conversion was killed while it read layer 1."""
+    source, destination = checkpoint().write(), tmp_path / "native"
+    assert run(KILLED_IN_LAYER_1, source, destination).returncode == -signal.SIGKILL
+    assert not destination.exists()
+    return source, destination
+
+
+def test_killed_conversion_resumes_and_gives_the_same_parameters(killed):
+    source, destination = killed
+    embed = next((destination.parent / "native.partial" / "params" / "embed" / "d").iterdir())
+    before = (embed.stat().st_ino, embed.stat().st_mtime_ns)
+    seen = []
+    report = convert(source, destination, progress=lambda *what: seen.append(what))
+    assert (report.num_resumed_units, report.num_units) == (2, 5)
+    assert [name for name, *_ in seen[:3]] == ["embed", "layers.0", "layers.1.attention.k_proj.weight"]
+    assert seen[-1][1] == seen[-1][2] == report.num_bytes
+    assert equal(load(source)[1], load(destination, verify=True)[1])
+    assert verify_manifest(destination) == []
+    assert {path.name for path in destination.parent.iterdir()} == {"source", "native"}
+    assert not (destination / "journal.jsonl").exists()
+    embed = destination / embed.relative_to(destination.parent / "native.partial")
+    assert (embed.stat().st_ino, embed.stat().st_mtime_ns) == before  # kept, not written again
+
+
+def test_finished_unit_that_is_damaged_is_written_again(killed):
+    source, destination = killed
+    embed = next((destination.parent / "native.partial" / "params" / "embed" / "d").iterdir())
+    data = bytearray(embed.read_bytes())
+    data[len(data) // 2] ^= 1
+    embed.write_bytes(data)
+    report = convert(source, destination, progress=None)
+    assert report.num_resumed_units == 1
+    assert equal(load(source)[1], load(destination)[1])
+
+
+def test_changed_source_or_dtype_starts_over(killed, checkpoint):
+    source, destination = killed
+    report = convert(source, destination, progress=None, dtype="bfloat16")
+    assert report.num_resumed_units == 0
+    assert load(destination)[0].dtype == "bfloat16"
+    assert run(KILLED_IN_LAYER_1, source, destination.with_name("second")).returncode == -signal.SIGKILL
+    other = checkpoint(seed=1).write()
+    assert other == source
+    assert convert(source, destination.with_name("second"), progress=None).num_resumed_units == 0
+    assert equal(load(other)[1], load(destination.with_name("second"))[1])
+
+
+def test_torn_last_line_of_the_journal_is_no_line(killed):
+    source, destination = killed
+    journal = destination.parent / "native.partial" / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes() + b'{"unit": "layers.1", "fil')
+    assert convert(source, destination, progress=None).num_resumed_units == 2
+
+
+def test_full_disk_says_so_and_keeps_what_is_whole(checkpoint, tmp_path):
+    source = checkpoint().write()
+    program = """
+import resource, sys
+from checkpoints_convert.__main__ import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+sys.exit(main([sys.argv[1], sys.argv[2], "--quiet"]))
+"""
+    done = run(program, source, tmp_path / "native")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    assert "native.partial/params/embed" in done.stderr
+    assert not (tmp_path / "native").exists()
+    assert convert(source, tmp_path / "native", progress=None).destination.is_dir()
+
+
+def test_too_little_room_is_noticed_before_writing(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
+    with pytest.raises(CheckpointError, match=r"native: needs 16\.\d+ MiB \(\d+ bytes\), .* has 4\.88 KiB \(5000 bytes\) free"):
+        convert(checkpoint().write(), tmp_path / "native", progress=None)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_bad_source_creates_nothing(checkpoint, tmp_path):
+    source = checkpoint()
+    del source.tensors["model.norm.weight"]
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' \[32\] is missing"):
+        convert(source.write(), tmp_path / "native", progress=None)
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_nan_in_the_middle_leaves_nothing_at_the_destination(checkpoint, tmp_path):
+    source = checkpoint()
+    source.tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = np.nan
+    with pytest.raises(CheckpointError, match="1 of 1536 values are NaN"):
+        convert(source.write(), tmp_path / "native", progress=None)
+    assert not (tmp_path / "native").exists()
+
+
+def test_existing_checkpoint_is_replaced_only_when_asked_and_only_by_a_whole_one(checkpoint, tmp_path):
+    source, destination = checkpoint().write(), tmp_path / "native"
+    convert(source, destination, progress=None)
+    with pytest.raises(CheckpointError, match="native: exists: choose another destination, or ask to overwrite it"):
+        convert(source, destination, progress=None)
+    broken = checkpoint(name="broken")
+    broken.tensors["model.norm.weight"][0] = np.nan
+    with pytest.raises(CheckpointError, match="NaN"):
+        convert(broken.write(), destination, progress=None, overwrite=True)
+    assert equal(load(source)[1], load(destination, verify=True)[1])
+    other = checkpoint(name="other", seed=1).write()
+    convert(other, destination, progress=None, overwrite=True)
+    assert equal(load(other)[1], load(destination, verify=True)[1])
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "broken", "other", "native"}
+
+
+def test_directories_that_are_no_checkpoint_are_never_overwritten(checkpoint, tmp_path):
+    source = checkpoint().write()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(CheckpointError, match="not overwriting what may be no checkpoint"):
+        convert(source, tmp_path / "home", overwrite=True, progress=None)
+    with pytest.raises(CheckpointError, match="is the source itself"):
+        convert(source, source, overwrite=True, progress=None)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="exists and is not a directory"):
+        convert(source, tmp_path / "file", overwrite=True, progress=None)
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "irreplaceable"
+
+
+def test_two_conversions_to_one_place_do_not_mix(checkpoint, tmp_path):
+    source = checkpoint().write()
+    with (
+        Journal(tmp_path / "native.partial", "another"),
+        pytest.raises(CheckpointError, match="another conversion is writing here"),
+    ):
+        convert(source, tmp_path / "native", progress=None)
+
+
+def test_files_beside_the_weights_come_along(checkpoint, tmp_path):
+    source = checkpoint()
+    source.files = {
+        "tokenizer.json": "{}",
+        "generation_config.json": '{"eos_token_id": [2, 3]}',
+        "chat_template.jinja": "x",
+        "modeling_evil.py": "1/0",
+        "README.md": "#",
+    }
+    convert(source.write(), tmp_path / "native", progress=None)
+    names = {path.name for path in (tmp_path / "native").iterdir()}
+    assert names == {
+        *("params", "jaxinfer_config.json", "manifest.json"),
+        *("config.json", "tokenizer.json", "generation_config.json", "chat_template.jinja"),
+    }
+
+
+def test_there_and_back_again_is_bit_for_bit(checkpoint, tmp_path):
+    source = checkpoint("Qwen2ForCausalLM", dtype="bfloat16", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    source.files = {"tokenizer.json": "{}"}
+    source.write()
+    convert(source.directory, tmp_path / "native", progress=None)
+    convert(tmp_path / "native", tmp_path / "back", to="huggingface", progress=None)
+    (config, params), (wanted_config, wanted) = load(tmp_path / "back"), load(source.directory)
+    assert config == wanted_config
+    assert equal(params, wanted)
+    data = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (data["bos_token_id"], data["eos_token_id"]) == (1, 2)
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_error_of_a_cast_is_reported(checkpoint, tmp_path):
+    source = checkpoint().write()
+    report = convert(source, tmp_path / "native", dtype="bfloat16", progress=None)
+    assert set(report.cast_errors) == {".".join(key.key for key in path) for path, _ in _leaves(load(source)[1])}
+    assert 2**-10 < max(report.cast_errors.values()) <= 2**-8
+    assert convert(source, tmp_path / "same", progress=None).cast_errors == {}
+    assert json.dumps(report.to_dict())
+
+
+def _leaves(params):
+    return jax.tree_util.tree_leaves_with_path(params)
+
+
+def test_unknown_form_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="to='gguf' is not 'native' or 'huggingface'"):
+        convert(checkpoint().write(), tmp_path / "x", to="gguf")

@@ -1,0 +1,216 @@
+"""The hub, played by a server on the loopback; each case runs in a process of its own, since the hub client reads its
+environment when it is imported."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import pytest
+
+from checkpoints_convert import CheckpointError, CheckpointNotFoundError, convert, resolve
+
+REPO, TOKEN, COMMIT = "someone/tiny", "hf_secret", "a" * 40
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class FakeHub:
+    """Serves `files` as the repository REPO, at the branch main and at COMMIT.
+
+    Attributes:
+      needs_token: "missing" answers as the hub does for private repositories, "gated" as for gated ones.
+    """
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    needs_token: str | None = None
+    requested: list[str] = field(default_factory=list)
+    url: str = ""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlparse(self.path).path)
+        self.hub.requested.append(path)
+        if self.hub.needs_token and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            code = "GatedRepo" if self.hub.needs_token == "gated" else "RepoNotFound"
+            return self._answer(401, b"", {"X-Error-Code": code, "X-Error-Message": "no"})
+        api, resolve_ = f"/api/models/{REPO}", f"/{REPO}/resolve/"
+        if path.startswith(f"{api}/revision/"):
+            if path.rsplit("/", 1)[1] not in ("main", COMMIT):
+                return self._answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            siblings = [{"rfilename": name} for name in self.hub.files]
+            return self._json({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings, "private": False})
+        if path.startswith(f"{api}/tree/"):
+            return self._json(
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                    for name, data in self.hub.files.items()
+                ]
+            )
+        if path.startswith(resolve_):
+            name = path.removeprefix(resolve_).split("/", 1)[1]
+            if name in self.hub.files:
+                data = self.hub.files[name]
+                return self._answer(200, data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": COMMIT})
+            return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
+        return self._answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    def _json(self, value) -> None:
+        self._answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(checkpoint) -> Iterator[FakeHub]:
+    source = checkpoint()
+    source.files = {"tokenizer.json": "{}", "README.md": "#", "modeling_evil.py": "1/0", "pytorch_model.bin": "pickle"}
+    directory = source.write(num_shards=2)
+    (directory / "consolidated.safetensors").write_bytes(b"x")
+    hub = FakeHub({path.name: path.read_bytes() for path in directory.iterdir()})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield hub
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def run(hub, tmp_path):
+    """run(name, revision=None, **environment) -> what `resolve` did there: {"path", "files"} or {"error", "text"}."""
+
+    def call(name: str = REPO, revision: str | None = None, **environment: str) -> dict:
+        program = (
+            "import json, sys\n"
+            "from checkpoints_convert import resolve\n"
+            "try:\n"
+            "    path = resolve(sys.argv[1], revision=json.loads(sys.argv[2]))\n"
+            "    files = sorted(p.relative_to(path).as_posix() for p in path.rglob('*') if p.is_file())\n"
+            "    print(json.dumps({'path': str(path), 'files': files}))\n"
+            "except (ValueError, FileNotFoundError) as error:\n"
+            "    print(json.dumps({'error': type(error).__name__, 'text': str(error)}))\n"
+        )
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", program, name, json.dumps(revision)],
+            env=kept | settings | {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1"} | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return call
+
+
+WANTED = [
+    "config.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+]
+
+
+def test_fetches_what_is_needed_once_and_then_works_offline(hub, run):
+    found = run()
+    assert found["files"] == WANTED
+    assert Path(found["path"]).name == COMMIT
+    fetched = {path.rsplit("/", 1)[1] for path in hub.requested if "/resolve/" in path}
+    assert fetched == set(WANTED)
+    hub.requested.clear()
+    assert run(HF_HUB_OFFLINE="1") == found
+    assert hub.requested == []
+
+
+def test_token_is_sent_and_its_lack_explained(hub, run):
+    hub.needs_token = "gated"
+    assert run() == {
+        "error": "CheckpointNotFoundError",
+        "text": f"{REPO}: access is gated: accept the model's terms on its page, then set HF_TOKEN to a token of yours",
+    }
+    assert run(HF_TOKEN=TOKEN)["files"] == WANTED
+
+
+def test_unsupported_model_is_refused_before_its_weights_are_fetched(hub, run):
+    config = json.loads(hub.files["config.json"])
+    hub.files["config.json"] = json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}).encode()
+    found = run()
+    assert found["error"] == "CheckpointError"
+    assert f"{REPO}/config.json: the architecture 'GPT2LMHeadModel' is not supported" in found["text"]
+    assert not [path for path in hub.requested if path.endswith(".safetensors")]
+
+
+def test_pickled_weights_are_never_fetched(hub, run):
+    for name in [name for name in hub.files if "safetensors" in name]:
+        del hub.files[name]
+    found = run()
+    assert "no safetensors of a whole model; pickled weights" in found["text"]
+    assert not [path for path in hub.requested if path.endswith((".bin", ".py"))]
+
+
+def test_unknown_names_and_revisions_and_an_empty_cache_are_told_apart(hub, run):
+    assert "no such directory, and no such repository on the hub; if it is private" in run("someone/else")["text"]
+    assert run(revision="v9")["text"] == f"{REPO}: the repository has no revision 'v9'"
+    assert run(HF_HUB_OFFLINE="1")["text"] == f"{REPO}: is not in the local cache, and HF_HUB_OFFLINE is set"
+
+
+def test_converted_checkpoint_on_the_hub(hub, run, checkpoint, tmp_path):
+    convert(checkpoint().write(), tmp_path / "native", progress=None)
+    hub.files.clear()
+    hub.files |= {
+        path.relative_to(tmp_path / "native").as_posix(): path.read_bytes()
+        for path in (tmp_path / "native").rglob("*")
+        if path.is_file()
+    }
+    assert run()["files"] == sorted(hub.files)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./none", "../none", "/none/at/all", "~/none-at-all", "a/b/c", "a b/c", "a/..", "a\0b", "", "model.gguf", "-x/y"],
+)
+def test_names_that_are_neither_a_directory_nor_a_hub_id_ask_nobody(name):
+    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+        resolve(name)
+
+
+def test_path_objects_are_never_hub_ids(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="no such directory"):
+        resolve(Path("someone/tiny"))
+    assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
+
+
+def test_missing_client_is_explained(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match="downloading needs the package huggingface_hub, which is not installed"):
+        resolve(REPO)
