@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +16,9 @@ from checkpoints_convert.verify import compare_tensors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 when the checkpoint was written, 1 with one sentence on stderr when not; usage errors exit with 2."""
     options = _parser().parse_args(arguments)
+    log = logging.getLogger("absl")  # Orbax logs there what it then raises
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         report = convert(
             options.src,
@@ -32,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted; the same command goes on from the last whole layer", file=sys.stderr)
         return 1
+    finally:
+        log.setLevel(level)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if options.json:

@@ -23,7 +23,7 @@ from checkpoints_convert.files import (
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.save import write_shards
-from checkpoints_convert.journal import JOURNAL, FinishedUnit, Journal
+from checkpoints_convert.journal import FinishedUnit, Journal
 from checkpoints_convert.load import open_source
 from checkpoints_convert.manifest import measure, write_manifest
 from checkpoints_convert.progress import Progress, ProgressCallback
@@ -97,7 +97,9 @@ def convert(
         Progress(progress, source.num_bytes(), "converting") as bar,
     ):
         if to == "native":
-            num_resumed, cast_errors = _to_native(source, destination, bar, {"checkpoint": str(src), "revision": revision})
+            num_resumed, cast_errors = _to_native(
+                source, destination, bar, {"checkpoint": str(src), "revision": revision}
+            )
         else:
             num_resumed, cast_errors = 0, _to_huggingface(source, destination, bar, overwrite)
         return ConvertReport(
@@ -112,7 +114,9 @@ def convert(
         )
 
 
-def _to_native(source: Source, destination: Path, bar: Progress, origin: dict[str, Any]) -> tuple[int, dict[str, float]]:
+def _to_native(
+    source: Source, destination: Path, bar: Progress, origin: dict[str, Any]
+) -> tuple[int, dict[str, float]]:
     partial = partial_path(destination)
     if not partial.exists():
         check_free_space(destination, source.num_bytes())

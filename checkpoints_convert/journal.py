@@ -7,7 +7,6 @@ first line names what is converted, so that a changed source or dtype starts ove
 import fcntl
 import json
 import os
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

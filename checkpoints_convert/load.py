@@ -62,9 +62,7 @@ def load(
     return source.config, params
 
 
-def open_source(
-    directory: Path, *, dtype: str = "auto", verify: bool = False, measure_casts: bool = False
-) -> Source:
+def open_source(directory: Path, *, dtype: str = "auto", verify: bool = False, measure_casts: bool = False) -> Source:
     """Opens a checkpoint directory of either form; raises as `load` does."""
     if (directory / NATIVE_CONFIG).is_file():
         return NativeSource(directory, dtype=dtype, verify=verify, measure_casts=measure_casts)

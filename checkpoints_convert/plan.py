@@ -119,7 +119,9 @@ def _unmatched(
         if name == "lm_head.weight":
             why = ": tie_word_embeddings is false or absent in config.json; set it to true if the model ties them"
         problems.append(f"tensor {name!r} {expected[name]} is missing{why}")
-    problems += [f"tensor {name!r} {_described(headers[name][1])} is not of this model{hints.get(name, '')}" for name in extra]
+    problems += [
+        f"tensor {name!r} {_described(headers[name][1])} is not of this model{hints.get(name, '')}" for name in extra
+    ]
     return problems
 
 

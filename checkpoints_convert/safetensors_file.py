@@ -171,7 +171,9 @@ def _layout_problems(entries: Mapping[str, TensorEntry], num_data_bytes: int) ->
     position, previous = 0, None
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < position:
-            problems.append(f"tensor {name!r} begins at byte {entry.begin}, inside {previous!r} which ends at {position}")
+            problems.append(
+                f"tensor {name!r} begins at byte {entry.begin}, inside {previous!r} which ends at {position}"
+            )
         elif entry.begin > position:
             problems.append(f"bytes [{position}, {entry.begin}) before tensor {name!r} belong to no tensor")
         position, previous = max(position, entry.end), name

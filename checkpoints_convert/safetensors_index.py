@@ -134,7 +134,9 @@ def _shard_names(directory: Path) -> list[str]:
     for total in totals:
         present = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
         width = len(next(match[1] for name in names if (match := _SHARD.fullmatch(name))))
-        names += [f"model-{i:0{width}}-of-{total:0{width}}.safetensors" for i in range(1, total + 1) if i not in present]
+        names += [
+            f"model-{i:0{width}}-of-{total:0{width}}.safetensors" for i in range(1, total + 1) if i not in present
+        ]
     return names
 
 

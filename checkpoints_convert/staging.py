@@ -1,4 +1,4 @@
-"""New checkpoints are written beside their destination and renamed: a reader finds the old one, the new one, or none."""
+"""A new checkpoint is written beside its destination and renamed: a reader finds the old, the new, or none."""
 
 import os
 import shutil
@@ -30,7 +30,9 @@ def check_destination(destination: Path, *, overwrite: bool, source: Path | None
     if not overwrite:
         raise CheckpointError(destination, "exists: choose another destination, or ask to overwrite it")
     if not any((destination / name).is_file() for name in (CONFIG, NATIVE_CONFIG)):
-        raise CheckpointError(destination, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not overwriting what may be no checkpoint")
+        raise CheckpointError(
+            destination, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not overwriting what may be no checkpoint"
+        )
 
 
 def check_free_space(destination: Path, num_bytes: int) -> None:

@@ -40,7 +40,9 @@ def read_native_config(directory: Path) -> ModelConfig:
     path = directory / NATIVE_CONFIG
     data = read_json(path)
     if data.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(path, f"format_version {data.get('format_version')!r}, this version reads {FORMAT_VERSION}")
+        raise CheckpointError(
+            path, f"format_version {data.get('format_version')!r}, this version reads {FORMAT_VERSION}"
+        )
     try:
         return ModelConfig.from_dict(data["model"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -34,8 +34,9 @@ class VerifyReport:
     """How far a checkpoint is from its reference on the same tokens.
 
     Attributes:
-      max_logit_difference: largest absolute difference of a logit. mean_kl: KL(reference || checkpoint) per token,
-        in nats. top1_agreement: share of positions with the same most likely token.
+      max_logit_difference: largest absolute difference of a logit, infinite when one is NaN.
+      mean_kl: KL(reference || checkpoint) per token, in nats.
+      top1_agreement: share of positions with the same most likely token.
       layer_differences: largest absolute difference of the hidden states, in the order of computation.
       first_diverging: the first hidden state that differs by more than the tolerance, or None.
     """
@@ -89,13 +90,11 @@ def verify_against(
         mean_kl=sum(float(block.kl) for block in blocks) / len(tokens),
         top1_agreement=sum(int(block.num_agreeing) for block in blocks) / len(tokens),
         layer_differences=layers,
-        first_diverging=next((name for name, value in layers.items() if not value <= tolerance), None),
+        first_diverging=next((name for name, value in layers.items() if value > tolerance), None),
     )
 
 
-def compare_tensors(
-    path: str | Path, reference_path: str | Path, *, tolerance: float = 0.0
-) -> list[TensorDifference]:
+def compare_tensors(path: str | Path, reference_path: str | Path, *, tolerance: float = 0.0) -> list[TensorDifference]:
     """Parameters of two checkpoint directories that differ by more than `tolerance`, compared as float32.
 
     Holds two layers at a time, on the host. Raises CheckpointError as `verify_against` does.
@@ -178,11 +177,16 @@ class _LogitComparison(NamedTuple):
 def _compare_logits(logits: jax.Array, reference: jax.Array) -> _LogitComparison:
     log_p, log_q = jax.nn.log_softmax(reference), jax.nn.log_softmax(logits)
     return _LogitComparison(
-        max_difference=jnp.max(jnp.abs(logits - reference)),
-        kl=jnp.sum(jnp.exp(log_p) * (log_p - log_q)),
+        max_difference=_largest(jnp.abs(logits - reference)),
+        kl=jnp.sum(jnp.maximum(jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1), 0.0)),
         num_agreeing=jnp.sum(jnp.argmax(logits, axis=-1) == jnp.argmax(reference, axis=-1)),
     )
 
 
 def _max_difference(a: jax.Array, b: jax.Array) -> float:
-    return float(jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))))
+    return float(_largest(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))))
+
+
+def _largest(differences: jax.Array) -> jax.Array:
+    """The maximum, infinite where a value is NaN: XLA's maximum on CPUs drops NaN."""
+    return jnp.max(jnp.where(jnp.isnan(differences), jnp.inf, differences))

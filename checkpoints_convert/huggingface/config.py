@@ -89,7 +89,9 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
     Raises CheckpointError when the architecture cannot express the configuration, naming the fields.
     """
     if config.architecture not in FAMILIES:
-        raise CheckpointError(CONFIG, f"no architecture {config.architecture!r}{did_you_mean(config.architecture, FAMILIES)}")
+        raise CheckpointError(
+            CONFIG, f"no architecture {config.architecture!r}{did_you_mean(config.architecture, FAMILIES)}"
+        )
     family = family_of(config)
     data: dict[str, Any] = {
         "architectures": [family.architecture],
@@ -109,7 +111,11 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
         **rope_fields(config.rope),
         **_window_fields(family, config),
     }
-    for name, value in (("qkv_bias", config.qkv_bias), ("output_bias", config.output_bias), ("mlp_bias", config.mlp_bias)):
+    for name, value in (
+        ("qkv_bias", config.qkv_bias),
+        ("output_bias", config.output_bias),
+        ("mlp_bias", config.mlp_bias),
+    ):
         if isinstance(field := getattr(family, name), str):
             data[field] = value
     _check_round_trip(config, data)
@@ -235,5 +241,8 @@ def _check_round_trip(config: ModelConfig, data: Mapping[str, Any]) -> None:
     if differing:
         raise CheckpointError(
             CONFIG,
-            *(f"{config.architecture} cannot express {name}={wanted[name]!r}, only {found[name]!r}" for name in differing),
+            *(
+                f"{config.architecture} cannot express {name}={wanted[name]!r}, only {found[name]!r}"
+                for name in differing
+            ),
         )

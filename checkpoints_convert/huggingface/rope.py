@@ -64,7 +64,9 @@ def rope_config(
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         if not problems:  # else a consequence of those
-            problems.append(f"partial_rotary_factor={partial} makes {rotary_dim} rotated dimensions of {head_dim} a head")
+            problems.append(
+                f"partial_rotary_factor={partial} makes {rotary_dim} rotated dimensions of {head_dim} a head"
+            )
         rotary_dim = 2
     common = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
     if kind == "default":

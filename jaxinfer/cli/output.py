@@ -82,7 +82,9 @@ def stream_answer(
     texts: list[str] = []
     output = None
     try:
-        with waiting("waiting for the first token") if shows_waiting else contextlib.nullcontext():
+        with (
+            waiting("waiting for the first token; a first run compiles") if shows_waiting else contextlib.nullcontext()
+        ):
             delta = next(deltas, None)
         while delta is not None:
             write(delta.text)

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from jaxinfer.training.demo import Data, DemoModel, Phase
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
+# The model knows no roles, only Python: what a user says becomes a comment, what it answers is the code below.
+CHAT_TEMPLATE = """\
+{% for message in messages %}
+{% if message.role == 'assistant' %}
+{{ message.content }}
+{% else %}
+# {{ message.content | replace('\\n', '\\n# ') }}
+{% endif %}
+{% endfor %}
+"""
 
 
 def train_demo(
@@ -83,6 +93,7 @@ def export_pair(
 def export_model(model: "DemoModel", data: "Data", work_dir: Path, destination: Path, *, overwrite: bool) -> None:
     """Writes one model in bfloat16 with its tokenizer, in the form of Hugging Face."""
     import checkpoints_convert
+    from jaxinfer.training.card import write_card
 
     end, pad = data.tokenizer.token_to_id(END_OF_TEXT), data.tokenizer.token_to_id(PAD)
     files = {
@@ -92,20 +103,30 @@ def export_model(model: "DemoModel", data: "Data", work_dir: Path, destination: 
             "pad_token": PAD,
             "clean_up_tokenization_spaces": False,
         },
-        "generation_config.json": {"eos_token_id": end, "pad_token_id": pad},
+        "generation_config.json": {
+            "do_sample": True,
+            "temperature": 0.4,
+            "top_p": 0.95,
+            "repetition_penalty": 1.1,
+            "max_new_tokens": 96,
+            "eos_token_id": end,
+            "pad_token_id": pad,
+        },
     }
     for name, content in files.items():
         (work_dir / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (work_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     destination.parent.mkdir(parents=True, exist_ok=True)
     checkpoints_convert.save_huggingface(
         model.config,
         model.result.params,
         destination,
         dtype="bfloat16",
-        extra_files=[work_dir / name for name in ("tokenizer.json", *files)],
+        extra_files=[work_dir / name for name in ("tokenizer.json", "chat_template.jinja", *files)],
         extra_config={"eos_token_id": end, "pad_token_id": pad},
         overwrite=overwrite,
     )
+    write_card(destination, model, data)
 
 
 def scaled(phases: "tuple[Phase, ...]", num_steps: int | None) -> "tuple[Phase, ...]":

@@ -47,15 +47,25 @@ class Checkpoint:
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Checkpoint]:
-    """checkpoint(architecture="LlamaForCausalLM", dtype="float32", tied=False, name="source", seed=0, **config)."""
+def checkpoint(make_checkpoint: Callable[..., Checkpoint], tmp_path: Path) -> Callable[..., Checkpoint]:
+    """checkpoint(architecture, dtype=, tied=, name="source", seed=, **config): in the directory of the test."""
+
+    def make(architecture: str = "LlamaForCausalLM", *, name: str = "source", **options: Any) -> Checkpoint:
+        return make_checkpoint(tmp_path / name, architecture, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> Callable[..., Checkpoint]:
+    """make_checkpoint(directory, architecture, dtype="float32", tied=False, seed=0, **config)."""
 
     def make(
+        directory: Path,
         architecture: str = "LlamaForCausalLM",
         *,
         dtype: str = "float32",
         tied: bool = False,
-        name: str = "source",
         seed: int = 0,
         **changes: Any,
     ) -> Checkpoint:
@@ -82,7 +92,7 @@ def checkpoint(tmp_path: Path) -> Callable[..., Checkpoint]:
             name: (random.standard_normal(shape) * 0.1).astype(numpy_dtype)
             for name, shape in _tensor_shapes(architecture, tied)
         }
-        return Checkpoint(tmp_path / name, config, tensors)
+        return Checkpoint(directory, config, tensors)
 
     return make
 

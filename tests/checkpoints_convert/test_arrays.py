@@ -34,7 +34,8 @@ def stored(array):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("original", [*DTYPES, np.dtype(np.float64)], ids=str)
 @pytest.mark.parametrize(
-    ("shape", "transpose"), [((70, 33), True), ((70, 33), False), ((129,), False), ((), False), ((0, 5), True), ((1, 1), True)]
+    ("shape", "transpose"),
+    [((70, 33), True), ((70, 33), False), ((129,), False), ((), False), ((0, 5), True), ((1, 1), True)],
 )
 def test_result_is_the_cast_transpose(shape, transpose, original, dtype, block_bytes, executor, monkeypatch):
     monkeypatch.setattr(arrays, "_BLOCK_BYTES", block_bytes)
@@ -94,7 +95,13 @@ def test_error_of_a_cast_is_measured(executor):
     def error(values, dtype, original=np.float32):
         array = np.array(values, original)
         found = read_tensor(
-            stored(array), array.shape, array.dtype, np.dtype(dtype), transpose=False, executor=executor, measure_cast=True
+            stored(array),
+            array.shape,
+            array.dtype,
+            np.dtype(dtype),
+            transpose=False,
+            executor=executor,
+            measure_cast=True,
         )
         return found.max_relative_error
 

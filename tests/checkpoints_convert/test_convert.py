@@ -43,13 +43,21 @@ convert(sys.argv[1], sys.argv[2], progress=progress)
 """
 
 
+@pytest.fixture(scope="module")
+def scene(make_checkpoint, tmp_path_factory):
+    """A directory with a source, and what a conversion killed while it read layer 1 left."""
+    directory = tmp_path_factory.mktemp("killed")
+    source = make_checkpoint(directory / "source").write()
+    assert run(KILLED_IN_LAYER_1, source, directory / "native").returncode == -signal.SIGKILL
+    assert {path.name for path in directory.iterdir()} == {"source", "native.partial"}
+    return directory
+
+
 @pytest.fixture
-def killed(checkpoint, tmp_path):
-    """A source, and a destination whose conversion was killed while it read layer 1."""
-    source, destination = checkpoint().write(), tmp_path / "native"
-    assert run(KILLED_IN_LAYER_1, source, destination).returncode == -signal.SIGKILL
-    assert not destination.exists()
-    return source, destination
+def killed(scene, tmp_path):
+    """A copy of the scene: the source, and the destination that does not exist yet."""
+    shutil.copytree(scene, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "source", tmp_path / "native"
 
 
 def test_killed_conversion_resumes_and_gives_the_same_parameters(killed):
@@ -80,16 +88,18 @@ def test_finished_unit_that_is_damaged_is_written_again(killed):
     assert equal(load(source)[1], load(destination)[1])
 
 
-def test_changed_source_or_dtype_starts_over(killed, checkpoint):
+def test_changed_dtype_starts_over(killed):
     source, destination = killed
     report = convert(source, destination, progress=None, dtype="bfloat16")
     assert report.num_resumed_units == 0
     assert load(destination)[0].dtype == "bfloat16"
-    assert run(KILLED_IN_LAYER_1, source, destination.with_name("second")).returncode == -signal.SIGKILL
-    other = checkpoint(seed=1).write()
-    assert other == source
-    assert convert(source, destination.with_name("second"), progress=None).num_resumed_units == 0
-    assert equal(load(other)[1], load(destination.with_name("second"))[1])
+
+
+def test_changed_source_starts_over(killed, checkpoint):
+    source, destination = killed
+    assert checkpoint(seed=1).write() == source
+    assert convert(source, destination, progress=None).num_resumed_units == 0
+    assert equal(load(source)[1], load(destination)[1])
 
 
 def test_torn_last_line_of_the_journal_is_no_line(killed):
@@ -110,15 +120,17 @@ sys.exit(main([sys.argv[1], sys.argv[2], "--quiet"]))
     done = run(program, source, tmp_path / "native")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
-    assert "native.partial/params/embed" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "native.partial/params/embed: could not be written" in done.stderr
     assert not (tmp_path / "native").exists()
     assert convert(source, tmp_path / "native", progress=None).destination.is_dir()
 
 
 def test_too_little_room_is_noticed_before_writing(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
-    with pytest.raises(CheckpointError, match=r"native: needs 16\.\d+ MiB \(\d+ bytes\), .* has 4\.88 KiB \(5000 bytes\) free"):
+    with pytest.raises(
+        CheckpointError, match=r"native: needs 16\.\d+ MiB \(\d+ bytes\), .* has 4\.88 KiB \(5000 bytes\) free"
+    ):
         convert(checkpoint().write(), tmp_path / "native", progress=None)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
@@ -196,7 +208,9 @@ def test_files_beside_the_weights_come_along(checkpoint, tmp_path):
 
 
 def test_there_and_back_again_is_bit_for_bit(checkpoint, tmp_path):
-    source = checkpoint("Qwen2ForCausalLM", dtype="bfloat16", use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    source = checkpoint(
+        "Qwen2ForCausalLM", dtype="bfloat16", use_sliding_window=True, sliding_window=5, max_window_layers=1
+    )
     source.files = {"tokenizer.json": "{}"}
     source.write()
     convert(source.directory, tmp_path / "native", progress=None)

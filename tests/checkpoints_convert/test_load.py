@@ -16,7 +16,9 @@ def flat(params):
     return {".".join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+)
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_parameters_are_the_stored_tensors(architecture, num_shards, checkpoint):
     source = checkpoint(architecture)
@@ -152,7 +154,7 @@ def test_every_flipped_header_bit_is_noticed(checkpoint):
     path = directory / "model.safetensors"
     good = path.read_bytes()
     end = 8 + int.from_bytes(good[:8], "little")
-    start = good.index(b'}', 8) + 1  # after the metadata, which is free text
+    start = good.index(b"}", 8) + 1  # after the metadata, which is free text
     random = np.random.default_rng(0)
     for _ in range(150):
         bad = bytearray(good)
@@ -168,7 +170,7 @@ def test_every_truncation_is_noticed(checkpoint):
     directory = checkpoint().write()
     path = directory / "model.safetensors"
     good = path.read_bytes()
-    for length in [*range(0, 20), *np.random.default_rng(0).integers(20, len(good) - 1, 40), len(good) - 1]:
+    for length in [*range(20), *np.random.default_rng(0).integers(20, len(good) - 1, 40), len(good) - 1]:
         path.write_bytes(good[:length])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
             HuggingFaceSource(directory)
@@ -178,5 +180,7 @@ def test_config_that_does_not_fit_the_tensors_fails_before_reading(checkpoint):
     source = checkpoint()
     directory = source.write()
     (directory / "config.json").write_text(json.dumps({**source.config, "num_hidden_layers": 3}))
-    with pytest.raises(CheckpointError, match=r"9 problems(.|\n)*model\.layers\.2\.mlp\.down_proj\.weight' \[32, 48\] is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"9 problems(.|\n)*model\.layers\.2\.mlp\.down_proj\.weight' \[32, 48\] is missing"
+    ):
         load(directory)

@@ -67,7 +67,10 @@ def test_matrices_are_transposed_and_vectors_are_not(checkpoint):
 def test_names_of_the_bare_model(checkpoint):
     source = checkpoint()
     bare = {name.removeprefix("model."): header for name, header in source.headers.items()}
-    wanted = [replace(tensor, source=tensor.source.removeprefix("model.")) for tensor in plan(source.config, source.headers)[1]]
+    wanted = [
+        replace(tensor, source=tensor.source.removeprefix("model."))
+        for tensor in plan(source.config, source.headers)[1]
+    ]
     assert plan(source.config, bare)[1] == wanted
 
 
@@ -92,11 +95,14 @@ def test_missing_head_is_explained(checkpoint):
     source = checkpoint()
     headers = {name: header for name, header in source.headers.items() if name != "lm_head.weight"}
     (problem,) = problems(source, headers)
-    assert problem.endswith("tie_word_embeddings is false or absent in config.json; set it to true if the model ties them")
+    assert problem.endswith(
+        "tie_word_embeddings is false or absent in config.json; set it to true if the model ties them"
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "mtp.layers.0.x", "score.weight"]
+    "name",
+    ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "mtp.layers.0.x", "score.weight"],
 )
 def test_each_extra_tensor_is_named(name, checkpoint):
     source = checkpoint()
@@ -174,7 +180,9 @@ def test_dtype_is_the_stored_one_unless_tensors_differ(stored, declared, asked, 
     assert {config.dtype, *(tensor.dtype for tensor in tensors)} == {chosen}
 
 
-@pytest.mark.parametrize(("stored", "declared"), [(["F32", "BF16"], None), (["F32", "BF16"], "float16"), (["F64"], "float64")])
+@pytest.mark.parametrize(
+    ("stored", "declared"), [(["F32", "BF16"], None), (["F32", "BF16"], "float16"), (["F64"], "float64")]
+)
 def test_dtype_that_is_not_evident_must_be_chosen(stored, declared, checkpoint):
     source = checkpoint(torch_dtype=declared)
     headers = {name: (stored[i % len(stored)], shape) for i, (name, (_, shape)) in enumerate(source.headers.items())}

@@ -135,7 +135,7 @@ def test_file_that_shrinks_while_it_is_open_is_an_error(tmp_path):
     with SafetensorsFile(path) as file:
         with path.open("r+b") as writer:
             writer.truncate(path.stat().st_size - 4)
-        with pytest.raises(CheckpointError, match="tensor 'b': the file ends at byte .*, 4 bytes too soon"):
+        with pytest.raises(CheckpointError, match=r"tensor 'b': the file ends at byte .*, 4 bytes too soon"):
             file.read_into("b", 0, memoryview(bytearray(6)))
 
 

@@ -63,7 +63,7 @@ def test_missing_shards_are_all_named(tmp_path):
 
 def test_missing_shard_is_noticed_without_an_index(tmp_path):
     save(tmp_path, "model-00001-of-00002.safetensors", "a")
-    with pytest.raises(CheckpointError, match="shard model-00002-of-00002.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"shard model-00002-of-00002\.safetensors is missing"):
         SafetensorsIndex(tmp_path)
 
 
@@ -128,7 +128,7 @@ def test_link_out_of_the_directory_is_refused(tmp_path):
     inside.mkdir()
     save(tmp_path, "elsewhere.safetensors", "a")
     os.symlink(tmp_path / "elsewhere.safetensors", inside / "model.safetensors")
-    with pytest.raises(CheckpointError, match="is a link to .*elsewhere.safetensors, outside the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere\.safetensors, outside the checkpoint"):
         SafetensorsIndex(inside)
 
 

@@ -62,7 +62,9 @@ def flip_byte(path, position):
 
 def test_flipped_bits_are_found_by_checksums(native):
     directory, _ = native
-    largest = max((directory / "params" / "embed").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    largest = max(
+        (directory / "params" / "embed").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0
+    )
     flip_byte(largest, 1000)
     with pytest.raises(CheckpointError, match=rf"{largest.name}: its \d+ bytes have SHA-256"):
         load(directory, verify=True)
@@ -86,7 +88,9 @@ def test_dtype_orbax_would_cast_in_silence_is_refused(native):
     shutil.rmtree(unit)
     write_unit(unit, {("final_norm", "weight"): np.ones(32, np.int8)})
     rewrite_manifest(directory)
-    with pytest.raises(CheckpointError, match=r"final_norm: tensor 'final_norm.weight' is int8\[32\], not bfloat16\[32\]"):
+    with pytest.raises(
+        CheckpointError, match=r"final_norm: tensor 'final_norm.weight' is int8\[32\], not bfloat16\[32\]"
+    ):
         load(directory)
 
 
@@ -110,7 +114,7 @@ def test_nan_in_a_native_checkpoint_is_refused(native):
     shutil.rmtree(unit)
     write_unit(unit, {("final_norm", "weight"): np.full(32, np.nan, jnp.bfloat16)})
     rewrite_manifest(directory)
-    with pytest.raises(CheckpointError, match="tensor 'final_norm.weight': 32 of 32 values are NaN"):
+    with pytest.raises(CheckpointError, match=r"tensor 'final_norm\.weight': 32 of 32 values are NaN"):
         load(directory)
 
 

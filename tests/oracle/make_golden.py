@@ -1,6 +1,7 @@
 """Writes tests/oracle/golden: for each variant a checkpoint as Transformers saves it, and what it computes.
 
-Run by `make golden`, with torch and Transformers. Run twice, it writes the same bytes. Names of variants as arguments write only those.
+Run by `make golden`, with torch and Transformers. Run twice, it writes the same bytes. With names of variants as
+arguments it writes only those.
 """
 
 import json
@@ -11,15 +12,19 @@ import numpy as np
 import torch
 import transformers
 from families import GOLDEN, MIN_DISTINCT, MIN_MARGIN, VARIANTS, Variant
-from reference import compute
+from reference import compute, rope
+from rope_cases import CASES
 from safetensors.numpy import save_file
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)  # one order of summation
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # advice on configs that are odd on purpose
     for name in names or VARIANTS:
         print(write(VARIANTS[name]))
+    if not names:
+        print(write_rope())
     size = sum(path.stat().st_size for path in GOLDEN.rglob("*"))
     print(f"{GOLDEN.name}: {size / 2**20:.2f} MiB")
 
@@ -49,6 +54,17 @@ def write(variant: Variant) -> str:
         f"{variant.name}: seed {reference.seed}, margin {reference.margin:.4f}, "
         f"{reference.num_distinct} distinct tokens, logits std {reference.logits.std():.2f}; bytes: {sizes}"
     )
+
+
+def write_rope() -> str:
+    """Replaces rope.json; returns a line about it."""
+    cases = {}
+    for case in CASES:
+        frequencies, scaling = rope(case)
+        cases[case.name] = {"config": case.ours, "frequencies": frequencies, "scaling": scaling}
+    path = GOLDEN / "rope.json"
+    path.write_text(json.dumps(cases, indent=1) + "\n")
+    return f"{path.name}: {len(cases)} rotations, {path.stat().st_size:,} bytes"
 
 
 if __name__ == "__main__":

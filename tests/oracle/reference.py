@@ -7,6 +7,8 @@ import numpy as np
 import torch
 import transformers
 from families import MIN_DISTINCT, MIN_MARGIN, NUM_NEW_TOKENS, Variant, greedy_prompts, prompt_tokens, weights
+from rope_cases import RopeCase
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 MAX_SEEDS = 200
 
@@ -87,3 +89,18 @@ def greedy(model: transformers.PreTrainedModel, tokens: list[int]) -> tuple[list
     if len(output) != NUM_NEW_TOKENS:
         raise RuntimeError(f"generate ended after {len(output)} of {NUM_NEW_TOKENS} tokens")
     return output, float((best[:, 0] - best[:, 1]).min())
+
+
+def rope(case: RopeCase) -> tuple[list[float], float]:
+    """Inverse frequencies and the factor on cos and sin, as the model's own module has them after a forward pass."""
+    config = transformers.LlamaConfig(
+        num_attention_heads=1,
+        hidden_size=case.head_dim,
+        head_dim=case.head_dim,
+        max_position_embeddings=case.max_position_embeddings,
+        rope_parameters=dict(case.parameters),
+    )
+    module = LlamaRotaryEmbedding(config)
+    last = (case.sequence_length or 1) - 1
+    module(torch.zeros(1), torch.tensor([[0, last]]))
+    return module.inv_freq.tolist(), float(module.attention_scaling)

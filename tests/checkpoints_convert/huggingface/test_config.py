@@ -70,7 +70,11 @@ def test_family_defaults(architecture, expected):
         ),
         ("Qwen2ForCausalLM", {}, ()),
         ("Qwen2ForCausalLM", {"sliding_window": 7, "max_window_layers": 2}, ()),
-        ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}, (None,) * 2 + (7,) * 2),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+            (None,) * 2 + (7,) * 2,
+        ),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, (4096,) * 4),
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 7}, ()),  # all 4 layers are below 28
         ("Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, ()),
@@ -121,7 +125,10 @@ def test_model_type_stands_in_for_missing_architectures():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCasualLM"]}, "'LlamaForCasualLM' is not supported: did you mean 'LlamaForCausalLM'"),
+        (
+            {"architectures": ["LlamaForCasualLM"]},
+            "'LlamaForCasualLM' is not supported: did you mean 'LlamaForCausalLM'",
+        ),
         ({"architectures": ["Qwen2MoeForCausalLM"]}, "'Qwen2MoeForCausalLM' is not supported.*Supported: Llama"),
         (
             {"architectures": ["DeepThoughtLM"], "auto_map": {"AutoModelForCausalLM": "modeling.DeepThoughtLM"}},

@@ -7,7 +7,19 @@ from checkpoints_convert.source import param_shapes
 from jaxinfer.models import ModelConfig, RopeConfig
 
 LARGEST = ModelConfig(
-    "LlamaForCausalLM", 8, 8, 8, 12, 2, 1, 4, RopeConfig(rotary_dim=4), qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True
+    "LlamaForCausalLM",
+    8,
+    8,
+    8,
+    12,
+    2,
+    1,
+    4,
+    RopeConfig(rotary_dim=4),
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    qk_norm=True,
 )
 
 
@@ -40,4 +52,6 @@ def test_names_of_llama(path, name, transpose):
 def test_stored_buffers_are_skipped_and_nothing_else():
     family = FAMILIES["LlamaForCausalLM"]
     assert family.is_skipped("model.layers.31.self_attn.rotary_emb.inv_freq")
-    assert not any(family.is_skipped(name) for name in ("inv_freq", "model.rotary_emb.inv_freq.weight", "lm_head.weight"))
+    assert not any(
+        family.is_skipped(name) for name in ("inv_freq", "model.rotary_emb.inv_freq.weight", "lm_head.weight")
+    )

@@ -1,0 +1,101 @@
+"""What a config accepts, refuses, and writes down."""
+
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from jaxinfer.models import ModelConfig, RopeConfig
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope=RopeConfig(rotary_dim=16),
+    sliding_windows=(None, 24, 24),
+)
+LONGROPE = RopeConfig(
+    kind="longrope", rotary_dim=4, original_length=128, short_factor=(1.0, 1.5), long_factor=(2.0, 8.0), factor=4.0
+)
+POSITIVE_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+
+
+@pytest.mark.parametrize("name", POSITIVE_FIELDS)
+@pytest.mark.parametrize("value", [0, -1, 2.0, "4", True, None])
+def test_sizes_must_be_positive_integers(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be a positive integer, got {value!r}$"):
+        replace(CONFIG, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is not a multiple of num_kv_heads=4"),
+        ({"sliding_windows": (24, 24)}, "2 sliding_windows for 3 layers"),
+        ({"rope": RopeConfig(rotary_dim=15)}, "rotary_dim=15 must be even and at most head_dim=16"),
+        ({"rope": RopeConfig(rotary_dim=18)}, "rotary_dim=18 must be even and at most head_dim=16"),
+        ({"rope": RopeConfig(rotary_dim=0)}, "rotary_dim=0 must be even"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
+        ({"norm_eps": -1e-5}, "norm_eps must be positive"),
+        ({"norm_eps": float("nan")}, "norm_eps must be positive, got nan"),
+        ({"norm_eps": float("inf")}, "norm_eps must be positive, got inf"),
+    ],
+)
+def test_fields_that_do_not_fit_each_other_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **changes)
+
+
+def test_heads_need_not_fill_the_hidden_size_nor_rotate_whole():
+    config = replace(CONFIG, head_dim=48, rope=RopeConfig(rotary_dim=12))
+    assert config.num_heads * config.head_dim != config.hidden_size
+
+
+def test_windows_by_layer():
+    assert [CONFIG.window(layer) for layer in range(3)] == [None, 24, 24]
+    assert [replace(CONFIG, sliding_windows=()).window(layer) for layer in range(3)] == [None] * 3
+
+
+def test_a_config_is_frozen_and_hashes_by_value():
+    # It is a static argument of jitted programs: equal configs share them.
+    same = replace(CONFIG, rope=RopeConfig(rotary_dim=16))
+    assert same == CONFIG
+    assert hash(same) == hash(CONFIG)
+    assert hash(replace(CONFIG, rope=LONGROPE)) == hash(replace(CONFIG, rope=replace(LONGROPE)))
+    with pytest.raises(FrozenInstanceError):
+        CONFIG.head_dim = 8
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, rope=LONGROPE, sliding_windows=(), dtype="bfloat16")])
+def test_from_dict_is_the_inverse_of_to_dict(config):
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    through_json = ModelConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert through_json == config
+    assert hash(through_json) == hash(config)
+
+
+def test_fields_of_a_newer_version_are_refused():
+    with pytest.raises(ValueError, match="ModelConfig has no field num_experts: written by a newer jaxinfer?"):
+        ModelConfig.from_dict({**CONFIG.to_dict(), "num_experts": 8})
+    rope = {**CONFIG.to_dict()["rope"], "sections": [1, 2], "axial": True}
+    with pytest.raises(ValueError, match="RopeConfig has no field axial, sections"):
+        ModelConfig.from_dict({**CONFIG.to_dict(), "rope": rope})
+
+
+def test_a_dict_is_checked_like_a_config():
+    with pytest.raises(ValueError, match="num_layers must be a positive integer, got 0"):
+        ModelConfig.from_dict({**CONFIG.to_dict(), "num_layers": 0})

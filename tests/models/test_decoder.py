@@ -1,0 +1,378 @@
+"""The decoder and the plain dict of its parameters: what crosses jit, names, shapes, taps, and incremental == full."""
+
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxinfer.cache import CachedAttention, attend_without_cache, init_cache
+from jaxinfer.engine import programs
+from jaxinfer.models import (
+    Decoder,
+    ModelConfig,
+    RopeConfig,
+    abstract_params,
+    bind,
+    check_taps,
+    collect,
+    init_params,
+    logical_axes,
+    split,
+    tap_names,
+)
+
+PLAIN = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=RopeConfig(rotary_dim=8),
+)
+FULL = replace(
+    PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True, qk_norm=True, sliding_windows=(3, None), head_dim=6,
+    rope=RopeConfig(rotary_dim=4),
+)  # fmt: skip
+TIED = replace(PLAIN, tie_word_embeddings=True)
+CONFIGS = pytest.mark.parametrize("config", [PLAIN, FULL, TIED], ids=["plain", "full", "tied"])
+TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4]], jnp.int32)
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope=RopeConfig(rotary_dim=128, theta=500000.0),
+    dtype="bfloat16",
+)
+LLAMA_70B = replace(LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64)
+
+
+def random_params(config):
+    """Like `init_params`, but no bias is 0 and no norm is 1."""
+    abstract = abstract_params(config)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(0.3 + 0.3 * rng.standard_normal(x.shape), x.dtype), abstract)
+
+
+def names(tree) -> list[str]:
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+@partial(jax.jit, static_argnums=0)
+def full_pass(config, params, tokens):
+    decoder = bind(config, params)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return decoder.logits(decoder(tokens, positions, attend_without_cache))
+
+
+# What crosses jit.
+
+
+@CONFIGS
+def test_params_are_nested_dicts_of_plain_arrays(config):
+    def check(node):
+        if type(node) is dict:
+            assert all(type(key) is str for key in node)
+            for child in node.values():
+                check(child)
+        else:
+            assert isinstance(node, jax.Array)
+
+    check(init_params(config, jax.random.key(0)))
+
+
+def node_types(treedef) -> set[type]:
+    """The types of all inner nodes of a pytree."""
+    data = treedef.node_data()
+    found = {data[0]} if data else set()
+    return found.union(*(node_types(child) for child in treedef.children()))
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One jitted program, and its arguments as shapes."""
+
+    function: object
+    arguments: tuple
+
+
+def serving_programs() -> dict[str, Traced]:
+    from jaxinfer.sampling import SamplingParams, SamplingRow, make_batch, make_state
+
+    params = abstract_params(PLAIN)
+    state = jax.eval_shape(lambda: programs.init_state(PLAIN, 2, 16, jnp.float32))
+    row = SamplingRow(SamplingParams(), 0)
+    integer = jnp.int32(0)
+    request = programs.PrefillRequest(
+        tokens=jnp.zeros(8, jnp.int32),
+        start=integer,
+        length=integer,
+        slot=integer,
+        is_last=jnp.bool_(True),
+        max_tokens=integer,
+        batch=make_batch([row], PLAIN.vocab_size),
+        history=make_state([[1, 2]], PLAIN.vocab_size),
+    )
+    hidden = jnp.zeros((8, PLAIN.hidden_size))
+    return {
+        "prefill": Traced(programs.prefill, (PLAIN, params, state, request)),
+        "decode": Traced(programs.decode, (PLAIN, params, state, 4, integer)),
+        "score": Traced(programs.score, (PLAIN, params, hidden, jnp.zeros(8, jnp.int32), 2)),
+        "hidden_states": Traced(programs.hidden_states, (PLAIN, params, jnp.zeros(8, jnp.int32), ("embed",))),
+    }
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "score", "hidden_states"])
+def test_no_module_and_no_variable_crosses_the_jit_of_a_serving_program(name):
+    program = serving_programs()[name]
+    traced = program.function.trace(*program.arguments)
+    treedefs = [jax.tree.structure(traced.in_avals), jax.tree.structure(traced.out_info)]
+    for treedef in treedefs:
+        modules = {kind.__module__.split(".")[0] for kind in node_types(treedef)}
+        assert modules <= {"builtins", "jaxinfer"}
+    for variable in (*traced.jaxpr.jaxpr.invars, *traced.jaxpr.jaxpr.outvars):
+        assert isinstance(variable.aval, jax.core.ShapedArray)
+
+
+def test_the_check_finds_a_variable_and_a_module():
+    module = nnx.eval_shape(lambda: Decoder(PLAIN, rngs=nnx.Rngs(0)))
+    for planted in (nnx.state(module, nnx.Param), nnx.split(module)):
+        kinds = node_types(jax.tree.structure(planted))
+        assert "flax" in {kind.__module__.split(".")[0] for kind in kinds}
+
+
+# Names, shapes, axes.
+
+
+def test_parameter_names():
+    layer = [
+        f"layers.{i}.{name}"
+        for i in range(2)
+        for name in (
+            *(f"attention.{proj}_proj.{part}" for proj in "kqov" for part in ("bias", "weight")),
+            "attention.k_norm.weight",
+            "attention.q_norm.weight",
+            "attention_norm.weight",
+            *(f"mlp.{proj}_proj.{part}" for proj in ("down", "gate", "up") for part in ("bias", "weight")),
+            "mlp_norm.weight",
+        )
+    ]
+    everything = sorted(["embed", "final_norm.weight", "lm_head", *layer])
+    assert sorted(names(abstract_params(FULL))) == everything
+    optional = re.compile(r"bias|q_norm|k_norm")
+    assert sorted(names(abstract_params(PLAIN))) == [name for name in everything if not optional.search(name)]
+    assert set(names(abstract_params(PLAIN))) - set(names(abstract_params(TIED))) == {"lm_head"}
+
+
+@CONFIGS
+def test_abstract_params_are_the_shapes_of_init_params(config):
+    for dtype in (None, "bfloat16"):
+        real = init_params(config, jax.random.key(0), dtype)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), real)
+        assert shapes == abstract_params(config, dtype)
+        assert {x.dtype for x in jax.tree.leaves(real)} == {jnp.dtype(dtype or "float32")}
+
+
+def test_init_params_values():
+    params = init_params(replace(FULL, vocab_size=500), jax.random.key(0))
+    for name, leaf in zip(names(params), jax.tree.leaves(params), strict=True):
+        if name.endswith("bias"):
+            assert np.all(leaf == 0), name
+        elif name.endswith("norm.weight"):
+            assert np.all(leaf == 1), name
+        else:
+            assert np.std(leaf) == pytest.approx(0.02, rel=0.2), name
+    flat = [tuple(np.ravel(leaf)[:4]) for leaf in jax.tree.leaves(params) if leaf.ndim == 2]
+    assert len(set(flat)) == len(flat), "two parameters have the same values"
+    same, other = (init_params(PLAIN, jax.random.key(seed)) for seed in (7, 8))
+    assert jax.tree.all(jax.tree.map(np.array_equal, same, init_params(PLAIN, jax.random.key(7))))
+    assert not np.array_equal(same["embed"], other["embed"])
+
+
+@CONFIGS
+def test_logical_axes_name_every_dimension(config):
+    axes = logical_axes(config)
+    params = abstract_params(config)
+    is_names = lambda node: isinstance(node, tuple)  # noqa: E731
+    assert jax.tree.structure(axes, is_leaf=is_names) == jax.tree.structure(params)
+    sizes = {
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "ffn": config.intermediate_size,
+        "heads": config.num_heads * config.head_dim,
+        "kv_heads": config.num_kv_heads * config.head_dim,
+        "head_dim": config.head_dim,
+    }
+    for given, leaf in zip(jax.tree.leaves(axes, is_leaf=is_names), jax.tree.leaves(params), strict=True):
+        assert tuple(sizes[name] for name in given) == leaf.shape
+
+
+def test_large_models_are_described_without_memory():
+    before = len(jax.live_arrays())
+    for config, billions in ((LLAMA_8B, 8.03), (LLAMA_70B, 70.55)):
+        params = jax.tree.leaves(abstract_params(config))
+        assert all(type(leaf) is jax.ShapeDtypeStruct and leaf.dtype == jnp.bfloat16 for leaf in params)
+        assert sum(leaf.size for leaf in params) / 1e9 == pytest.approx(billions, abs=0.005)
+    assert len(jax.live_arrays()) == before
+
+
+def test_a_pass_through_a_70b_model_has_the_right_shapes():
+    config = replace(LLAMA_70B, num_layers=3)  # tracing time grows with the layers, shapes do not
+    tokens = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    logits = jax.eval_shape(partial(full_pass, config), abstract_params(config), tokens)
+    assert (logits.shape, logits.dtype) == ((2, 8, config.vocab_size), jnp.float32)
+
+
+# Splitting and binding.
+
+
+@CONFIGS
+def test_split_is_the_inverse_of_bind(config):
+    params = random_params(config)
+    again = split(bind(config, params))
+    assert names(again) == names(params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
+
+
+def test_binding_leaves_params_and_other_bindings_alone():
+    first, second = random_params(PLAIN), init_params(PLAIN, jax.random.key(1))
+    one, two = bind(PLAIN, first), bind(PLAIN, second)
+    assert np.array_equal(one.embed[...], first["embed"])
+    assert np.array_equal(two.embed[...], second["embed"])
+    assert names(first) == names(second)
+
+
+def test_a_module_and_its_params_compute_the_same():
+    module = Decoder(PLAIN, rngs=nnx.Rngs(5))
+    positions = jnp.broadcast_to(jnp.arange(9), TOKENS.shape)
+    hidden = module(TOKENS, positions, attend_without_cache)
+    bound = bind(PLAIN, split(module))(TOKENS, positions, attend_without_cache)
+    np.testing.assert_array_equal(bound, hidden)
+
+
+# Computing.
+
+
+@CONFIGS
+def test_incremental_equals_full(config):
+    params = random_params(config)
+    expected = full_pass(config, params, TOKENS)
+
+    @partial(jax.jit, static_argnums=3)
+    def chunk(params, cache, start, size):
+        decoder = bind(config, params)
+        rows, starts = jnp.arange(2), jnp.full(2, start)
+        tokens = jax.lax.dynamic_slice_in_dim(TOKENS, start, size, 1)
+        attend = CachedAttention(cache, rows, starts, jnp.full(2, size), size)
+        hidden = decoder(tokens, start + jnp.broadcast_to(jnp.arange(size), tokens.shape), attend)
+        return attend.cache, decoder.logits(hidden)
+
+    for sizes in ((4, 4, 1), (1,) * 9):
+        cache, parts, start = init_cache(config, 2, 16, jnp.float32), [], 0
+        for size in sizes:
+            cache, logits = chunk(params, cache, jnp.int32(start), size)
+            parts.append(logits)
+            start += size
+        np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, rtol=0, atol=2e-5)
+
+
+def test_leading_dimensions_are_free():
+    params = random_params(FULL)
+
+    def flat_attend(layer, q, k, v, window):
+        return attend_without_cache(layer, q[None], k[None], v[None], window)[0]
+
+    @jax.jit
+    def flat(params, tokens):
+        decoder = bind(FULL, params)
+        return decoder.logits(decoder(tokens, jnp.arange(9), flat_attend))
+
+    expected = full_pass(FULL, params, TOKENS)
+    for row in range(2):
+        np.testing.assert_allclose(flat(params, TOKENS[row]), expected[row], rtol=0, atol=1e-5)
+
+
+def test_tied_logits_use_the_embedding():
+    params = random_params(TIED)
+    untied = {**params, "lm_head": params["embed"].T}
+    np.testing.assert_allclose(
+        full_pass(TIED, params, TOKENS), full_pass(PLAIN, untied, TOKENS), rtol=0, atol=1e-5
+    )
+
+
+def test_every_parameter_matters():
+    params = random_params(FULL)
+    expected = full_pass(FULL, params, TOKENS)
+    leaves, tree = jax.tree.flatten(params)
+    for i, name in enumerate(names(params)):
+        changed = jax.tree.unflatten(tree, [leaf * 1.5 if i == j else leaf for j, leaf in enumerate(leaves)])
+        assert not np.allclose(full_pass(FULL, changed, TOKENS), expected, atol=1e-4), name
+
+
+def test_a_bfloat16_model_gives_float32_logits():
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(PLAIN))
+    logits = full_pass(PLAIN, params, TOKENS)
+    assert logits.dtype == jnp.float32
+    assert not np.array_equal(logits, logits.astype(jnp.bfloat16)), "the logits were rounded to bfloat16"
+
+
+# Taps.
+
+
+def test_taps_give_the_named_hidden_states():
+    params = random_params(FULL)
+    wanted = tap_names(FULL)
+    assert wanted == [
+        "embed",
+        "layers.0.attention",
+        "layers.0.mlp",
+        "layers.0.residual",
+        "layers.1.attention",
+        "layers.1.mlp",
+        "layers.1.residual",
+        "final_norm",
+    ]
+    found = programs.hidden_states(FULL, params, TOKENS[0], tuple(wanted))
+    assert list(found) == sorted(wanted)  # as jit returns dicts
+    assert {value.shape for value in found.values()} == {(9, FULL.hidden_size)}
+    np.testing.assert_array_equal(found["embed"], params["embed"][TOKENS[0]])
+    total = found["embed"]
+    for layer in range(2):
+        total = total + found[f"layers.{layer}.attention"] + found[f"layers.{layer}.mlp"]
+        np.testing.assert_allclose(found[f"layers.{layer}.residual"], total, rtol=1e-5, atol=1e-5)
+    logits = found["final_norm"] @ params["lm_head"]
+    np.testing.assert_allclose(logits, full_pass(FULL, params, TOKENS)[0], rtol=0, atol=1e-4)
+
+
+def test_only_what_is_asked_for_is_kept():
+    found, tap = collect(("embed",))
+    for name in ("embed", "final_norm"):
+        tap(name, jnp.zeros(1))
+    assert list(found) == ["embed"]
+
+
+@pytest.mark.parametrize(
+    ("tap", "message"),
+    [
+        ("layers.2.residual", "no tap 'layers.2.residual': did you mean 'layers.[01].residual'"),
+        ("layer.0.mlp", "did you mean 'layers.0.mlp'"),
+        ("embedding", "did you mean 'embed'"),
+        ("zzz", "^no tap 'zzz'$"),
+    ],
+)
+def test_unknown_taps_are_refused_with_the_nearest_name(tap, message):
+    with pytest.raises(ValueError, match=message):
+        check_taps(PLAIN, ["embed", tap])
+    assert check_taps(PLAIN, ["embed", "final_norm"]) == ("embed", "final_norm")
