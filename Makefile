@@ -25,7 +25,8 @@ demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embed
 	$(BIN)/jaxinfer demo
 
 test: $(VENV)/stamp-test  ## Run the test suite (CPU, no torch, no network)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m 'not timing'
+	$(BIN)/python -m pytest -q -m timing
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
 	$(BIN)/python -m pytest -q --oracle tests/oracle

@@ -57,7 +57,7 @@ def read_tensor(
         in_place = not transpose and stored == dtype
         block = target if in_place else np.empty(target.shape, stored)
         if block.nbytes:
-            read(first * row_bytes, memoryview(block.reshape(-1).view(np.uint8)))
+            read(first * row_bytes, block.reshape(-1).view(np.uint8).data)
         num_nonfinite = count_nonfinite(block)
         with np.errstate(over="ignore", invalid="ignore"):  # counted below; a setting of this thread only
             cast = block.astype(dtype, copy=False)

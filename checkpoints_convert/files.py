@@ -49,7 +49,7 @@ def parse_json(raw: bytes, where: str | Path, *, unique_keys: bool = False) -> d
         return found
 
     try:
-        data = json.loads(raw.decode("utf-8"), object_pairs_hook=collect if unique_keys else None)
+        data = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=collect if unique_keys else None)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:

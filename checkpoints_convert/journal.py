@@ -14,8 +14,7 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import make_durable
 from checkpoints_convert.manifest import Entries, measure
-
-JOURNAL = "journal.jsonl"
+from checkpoints_convert.staging import JOURNAL
 
 
 @dataclass(frozen=True)

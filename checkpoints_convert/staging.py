@@ -9,6 +9,7 @@ from pathlib import Path
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG, in_words, make_durable
 
+JOURNAL = "journal.jsonl"  # its presence marks a directory as a checkpoint being written
 _SPARE_BYTES = 16 * 2**20  # configuration, tokenizer and bookkeeping
 
 
@@ -18,9 +19,15 @@ def partial_path(destination: Path) -> Path:
 
 
 def check_destination(destination: Path, *, overwrite: bool, source: Path | None = None) -> None:
-    """Raises CheckpointError if `destination` is taken, is not something to overwrite, or is the source itself."""
+    """Raises CheckpointError if `destination` is taken, is not something to overwrite, or is the source itself.
+
+    Nothing is ever removed but checkpoints and checkpoints being written, there or at `partial_path`.
+    """
     if source is not None and destination.resolve() == source.resolve():
         raise CheckpointError(destination, "is the source itself: name another destination")
+    partial = partial_path(destination)
+    if partial.exists() and not _is_removable(partial):
+        raise CheckpointError(partial, "exists and is not a checkpoint being written: move it away")
     if not destination.exists():
         return
     if not destination.is_dir():
@@ -29,7 +36,7 @@ def check_destination(destination: Path, *, overwrite: bool, source: Path | None
         return
     if not overwrite:
         raise CheckpointError(destination, "exists: choose another destination, or ask to overwrite it")
-    if not any((destination / name).is_file() for name in (CONFIG, NATIVE_CONFIG)):
+    if not _is_removable(destination):
         raise CheckpointError(
             destination, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not overwriting what may be no checkpoint"
         )
@@ -67,9 +74,16 @@ def staged(destination: Path, num_bytes: int, *, overwrite: bool) -> Iterator[Pa
     partial = partial_path(destination)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    (partial / JOURNAL).touch()
     try:
         yield partial
+        (partial / JOURNAL).unlink()
         publish(partial, destination)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _is_removable(directory: Path) -> bool:
+    names = (CONFIG, NATIVE_CONFIG, JOURNAL)
+    return directory.is_dir() and (not any(directory.iterdir()) or any((directory / name).is_file() for name in names))

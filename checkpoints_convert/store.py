@@ -11,7 +11,9 @@ One checkpoint per layer, rather than one for the model, so that a conversion re
 layer beside what is already on the device. Keys are whole parameter names, so a unit is readable by itself.
 """
 
+import ctypes
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +59,7 @@ def write_unit(directory: Path, arrays: Mapping[ParamPath, np.ndarray]) -> None:
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    release_heap()
 
 
 class NativeSource(Source):
@@ -79,18 +82,24 @@ class NativeSource(Source):
         directory = self.directory / PARAMS / unit
         shapes = self.units()[unit]
         stored = _restore(directory, {".".join(path): shape for path, shape in shapes.items()}, self._stored.dtype)
+        release_heap()
         for path, shape in shapes.items():
             name = ".".join(path)
             array = stored.pop(name)
-            yield (
-                path,
-                self.host_array(
-                    partial(_copy_bytes, array), shape, array.dtype, param=name, name=name, where=directory
-                ),
-            )
+            copy = partial(_copy_bytes, array)
+            yield path, self.host_array(copy, shape, array.dtype, param=name, name=name, where=directory)
+            del array, copy
+        release_heap()
 
     def fingerprint(self) -> str:
         return digest("native", self._manifest, self.config.to_dict())
+
+
+def release_heap() -> None:
+    """Hands freed heap memory back to the system, where the C library can: TensorStore's threads each keep a heap,
+    which grew by 20 MiB for every layer of a 1B model."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _restore(directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, np.ndarray]:
@@ -125,4 +134,4 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[st
 
 def _copy_bytes(array: np.ndarray, offset: int, buffer: memoryview) -> None:
     raw = array.reshape(-1).view(np.uint8)
-    buffer[:] = memoryview(raw[offset : offset + len(buffer)])
+    buffer[:] = raw[offset : offset + len(buffer)].data

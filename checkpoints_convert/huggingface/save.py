@@ -46,15 +46,14 @@ def save_huggingface(
         finite in `dtype`; a destination that exists (unless `overwrite`) or has no room.
     """
     check_dtype(dtype)
-    dtype = config.dtype if dtype == "auto" else dtype
     leaves = {
         tuple(key.key for key in path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: not isinstance(node, dict))
     }
     _check_params(config, leaves, dst)
-    config = replace(config, dtype=dtype)
+    config = replace(config, dtype=_own_dtype(leaves, dst) if dtype == "auto" else dtype)
     data = huggingface_config(config) | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    num_bytes = sum(leaf.size for leaf in leaves.values()) * numpy_dtype(dtype).itemsize
+    num_bytes = sum(_num_bytes(config, path) for path in leaves)
     with staged(Path(dst), num_bytes, overwrite=overwrite) as partial:
         for file in map(Path, extra_files):
             shutil.copyfile(file, partial / file.name)
@@ -115,6 +114,13 @@ def _stored(leaf: Any, path: ParamPath, dtype: np.dtype, transpose: bool, where:
     check_finite(where, ".".join(path), count_nonfinite(array), array.size)
     # The writer takes the memory as it lies, so the order must be C.
     return np.ascontiguousarray(array.T if transpose else array)
+
+
+def _own_dtype(leaves: Mapping[ParamPath, Any], where: str | Path) -> str:
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves.values()})
+    if len(dtypes) != 1:
+        raise CheckpointError(where, f"the parameters mix {' and '.join(dtypes)}: choose one with dtype=")
+    return dtypes[0]
 
 
 def _check_params(config: ModelConfig, leaves: Mapping[ParamPath, Any], where: str | Path) -> None:

@@ -39,8 +39,10 @@ def chat(
     """Talk with a model.
 
     In a pipe, each line is a turn. Lines that begin with / are commands; [bold]/help[/bold] lists them. Ctrl-C stops
-    an answer, Ctrl-D ends the conversation. Where neither --max-tokens nor the checkpoint limits an answer, it may
-    fill what max_model_len leaves.
+    an answer, Ctrl-D ends the conversation.
+
+    Sampling options that are not given come from the checkpoint's generation_config. Where neither --max-tokens nor the
+    checkpoint limits an answer, it may fill what max_model_len leaves.
     """
     values = sampling_values(sampling_options)
     if values.get("n", 1) != 1:

@@ -45,6 +45,7 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         if code:
             raise typer.Exit(code)
 
+    run.__doc__ = _unwrapped(function.__doc__ or "")
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
@@ -102,6 +103,11 @@ def _options_of(group: type) -> list[inspect.Parameter]:
         )
         for field in dataclasses.fields(group)
     ]
+
+
+def _unwrapped(text: str) -> str:
+    """Each paragraph on one line: typer would keep the line breaks of the source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text).split("\n\n"))
 
 
 def _is_usage(error: Exception) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.command import ERROR, OK, say
+from jaxinfer.cli.options import merge_params
 from jaxinfer.cli.output import console, decode_rate, describe, end_line, stream_answer, waiting, write_json, write_text
 
 if TYPE_CHECKING:
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 
 # Each ends with a whole token, as the model has seen it: a space or an indentation belongs to what follows.
 PROMPTS = (
-    "def read_lines(path):",
-    "class Stack:\n    def __init__(self):",
-    "import argparse\n\n\ndef main():\n    parser =",
+    "def read_lines(path):\n    with",
+    "async def connect(host, port):",
+    "class ParseError(Exception):",
 )
 
 
@@ -27,7 +28,10 @@ def demo(
         typer.Option("--prompt", "-p", metavar="TEXT", help="Continue this instead; may be repeated."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens for each prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the most probable token.")] = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="0 takes the most probable token. Default: the checkpoint's generation_config."),
+    ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same text.")] = 0,
     model: Annotated[str, typer.Option("--model", "-m", help="demo, demo-draft, or any other model.")] = "demo",
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
@@ -39,7 +43,8 @@ def demo(
     """
     from jaxinfer.sampling.params import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    values = {"max_tokens": max_tokens, "seed": seed, **({} if temperature is None else {"temperature": temperature})}
+    SamplingParams.from_dict(values)  # refuses before the model is loaded
     prompts = tuple(prompt or PROMPTS)
     started = time.monotonic()
     with waiting(f"loading {model}"):
@@ -48,6 +53,7 @@ def demo(
         llm = LLM(model, max_num_seqs=1)
     load_seconds = time.monotonic() - started
     with llm:
+        params = merge_params(llm.default_params, values)
         started = time.monotonic()
         with waiting("compiling"):
             _compile(llm, prompts, params)

@@ -8,6 +8,7 @@ import typer
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, say
 from jaxinfer.cli.options import ModelOptions, SamplingOptions, merge_params, open_llm, sampling_values
 from jaxinfer.cli.output import (
+    brief,
     describe,
     end_line,
     note,
@@ -51,7 +52,8 @@ def generate(
     """Continue prompts.
 
     One prompt appears as it is generated; many are generated together and come in order. Prompts are given to the
-    model as they are: for conversations with an assistant there is [bold]chat[/bold].
+    model as they are: for conversations with an assistant there is [bold]chat[/bold]. Sampling options that are not
+    given come from the checkpoint's generation_config.
     """
     values = sampling_values(sampling_options)
     lines = read_prompts(prompts or (), file)
@@ -97,7 +99,7 @@ def _write_answers(output: "RequestOutput", params: "SamplingParams", file: Text
     prompt = output.prompt if output.prompt is not None else output.prompt_token_ids
     for answer in output.outputs:
         number = f", answer {answer.index + 1}/{len(output.outputs)}" if len(output.outputs) > 1 else ""
-        write_text(f"=== {heading}{number}: {prompt!r}\n{answer.text}", file)
+        write_text(f"=== {heading}{number}: {brief(prompt, limit=70)}\n{answer.text}", file)
         end_line(answer.text, file)
     _write_logprobs(output, params, file)
 

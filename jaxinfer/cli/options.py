@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 UNLIMITED = "none"
 _MODEL = "Model"
-_SAMPLING = "Sampling (where not given, the checkpoint's generation_config decides)"
+_SAMPLING = "Sampling"
 _LIMITS = "Length and stopping"
 _REPORT = "What is reported"
 

@@ -158,6 +158,14 @@ def _shown(data: Mapping[str, Any]) -> str:
     return repr(data["token"]) if data["token"] is not None else str(data["token_id"])
 
 
+def brief(text: Any, *, from_end: bool = False, limit: int = 40) -> str:
+    """The start or the end of a text or of token ids, on one line."""
+    shown = repr(text)
+    if len(shown) <= limit:
+        return shown
+    return "…" + shown[-limit:] if from_end else shown[:limit] + "…"
+
+
 def plain_cell(text: str) -> Any:
     """A cell in which [brackets] are no markup."""
     from rich.text import Text

@@ -7,7 +7,7 @@ import typer
 
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import LogitOptions, ModelOptions, open_llm, sampling_values
-from jaxinfer.cli.output import console, open_output, plain_cell, write_json
+from jaxinfer.cli.output import brief, console, open_output, plain_cell, write_json
 from jaxinfer.cli.prompts import read_records
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def _print_totals(data: list[dict[str, Any]], file: Any) -> None:
     for one in data:
         cells = [
             str(one["index"] + 1),
-            _brief(one["prompt"], from_end=True),
-            _brief(one["continuation"]),
+            brief(one["prompt"], from_end=True),
+            brief(one["continuation"]),
             str(one["num_tokens"]),
             f"{one['raw_total']:.4f}",
             f"{one['raw_total'] / one['num_tokens']:.4f}",
@@ -133,7 +133,7 @@ def _print_tokens(data: list[dict[str, Any]], file: Any) -> None:
     from rich.table import Table
 
     for one in data:
-        title = f"{one['index'] + 1}: {_brief(one['continuation'])}"
+        title = f"{one['index'] + 1}: {brief(one['continuation'])}"
         table = Table("token", "id", title=plain_cell(title), title_justify="left", box=box.SIMPLE_HEAD)
         table.add_column("raw", justify="right")
         table.add_column("processed", justify="right")
@@ -142,10 +142,3 @@ def _print_tokens(data: list[dict[str, Any]], file: Any) -> None:
             cells = [text, str(token["token_id"]), f"{token['raw']:.4f}", f"{token['processed']:.4f}"]
             table.add_row(*map(plain_cell, cells))
         console(file).print(table)
-
-
-def _brief(text: Any, *, from_end: bool = False, limit: int = 40) -> str:
-    shown = repr(text)
-    if len(shown) <= limit:
-        return shown
-    return "…" + shown[-limit:] if from_end else shown[:limit] + "…"

@@ -1,5 +1,6 @@
 """`jaxinfer train-demo`: makes the embedded pair again, from this Python's standard library."""
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -74,11 +75,13 @@ def export_pair(
 ) -> "tuple[DemoModel, DemoModel]":
     """Trains both models, or finishes their training, and writes each as a checkpoint to `out_dir`/name.
 
-    Raises FileExistsError before anything is trained if a model is there already.
+    Raises, before anything is trained, FileExistsError if a model is there already, ImportError without matplotlib.
     """
     from jaxinfer.training import demo
 
     names = ("demo", "demo-draft")
+    if importlib.util.find_spec("matplotlib") is None:  # hours before it is needed
+        raise ImportError("the model cards need matplotlib: pip install 'jaxinfer[train]'")
     for name in names:
         if (out_dir / name).exists() and not overwrite:
             raise FileExistsError(f"{out_dir / name} exists: --overwrite replaces it")

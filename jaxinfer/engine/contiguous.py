@@ -82,7 +82,8 @@ class ContiguousEngine:
     """
 
     def __init__(self, config: ModelConfig, params: Params, options: EngineOptions):
-        self.config, self.params, self.options = config, params, options
+        self.config, self.options = config, options
+        self.model, self.weights = programs.program_model(config, params)
         self.dtype = params["embed"].dtype
         chunks = [size for size in options.prefill_chunks if size < options.max_model_len]
         self.chunks = (*chunks, min(options.max_model_len, max(options.prefill_chunks)))
@@ -147,7 +148,7 @@ class ContiguousEngine:
         size = 32
         while size < len(tokens):
             size *= 2
-        found = programs.hidden_states(self.config, self.params, jnp.asarray(_padded(tokens, size)), taps)
+        found = programs.hidden_states(self.model, self.weights, jnp.asarray(_padded(tokens, size)), taps)
         return {name: np.asarray(value)[: len(tokens)] for name, value in found.items()}
 
     def close(self) -> None:
@@ -229,18 +230,18 @@ class ContiguousEngine:
             request = PrefillRequest(**values, batch=batch, history=history)
             state, batch_of_slots = self._device_state()
             self._state, self._batch, first, hidden = programs.prefill(
-                self.config, self.params, state, batch_of_slots, request
+                self.model, self.weights, state, batch_of_slots, request
             )
             targets = _padded(prompt[start + 1 : start + length + 1], size)
             count = min(length, len(prompt) - start - 1)
             if sequence.params.prompt_logprobs is not None:
-                found = programs.score(self.config, self.params, hidden, targets, MAX_LOGPROBS)
+                found = programs.score(self.model, self.weights, hidden, targets, MAX_LOGPROBS)
                 scores.append((start + 1, count, found))
             if score_history is not None and sequence.score_from is not None:
                 target_index = start + 1 + np.arange(size)
                 is_scored = (target_index >= sequence.score_from) & (target_index < len(prompt))
                 score_history, values = programs.score_processed(
-                    self.config, self.params, hidden, targets, is_scored, batch, score_history
+                    self.model, self.weights, hidden, targets, is_scored, batch, score_history
                 )
                 processed.append((start + 1, count, values))
             start += length
@@ -255,7 +256,7 @@ class ContiguousEngine:
             return
         state, batch = self._device_state()
         self._state, output = programs.decode(
-            self.config, self.params, state, batch, self.options.steps_per_dispatch, np.int32(num_steps)
+            self.model, self.weights, state, batch, self.options.steps_per_dispatch, np.int32(num_steps)
         )
         self._in_flight.append(_Decoded(tuple(self._slots), output))
 

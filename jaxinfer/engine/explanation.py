@@ -30,7 +30,7 @@ class Explanation:
 def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
     """`model` and `sampling` are what the caller knows beyond the engine; they come first and last."""
     config, options = engine.config, engine.options
-    leaves = jax.tree.leaves(engine.params)
+    leaves = engine.weights
     device = next(iter(leaves[0].devices()))
     rope = {"rope": config.rope.kind, "rope theta": config.rope.theta}
     if config.rope.sequence_length is not None:

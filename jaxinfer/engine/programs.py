@@ -1,18 +1,18 @@
 """The jitted programs over a contiguous cache: prefill one row, decode all rows, score hidden states.
 
 Shapes use the legend of jaxinfer/README.md. Each program exists once per (rows, chunk) bucket and never retraces
-when values change; parameters are a plain nested dict, the state is donated.
+when values change; parameters cross as plain arrays, the state is donated.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache import CachedAttention, ContiguousCache, attend_without_cache, init_cache
-from jaxinfer.models import ModelConfig, Params, bind, collect
+from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SampleOutput,
     SamplingBatch,
@@ -29,6 +29,37 @@ from jaxinfer.sampling import (
 )
 
 SCORE_ELEMENTS = 2**24  # logits held at once while scoring: 64 MiB of float32
+
+
+Weights = tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramModel:
+    """What programs are compiled for: a configuration and the structure of its parameters.
+
+    A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
+    is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
+    tuple of 400 leaves crosses `jax.jit` in 0.14 ms where the nested dict takes 0.23 ms.
+    """
+
+    config: ModelConfig
+    structure: jax.tree_util.PyTreeDef
+
+    def bind(self, weights: Weights) -> Decoder:
+        """The decoder over the leaves; called while tracing."""
+        return bind(self.config, jax.tree.unflatten(self.structure, weights))
+
+
+@lru_cache(maxsize=64)
+def _program_model(config: ModelConfig, structure: jax.tree_util.PyTreeDef) -> ProgramModel:
+    return ProgramModel(config, structure)
+
+
+def program_model(config: ModelConfig, params: Params) -> tuple[ProgramModel, Weights]:
+    """The static and the array half of a model, as every program takes them."""
+    leaves, structure = jax.tree.flatten(params)
+    return _program_model(config, structure), tuple(leaves)
 
 
 @jax.tree_util.register_dataclass
@@ -102,14 +133,14 @@ def init_state(config: ModelConfig, num_slots: int, max_length: int, dtype) -> t
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
 def prefill(
-    config: ModelConfig, params: Params, state: DecodeState, batch: SamplingBatch, request: PrefillRequest
+    model: ProgramModel, weights: Weights, state: DecodeState, batch: SamplingBatch, request: PrefillRequest
 ) -> tuple[DecodeState, SamplingBatch, SampleOutput, jax.Array]:
     """Appends a chunk to a slot; after the last chunk the slot is active with its first token.
 
     Returns the state, the batch, the first token's sample of one row (zeros before the last chunk), and the final
     hidden states [T, D] of the chunk. The row's numbers do not depend on other slots: only this row is computed.
     """
-    decoder = bind(config, params)
+    decoder = model.bind(weights)
     num_tokens = request.tokens.shape[0]
     start, length = request.start[None], request.length[None]
     attend = CachedAttention(state.cache, request.slot[None], start, length, num_tokens)
@@ -140,8 +171,8 @@ def prefill(
 
 @partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
 def decode(
-    config: ModelConfig,
-    params: Params,
+    model: ProgramModel,
+    weights: Weights,
     state: DecodeState,
     batch: SamplingBatch,
     max_steps: int,
@@ -151,7 +182,7 @@ def decode(
 
     One loop on the device: it ends early when no slot is active. Nothing passes through the host between steps.
     """
-    decoder = bind(config, params)
+    decoder = model.bind(weights)
     slots = jnp.arange(state.num_slots)
 
     def one_step(state: DecodeState) -> tuple[DecodeState, SampleOutput]:
@@ -197,13 +228,13 @@ def deactivate(state: DecodeState, slot: jax.Array) -> DecodeState:
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def score(config: ModelConfig, params: Params, hidden: jax.Array, targets: jax.Array, num_top: int) -> TokenLogprobs:
+def score(model: ProgramModel, weights: Weights, hidden: jax.Array, targets: jax.Array, num_top: int) -> TokenLogprobs:
     """Raw log-probabilities of int32 targets [T] under the final hidden states [T, D] that predict them.
 
     Logits exist for `SCORE_ELEMENTS` / V positions at a time, whatever T and V are.
     """
-    decoder = bind(config, params)
-    block = _score_block(config, hidden.shape[0])
+    decoder = model.bind(weights)
+    block = _score_block(model.config, hidden.shape[0])
     blocks = (hidden.reshape(-1, block, hidden.shape[1]), targets.reshape(-1, block))
     found = lax.map(lambda pair: token_logprobs(decoder.logits(pair[0]), pair[1], num_top), blocks)
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
@@ -211,8 +242,8 @@ def score(config: ModelConfig, params: Params, hidden: jax.Array, targets: jax.A
 
 @partial(jax.jit, static_argnums=0)
 def score_processed(
-    config: ModelConfig,
-    params: Params,
+    model: ProgramModel,
+    weights: Weights,
     hidden: jax.Array,
     targets: jax.Array,
     is_scored: jax.Array,
@@ -223,7 +254,7 @@ def score_processed(
 
     hidden [T, D], targets int32[T], is_scored bool[T] (others do not enter the history); one position at a time.
     """
-    decoder = bind(config, params)
+    decoder = model.bind(weights)
 
     def one(history, inputs):
         state, target, is_real = inputs
@@ -235,11 +266,11 @@ def score_processed(
 
 @partial(jax.jit, static_argnums=(0, 3))
 def hidden_states(
-    config: ModelConfig, params: Params, tokens: jax.Array, taps: tuple[str, ...]
+    model: ProgramModel, weights: Weights, tokens: jax.Array, taps: tuple[str, ...]
 ) -> dict[str, jax.Array]:
     """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache."""
     found, tap = collect(taps)
-    bind(config, params)(tokens[None], jnp.arange(tokens.shape[0])[None], attend_without_cache, tap)
+    model.bind(weights)(tokens[None], jnp.arange(tokens.shape[0])[None], attend_without_cache, tap)
     return {name: value[0] for name, value in found.items()}
 
 

@@ -175,6 +175,12 @@ def test_directories_that_are_no_checkpoint_are_never_overwritten(checkpoint, tm
         convert(source, tmp_path / "home", overwrite=True, progress=None)
     with pytest.raises(CheckpointError, match="is the source itself"):
         convert(source, source, overwrite=True, progress=None)
+    (tmp_path / "other.partial").mkdir()
+    (tmp_path / "other.partial" / "notes.txt").write_text("mine")
+    for form in ("native", "huggingface"):
+        with pytest.raises(CheckpointError, match="exists and is not a checkpoint being written"):
+            convert(source, tmp_path / "other", to=form, progress=None)
+    assert (tmp_path / "other.partial" / "notes.txt").read_text() == "mine"
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="exists and is not a directory"):
         convert(source, tmp_path / "file", overwrite=True, progress=None)

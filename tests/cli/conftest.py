@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,6 +19,11 @@ from jaxinfer.cli.main import app
 
 HIDDEN, LAYERS, FFN, HEADS, KV_HEADS, HEAD_DIM = 32, 2, 64, 4, 2, 8
 MAX_LENGTH = 96
+# Tests that run in the background ignore Ctrl-C, and their children would too.
+START = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from jaxinfer.cli.main import main; main()"
+)
 SPECIAL = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
@@ -120,14 +124,12 @@ def jaxinfer_process() -> Callable[..., subprocess.Popen]:
     def start(*arguments: Any, **options: Any) -> subprocess.Popen:
         environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", **options.pop("env", {})}
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxinfer.cli", *map(str, arguments)],
+            [sys.executable, "-c", START, *map(str, arguments)],
             env=environment,
             text=True,
             stdin=options.pop("stdin", subprocess.DEVNULL),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # A test run in the background ignores Ctrl-C, and its children would too.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             **options,
         )
 

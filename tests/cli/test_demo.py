@@ -1,5 +1,7 @@
 """`jaxinfer demo` and `jaxinfer train-demo`."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,24 @@ def test_demo_shows_text_and_speed(jaxinfer, model):
 def test_demo_of_one_token_has_no_rate(jaxinfer, model):
     result = jaxinfer("demo", "--model", model, "--max-tokens", "1", "-p", "x")
     assert "too short to measure" in result.stdout
+
+
+def test_demo_samples_as_the_checkpoint_says(jaxinfer, model, monkeypatch, tmp_path):
+    path = tmp_path / "cooler"
+    shutil.copytree(model, path)
+    (path / "generation_config.json").write_text('{"temperature": 0.25, "max_new_tokens": 99}')
+    seen = []
+    generate = LLM.generate
+
+    def remember(self, prompts, params, **more):
+        seen.append(params)
+        return generate(self, prompts, params, **more)
+
+    monkeypatch.setattr(LLM, "generate", remember)
+    arguments = ["demo", "--json", "--model", path, "-p", "x", "--max-tokens", "2"]
+    assert jaxinfer(*arguments).exit_code == 0
+    assert jaxinfer(*arguments, "--temperature", "0").exit_code == 0
+    assert [(params.temperature, params.max_tokens) for params in seen] == [(0.25, 2), (0.0, 2)]
 
 
 def test_demo_refuses_bad_values(jaxinfer, tmp_path):
@@ -98,6 +118,7 @@ def quick_training(monkeypatch):
 
 
 def test_train_demo_writes_models_that_load(jaxinfer, json_lines, quick_training, tmp_path):
+    pytest.importorskip("matplotlib", reason="the model cards have plots: pip install 'jaxinfer[train]'")
     arguments = ["train-demo", "--work-dir", tmp_path / "work", "--out", tmp_path / "out", "--steps", "7"]
     result = jaxinfer(*arguments, "--draft-steps", "5", "--json")
     assert result.exit_code == 0

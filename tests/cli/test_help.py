@@ -53,6 +53,11 @@ def test_version(jaxinfer):
     assert (result.exit_code, result.stdout) == (0, f"jaxinfer {__version__}\n")
 
 
+def test_it_runs_as_a_module():
+    result = subprocess.run([sys.executable, "-m", "jaxinfer.cli", "--version"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, f"jaxinfer {__version__}\n")
+
+
 def test_without_a_command_it_shows_help(jaxinfer):
     assert "Usage: jaxinfer" in jaxinfer().output
 

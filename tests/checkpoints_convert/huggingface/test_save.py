@@ -114,7 +114,13 @@ def test_too_little_room_is_noticed_before_writing(tmp_path, params, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
+def test_dtype_of_mixed_parameters_must_be_chosen(tmp_path, params):
+    mixed = {**params, "embed": params["embed"].astype("bfloat16")}
+    with pytest.raises(CheckpointError, match="the parameters mix bfloat16 and float32: choose one"):
+        save_huggingface(CONFIG, mixed, tmp_path / "out", dtype="auto")
+
+
 def test_numpy_parameters_are_taken_too(tmp_path, params):
     as_numpy = jax.tree.map(lambda leaf: np.asarray(leaf).astype(ml_dtypes.bfloat16), params)
-    save_huggingface(replace(CONFIG, dtype="bfloat16"), as_numpy, tmp_path / "out", dtype="auto")
+    save_huggingface(CONFIG, as_numpy, tmp_path / "out", dtype="auto")
     assert load(tmp_path / "out")[0].dtype == "bfloat16"
