@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-oracle lint format bench golden clean
+.PHONY: help demo test test-oracle lint format bench golden readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -44,7 +44,10 @@ format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 
 bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Decode speed next to Transformers, in one run
-	$(BIN)/python -m benchmarks.decode_vs_transformers
+	$(BIN)/python -m benchmarks.decode_vs_transformers --json benchmarks/results/decode_vs_transformers.json
+
+readme: $(VENV)/stamp-base  ## Print the README's examples again
+	$(BIN)/python docs/update_readme.py
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache

@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parent / "golden"
 NUM_PROMPT_TOKENS = 300
 NUM_NEW_TOKENS = 64
 LOGIT_POSITIONS = (0, 1, 7, 63, 64, 127, 128, 255, 299)
-GREEDY_LENGTHS = (5, 17, 33, 120)
+GREEDY_LENGTHS = (5, 17, 34, 47, 64, 120)
 VOCAB_SIZE = 256
 # Two implementations agree to about 1e-5 in float32: where the best token leads by 1e-3, they choose the same.
 MIN_MARGIN = 1e-3
@@ -94,7 +94,7 @@ VARIANTS = {
         _llama(
             "llama_dynamic",
             options={**_tied, **_scaled("dynamic", factor=2.0), "max_position_embeddings": 128},
-            greedy_lengths=(5, 17, 33, 60),
+            greedy_lengths=(5, 17, 34, 40, 47, 60),
             max_model_len=128,
         ),
         # At theta 500,000 the wavelengths 6, 32, 167, ... lie on all three sides of the bounds 64/4 and 64/1.
@@ -118,13 +118,13 @@ VARIANTS = {
             "llama_longrope_short",
             options={**_tied, "rope_parameters": LONGROPE},
             num_logit_tokens=128,
-            greedy_lengths=(5, 17, 33, 60),
+            greedy_lengths=(5, 17, 34, 40, 47, 60),
             max_model_len=128,
         ),
         _llama(
             "llama_longrope_long",
             options={**_tied, "rope_parameters": LONGROPE},
-            greedy_lengths=(129, 140, 151, 160),
+            greedy_lengths=(129, 134, 140, 151, 160, 170),
         ),
         Variant("mistral", "mistral", {"sliding_window": None, "head_dim": 32, "rms_norm_eps": 1e-6}),
         Variant("mistral_window", "mistral", {**_tied, "sliding_window": 24}),
