@@ -1,7 +1,8 @@
 """Does one checkpoint compute what another does? Tensors, hidden states of every layer, logits."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,24 +146,33 @@ def _tokens(config: ModelConfig, token_ids: Sequence[int] | None) -> jax.Array:
 
 def _hidden_states(config: ModelConfig, params: Params, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Final hidden states [T, D], and those after the embedding, every layer and the final norm, in that order."""
-    names = [name for name in tap_names(config) if not name.endswith((".attention", ".mlp"))]
+    hidden, states = _programs(replace(config, dtype="float32"))[0](params, tokens)
+    return hidden, {name: states[name] for name in _compared_states(config)}
+
+
+def _logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
+    return _programs(replace(config, dtype="float32"))[1](params, hidden)
+
+
+def _compared_states(config: ModelConfig) -> list[str]:
+    return [name for name in tap_names(config) if not name.endswith((".attention", ".mlp"))]
+
+
+@lru_cache(maxsize=4)
+def _programs(config: ModelConfig) -> tuple[Callable[..., Any], Callable[..., jax.Array]]:
+    """Jitted forward pass and logits, compiled once for both sides. The dtype is that of the parameters."""
+    names = _compared_states(config)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
         return flash_attention(q, k, v, window=window)
 
-    @jax.jit
     def forward(params: Params, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         found, tap = collect(names)
         positions = jnp.arange(tokens.shape[0])[None]
         hidden = bind(config, params)(tokens[None], positions, attend, tap)
         return hidden[0], {name: found[name][0] for name in names}
 
-    hidden, states = forward(params, tokens)
-    return hidden, {name: states[name] for name in names}
-
-
-def _logits(config: ModelConfig, params: Params, hidden: jax.Array) -> jax.Array:
-    return jax.jit(lambda params, hidden: bind(config, params).logits(hidden))(params, hidden)
+    return jax.jit(forward), jax.jit(lambda params, hidden: bind(config, params).logits(hidden))
 
 
 class _LogitComparison(NamedTuple):

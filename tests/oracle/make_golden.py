@@ -12,15 +12,14 @@ import numpy as np
 import torch
 import transformers
 from families import GOLDEN, MIN_DISTINCT, MIN_MARGIN, VARIANTS, Variant
-from reference import compute, rope
+from reference import compute, quiet, rope
 from rope_cases import CASES
 from safetensors.numpy import save_file
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)  # one order of summation
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # advice on configs that are odd on purpose
+    quiet()
     for name in names or VARIANTS:
         print(write(VARIANTS[name]))
     if not names:

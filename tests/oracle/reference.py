@@ -13,6 +13,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 MAX_SEEDS = 200
 
 
+def quiet() -> None:
+    """No progress bars, and no advice on configs that are odd on purpose."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
 @dataclass(frozen=True)
 class Reference:
     """A model, the numbers it gives, and the seed of both.
@@ -65,6 +71,16 @@ def build(variant: Variant, seed: int) -> transformers.PreTrainedModel:
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(weights(name, tuple(parameter.shape), seed)))
     return model.eval()
+
+
+def in_bfloat16(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """A copy of the model with bfloat16 weights; its rotation stays in float32, as in a checkpoint of that dtype."""
+    other = transformers.AutoModelForCausalLM.from_config(
+        model.config, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    other.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()})
+    other.tie_weights()
+    return other.eval()
 
 
 def forward(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarray:

@@ -46,6 +46,14 @@ def error(variant: Variant, config: ModelConfig, params: Params, chunk: int | No
     return found
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """Halves the time of a hundred compilations. test_live.py compares the optimized programs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(params=list(VARIANTS), scope="module")
 def variant(request) -> Variant:
     return VARIANTS[request.param]
@@ -63,11 +71,31 @@ def test_logits_through_the_cache_one_token_at_a_time(variant):
     assert error(variant, *checkpoint(variant), chunk=1) <= TOLERANCE
 
 
-def test_greedy_tokens(variant):
+def test_greedy_tokens_of_a_padded_batch(variant):
+    # The four longest prompts fit in one size of prompt chunk, so one program prefills them.
+    with parity.engine(*checkpoint(variant), variant) as llm:
+        parity.assert_batched(llm, pairs(variant)[-4:])
+
+
+# In the other ways of getting at a token, families differ by their windows and rotations, if at all; the rest of them
+# runs with --slow, and live in test_live.py.
+SAMPLE = ("llama", "llama_longrope_long", "mistral_window")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+)
+def test_greedy_tokens_one_request_and_one_token_at_a_time(name):
+    variant = VARIANTS[name]
     with parity.engine(*checkpoint(variant), variant) as llm:
         parity.assert_alone(llm, pairs(variant))
         parity.assert_streamed(llm, pairs(variant))
         parity.assert_regrown(llm, pairs(variant)[:2], num_tokens=16)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_more_prompts_than_slots(variant):
+    with parity.engine(*checkpoint(variant), variant) as llm:
         parity.assert_batched(llm, pairs(variant))
 
 
@@ -88,7 +116,7 @@ FAULTS = {
     "llama_linear": rope(factor=4.01),
     "llama_llama3": rope(low_freq_factor=1.01),
     "llama_yarn": rope(truncate=False),
-    "llama_longrope_short": rope(short_factor=(1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7, 2.01)),
+    "llama_longrope_short": rope(short_factor=(1.0, 1.06, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0)),
     "llama_longrope_long": rope(attention_factor=1.0),
     "mistral": field(norm_eps=1e-5),
     "mistral_window": field(sliding_windows=(25, 24)),
@@ -125,6 +153,6 @@ def test_a_fault_shows_in_the_greedy_tokens():
     variant = VARIANTS["llama"]
     config, params = checkpoint(variant)
     params = jax.tree.map(lambda leaf: leaf, params)
-    params["final_norm"] = {"weight": params["final_norm"]["weight"].at[3].multiply(1.1)}
+    params["final_norm"] = {"weight": params["final_norm"]["weight"].at[3].multiply(1.5)}
     with parity.engine(config, params, variant) as llm, pytest.raises(AssertionError, match="Transformers gives"):
-        parity.assert_alone(llm, pairs(variant))
+        parity.assert_batched(llm, pairs(variant)[-4:])
