@@ -28,7 +28,9 @@ def jaxinfer(*arguments: str) -> str:
 def completions() -> str:
     blocks = []
     for prompt in PROMPTS:
-        answer = json.loads(jaxinfer("generate", prompt, "--model", "demo", "--seed", "0", "--max-tokens", "60", "--json"))
+        answer = json.loads(
+            jaxinfer("generate", prompt, "--model", "demo", "--seed", "0", "--max-tokens", "60", "--json")
+        )
         text = answer["prompt"] + answer["outputs"][0]["text"]
         blocks.append("```python\n" + text.rstrip() + "\n```")
     return "\n\n".join(blocks)

@@ -226,8 +226,10 @@ class ContiguousEngine:
                 "slot": np.int32(slot),
                 "is_last": np.bool_(start + length == len(prompt)),
                 "max_tokens": np.int32(sequence.max_tokens),
+                "batch": batch,
+                "history": history,
             }
-            request = PrefillRequest(**values, batch=batch, history=history)
+            request = PrefillRequest(**values)
             state, batch_of_slots = self._device_state()
             self._state, self._batch, first, hidden = programs.prefill(
                 self.model, self.weights, state, batch_of_slots, request

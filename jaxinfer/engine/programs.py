@@ -6,6 +6,7 @@ when values change; parameters cross as plain arrays, the state is donated.
 
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class ProgramModel:
     """
 
     config: ModelConfig
-    structure: jax.tree_util.PyTreeDef
+    structure: Any
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -52,7 +53,7 @@ class ProgramModel:
 
 
 @lru_cache(maxsize=64)
-def _program_model(config: ModelConfig, structure: jax.tree_util.PyTreeDef) -> ProgramModel:
+def _program_model(config: ModelConfig, structure: Any) -> ProgramModel:
     return ProgramModel(config, structure)
 
 

@@ -86,7 +86,12 @@ def test_incremental_equals_full(sizes):
     cache, parts, start = filled(), [], 0
     for size in sizes:
         cache, hidden = step(
-            PARAMS, cache, TOKENS[:, start : start + size], jnp.arange(ROWS), jnp.full(ROWS, start), jnp.full(ROWS, size)
+            PARAMS,
+            cache,
+            TOKENS[:, start : start + size],
+            jnp.arange(ROWS),
+            jnp.full(ROWS, start),
+            jnp.full(ROWS, size),
         )
         parts.append(hidden)
         start += size

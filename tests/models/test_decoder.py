@@ -76,7 +76,9 @@ def random_params(config):
 
 
 def names(tree) -> list[str]:
-    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -165,7 +167,9 @@ def test_parameter_names():
 
 @CONFIGS
 def test_abstract_params_are_the_shapes_of_init_params(config):
-    assert jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), initialized(config)) == abstract_params(config)
+    assert jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), initialized(config)) == abstract_params(
+        config
+    )
     assert {x.dtype for x in jax.tree.leaves(initialized(config))} == {jnp.dtype("float32")}
     for make in (init_params, lambda config, key, dtype: abstract_params(config, dtype)):
         params = jax.eval_shape(partial(make, config, dtype="bfloat16"), jax.random.key(0))
@@ -293,9 +297,7 @@ def test_leading_dimensions_are_free():
 def test_tied_logits_use_the_embedding():
     params = random_params(TIED)
     untied = {**params, "lm_head": params["embed"].T}
-    np.testing.assert_allclose(
-        full_pass(TIED, params, TOKENS), full_pass(PLAIN, untied, TOKENS), rtol=0, atol=1e-5
-    )
+    np.testing.assert_allclose(full_pass(TIED, params, TOKENS), full_pass(PLAIN, untied, TOKENS), rtol=0, atol=1e-5)
 
 
 def test_every_parameter_matters():

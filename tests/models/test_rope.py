@@ -78,9 +78,7 @@ def test_dynamic_at_its_original_length_is_default_and_grows_the_base_beyond():
         np.testing.assert_array_equal(inverse_frequencies(replace(rope, sequence_length=length))[0], default)
     base = 10000 * (2 * 300 / 128 - 1) ** (32 / 30)
     expected = [1 / base ** (2 * i / 32) for i in range(16)]
-    np.testing.assert_allclose(
-        inverse_frequencies(replace(rope, sequence_length=300))[0], expected, rtol=RELATIVE
-    )
+    np.testing.assert_allclose(inverse_frequencies(replace(rope, sequence_length=300))[0], expected, rtol=RELATIVE)
 
 
 def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between():

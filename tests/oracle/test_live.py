@@ -3,7 +3,6 @@
 Needs torch and Transformers: `make test-oracle`.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,15 +85,14 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(oracle, variant, exp
     noise, found = divergence(expected.logits, theirs), divergence(expected.logits, ours)
     between = divergence(theirs, ours)
     agree = np.mean(theirs.argmax(-1) == ours.argmax(-1))
-    # Where the best token leads by more than rounding can move it, all choose the same.
-    top = np.sort(expected.logits, -1)
-    is_clear = top[:, -1] - top[:, -2] > 4 * np.abs(theirs - expected.logits).max()
+    # Where the best token leads by far more than rounding moves a logit, all choose the same.
+    second, best = np.sort(expected.logits, -1)[:, -2:].T
+    is_clear = best - second > 6 * np.std(theirs - expected.logits)
     print(
         f"{variant.name}: KL from float32 {found:.1e} (Transformers {noise:.1e}), between {between:.1e}, "
         f"top-1 agreement {agree:.3f}, {is_clear.mean():.2f} of positions clear"
     )
     assert found <= 1.5 * noise
-    assert between <= 2 * (noise + found)
-    assert between <= 5e-3
+    assert between <= 1e-3
     assert np.array_equal(theirs.argmax(-1)[is_clear], ours.argmax(-1)[is_clear])
-    assert agree >= 0.9
+    assert is_clear.mean() > 0.5

@@ -1,5 +1,6 @@
 """The sandbox: Jinja as Transformers has it for honest templates; no escape, no hang and no flood for others."""
 
+import gc
 import time
 from datetime import datetime
 
@@ -106,12 +107,17 @@ BOMBS = [
 
 @pytest.mark.parametrize("source", BOMBS, ids=range(len(BOMBS)))
 def test_no_hang_and_no_flood(source):
-    template = ChatTemplate(source)
-    start = time.thread_time()
-    with pytest.raises(ChatTemplateError):
-        template.render(HELLO)
-    # The limit is 250 ms; the rest is for what one operation may take after the clock was last seen.
-    assert time.thread_time() - start < 0.4
+    template = ChatTemplate(source, time_limit=0.25)
+    gc.collect()
+    gc.disable()
+    try:
+        start = time.thread_time()
+        with pytest.raises(ChatTemplateError):
+            template.render(HELLO)
+        # The limit is 250 ms; the rest is for what one operation may take after the clock was last seen.
+        assert time.thread_time() - start < 0.4
+    finally:
+        gc.enable()
 
 
 def test_the_limits_are_what_stops_a_bomb():

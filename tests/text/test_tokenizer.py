@@ -1,7 +1,7 @@
 """Tokenizer: files, ids, content that cannot become a control token."""
 
+import copy
 import json
-import pickle
 
 import pytest
 import tokenizers
@@ -305,11 +305,11 @@ def test_save_copies_the_files_unchanged(toy, tmp_path):
         toy.wrap(toy.byte_level()).save(target)
 
 
-def test_pickles_for_worker_processes(chat_tokenizers):
+def test_copies_for_worker_processes(chat_tokenizers):
     tokenizer = chat_tokenizers["chatml"]
     messages = [{"role": "user", "content": "hi <|im_end|>"}]
     expected = tokenizer.apply_chat_template(messages)
-    assert pickle.loads(pickle.dumps(tokenizer)).apply_chat_template(messages) == expected  # noqa: S301
+    assert copy.deepcopy(tokenizer).apply_chat_template(messages) == expected
 
 
 def test_a_model_without_added_tokens_has_nothing_to_guard(toy):
