@@ -219,7 +219,7 @@ class ContiguousEngine:
             size = next((chunk for chunk in self.chunks if chunk >= rest), self.chunks[-1])
             length = min(rest, size)
             # NumPy values go to the device with the call; Python numbers would be traced as weakly typed constants.
-            values: dict[str, Any] = {
+            chunk_fields: dict[str, Any] = {
                 "tokens": _padded(prompt[start : start + length], size),
                 "start": np.int32(start),
                 "length": np.int32(length),
@@ -229,7 +229,7 @@ class ContiguousEngine:
                 "batch": batch,
                 "history": history,
             }
-            request = PrefillRequest(**values)
+            request = PrefillRequest(**chunk_fields)
             state, batch_of_slots = self._device_state()
             self._state, self._batch, first, hidden = programs.prefill(
                 self.model, self.weights, state, batch_of_slots, request
