@@ -29,7 +29,7 @@ test: $(VENV)/stamp-test  ## Run the test suite (CPU, no torch, no network)
 	$(BIN)/python -m pytest -q -m timing
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
-	$(BIN)/python -m pytest -q --oracle tests/oracle
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
 
 golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again, with Transformers
 	$(BIN)/python tests/oracle/make_golden.py

@@ -201,6 +201,19 @@ def test_rows_are_independent():
     assert np.isnan(out[1]).any()
 
 
+@pytest.mark.parametrize("num_queries", [1, 8, 32])
+def test_a_nan_is_never_hidden(num_queries):
+    # Every real query sees key 0, so none may come out finite: a row that sees NaN is not a row that sees nothing.
+    case = Case(num_queries, 128, offset=(0, 60), lengths=(num_queries, 60 + num_queries))
+    operands = case.operands()
+    run = case.call()
+    for i, poisoned in enumerate(operands):
+        place = (1,) if i == 0 else (1, 0)
+        out = run(*operands[:i], poisoned.at[place].set(jnp.nan), *operands[i + 1 :], "xla")
+        assert np.isnan(out[1]).all(), "qkv"[i]
+        assert np.isfinite(out[0]).all()
+
+
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("num_queries", [1, 40])
 @pytest.mark.usefixtures("small_blocks")

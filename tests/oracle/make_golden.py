@@ -12,14 +12,13 @@ import numpy as np
 import torch
 import transformers
 from families import GOLDEN, MIN_DISTINCT, MIN_MARGIN, VARIANTS, Variant
-from reference import compute, quiet, rope
+from reference import compute, rope, set_up
 from rope_cases import CASES
 from safetensors.numpy import save_file
 
 
 def main(names: list[str]) -> None:
-    torch.set_num_threads(1)  # one order of summation
-    quiet()
+    set_up()
     for name in names or VARIANTS:
         print(write(VARIANTS[name]))
     if not names:

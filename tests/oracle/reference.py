@@ -13,8 +13,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 MAX_SEEDS = 200
 
 
-def quiet() -> None:
-    """No progress bars, and no advice on configs that are odd on purpose."""
+def set_up() -> None:
+    """One thread, so that sums have one order; no progress bars, and no advice on configs that are odd on purpose."""
+    torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
 

@@ -25,7 +25,7 @@ def oracle():
         import reference
     except ImportError as error:
         pytest.fail(f"--oracle needs torch and Transformers ({error}): pip install 'jaxinfer[oracle]'", pytrace=False)
-    reference.quiet()
+    reference.set_up()
     return reference
 
 
