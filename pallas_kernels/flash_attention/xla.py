@@ -85,7 +85,9 @@ def _query_block(q, k, v, query_offset, kv_lengths, spec: AttentionSpec) -> jax.
     highest, total, weighted = carry
     out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
     if kv_lengths is not None:
-        out = jnp.where(highest[..., None] == MASKED, 0.0, out)
+        # XLA:CPU's maximum may drop a NaN, so a row of NaN scores looks unseen by its maximum; its sum does not.
+        is_unseen = (highest == MASKED) & ~jnp.isnan(total)
+        out = jnp.where(is_unseen[..., None], 0.0, out)
     return out.transpose(0, 3, 1, 2, 4)
 
 
