@@ -255,7 +255,10 @@ class LLM:
     # Looking after it.
 
     def warm_up(self, *, use_tqdm: bool | None = None) -> int:
-        """Compiles every program that any request can need, so that none compiles later; returns how many."""
+        """Compiles every program that a request can need, so that none compiles later; returns how many.
+
+        Only hidden states are left out: each choice of taps and length is a program of its own.
+        """
         engine = self._open_engine()
         disable = None if use_tqdm is None else not use_tqdm
         num_buckets = len(engine.options.slot_buckets) * len(engine.chunks)

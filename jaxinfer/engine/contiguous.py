@@ -129,7 +129,7 @@ class ContiguousEngine:
         self._end(sequence, reason, stop_reason)
 
     def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
-        """Compiles every program that requests can need; returns how many. `progress` may wrap the iteration."""
+        """Compiles what requests without taps need; returns how many programs. `progress` may wrap the iteration."""
         pairs = [(slots, chunk) for slots in self.options.slot_buckets for chunk in self.chunks]
         for slots, chunk in progress(iter(pairs)) if progress else iter(pairs):
             self._use_slots(slots)
@@ -141,7 +141,8 @@ class ContiguousEngine:
                 self._admit(num_slots=slots)
                 self.step()
             self._state = programs.deactivate(self._device_state()[0], np.int32(0))
-        return len(pairs) * 3 + len(self.options.slot_buckets)
+        # prefill for every pair; score and score_processed for every chunk; decode and deactivate for every bucket.
+        return len(pairs) + 2 * len(self.chunks) + 2 * len(self.options.slot_buckets)
 
     def hidden_states(self, tokens: Sequence[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
