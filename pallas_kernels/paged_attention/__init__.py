@@ -1,0 +1,31 @@
+"""Attention over a paged cache of keys and values."""
+
+from pallas_kernels.paged_attention.api import Choice, Schedule, choose, make_schedule, new_pages, paged_attention
+from pallas_kernels.paged_attention.layout import (
+    InterleavedPages,
+    Pages,
+    PageShape,
+    SeparatePages,
+    empty_pages,
+    pack,
+    unpack,
+)
+from pallas_kernels.paged_attention.specs import PagedSpec, make_spec
+
+__all__ = [
+    "Choice",
+    "InterleavedPages",
+    "PageShape",
+    "PagedSpec",
+    "Pages",
+    "Schedule",
+    "SeparatePages",
+    "choose",
+    "empty_pages",
+    "make_schedule",
+    "make_spec",
+    "new_pages",
+    "pack",
+    "paged_attention",
+    "unpack",
+]

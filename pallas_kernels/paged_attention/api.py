@@ -1,0 +1,189 @@
+"""The entry points: pick an implementation, plan a step, run a layer."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, Operands, PagedSpec, make_spec
+from pallas_kernels.platform import current_platform
+
+_MODULES = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu, "xla": xla, "reference": reference}
+IMPLEMENTATIONS = tuple(_MODULES)
+# Best first; the last one does everything.
+_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["implementation", "spec"])
+@dataclass(frozen=True)
+class Schedule:
+    """What one step reads, computed once and shared by its layers of the same window; opaque to callers."""
+
+    arrays: Any
+    implementation: str
+    spec: PagedSpec
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation taken, and why each one before it in the order of preference was not."""
+
+    implementation: str
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def choose(spec: PagedSpec, implementation: str | None = None, platform: str | None = None) -> Choice:
+    """Picks an implementation for `spec` on `platform` (the current one when None).
+
+    Raises NotImplementedError with the reason when a named implementation cannot, ValueError for an unknown name.
+    """
+    platform = platform or current_platform()
+    if implementation is not None:
+        if implementation not in _MODULES:
+            raise ValueError(f"implementation={implementation!r} is not one of {', '.join(_MODULES)}")
+        reason = _MODULES[implementation].unsupported(spec, platform)
+        if reason is not None:
+            raise NotImplementedError(f"paged_attention: {implementation} cannot run this: {reason}")
+        return Choice(implementation)
+    reasons: dict[str, str] = {}
+    for name in _BY_PLATFORM.get(platform, ("xla",)):
+        reason = _MODULES[name].unsupported(spec, platform)
+        if reason is None:
+            return Choice(name, reasons)
+        reasons[name] = reason
+    raise NotImplementedError(f"paged_attention: no implementation on {platform}: {reasons}")
+
+
+def new_pages(
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    *,
+    layout: str | None = None,
+) -> Pages:
+    """Zeroed pages of one layer, in the layout of the platform's kernel ("interleaved" on a TPU) unless named."""
+    shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name)
+    if layout is None:
+        layout = pallas_tpu.LAYOUT if current_platform() == "tpu" else xla.LAYOUT
+    return empty_pages(shape, layout)
+
+
+def make_schedule(
+    spec: PagedSpec,
+    page_table: jax.Array,
+    query_lengths: jax.Array,
+    kv_lengths: jax.Array,
+    *,
+    query_starts: jax.Array | None = None,
+    implementation: str | None = None,
+) -> Schedule:
+    """The order of work of a step, from the operands of `paged_attention` and `make_spec` of their shapes.
+
+    Layers whose calls have equal specs share it: compute it once in a step, outside the layers.
+    """
+    name = choose(spec, implementation).implementation
+    query_starts = _starts(query_starts, query_lengths)
+    arrays = _MODULES[name].make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths)
+    return Schedule(arrays, name, spec)
+
+
+def paged_attention(
+    q: jax.Array,
+    k_new: jax.Array,
+    v_new: jax.Array,
+    pages: Pages,
+    page_table: jax.Array,
+    query_lengths: jax.Array,
+    kv_lengths: jax.Array,
+    *,
+    query_starts: jax.Array | None = None,
+    max_query_length: int | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    sinks: jax.Array | None = None,
+    ancestors: jax.Array | None = None,
+    schedule: Schedule | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, Pages]:
+    """Appends new keys and values to a paged cache and attends to it: prefill, decode and verify in one ragged call.
+
+    Sequence s has `query_lengths[s]` new tokens, rows `query_starts[s]` onward of q, k_new and v_new; they become the
+    last of its `kv_lengths[s]` keys. (Kwon et al. 2023, PagedAttention; the ragged form is that of Ragged Paged
+    Attention, arXiv 2604.15464.)
+
+    Args:
+      q: queries [T, Hq, K]; k_new, v_new: keys and values of the same tokens [T, Hkv, K].
+      pages: one layer's cache (`new_pages`). Donate it: the result aliases it.
+      page_table: int32 [S, P], the page ids of each sequence in order. Ids of pages that hold no key a query sees
+        are never used and may be anything. No two sequences with new tokens may share the pages these go to.
+      query_lengths, kv_lengths: int32 [S]; kv_lengths counts the new tokens too. Length 0 costs and touches nothing.
+      query_starts: int32 [S]; the running sum of query_lengths when None. Rows outside every sequence are padding:
+        what is returned there has no meaning (but is finite when q is).
+      max_query_length: static bound of query_lengths, T when None; 1 to 16 picks the programs for decode and verify.
+      window: a query sees only the last `window` keys, its own included.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap), after scaling, before masking.
+      scale: multiplies the scores; K**-0.5 when None. The scale of an fp8 cache's keys can be folded in here.
+      sinks: float32 [Hq], one more score in each head's softmax, whose value is zero (gpt-oss).
+      ancestors: uint32 [T], for verifying a token tree: bit j says that the token sees the j-th new token of its
+        sequence; its own bit is set, and parents come before children. Its depth is the number of its bits less 1,
+        which is its distance from the first new token in a window. Sequences of more than 32 new tokens are causal.
+      schedule: from `make_schedule` for these operands; computed here when None.
+      implementation: None picks by platform and shape (see `choose`), "xla", "pallas_tpu", "pallas_gpu", or
+        "reference" (dense, float32, for tests).
+
+    Returns:
+      (out [T, Hq, K] in q's dtype, the pages with the new tokens).
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit, or a schedule made for others.
+      NotImplementedError: the named implementation cannot do this; the message says why.
+    """
+    spec = make_spec(
+        q,
+        k_new,
+        v_new,
+        pages,
+        page_table,
+        max_query_length=max_query_length,
+        window=window,
+        soft_cap=soft_cap,
+        scale=scale,
+        sinks=sinks,
+        ancestors=ancestors,
+    )
+    for name, lengths in (("query_lengths", query_lengths), ("kv_lengths", kv_lengths), ("query_starts", query_starts)):
+        if lengths is not None and (lengths.shape != (spec.num_sequences,) or lengths.dtype != jnp.int32):
+            raise ValueError(f"{name} is int32 [{spec.num_sequences}]; got {lengths.dtype} {lengths.shape}")
+    query_starts = _starts(query_starts, query_lengths)
+    if schedule is None:
+        schedule = make_schedule(
+            spec, page_table, query_lengths, kv_lengths, query_starts=query_starts, implementation=implementation
+        )
+    elif schedule.spec != spec or implementation not in (None, schedule.implementation):
+        raise ValueError(
+            f"the schedule was made for {schedule.implementation} and {schedule.spec}; this call is {implementation}, {spec}"
+        )
+    if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
+        ancestors = _within_window(ancestors, window)
+    operands = Operands(
+        q, k_new, v_new, pages, page_table, query_starts, query_lengths, kv_lengths, sinks, ancestors
+    )
+    return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
+
+
+def _starts(query_starts: jax.Array | None, query_lengths: jax.Array) -> jax.Array:
+    return jnp.cumsum(query_lengths) - query_lengths if query_starts is None else query_starts
+
+
+def _within_window(ancestors: jax.Array, window: int) -> jax.Array:
+    """Keeps the last `window` ancestors of each token: those with fewer than `window` ancestors at or after them."""
+    bits = jnp.arange(MAX_TREE_TOKENS, dtype=jnp.uint32)
+    is_near = jax.lax.population_count(ancestors[:, None] >> bits) <= window
+    return ancestors & jnp.sum(jnp.where(is_near, jnp.uint32(1) << bits, 0), axis=1, dtype=jnp.uint32)

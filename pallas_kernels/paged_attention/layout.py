@@ -1,0 +1,234 @@
+"""How the keys and values of one layer lie in pages, and the conversion between the layouts.
+
+The scheduler sees page ids only; the layout belongs to the kernel. `SeparatePages` is also the logical form that
+every implementation is checked in. Stored values are what attention reads: new tokens are rounded to the cache's
+dtype first, so an answer does not depend on how a prompt was cut into chunks.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128
+SUBLANES = 8
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+LAYOUTS = ("separate", "interleaved")
+
+
+class SeparatePages(NamedTuple):
+    """Keys and values [pages, page, Hkv, K]; with int8, float32 scales [pages, Hkv, page], else None."""
+
+    k: jax.Array
+    v: jax.Array
+    k_scales: jax.Array | None = None
+    v_scales: jax.Array | None = None
+
+
+class InterleavedPages(NamedTuple):
+    """Keys and values of a token side by side, as whole 32-bit words, so that appending a token is a plain copy.
+
+    kv: [pages, page, rows / pack, pack, lanes] with pack = 4 / itemsize. With head_dim <= 64 one row of 128 lanes
+      holds a head's key (lanes 0 to K-1) and value (lanes 64 to 64+K-1), and there are Hkv rows. With a larger
+      head_dim a row holds a key (even rows) or a value (odd rows) in ceil(K / 128) * 128 lanes, and there are
+      2 Hkv rows. Rows are padded to a multiple of pack; padding is zero.
+    scales: with int8, float32 [pages, ceil(2 Hkv / 8) * 8, ceil(page / 128) * 128]: row 2h scales the keys of head h,
+      row 2h+1 its values, one lane for each token of the page. None otherwise.
+    """
+
+    kv: jax.Array
+    scales: jax.Array | None = None
+
+
+Pages = SeparatePages | InterleavedPages
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """The static facts of one layer's pages."""
+
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"a cache of dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for name in ("num_pages", "page_size", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def has_scales(self) -> bool:
+        return self.dtype == "int8"
+
+    @property
+    def pack(self) -> int:
+        """Rows of a 32-bit word."""
+        return 4 // jnp.dtype(self.dtype).itemsize
+
+    @property
+    def is_side_by_side(self) -> bool:
+        """Whether a row of the interleaved layout holds both the key and the value of a head."""
+        return self.head_dim <= LANES // 2
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of a token in the interleaved layout, padding included."""
+        rows = self.num_kv_heads if self.is_side_by_side else 2 * self.num_kv_heads
+        return _round_up(rows, self.pack)
+
+    @property
+    def num_lanes(self) -> int:
+        return _round_up(self.head_dim, LANES)
+
+    def abstract(self, layout: str) -> Pages:
+        """The pages as `jax.ShapeDtypeStruct`s."""
+        dtype = jnp.dtype(self.dtype)
+        if layout == "separate":
+            kv = jax.ShapeDtypeStruct((self.num_pages, self.page_size, self.num_kv_heads, self.head_dim), dtype)
+            scales = jax.ShapeDtypeStruct((self.num_pages, self.num_kv_heads, self.page_size), jnp.float32)
+            return SeparatePages(kv, kv, *((scales, scales) if self.has_scales else (None, None)))
+        if layout != "interleaved":
+            raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+        shape = (self.num_pages, self.page_size, self.num_rows // self.pack, self.pack, self.num_lanes)
+        kv = jax.ShapeDtypeStruct(shape, dtype)
+        if not self.has_scales:
+            return InterleavedPages(kv)
+        rows, lanes = _round_up(2 * self.num_kv_heads, SUBLANES), _round_up(self.page_size, LANES)
+        return InterleavedPages(kv, jax.ShapeDtypeStruct((self.num_pages, rows, lanes), jnp.float32))
+
+
+def empty_pages(shape: PageShape, layout: str) -> Pages:
+    """Pages of zeros."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape.abstract(layout))
+
+
+def page_shape(pages: Pages, num_kv_heads: int, head_dim: int) -> PageShape:
+    """The facts of `pages`; raises ValueError when they were not made for these heads."""
+    array = pages.k if isinstance(pages, SeparatePages) else pages.kv
+    shape = PageShape(array.shape[0], array.shape[1], num_kv_heads, head_dim, jnp.dtype(array.dtype).name)
+    expected = shape.abstract("separate" if isinstance(pages, SeparatePages) else "interleaved")
+    found = jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype).name), pages)
+    wanted = jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype).name), expected)
+    if found != wanted:
+        raise ValueError(f"pages for {num_kv_heads} heads of {head_dim} are {wanted}; got {found}")
+    return shape
+
+
+def pack(logical: SeparatePages, layout: str) -> Pages:
+    """From the logical form to `layout`."""
+    if layout == "separate":
+        return logical
+    shape = page_shape(logical, logical.k.shape[2], logical.k.shape[3])
+    kv = interleave(logical.k, logical.v, shape)
+    if not shape.has_scales:
+        return InterleavedPages(kv)
+    target = shape.abstract(layout).scales
+    scales = jnp.stack([logical.k_scales, logical.v_scales], axis=2).reshape(shape.num_pages, -1, shape.page_size)
+    padding = [(0, wanted - found) for wanted, found in zip(target.shape, scales.shape, strict=True)]
+    return InterleavedPages(kv, jnp.pad(scales, padding))
+
+
+def unpack(pages: Pages, num_kv_heads: int, head_dim: int) -> SeparatePages:
+    """From any layout to the logical form."""
+    if isinstance(pages, SeparatePages):
+        return pages
+    shape = page_shape(pages, num_kv_heads, head_dim)
+    k, v = deinterleave(pages.kv, shape)
+    if not shape.has_scales:
+        return SeparatePages(k, v)
+    scales = pages.scales[:, : 2 * num_kv_heads, : shape.page_size]
+    return SeparatePages(k, v, scales[:, ::2], scales[:, 1::2])
+
+
+def interleave(k: jax.Array, v: jax.Array, shape: PageShape) -> jax.Array:
+    """Stored k, v [..., Hkv, K] as rows of the interleaved layout [..., rows / pack, pack, lanes]."""
+    leading = k.shape[:-2]
+    if shape.is_side_by_side:
+        half = [(0, 0)] * (k.ndim - 1) + [(0, LANES // 2 - shape.head_dim)]
+        rows = jnp.concatenate([jnp.pad(k, half), jnp.pad(v, half)], axis=-1)
+    else:
+        rows = jnp.stack([k, v], axis=-2).reshape(*leading, 2 * shape.num_kv_heads, shape.head_dim)
+    padding = [(0, shape.num_rows - rows.shape[-2]), (0, shape.num_lanes - rows.shape[-1])]
+    rows = jnp.pad(rows, [(0, 0)] * len(leading) + padding)
+    return rows.reshape(*leading, shape.num_rows // shape.pack, shape.pack, shape.num_lanes)
+
+
+def deinterleave(kv: jax.Array, shape: PageShape) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [..., Hkv, K] from rows [..., rows / pack, pack, lanes]."""
+    rows = kv.reshape(*kv.shape[:-3], shape.num_rows, shape.num_lanes)
+    if shape.is_side_by_side:
+        rows = rows[..., : shape.num_kv_heads, :]
+        return rows[..., : shape.head_dim], rows[..., LANES // 2 : LANES // 2 + shape.head_dim]
+    rows = rows[..., : 2 * shape.num_kv_heads, : shape.head_dim]
+    return rows[..., ::2, :], rows[..., 1::2, :]
+
+
+def to_stored(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array | None]:
+    """x [..., K] as it is stored: (values, scales [...] or None).
+
+    fp8 values beyond the largest finite one are clipped to it, since a cast would make them NaN. int8 is symmetric,
+    scale = max|x| / 127 for each token and head (a NaN or infinity makes the scale NaN, and with it what is read back).
+    """
+    if dtype == "int8":
+        x = x.astype(jnp.float32)
+        scales = jnp.max(jnp.abs(x), axis=-1) / 127.0
+        # XLA's maximum may drop a NaN.
+        scales = jnp.where(jnp.all(jnp.isfinite(x), axis=-1), scales, jnp.nan)
+        values = jnp.round(x / jnp.where(scales > 0, scales, 1.0)[..., None])
+        return jnp.clip(values, -127, 127).astype(jnp.int8), scales
+    if dtype.startswith("float8"):
+        largest = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x.astype(jnp.float32), -largest, largest)
+    return x.astype(dtype), None
+
+
+def from_stored(values: jax.Array, scales: jax.Array | None, dtype=jnp.float32) -> jax.Array:
+    """Values [..., K] times scales [...], in `dtype`."""
+    return values.astype(dtype) if scales is None else (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+
+def append(pages: Pages, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Pages:
+    """Writes tokens k, v [T, Hkv, K] at (page [T], slot [T]); a page beyond the last drops its token."""
+    shape = page_shape(pages, k.shape[1], k.shape[2])
+    (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.dtype), to_stored(v, shape.dtype)
+    if isinstance(pages, SeparatePages):
+        at = {"mode": "drop"}
+        scales = (None, None)
+        if shape.has_scales:
+            heads = jnp.arange(shape.num_kv_heads)
+            index = (page[:, None], heads, slot[:, None])
+            scales = (pages.k_scales.at[index].set(k_scales, **at), pages.v_scales.at[index].set(v_scales, **at))
+        return SeparatePages(
+            pages.k.at[page, slot].set(k_values, **at), pages.v.at[page, slot].set(v_values, **at), *scales
+        )
+    kv = pages.kv.at[page, slot].set(interleave(k_values, v_values, shape), mode="drop")
+    if not shape.has_scales:
+        return InterleavedPages(kv)
+    rows = jnp.arange(2 * shape.num_kv_heads)
+    scales = jnp.stack([k_scales, v_scales], axis=-1).reshape(k.shape[0], -1)
+    return InterleavedPages(kv, pages.scales.at[page[:, None], rows, slot[:, None]].set(scales, mode="drop"))
+
+
+def gather(pages: Pages, ids: jax.Array, shape: PageShape) -> SeparatePages:
+    """The pages `ids` [...] in logical form: k, v [..., page, Hkv, K], scales [..., Hkv, page]. Ids must be valid."""
+
+    def take(array):
+        return array.at[ids].get(mode="promise_in_bounds")
+
+    if isinstance(pages, SeparatePages):
+        return SeparatePages(*(None if array is None else take(array) for array in pages))
+    k, v = deinterleave(take(pages.kv), shape)
+    if not shape.has_scales:
+        return SeparatePages(k, v)
+    scales = lax.slice_in_dim(take(pages.scales), 0, shape.page_size, axis=-1)
+    return SeparatePages(k, v, scales[..., : 2 * shape.num_kv_heads : 2, :], scales[..., 1 : 2 * shape.num_kv_heads : 2, :])
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

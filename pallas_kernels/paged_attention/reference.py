@@ -1,0 +1,85 @@
+"""Dense paged attention in float32: the oracle of every other implementation. Memory T x S x P x page; for tests."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import layout
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, Operands, PagedSpec
+
+
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths):
+    """The dense form needs no schedule."""
+    return None
+
+
+def unsupported(spec: PagedSpec, platform: str) -> str | None:
+    return None
+
+
+def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.Array, layout.Pages]:
+    sequence, index, position, is_real = token_places(operands, spec)
+    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
+    page = jnp.where(is_real, page, spec.page.num_pages)
+    pages = layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
+
+    logical = layout.unpack(pages, spec.num_kv_heads, spec.head_dim)
+    keys = jnp.arange(spec.max_kv_length)
+    visible = visible_keys(operands, spec, sequence, index, position, is_real, keys)
+    # A page that no query of its sequence sees may have any id.
+    seen = jnp.zeros((spec.num_sequences, spec.max_kv_length), bool).at[sequence].max(visible)
+    seen = seen.reshape(spec.num_sequences, spec.pages_per_sequence, spec.page_size)
+    table = jnp.where(seen.any(-1), operands.page_table, 0)
+    k, v = (_rows(values, scales, table, spec) for values, scales in
+            ((logical.k, logical.k_scales), (logical.v, logical.v_scales)))
+    seen = seen.reshape(spec.num_sequences, -1, 1, 1)
+    k, v = jnp.where(seen, k, 0)[sequence], jnp.where(seen, v, 0)[sequence]
+
+    q = operands.q.astype(jnp.float32).reshape(spec.num_tokens, spec.num_kv_heads, spec.num_groups, spec.head_dim)
+    scores = jnp.einsum("thgk,tshk->thgs", q, k, precision="highest") * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+    if spec.has_sinks:
+        sinks = operands.sinks.reshape(1, spec.num_kv_heads, spec.num_groups, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., : spec.max_kv_length]
+    out = jnp.einsum("thgs,tshk->thgk", weights, v, precision="highest").reshape(operands.q.shape)
+    return jnp.where(is_real[:, None, None], out, 0).astype(operands.q.dtype), pages
+
+
+def token_places(operands: Operands, spec: PagedSpec):
+    """For each of the T tokens: its sequence, its index among the sequence's new tokens, its place among the
+    sequence's keys, and whether it belongs to any sequence."""
+    tokens = jnp.arange(spec.num_tokens)[:, None]
+    inside = (tokens >= operands.query_starts) & (tokens < operands.query_starts + operands.query_lengths)
+    sequence = jnp.argmax(inside, axis=1)
+    index = tokens[:, 0] - operands.query_starts[sequence]
+    position = operands.kv_lengths[sequence] - operands.query_lengths[sequence] + index
+    return sequence, index, position, inside.any(axis=1)
+
+
+def visible_keys(operands: Operands, spec: PagedSpec, sequence, index, position, is_real, keys):
+    """Whether the query of each token sees each key place: bool [T, keys]."""
+    query_length = operands.query_lengths[sequence][:, None]
+    first_new = operands.kv_lengths[sequence][:, None] - query_length
+    visible = keys <= position[:, None]
+    if spec.window is not None:
+        visible &= keys > position[:, None] - spec.window
+    if spec.has_ancestors:
+        bits = operands.ancestors[:, None]
+        new_index = jnp.clip(keys - first_new, 0, MAX_TREE_TOKENS - 1).astype(jnp.uint32)
+        is_ancestor = (bits >> new_index) & 1 == 1
+        is_ancestor &= (keys >= first_new) & (keys < first_new + query_length)
+        is_old = keys < first_new
+        if spec.window is not None:
+            depth = jax.lax.population_count(operands.ancestors).astype(jnp.int32)[:, None] - 1
+            is_old &= keys > first_new + depth - spec.window
+        visible = jnp.where(query_length > MAX_TREE_TOKENS, visible, is_old | is_ancestor)
+    return visible & is_real[:, None]
+
+
+def _rows(values, scales, table, spec: PagedSpec):
+    """Keys or values by sequence, in float32: [S, P * page, Hkv, K]."""
+    scales = None if scales is None else scales.swapaxes(1, 2)
+    rows = layout.from_stored(values, scales)[table]
+    return rows.reshape(spec.num_sequences, -1, spec.num_kv_heads, spec.head_dim)

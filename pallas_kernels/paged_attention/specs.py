@@ -1,0 +1,128 @@
+"""What every implementation of paged attention is given, checked once."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.layout import Pages, PageShape, SeparatePages, page_shape
+
+# Bits of an ancestor mask: a sequence with more new tokens than this is causal.
+MAX_TREE_TOKENS = 32
+
+
+class Operands(NamedTuple):
+    """The arrays of one call; shapes as in `paged_attention`."""
+
+    q: jax.Array
+    k_new: jax.Array
+    v_new: jax.Array
+    pages: Pages
+    page_table: jax.Array
+    query_starts: jax.Array
+    query_lengths: jax.Array
+    kv_lengths: jax.Array
+    sinks: jax.Array | None
+    ancestors: jax.Array | None
+
+
+@dataclass(frozen=True)
+class PagedSpec:
+    """Static facts of one call, derived from the operands by `make_spec`."""
+
+    page: PageShape
+    layout: str
+    num_tokens: int
+    num_sequences: int
+    pages_per_sequence: int
+    num_q_heads: int
+    q_dtype: str
+    max_query_length: int
+    window: int | None
+    soft_cap: float | None
+    scale: float
+    has_sinks: bool
+    has_ancestors: bool
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.page.num_kv_heads
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_q_heads // self.page.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.page.head_dim
+
+    @property
+    def page_size(self) -> int:
+        return self.page.page_size
+
+    @property
+    def max_kv_length(self) -> int:
+        return self.pages_per_sequence * self.page.page_size
+
+
+def make_spec(
+    q: Any,
+    k_new: Any,
+    v_new: Any,
+    pages: Pages,
+    page_table: Any,
+    *,
+    max_query_length: int | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    ancestors: Any = None,
+) -> PagedSpec:
+    """Checks shapes and options of arrays or `jax.ShapeDtypeStruct`s; raises ValueError with the offending shapes."""
+    if q.ndim != 3 or k_new.ndim != 3 or k_new.shape != v_new.shape:
+        raise ValueError(
+            f"paged_attention takes q [T, Hq, K] and equal k_new, v_new [T, Hkv, K]; "
+            f"got q {q.shape}, k_new {k_new.shape}, v_new {v_new.shape}"
+        )
+    num_tokens, num_heads, head_dim = q.shape
+    if k_new.shape[0] != num_tokens or k_new.shape[2] != head_dim or num_heads % k_new.shape[1]:
+        raise ValueError(
+            f"q {q.shape} does not fit k_new {k_new.shape}: tokens and head_dim must agree and the "
+            f"{num_heads} query heads must be a multiple of the {k_new.shape[1]} key heads"
+        )
+    if not (q.dtype == k_new.dtype == v_new.dtype) or jnp.dtype(q.dtype).name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"q, k_new and v_new must share one of float32, bfloat16, float16; got {q.dtype}, {k_new.dtype}, {v_new.dtype}"
+        )
+    if page_table.ndim != 2 or page_table.dtype != jnp.int32:
+        raise ValueError(f"page_table is int32 [S, P]; got {page_table.dtype} {page_table.shape}")
+    if max_query_length is None:
+        max_query_length = num_tokens
+    if not 1 <= max_query_length <= max(num_tokens, 1):
+        raise ValueError(f"max_query_length={max_query_length} is not between 1 and the {num_tokens} tokens of q")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 key")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be positive")
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
+        raise ValueError(f"sinks are float32 [{num_heads}], one for each query head; got {sinks.dtype} {sinks.shape}")
+    if ancestors is not None and (ancestors.shape != (num_tokens,) or ancestors.dtype != jnp.uint32):
+        raise ValueError(f"ancestors are uint32 [{num_tokens}]; got {ancestors.dtype} {ancestors.shape}")
+    return PagedSpec(
+        page=page_shape(pages, k_new.shape[1], head_dim),
+        layout="separate" if isinstance(pages, SeparatePages) else "interleaved",
+        num_tokens=num_tokens,
+        num_sequences=page_table.shape[0],
+        pages_per_sequence=page_table.shape[1],
+        num_q_heads=num_heads,
+        q_dtype=jnp.dtype(q.dtype).name,
+        max_query_length=max_query_length,
+        window=window,
+        soft_cap=soft_cap,
+        scale=head_dim**-0.5 if scale is None else scale,
+        has_sinks=sinks is not None,
+        has_ancestors=ancestors is not None,
+    )

@@ -1,0 +1,200 @@
+"""Paged attention in plain JAX: correct on every platform, reads only the pages in use.
+
+Work is a list of items, each a block of queries of one sequence. Items of few queries (decode, verify) are sorted by
+length and run in tiles, so that a long sequence does not make short ones read more; items of many (prefill) run one by
+one. Key blocks start at absolute positions and a masked key adds exactly nothing, so a query's result has the same
+bits whatever its neighbours are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.paged_attention import layout
+from pallas_kernels.paged_attention.reference import token_places, visible_keys
+from pallas_kernels.paged_attention.specs import Operands, PagedSpec
+
+LAYOUT = "separate"
+# Sequences with at most this many new tokens are decoded in tiles.
+SHORT_QUERIES = 16
+SHORT_TILE = 8
+LONG_QUERIES = 128
+KEY_BLOCK = 128
+# The score of a key that is not visible; finite, so that no NaN arises while a query has seen only masked keys.
+MASKED = -1e30
+
+
+class Items(NamedTuple):
+    """Blocks of queries: sequence and block index of each, and how many there are (int32)."""
+
+    sequence: jax.Array
+    block: jax.Array
+    count: jax.Array
+
+
+class XlaSchedule(NamedTuple):
+    short: Items
+    long: Items | None
+
+
+def unsupported(spec: PagedSpec, platform: str) -> str | None:
+    """Never: both layouts, every dtype and option."""
+    return None
+
+
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> XlaSchedule:
+    """Which query blocks there are, shared by all layers of a step."""
+    is_short = (query_lengths > 0) & (query_lengths <= SHORT_QUERIES)
+    order = jnp.argsort(jnp.where(is_short, -kv_lengths, 1)).astype(jnp.int32)
+    short = Items(order, jnp.zeros_like(order), is_short.sum().astype(jnp.int32))
+    if spec.max_query_length <= SHORT_QUERIES:
+        return XlaSchedule(short, None)
+    blocks = jnp.where(is_short, 0, -(-query_lengths // LONG_QUERIES))
+    ends = jnp.cumsum(blocks)
+    capacity = min(
+        -(-spec.num_tokens // LONG_QUERIES) + spec.num_sequences,
+        spec.num_sequences * -(-spec.max_query_length // LONG_QUERIES),
+    )
+    item = jnp.arange(capacity, dtype=jnp.int32)
+    sequence = jnp.minimum(jnp.searchsorted(ends, item, side="right"), spec.num_sequences - 1).astype(jnp.int32)
+    return XlaSchedule(short, Items(sequence, item - (ends - blocks)[sequence], ends[-1].astype(jnp.int32)))
+
+
+def attention(operands: Operands, spec: PagedSpec, schedule: XlaSchedule) -> tuple[jax.Array, layout.Pages]:
+    pages = _append(operands, spec)
+    operands = operands._replace(pages=pages)
+    out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
+    short_queries = min(SHORT_QUERIES, spec.max_query_length)
+    out = _run(out, schedule.short, short_queries, min(SHORT_TILE, spec.num_sequences), operands, spec)
+    if schedule.long is not None:
+        out = _run(out, schedule.long, min(LONG_QUERIES, spec.max_query_length), 1, operands, spec)
+    return out, pages
+
+
+def _append(operands: Operands, spec: PagedSpec) -> layout.Pages:
+    sequence, _, position, is_real = token_places(operands, spec)
+    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
+    page = jnp.where(is_real, page, spec.page.num_pages)
+    return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
+
+
+def _run(out, items: Items, num_queries: int, tile: int, operands: Operands, spec: PagedSpec) -> jax.Array:
+    """Attends for all `items`, `tile` at a time, and writes their rows of `out` [T, Hq, K]."""
+    padding = -items.sequence.shape[0] % tile
+    sequences, blocks = jnp.pad(items.sequence, (0, padding)), jnp.pad(items.block, (0, padding))
+
+    def one(index, out):
+        start = index * tile
+        sequence = lax.dynamic_slice_in_dim(sequences, start, tile)
+        offset = lax.dynamic_slice_in_dim(blocks, start, tile) * num_queries
+        length = jnp.where(start + jnp.arange(tile) < items.count, operands.query_lengths[sequence] - offset, 0)
+        tokens = operands.query_starts[sequence][:, None] + offset[:, None] + jnp.arange(num_queries)
+        tokens = jnp.where(jnp.arange(num_queries) < length[:, None], tokens, spec.num_tokens)
+        rows = _tile(tokens, sequence, offset, operands, spec)
+        return out.at[tokens].set(rows.reshape(tile, num_queries, *out.shape[1:]).astype(out.dtype), mode="drop")
+
+    return lax.fori_loop(0, (items.count + tile - 1) // tile, one, out)
+
+
+def _tile(tokens, sequence, offset, operands: Operands, spec: PagedSpec) -> jax.Array:
+    """Attention of the queries `tokens` [C, Q] of `sequence` [C]: float32 [C, Q, Hkv, G, K].
+
+    A token is the `offset` + q-th new one of its sequence; spec.num_tokens stands for none.
+    """
+    is_real = tokens < spec.num_tokens
+    tile, num_queries = tokens.shape
+    compute_dtype = operands.q.dtype
+    q = operands.q.at[tokens].get(mode="fill", fill_value=0)
+    q = q.reshape(tile, num_queries, spec.num_kv_heads, spec.num_groups, spec.head_dim)
+    ancestors = operands.ancestors
+    flat = operands._replace(
+        ancestors=None if ancestors is None else ancestors.at[tokens.reshape(-1)].get(mode="fill", fill_value=0)
+    )
+    index = offset[:, None] + jnp.arange(num_queries)
+    position = (operands.kv_lengths - operands.query_lengths)[sequence][:, None] + index
+    flat_sequence = jnp.repeat(sequence, num_queries)
+    first_key, end_key = _key_range(position, is_real, sequence, operands, spec)
+
+    pages_per_block = max(1, KEY_BLOCK // spec.page_size)
+    key_block = pages_per_block * spec.page_size
+    first_page, end_page = first_key // spec.page_size, -(-end_key // spec.page_size)
+
+    def step(block, carry):
+        page = block * pages_per_block + jnp.arange(pages_per_block)
+        ids = operands.page_table.at[sequence[:, None], page].get(mode="fill", fill_value=0)
+        # Outside the range the table may hold anything.
+        ids = jnp.where((page >= first_page[:, None]) & (page < end_page[:, None]), ids, 0)
+        stored = layout.gather(operands.pages, ids, spec.page)
+        k, v, k_scales, v_scales = _merge_pages(stored, compute_dtype)
+        keys = block * key_block + jnp.arange(key_block)
+        visible = visible_keys(
+            flat, spec, flat_sequence, index.reshape(-1), position.reshape(-1), is_real.reshape(-1), keys
+        ).reshape(tile, num_queries, key_block)
+        # What no query sees may be NaN, and 0 * NaN is NaN.
+        exists = (keys >= first_key[:, None]) & (keys < end_key[:, None])
+        v = jnp.where(exists[:, :, None, None], v, 0)
+        if v_scales is not None:
+            v_scales = jnp.where(exists[:, None], v_scales, 0)
+        return _accumulate(carry, q, k, v, k_scales, v_scales, visible[:, None, None], spec)
+
+    shape = (tile, spec.num_kv_heads, spec.num_groups, num_queries)
+    if operands.sinks is None:
+        highest, total = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
+    else:
+        sinks = operands.sinks.reshape(1, spec.num_kv_heads, spec.num_groups, 1)
+        highest, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
+    weighted = jnp.zeros((*shape, spec.head_dim), jnp.float32)
+    first = jnp.min(jnp.where(end_key > first_key, first_key // key_block, spec.max_kv_length))
+    end = jnp.max(-(-end_key // key_block))
+    highest, total, weighted = lax.fori_loop(first, end, step, (highest, total, weighted))
+    # XLA:CPU's maximum may drop a NaN, so a query of NaN scores looks unseen by its maximum; its sum does not.
+    is_unseen = (highest == MASKED) & ~jnp.isnan(total)
+    rows = jnp.where(is_unseen[..., None], 0.0, weighted / jnp.where(total == 0.0, 1.0, total)[..., None])
+    return rows.transpose(0, 3, 1, 2, 4)
+
+
+def _key_range(position, is_real, sequence, operands: Operands, spec: PagedSpec):
+    """First and one-past-last key that any query of each item sees, int32 [C] each; empty for an item of no query."""
+    end = jnp.max(jnp.where(is_real, position + 1, 0), axis=1)
+    if spec.has_ancestors:
+        # A branch may see any new token that comes before it or, in another item, none after it.
+        end = jnp.where(is_real.any(1), jnp.maximum(end, 0), 0)
+    first = jnp.zeros_like(end)
+    if spec.window is not None:
+        lowest = (operands.kv_lengths - operands.query_lengths)[sequence] if spec.has_ancestors else position.min(axis=1)
+        first = jnp.maximum(lowest + 1 - spec.window, 0)
+    return jnp.minimum(first, end), end
+
+
+def _merge_pages(stored: layout.SeparatePages, dtype):
+    """k, v [C, keys, Hkv, K] in `dtype` and scales [C, Hkv, keys] or None, of pages gathered as [C, pages, ...]."""
+    k, v = (a.reshape(a.shape[0], -1, *a.shape[3:]).astype(dtype) for a in (stored.k, stored.v))
+    if stored.k_scales is None:
+        return k, v, None, None
+    scales = [a.swapaxes(1, 2).reshape(a.shape[0], a.shape[2], -1) for a in (stored.k_scales, stored.v_scales)]
+    return k, v, *scales
+
+
+def _accumulate(carry, q, k, v, k_scales, v_scales, visible, spec: PagedSpec):
+    """One block of online softmax (Dao 2023, FlashAttention-2, section 3.1); int8 scales act on scores and weights."""
+    highest, total, weighted = carry
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    scores = jnp.einsum("cqhgk,cshk->chgqs", q, k, preferred_element_type=jnp.float32, precision=precision)
+    scores *= spec.scale
+    if k_scales is not None:
+        scores *= k_scales[:, :, None, None]
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    scores = jnp.where(visible, scores, MASKED)
+    new_highest = jnp.maximum(highest, scores.max(-1))
+    weights = jnp.exp(scores - new_highest[..., None])
+    decay = jnp.exp(highest - new_highest)
+    total = total * decay + weights.sum(-1)
+    if v_scales is not None:
+        weights *= v_scales[:, :, None, None]
+    update = jnp.einsum(
+        "chgqs,cshk->chgqk", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision=precision
+    )
+    return new_highest, total, weighted * decay[..., None] + update

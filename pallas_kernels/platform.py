@@ -1,0 +1,10 @@
+"""Which kind of device the program being traced is for."""
+
+import jax
+
+
+def current_platform() -> str:
+    """ "cpu", "tpu" or "gpu": the platform of the mesh that is set (`jax.set_mesh`), else JAX's default backend."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
