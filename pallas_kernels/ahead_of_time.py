@@ -7,6 +7,7 @@
 import contextlib
 import functools
 import importlib.util
+import math
 import os
 import time
 import warnings
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -113,7 +115,10 @@ def compile_for(chip: str, function: Callable, *arguments, donate_argnums: tuple
     with as_if_on(chip) as sharding:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
         start = time.perf_counter()
-        program = jax.jit(function, donate_argnums=donate_argnums).lower(*shapes).compile()
+        lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*shapes)
+        # What was compiled without a device cannot be read back from the compilation cache, so it is never written.
+        with config.persistent_cache_min_compile_time_secs(math.inf):
+            program = lowered.compile()
         seconds = time.perf_counter() - start
     memory = program.memory_analysis()
     return Compilation(

@@ -1,6 +1,7 @@
 """Which kind of device the program being traced is for."""
 
 import jax
+from jax._src import config
 
 
 def current_platform() -> str:
@@ -8,3 +9,8 @@ def current_platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def is_tpu_interpreted() -> bool:
+    """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`), so that any device will do."""
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None

@@ -1,0 +1,59 @@
+"""The entry point: picks an implementation and runs it."""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.page_copy import pallas_tpu, xla
+from pallas_kernels.platform import current_platform
+
+Tree = TypeVar("Tree")
+_MODULES = {"xla": xla, "pallas_tpu": pallas_tpu}
+IMPLEMENTATIONS = tuple(_MODULES)
+
+
+def copy_pages(
+    pages: Tree,
+    source: jax.Array,
+    destination: jax.Array,
+    count: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> Tree:
+    """Copies page source[i] to page destination[i] in every array of a cache, for i < count.
+
+    Args:
+      pages: a pytree of arrays whose first axis is the page, of one layer or all. Donate it: the result aliases it.
+      source, destination: int32 [N], ids of pages. No page may be both, and no destination occurs twice: the order of
+        the copies is not defined. A destination of the number of pages (one past the last) copies nothing.
+      count: int32 scalar, how many entries are real; all N when None. Entries beyond it may hold anything.
+      implementation: None picks by platform; "xla" or "pallas_tpu" (page-sized DMAs within HBM, no temporary).
+
+    Raises:
+      ValueError: arrays that do not agree on the number of pages, ids of another shape or dtype, an unknown name.
+      NotImplementedError: "pallas_tpu" on another platform.
+    """
+    leaves = jax.tree.leaves(pages)
+    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(f"the arrays of a cache share their first axis, the pages; got {[leaf.shape for leaf in leaves]}")
+    if source.ndim != 1 or source.shape != destination.shape:
+        raise ValueError(f"source and destination are int32 [N]; got {source.shape} and {destination.shape}")
+    if source.dtype != jnp.int32 or destination.dtype != jnp.int32:
+        raise ValueError(f"source and destination are int32; got {source.dtype} and {destination.dtype}")
+    platform = current_platform()
+    if implementation is None:
+        implementation = "pallas_tpu" if pallas_tpu.unsupported(platform) is None and platform == "tpu" else "xla"
+    if implementation not in _MODULES:
+        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(_MODULES)}")
+    reason = _MODULES[implementation].unsupported(platform)
+    if reason is not None:
+        raise NotImplementedError(f"copy_pages: {implementation} cannot run this: {reason}")
+    if source.shape[0] == 0:
+        return pages
+    (num_pages,) = sizes
+    is_real = destination != num_pages
+    if count is not None:
+        is_real &= jnp.arange(source.shape[0]) < count
+    return _MODULES[implementation].copy(pages, source, destination, is_real)

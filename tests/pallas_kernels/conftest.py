@@ -1,0 +1,23 @@
+"""What the tests of kernels share: the TPU interpreter with every check on."""
+
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+
+@pytest.fixture
+def tpu_interpreter():
+    """Pallas TPU kernels of the test run in the interpreter; fails when two accesses race.
+
+    DMAs finish as late as they may, memory that was never written is NaN, a read out of bounds raises.
+    """
+    parameters = pltpu.InterpretParams(
+        detect_races=True, dma_execution_mode="on_wait", uninitialized_memory="nan", out_of_bounds_reads="raise"
+    )
+    pltpu.reset_tpu_interpret_mode_state()
+    try:
+        with pltpu.force_tpu_interpret_mode(parameters):
+            yield interpreter
+            assert interpreter.races is None or not interpreter.races.races_found
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
