@@ -12,5 +12,5 @@ def current_platform() -> str:
 
 
 def is_tpu_interpreted() -> bool:
-    """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`), so that any device will do."""
+    """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`), on any device."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None

@@ -168,13 +168,12 @@ def paged_attention(
         )
     elif schedule.spec != spec or implementation not in (None, schedule.implementation):
         raise ValueError(
-            f"the schedule was made for {schedule.implementation} and {schedule.spec}; this call is {implementation}, {spec}"
+            f"the schedule was made for {schedule.implementation} and {schedule.spec}; "
+            f"this call is {implementation}, {spec}"
         )
     if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
         ancestors = _within_window(ancestors, window)
-    operands = Operands(
-        q, k_new, v_new, pages, page_table, query_starts, query_lengths, kv_lengths, sinks, ancestors
-    )
+    operands = Operands(q, k_new, v_new, pages, page_table, query_starts, query_lengths, kv_lengths, sinks, ancestors)
     return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
 
 

@@ -198,21 +198,19 @@ def append(pages: Pages, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.
     shape = page_shape(pages, k.shape[1], k.shape[2])
     (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.dtype), to_stored(v, shape.dtype)
     if isinstance(pages, SeparatePages):
-        at = {"mode": "drop"}
-        scales = (None, None)
-        if shape.has_scales:
-            heads = jnp.arange(shape.num_kv_heads)
-            index = (page[:, None], heads, slot[:, None])
-            scales = (pages.k_scales.at[index].set(k_scales, **at), pages.v_scales.at[index].set(v_scales, **at))
-        return SeparatePages(
-            pages.k.at[page, slot].set(k_values, **at), pages.v.at[page, slot].set(v_values, **at), *scales
-        )
+        k_stored = pages.k.at[page, slot].set(k_values, mode="drop")
+        v_stored = pages.v.at[page, slot].set(v_values, mode="drop")
+        if not shape.has_scales:
+            return SeparatePages(k_stored, v_stored)
+        at = (page[:, None], jnp.arange(shape.num_kv_heads), slot[:, None])
+        k_scales = pages.k_scales.at[at].set(k_scales, mode="drop")
+        return SeparatePages(k_stored, v_stored, k_scales, pages.v_scales.at[at].set(v_scales, mode="drop"))
     kv = pages.kv.at[page, slot].set(interleave(k_values, v_values, shape), mode="drop")
     if not shape.has_scales:
         return InterleavedPages(kv)
-    rows = jnp.arange(2 * shape.num_kv_heads)
+    at = (page[:, None], jnp.arange(2 * shape.num_kv_heads), slot[:, None])
     scales = jnp.stack([k_scales, v_scales], axis=-1).reshape(k.shape[0], -1)
-    return InterleavedPages(kv, pages.scales.at[page[:, None], rows, slot[:, None]].set(scales, mode="drop"))
+    return InterleavedPages(kv, pages.scales.at[at].set(scales, mode="drop"))
 
 
 def gather(pages: Pages, ids: jax.Array, shape: PageShape) -> SeparatePages:
@@ -227,7 +225,9 @@ def gather(pages: Pages, ids: jax.Array, shape: PageShape) -> SeparatePages:
     if not shape.has_scales:
         return SeparatePages(k, v)
     scales = lax.slice_in_dim(take(pages.scales), 0, shape.page_size, axis=-1)
-    return SeparatePages(k, v, scales[..., : 2 * shape.num_kv_heads : 2, :], scales[..., 1 : 2 * shape.num_kv_heads : 2, :])
+    return SeparatePages(
+        k, v, scales[..., : 2 * shape.num_kv_heads : 2, :], scales[..., 1 : 2 * shape.num_kv_heads : 2, :]
+    )
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -29,8 +29,10 @@ def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.A
     seen = jnp.zeros((spec.num_sequences, spec.max_kv_length), bool).at[sequence].max(visible)
     seen = seen.reshape(spec.num_sequences, spec.pages_per_sequence, spec.page_size)
     table = jnp.where(seen.any(-1), operands.page_table, 0)
-    k, v = (_rows(values, scales, table, spec) for values, scales in
-            ((logical.k, logical.k_scales), (logical.v, logical.v_scales)))
+    k, v = (
+        _rows(values, scales, table, spec)
+        for values, scales in ((logical.k, logical.k_scales), (logical.v, logical.v_scales))
+    )
     seen = seen.reshape(spec.num_sequences, -1, 1, 1)
     k, v = jnp.where(seen, k, 0)[sequence], jnp.where(seen, v, 0)[sequence]
 

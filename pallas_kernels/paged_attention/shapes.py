@@ -119,7 +119,9 @@ class Shape:
         return arguments
 
     def _store(self, k, v, is_live, stale: float) -> SeparatePages:
-        (k_values, k_scales), (v_values, v_scales) = (layout.to_stored(jnp.asarray(x), self.cache_dtype) for x in (k, v))
+        (k_values, k_scales), (v_values, v_scales) = (
+            layout.to_stored(jnp.asarray(x), self.cache_dtype) for x in (k, v)
+        )
         if k_scales is not None:
             scales = (jnp.where(is_live[..., None], s, stale).swapaxes(1, 2) for s in (k_scales, v_scales))
             return SeparatePages(k_values, v_values, *scales)

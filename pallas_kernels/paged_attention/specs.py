@@ -95,7 +95,8 @@ def make_spec(
         )
     if not (q.dtype == k_new.dtype == v_new.dtype) or jnp.dtype(q.dtype).name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
-            f"q, k_new and v_new must share one of float32, bfloat16, float16; got {q.dtype}, {k_new.dtype}, {v_new.dtype}"
+            f"q, k_new and v_new must share one of float32, bfloat16, float16; "
+            f"got {q.dtype}, {k_new.dtype}, {v_new.dtype}"
         )
     if page_table.ndim != 2 or page_table.dtype != jnp.int32:
         raise ValueError(f"page_table is int32 [S, P]; got {page_table.dtype} {page_table.shape}")

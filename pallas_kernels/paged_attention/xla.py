@@ -4,6 +4,9 @@ Work is a list of items, each a block of queries of one sequence. Items of few q
 length and run in tiles, so that a long sequence does not make short ones read more; items of many (prefill) run one by
 one. Key blocks start at absolute positions and a masked key adds exactly nothing, so a query's result has the same
 bits whatever its neighbours are.
+
+On a CPU keep the cache in float32 or int8: XLA:CPU gathers and scatters no 16 or 8 bit floats, it converts the whole
+cache first (the answer is the same, the time is not).
 """
 
 from typing import NamedTuple
@@ -163,7 +166,9 @@ def _key_range(position, is_real, sequence, operands: Operands, spec: PagedSpec)
         end = jnp.where(is_real.any(1), jnp.maximum(end, 0), 0)
     first = jnp.zeros_like(end)
     if spec.window is not None:
-        lowest = (operands.kv_lengths - operands.query_lengths)[sequence] if spec.has_ancestors else position.min(axis=1)
+        lowest = (
+            (operands.kv_lengths - operands.query_lengths)[sequence] if spec.has_ancestors else position.min(axis=1)
+        )
         first = jnp.maximum(lowest + 1 - spec.window, 0)
     return jnp.minimum(first, end), end
 

@@ -1,0 +1,149 @@
+"""The XLA implementation: the suite, its independence of neighbours, what it reads, and its compiled program."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ahead_of_time
+from pallas_kernels.paged_attention import layout, paged_attention, xla
+from pallas_kernels.paged_attention.shapes import SMALL, Shape
+
+# Every dtype, row format and program in the interleaved layout too; the rest of xla does not see the layout.
+INTERLEAVED = [
+    name for name in SMALL if any(part in name for part in ("8", "e4m3", "e5m2", "bf16", "int8", "odd", "mixed"))
+]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_suite(name, check):
+    check(SMALL[name], "xla", "separate")
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_suite_interleaved(name, check):
+    check(SMALL[name], "xla", "interleaved")
+
+
+def test_the_suite_finds_a_wrong_key(check, monkeypatch):
+    """Inverse: a window one key too wide, and a token appended one slot too late, are both noticed."""
+    right = xla.visible_keys
+    monkeypatch.setattr(xla, "visible_keys", lambda o, s, *a: right(o, replace(s, window=s.window + 1), *a))
+    with pytest.raises(AssertionError):
+        check(SMALL["decode_window"], "xla", "separate")
+    monkeypatch.undo()
+    append, name = layout.append, "decode_one_sequence"
+    check(SMALL[name], "xla", "separate")
+    monkeypatch.setattr(layout, "append", lambda pages, k, v, page, slot: append(pages, k, v, page, slot + 1))
+    with pytest.raises(AssertionError):
+        check(SMALL[name], "xla", "separate")
+
+
+@pytest.mark.parametrize("name", ["decode_window", "verify_tree", "mixed", "prefill_int8"])
+def test_bits_do_not_depend_on_neighbours(name):
+    """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
+    shape = SMALL[name]
+    arguments = shape.arguments("separate")
+    call = jax.jit(lambda arrays: paged_attention(**arrays, **shape.options, implementation="xla")[0])
+    together = np.asarray(call(arguments))
+    for index, (length, _) in enumerate(shape.lengths):
+        only = np.arange(len(shape.lengths)) == index
+        alone = arguments | {key: jnp.where(only, arguments[key], 0) for key in ("query_lengths", "kv_lengths")}
+        start = int(arguments["query_starts"][index])
+        rows = slice(start, start + length)
+        np.testing.assert_array_equal(np.asarray(call(alone))[rows], together[rows])
+
+
+def test_bits_do_not_depend_on_the_chunks_of_a_prompt():
+    """300 tokens in one chunk, or in chunks of 100, 17 and 183, in one program of fixed shape."""
+    shape = Shape(((300, 300),), max_query_length=300, heads=(4, 2))
+    arguments = shape.arguments("separate", is_shuffled=False)
+
+    @jax.jit
+    def call(arrays, pages):
+        return paged_attention(**arrays | {"pages": pages}, **shape.options, implementation="xla")
+
+    whole, _ = call(arguments, arguments["pages"])
+    pages, done, parts = arguments["pages"], 0, []
+    for chunk in (100, 17, 183):
+        rows = {name: jnp.roll(arguments[name], -done, axis=0) for name in ("q", "k_new", "v_new")}
+        lengths = {"query_lengths": jnp.array([chunk], jnp.int32), "kv_lengths": jnp.array([done + chunk], jnp.int32)}
+        out, pages = call(arguments | rows | lengths, pages)
+        parts.append(out[:chunk])
+        done += chunk
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_a_nan_stays_in_its_sequence():
+    shape = SMALL["mixed"]
+    arguments = shape.arguments("separate")
+    call = jax.jit(lambda arrays: paged_attention(**arrays, **shape.options, implementation="xla")[0])
+    clean = np.asarray(call(arguments))
+    start, length = int(arguments["query_starts"][4]), shape.lengths[4][0]
+    broken = np.asarray(call(arguments | {"k_new": arguments["k_new"].at[start].set(jnp.nan)}))
+    rows = np.arange(shape.num_tokens)
+    inside = (rows >= start) & (rows < start + length)
+    assert np.isnan(broken[inside]).all()
+    np.testing.assert_array_equal(broken[~inside], clean[~inside])
+
+
+def test_empty_slots_run_no_tile(monkeypatch):
+    """A step of nothing but empty slots computes nothing, and one sequence among 64 slots one tile."""
+    counted = []
+
+    def count(*args):
+        jax.debug.callback(lambda: counted.append(1))
+        return original(*args)
+
+    original = xla._tile
+    monkeypatch.setattr(xla, "_tile", count)
+    for live in (0, 1, 9):
+        shape = Shape(((1, 20),) * live + ((0, 7),) * (64 - live), max_query_length=1, num_padding=64 - live)
+        out, _ = jax.jit(lambda arrays, shape=shape: paged_attention(**arrays, **shape.options))(
+            shape.arguments("separate")
+        )
+        out.block_until_ready()
+        jax.effects_barrier()
+        assert len(counted) == -(-live // xla.SHORT_TILE)
+        counted.clear()
+
+
+ON_A_CPU = [(None, "float32"), (None, "int8")]
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype"),
+    [*ON_A_CPU, *itertools.product(["v6e", "h100"], ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])],
+)
+def test_compiled_in_place(chip, dtype):
+    """The cache of a Llama-3-8B layer is updated in place, and temporaries do not grow with it."""
+    keys = 4096
+    shape = Shape(
+        ((1, keys),) * 64,
+        page_size=64,
+        heads=(32, 8),
+        head_dim=128,
+        dtype="bfloat16",
+        cache_dtype=dtype,
+        max_query_length=1,
+    )
+    arguments = shape.abstract("separate")
+    pages = arguments.pop("pages")
+    num_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
+
+    def call(pages, arrays):
+        return paged_attention(pages=pages, **arrays, **shape.options, implementation="xla")
+
+    if chip is None:
+        memory = jax.jit(call, donate_argnums=0).lower(pages, arguments).compile().memory_analysis()
+        aliased, temporary = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    else:
+        if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+            pytest.skip(reason)
+        compiled = ahead_of_time.compile_for(chip, call, pages, arguments, donate_argnums=(0,))
+        aliased, temporary = compiled.aliased_bytes, compiled.temporary_bytes
+    assert aliased >= num_bytes
+    assert temporary <= num_bytes / 16
