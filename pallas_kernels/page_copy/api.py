@@ -37,7 +37,9 @@ def copy_pages(
     leaves = jax.tree.leaves(pages)
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
-        raise ValueError(f"the arrays of a cache share their first axis, the pages; got {[leaf.shape for leaf in leaves]}")
+        raise ValueError(
+            f"the arrays of a cache share their first axis, the pages; got {[leaf.shape for leaf in leaves]}"
+        )
     if source.ndim != 1 or source.shape != destination.shape:
         raise ValueError(f"source and destination are int32 [N]; got {source.shape} and {destination.shape}")
     if source.dtype != jnp.int32 or destination.dtype != jnp.int32:

@@ -39,9 +39,7 @@ def _kernel(scalars, arrays, done):
     source, destination, count = scalars
 
     def copies(index):
-        return [
-            pltpu.make_async_copy(array.at[source[index]], array.at[destination[index]], done) for array in arrays
-        ]
+        return [pltpu.make_async_copy(array.at[source[index]], array.at[destination[index]], done) for array in arrays]
 
     @pl.loop(0, count[0])
     def _(index):
