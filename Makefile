@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-oracle lint format bench golden readme clean
+.PHONY: help demo test test-newest test-oracle lint format bench golden readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -24,9 +24,19 @@ $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embedded model
 	$(BIN)/jaxinfer demo
 
-test: $(VENV)/stamp-test  ## Run the test suite (CPU, no torch, no network)
+test: $(VENV)/stamp-test $(VENV)/stamp-aot  ## Run the test suite (CPU, no torch, no network; compiles for TPU and GPU)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m 'not timing'
 	$(BIN)/python -m pytest -q -m timing
+
+# JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
+test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found
+	@python="$$(sh tests/find_newest_python.sh)" || { echo "skipped: no Python 3.12 or newer found"; exit 0; }; \
+	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-kernels
+
+.PHONY: test-kernels
+test-kernels: $(VENV)/stamp-test $(VENV)/stamp-aot
+	$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)'
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
@@ -50,4 +60,4 @@ readme: $(VENV)/stamp-base  ## Print the README's examples again
 	$(BIN)/python docs/update_readme.py
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest build *.egg-info .pytest_cache .ruff_cache

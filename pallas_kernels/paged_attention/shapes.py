@@ -184,3 +184,25 @@ SMALL = {
     "mixed": Shape(((1, 33), (20, 20), (0, 0), (1, 1), (30, 50), (4, 9)), num_padding=5),
     "mixed_tree": Shape(((5, 33), (40, 45), (20, 50)), tree=True),
 }
+
+# Query heads, key heads and head width of models that people serve.
+MODELS = {"qwen3-0.6b": (16, 8, 128), "llama-3-8b": (32, 8, 128), "qwen3-32b": (64, 8, 128)}
+
+
+def decode_shape(model: str, batch: int, context: int, *, cache_dtype: str = "bfloat16", **options) -> Shape:
+    """One decode step of `batch` sequences of `context` keys; `num_new` tokens each (1) makes it a verify step."""
+    num_new = options.pop("num_new", 1)
+    heads = MODELS[model]
+    options = {
+        "dtype": "bfloat16",
+        "page_size": 64,
+        "pages_per_sequence": -(-context // options.get("page_size", 64)),
+    } | options
+    return Shape(
+        ((num_new, context),) * batch,
+        heads=heads[:2],
+        head_dim=heads[2],
+        cache_dtype=cache_dtype,
+        max_query_length=num_new,
+        **options,
+    )

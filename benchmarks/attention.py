@@ -1,0 +1,302 @@
+"""Attention kernels against the memory and matrix rates of the chip they run on, measured in the same run.
+
+    python -m benchmarks.attention [--quick] [--only decode|verify|prefill] [--json FILE]
+
+Decode moves bytes: every key and value in use once, the queries and the output. Its rate is printed as a share of a
+large device copy (bytes read + bytes written). Prefill does FLOPs: its rate is a share of a large matrix product. Peers
+in the same run: XLA, and cuDNN where there is one. A case is looped inside one program, over as many layers' caches as
+exceed the chip's cache, each step fed by the one before; figures are medians of the slope between two loop lengths.
+"""
+
+import argparse
+import functools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.paged_attention import empty_pages, make_schedule, make_spec, paged_attention
+from pallas_kernels.paged_attention.shapes import Shape, decode_shape
+from pallas_kernels.platform import current_platform
+
+# Caches of a case together exceed this many bytes, several times the last-level cache of any chip.
+MIN_CACHE_BYTES = {"cpu": 2**28, "gpu": 2**29, "tpu": 2**29}
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case. `share` is of the copy (decode, verify) or matrix (prefill) rate of the same run."""
+
+    case: str
+    implementation: str
+    cache_dtype: str
+    microseconds: float | None
+    rate: float | None
+    unit: str
+    share: float | None
+    note: str = ""
+
+
+def seconds_per_step(loop: Callable, arguments, steps: int) -> float:
+    """Median slope of `loop(arguments, n)` between n = 1 and n = 1 + steps; the result must be finite."""
+
+    def run(n: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(arguments, n))
+        return time.perf_counter() - start
+
+    result = loop(arguments, 1)
+    if not np.isfinite(np.asarray(result, np.float32)).all():
+        raise ArithmeticError("the case computes NaN or infinity")
+    run(1 + steps)
+    return statistics.median((run(1 + steps) - run(1)) / steps for _ in range(REPEATS))
+
+
+def copy_rate(platform_name: str) -> float:
+    """Bytes per second of a large device copy, read and written counted."""
+    size = MIN_CACHE_BYTES[platform_name] * (1 if platform_name == "cpu" else 4)
+    x = jnp.zeros((size // 4,), jnp.float32)
+
+    # A changing addend keeps the compiler from folding the steps into one.
+    @jax.jit
+    def loop(x, n):
+        return lax.fori_loop(0, n, lambda i, x: x + i.astype(jnp.float32), x)[:8]
+
+    return 2 * x.nbytes / seconds_per_step(loop, x, 10)
+
+
+def matrix_rate(platform_name: str) -> float:
+    """FLOP per second of a large matrix product, in bfloat16 (float32 on a CPU)."""
+    n, dtype = (1024, jnp.float32) if platform_name == "cpu" else (8192, jnp.bfloat16)
+    x = jnp.eye(n, dtype=dtype)
+
+    @jax.jit
+    def loop(x, steps):
+        return lax.fori_loop(0, steps, lambda i, y: (y @ x).astype(dtype), x)[0, :8]
+
+    return 2 * n**3 / seconds_per_step(loop, x, 20)
+
+
+def ideal_bytes(shape: Shape) -> int:
+    """Queries, output, and the keys and values of each sequence once, with their scales."""
+    item = jnp.dtype(shape.cache_dtype).itemsize
+    per_key = 2 * shape.heads[1] * (shape.head_dim * item + (4 if shape.cache_dtype == "int8" else 0))
+    tokens = sum(new for new, _ in shape.lengths)
+    return (
+        sum(keys for _, keys in shape.lengths) * per_key
+        + 2 * tokens * shape.heads[0] * shape.head_dim * jnp.dtype(shape.dtype).itemsize
+    )
+
+
+def paged_loop(shape: Shape, implementation: str, num_layers: int, page_layout: str):
+    """A program of n decode steps over the caches of `num_layers` layers, and its arguments."""
+    arguments = shape.abstract(page_layout)
+    rng = np.random.default_rng(0)
+    page = shape.page()
+    count = len(shape.lengths)
+    per_sequence = -(-shape.lengths[0][1] // shape.page_size)
+    ids = rng.permutation(page.num_pages - 1)[: count * per_sequence] + 1
+    vectors = {
+        "page_table": jnp.asarray(ids.reshape(count, per_sequence), jnp.int32),
+        "query_lengths": jnp.asarray([new for new, _ in shape.lengths], jnp.int32),
+        "kv_lengths": jnp.asarray([keys for _, keys in shape.lengths], jnp.int32),
+    }
+    new = {
+        name: jnp.asarray(rng.standard_normal(arguments[name].shape, np.float32), shape.dtype)
+        for name in ("q", "k_new", "v_new")
+    }
+    layers = [empty_pages(page, page_layout) for _ in range(num_layers)]
+
+    @jax.jit
+    def loop(operands, n):
+        new, vectors, layers = operands
+        spec = make_spec(**new, pages=layers[0], page_table=vectors["page_table"], **shape.options)
+        schedule = make_schedule(
+            spec, vectors["page_table"], vectors["query_lengths"], vectors["kv_lengths"], implementation=implementation
+        )
+
+        def step(_, carry):
+            q, layers = carry
+            written = []
+            for pages in layers:
+                out, pages = paged_attention(
+                    **new | {"q": q}, pages=pages, **vectors, **shape.options, schedule=schedule
+                )
+                q = new["q"] + out * jnp.asarray(1e-3, out.dtype)
+                written.append(pages)
+            return q, written
+
+        return lax.fori_loop(0, n, step, (new["q"], layers))[0][:1, :1]
+
+    return loop, (new, vectors, layers)
+
+
+def measure_paged(case: str, shape: Shape, implementation: str, rate: float, platform_name: str) -> Row:
+    page_layout = "interleaved" if implementation == "pallas_tpu" else "separate"
+    num_bytes = ideal_bytes(shape)
+    num_layers = max(1, min(16, -(-MIN_CACHE_BYTES[platform_name] // num_bytes)))
+    try:
+        loop, arguments = paged_loop(shape, implementation, num_layers, page_layout)
+        steps = 2 if platform_name == "cpu" else max(4, int(0.05 / (num_layers * num_bytes / rate)))
+        seconds = seconds_per_step(loop, arguments, steps) / num_layers
+    except NotImplementedError as error:
+        return Row(case, implementation, shape.cache_dtype, None, None, "GB/s", None, str(error))
+    return Row(
+        case,
+        implementation,
+        shape.cache_dtype,
+        seconds * 1e6,
+        num_bytes / seconds / 1e9,
+        "GB/s",
+        num_bytes / seconds / rate,
+    )
+
+
+def measure_cudnn_decode(case: str, shape: Shape, rate: float) -> Row:
+    """cuDNN over contiguous keys of the same lengths: the public peer that moves the same bytes."""
+    batch, context = len(shape.lengths), shape.lengths[0][1]
+    kv = jnp.zeros((batch, context, shape.heads[1], shape.head_dim), jnp.bfloat16)
+    q = jnp.ones((batch, shape.lengths[0][0], shape.heads[0], shape.head_dim), jnp.bfloat16)
+
+    @jax.jit
+    def loop(operands, n):
+        q, k, v = operands
+
+        def step(_, carry):
+            out = jax.nn.dot_product_attention(carry, k, v, implementation="cudnn")
+            return q + out * jnp.asarray(1e-3, out.dtype)
+
+        return lax.fori_loop(0, n, step, q)[:1, :1, :1]
+
+    num_bytes = ideal_bytes(shape)
+    try:
+        seconds = seconds_per_step(loop, (q, kv, kv + 1), max(4, int(0.05 * rate / num_bytes)))
+    except Exception as error:  # cuDNN refuses with exceptions of several kinds
+        return Row(case, "cudnn contiguous", "bfloat16", None, None, "GB/s", None, str(error).splitlines()[0])
+    return Row(
+        case,
+        "cudnn contiguous",
+        "bfloat16",
+        seconds * 1e6,
+        num_bytes / seconds / 1e9,
+        "GB/s",
+        num_bytes / seconds / rate,
+    )
+
+
+def measure_prefill(
+    length: int, heads: tuple[int, int, int], implementation: str, rate: float, platform_name: str
+) -> Row:
+    """Causal attention of one prompt; FLOPs of the visible half of the scores and of the weights times values."""
+    num_q, num_kv, head_dim = heads
+    dtype = jnp.float32 if platform_name == "cpu" else jnp.bfloat16
+    q = jax.random.normal(jax.random.key(0), (1, length, num_q, head_dim), dtype)
+    kv = jax.random.normal(jax.random.key(1), (1, length, num_kv, head_dim), dtype)
+
+    @jax.jit
+    def loop(operands, n):
+        q, k, v = operands
+
+        def step(_, carry):
+            out = flash_attention(carry, k, v, implementation=implementation)
+            return q + out * jnp.asarray(1e-3, out.dtype)
+
+        return lax.fori_loop(0, n, step, q)[:1, :1]
+
+    case = f"prefill {length}"
+    flops = 4 * num_q * head_dim * length * (length + 1) / 2
+    try:
+        seconds = seconds_per_step(loop, (q, kv, kv), 1 if platform_name == "cpu" else 10)
+    except NotImplementedError as error:
+        return Row(case, implementation, dtype.__name__, None, None, "TFLOP/s", None, str(error))
+    return Row(
+        case, implementation, dtype.__name__, seconds * 1e6, flops / seconds / 1e12, "TFLOP/s", flops / seconds / rate
+    )
+
+
+def paged_cases(platform_name: str, is_quick: bool) -> list[tuple[str, Shape]]:
+    model = "llama-3-8b"
+    if platform_name == "cpu":
+        sizes = [(1, 1024), (16, 1024)] if is_quick else [(1, 1024), (1, 8192), (16, 1024), (64, 1024)]
+        make = functools.partial(decode_shape, model, dtype="float32")
+        dtypes = ["float32", "int8"]
+    else:
+        sizes = (
+            [(1, 32768), (16, 8192), (64, 8192)]
+            if is_quick
+            else [
+                (batch, context)
+                for batch in (1, 16, 64, 256)
+                for context in (1024, 4096, 8192, 32768)
+                if batch * context <= 64 * 32768
+            ]
+        )
+        make = functools.partial(decode_shape, model)
+        dtypes = ["bfloat16", "float8_e4m3fn", "int8"]
+    cases = [(f"decode b{b} c{c}", make(b, c, cache_dtype=d)) for b, c in sizes for d in dtypes]
+    b, c = sizes[-1]
+    return cases + [(f"verify 8 b{b} c{c}", make(b, c, cache_dtype=d, num_new=8)) for d in dtypes]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.attention", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="three sizes instead of all")
+    parser.add_argument("--only", choices=["decode", "verify", "prefill"], help="one kind of case")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    options = parser.parse_args(argv)
+    name = current_platform()
+    copy, matrix = copy_rate(name), matrix_rate(name)
+    device = jax.devices()[0].device_kind
+    print(
+        f"{device}: copy {copy / 1e9:.0f} GB/s, matrix product {matrix / 1e12:.2f} TFLOP/s, JAX {jax.__version__}",
+        flush=True,
+    )
+    print(f"{'case':24}{'implementation':20}{'cache':16}{'us':>10}{'rate':>18}{'share':>8}")
+    rows: list[Row] = []
+
+    def add(row: Row) -> None:
+        rows.append(row)
+        if row.microseconds is None:
+            figures = f"  {row.note[:120]}"
+        else:
+            figures = f"{row.microseconds:10.1f}{row.rate:10.1f} {row.unit:>7}{row.share:8.1%}"
+        print(f"{row.case:24}{row.implementation:20}{row.cache_dtype:16}{figures}", flush=True)
+
+    kernel = {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}.get(name)
+    for case, shape in paged_cases(name, options.quick):
+        if options.only not in (None, case.split()[0]):
+            continue
+        for implementation in filter(None, (kernel, "xla")):
+            add(measure_paged(case, shape, implementation, copy, name))
+        if name == "gpu" and shape.cache_dtype == "bfloat16":
+            add(measure_cudnn_decode(case, shape, copy))
+    if options.only in (None, "prefill"):
+        for length in (1024,) if name == "cpu" else (2048, 8192):
+            for implementation in filter(None, (kernel, "cudnn" if name == "gpu" else None, "xla")):
+                add(measure_prefill(length, (32, 8, 128), implementation, matrix, name))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "device": device,
+            "copy_bytes_per_second": copy,
+            "matrix_flops_per_second": matrix,
+            "versions": {"jax": jax.__version__, "python": platform.python_version()},
+            "command": "python -m benchmarks.attention " + " ".join(sys.argv[1:] if argv is None else argv),
+            "rows": [asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
