@@ -12,26 +12,18 @@ import argparse
 import functools
 import json
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.paged_attention import empty_pages, make_schedule, make_spec, paged_attention
+from pallas_kernels.measure import MIN_CACHE_BYTES, ideal_bytes, num_layers, paged_loop, seconds_per_step
 from pallas_kernels.paged_attention.shapes import Shape, decode_shape
 from pallas_kernels.platform import current_platform
-
-# Caches of a case together exceed this many bytes, several times the last-level cache of any chip.
-MIN_CACHE_BYTES = {"cpu": 2**28, "gpu": 2**29, "tpu": 2**29}
-REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -46,21 +38,6 @@ class Row:
     unit: str
     share: float | None
     note: str = ""
-
-
-def seconds_per_step(loop: Callable, arguments, steps: int) -> float:
-    """Median slope of `loop(arguments, n)` between n = 1 and n = 1 + steps; the result must be finite."""
-
-    def run(n: int) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(loop(arguments, n))
-        return time.perf_counter() - start
-
-    result = loop(arguments, 1)
-    if not np.isfinite(np.asarray(result, np.float32)).all():
-        raise ArithmeticError("the case computes NaN or infinity")
-    run(1 + steps)
-    return statistics.median((run(1 + steps) - run(1)) / steps for _ in range(REPEATS))
 
 
 def copy_rate(platform_name: str) -> float:
@@ -88,68 +65,12 @@ def matrix_rate(platform_name: str) -> float:
     return 2 * n**3 / seconds_per_step(loop, x, 20)
 
 
-def ideal_bytes(shape: Shape) -> int:
-    """Queries, output, and the keys and values of each sequence once, with their scales."""
-    item = jnp.dtype(shape.cache_dtype).itemsize
-    per_key = 2 * shape.heads[1] * (shape.head_dim * item + (4 if shape.cache_dtype == "int8" else 0))
-    tokens = sum(new for new, _ in shape.lengths)
-    return (
-        sum(keys for _, keys in shape.lengths) * per_key
-        + 2 * tokens * shape.heads[0] * shape.head_dim * jnp.dtype(shape.dtype).itemsize
-    )
-
-
-def paged_loop(shape: Shape, implementation: str, num_layers: int, page_layout: str):
-    """A program of n decode steps over the caches of `num_layers` layers, and its arguments."""
-    arguments = shape.abstract(page_layout)
-    rng = np.random.default_rng(0)
-    page = shape.page()
-    count = len(shape.lengths)
-    per_sequence = -(-shape.lengths[0][1] // shape.page_size)
-    ids = rng.permutation(page.num_pages - 1)[: count * per_sequence] + 1
-    vectors = {
-        "page_table": jnp.asarray(ids.reshape(count, per_sequence), jnp.int32),
-        "query_lengths": jnp.asarray([new for new, _ in shape.lengths], jnp.int32),
-        "kv_lengths": jnp.asarray([keys for _, keys in shape.lengths], jnp.int32),
-    }
-    new = {
-        name: jnp.asarray(rng.standard_normal(arguments[name].shape, np.float32), shape.dtype)
-        for name in ("q", "k_new", "v_new")
-    }
-    layers = [empty_pages(page, page_layout) for _ in range(num_layers)]
-
-    @jax.jit
-    def loop(operands, n):
-        new, vectors, layers = operands
-        spec = make_spec(**new, pages=layers[0], page_table=vectors["page_table"], **shape.options)
-        schedule = make_schedule(
-            spec, vectors["page_table"], vectors["query_lengths"], vectors["kv_lengths"], implementation=implementation
-        )
-
-        def step(_, carry):
-            q, layers = carry
-            written = []
-            for pages in layers:
-                out, pages = paged_attention(
-                    **new | {"q": q}, pages=pages, **vectors, **shape.options, schedule=schedule
-                )
-                q = new["q"] + out * jnp.asarray(1e-3, out.dtype)
-                written.append(pages)
-            return q, written
-
-        return lax.fori_loop(0, n, step, (new["q"], layers))[0][:1, :1]
-
-    return loop, (new, vectors, layers)
-
-
 def measure_paged(case: str, shape: Shape, implementation: str, rate: float, platform_name: str) -> Row:
-    page_layout = "interleaved" if implementation == "pallas_tpu" else "separate"
-    num_bytes = ideal_bytes(shape)
-    num_layers = max(1, min(16, -(-MIN_CACHE_BYTES[platform_name] // num_bytes)))
+    num_bytes, layers = ideal_bytes(shape), num_layers(shape, platform_name)
     try:
-        loop, arguments = paged_loop(shape, implementation, num_layers, page_layout)
-        steps = 2 if platform_name == "cpu" else max(4, int(0.05 / (num_layers * num_bytes / rate)))
-        seconds = seconds_per_step(loop, arguments, steps) / num_layers
+        loop, arguments = paged_loop(shape, implementation, layers)
+        steps = 2 if platform_name == "cpu" else max(4, int(0.05 / (layers * num_bytes / rate)))
+        seconds = seconds_per_step(loop, arguments, steps) / layers
     except NotImplementedError as error:
         return Row(case, implementation, shape.cache_dtype, None, None, "GB/s", None, str(error))
     return Row(

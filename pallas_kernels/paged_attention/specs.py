@@ -66,6 +66,13 @@ class PagedSpec:
     def max_kv_length(self) -> int:
         return self.pages_per_sequence * self.page.page_size
 
+    @property
+    def facts(self) -> str:
+        """What block sizes may depend on: nothing of the batch, whose neighbours must not change a sum's rounding."""
+        heads = f"q{self.num_q_heads} kv{self.num_kv_heads} k{self.head_dim}"
+        window = "" if self.window is None else f" window{self.window}"
+        return f"{heads} page{self.page_size} {self.q_dtype}/{self.page.dtype}{window}"
+
 
 def make_spec(
     q: Any,

@@ -9,6 +9,7 @@ On a CPU keep the cache in float32 or int8: XLA:CPU gathers and scatters no 16 o
 cache first (the answer is the same, the time is not).
 """
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -18,15 +19,39 @@ from jax import lax
 from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.reference import token_places, visible_keys
 from pallas_kernels.paged_attention.specs import Operands, PagedSpec
+from pallas_kernels.tuning import tuned
 
 LAYOUT = "separate"
 # Sequences with at most this many new tokens are decoded in tiles.
 SHORT_QUERIES = 16
-SHORT_TILE = 8
-LONG_QUERIES = 128
-KEY_BLOCK = 128
+SHORT_NAME, LONG_NAME = "paged_attention xla short", "paged_attention xla long"
 # The score of a key that is not visible; finite, so that no NaN arises while a query has seen only masked keys.
 MASKED = -1e30
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Items of a tile, queries of an item, and keys read at a time."""
+
+    tile: int
+    queries: int
+    keys: int
+
+
+SHORT, LONG = Blocks(tile=8, queries=SHORT_QUERIES, keys=128), Blocks(tile=1, queries=128, keys=128)
+_PROGRAMS = {SHORT_NAME: SHORT, LONG_NAME: LONG}
+
+
+def blocks(spec: PagedSpec) -> dict[str, Blocks]:
+    """The sizes of each program, by the tuner's name for it."""
+    return {name: tuned(heuristic, name, spec.facts) for name, heuristic in _PROGRAMS.items()}
+
+
+def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
+    """What the tuner tries for the program that this call runs."""
+    if spec.max_query_length <= SHORT_QUERIES:
+        return {SHORT_NAME: [replace(SHORT, tile=tile, keys=keys) for tile in (1, 4, 8, 16) for keys in (64, 128, 256)]}
+    return {LONG_NAME: [replace(LONG, queries=queries, keys=keys) for queries in (64, 128, 256) for keys in (128, 256)]}
 
 
 class Items(NamedTuple):
@@ -54,25 +79,26 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
     short = Items(order, jnp.zeros_like(order), is_short.sum().astype(jnp.int32))
     if spec.max_query_length <= SHORT_QUERIES:
         return XlaSchedule(short, None)
-    blocks = jnp.where(is_short, 0, -(-query_lengths // LONG_QUERIES))
-    ends = jnp.cumsum(blocks)
+    queries = blocks(spec)[LONG_NAME].queries
+    counts = jnp.where(is_short, 0, -(-query_lengths // queries))
+    ends = jnp.cumsum(counts)
     capacity = min(
-        -(-spec.num_tokens // LONG_QUERIES) + spec.num_sequences,
-        spec.num_sequences * -(-spec.max_query_length // LONG_QUERIES),
+        -(-spec.num_tokens // queries) + spec.num_sequences,
+        spec.num_sequences * -(-spec.max_query_length // queries),
     )
     item = jnp.arange(capacity, dtype=jnp.int32)
     sequence = jnp.minimum(jnp.searchsorted(ends, item, side="right"), spec.num_sequences - 1).astype(jnp.int32)
-    return XlaSchedule(short, Items(sequence, item - (ends - blocks)[sequence], ends[-1].astype(jnp.int32)))
+    return XlaSchedule(short, Items(sequence, item - (ends - counts)[sequence], ends[-1].astype(jnp.int32)))
 
 
 def attention(operands: Operands, spec: PagedSpec, schedule: XlaSchedule) -> tuple[jax.Array, layout.Pages]:
     pages = _append(operands, spec)
     operands = operands._replace(pages=pages)
     out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
-    short_queries = min(SHORT_QUERIES, spec.max_query_length)
-    out = _run(out, schedule.short, short_queries, min(SHORT_TILE, spec.num_sequences), operands, spec)
+    sizes = blocks(spec)
+    out = _run(out, schedule.short, sizes[SHORT_NAME], operands, spec)
     if schedule.long is not None:
-        out = _run(out, schedule.long, min(LONG_QUERIES, spec.max_query_length), 1, operands, spec)
+        out = _run(out, schedule.long, sizes[LONG_NAME], operands, spec)
     return out, pages
 
 
@@ -83,25 +109,26 @@ def _append(operands: Operands, spec: PagedSpec) -> layout.Pages:
     return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
 
 
-def _run(out, items: Items, num_queries: int, tile: int, operands: Operands, spec: PagedSpec) -> jax.Array:
-    """Attends for all `items`, `tile` at a time, and writes their rows of `out` [T, Hq, K]."""
+def _run(out, items: Items, sizes: Blocks, operands: Operands, spec: PagedSpec) -> jax.Array:
+    """Attends for all `items`, a tile at a time, and writes their rows of `out` [T, Hq, K]."""
+    tile, num_queries = min(sizes.tile, items.sequence.shape[0]), min(sizes.queries, spec.max_query_length)
     padding = -items.sequence.shape[0] % tile
-    sequences, blocks = jnp.pad(items.sequence, (0, padding)), jnp.pad(items.block, (0, padding))
+    sequences, indices = jnp.pad(items.sequence, (0, padding)), jnp.pad(items.block, (0, padding))
 
     def one(index, out):
         start = index * tile
         sequence = lax.dynamic_slice_in_dim(sequences, start, tile)
-        offset = lax.dynamic_slice_in_dim(blocks, start, tile) * num_queries
+        offset = lax.dynamic_slice_in_dim(indices, start, tile) * num_queries
         length = jnp.where(start + jnp.arange(tile) < items.count, operands.query_lengths[sequence] - offset, 0)
         tokens = operands.query_starts[sequence][:, None] + offset[:, None] + jnp.arange(num_queries)
         tokens = jnp.where(jnp.arange(num_queries) < length[:, None], tokens, spec.num_tokens)
-        rows = _tile(tokens, sequence, offset, operands, spec)
+        rows = _tile(tokens, sequence, offset, sizes.keys, operands, spec)
         return out.at[tokens].set(rows.reshape(tile, num_queries, *out.shape[1:]).astype(out.dtype), mode="drop")
 
     return lax.fori_loop(0, (items.count + tile - 1) // tile, one, out)
 
 
-def _tile(tokens, sequence, offset, operands: Operands, spec: PagedSpec) -> jax.Array:
+def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: PagedSpec) -> jax.Array:
     """Attention of the queries `tokens` [C, Q] of `sequence` [C]: float32 [C, Q, Hkv, G, K].
 
     A token is the `offset` + q-th new one of its sequence; spec.num_tokens stands for none.
@@ -120,7 +147,7 @@ def _tile(tokens, sequence, offset, operands: Operands, spec: PagedSpec) -> jax.
     flat_sequence = jnp.repeat(sequence, num_queries)
     first_key, end_key = _key_range(position, is_real, sequence, operands, spec)
 
-    pages_per_block = max(1, KEY_BLOCK // spec.page_size)
+    pages_per_block = max(1, num_keys // spec.page_size)
     key_block = pages_per_block * spec.page_size
     first_page, end_page = first_key // spec.page_size, -(-end_key // spec.page_size)
 

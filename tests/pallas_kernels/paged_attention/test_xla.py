@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ahead_of_time
+from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.paged_attention import layout, paged_attention, xla
 from pallas_kernels.paged_attention.shapes import SMALL, Shape
 
@@ -107,8 +107,14 @@ def test_empty_slots_run_no_tile(monkeypatch):
         )
         out.block_until_ready()
         jax.effects_barrier()
-        assert len(counted) == -(-live // xla.SHORT_TILE)
+        assert len(counted) == -(-live // xla.SHORT.tile)
         counted.clear()
+
+
+@pytest.mark.parametrize("keys", [16, 32, 512])
+def test_block_sizes_change_no_answer(check, keys):
+    with tuning.force(xla.SHORT_NAME, keys=keys, tile=2):
+        check(SMALL["decode_around_a_page"], "xla", "separate")
 
 
 ON_A_CPU = [(None, "float32"), (None, "int8")]

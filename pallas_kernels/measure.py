@@ -1,0 +1,97 @@
+"""Timing of kernels on the device at hand, for the tuner and the benchmarks."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.paged_attention import empty_pages, make_schedule, make_spec, paged_attention
+from pallas_kernels.paged_attention.shapes import Shape
+
+# The caches of a case together exceed this many bytes, several times the last-level cache of any chip.
+MIN_CACHE_BYTES = {"cpu": 2**28, "gpu": 2**29, "tpu": 2**29}
+
+
+def seconds_per_step(loop: Callable[[Any, int], jax.Array], arguments: Any, steps: int, *, repeats: int = 5) -> float:
+    """Seconds of one step: the slope of `loop(arguments, n)` from n = 1 to n = 1 + steps, medians of `repeats` runs.
+
+    The slope leaves dispatch out; steps are doubled until they take longer than that. Raises ArithmeticError when the
+    loop's result is not finite, or when no number of steps stands out from the noise.
+    """
+
+    def run(n: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(loop(arguments, n))
+        return time.perf_counter() - start
+
+    if not np.isfinite(np.asarray(loop(arguments, 1), np.float32)).all():
+        raise ArithmeticError("the case computes NaN or infinity")
+    one = statistics.median(run(1) for _ in range(repeats))
+    for _ in range(6):
+        many = statistics.median(run(1 + steps) for _ in range(repeats))
+        if many > 1.5 * one:
+            return (many - one) / steps
+        steps *= 2
+    raise ArithmeticError(f"{steps // 2} steps take {many:.2g} s and one takes {one:.2g} s: too noisy to tell")
+
+
+def ideal_bytes(shape: Shape) -> int:
+    """What must move: queries, output, and the keys and values of each sequence once, with their scales."""
+    item = jnp.dtype(shape.cache_dtype).itemsize
+    per_key = 2 * shape.heads[1] * (shape.head_dim * item + (4 if shape.cache_dtype == "int8" else 0))
+    per_token = 2 * shape.heads[0] * shape.head_dim * jnp.dtype(shape.dtype).itemsize
+    return sum(keys * per_key + new * per_token for new, keys in shape.lengths)
+
+
+def num_layers(shape: Shape, platform: str) -> int:
+    """How many layers' caches together exceed the chip's cache."""
+    return max(1, min(16, -(-MIN_CACHE_BYTES[platform] // ideal_bytes(shape))))
+
+
+def paged_loop(shape: Shape, implementation: str, layers: int) -> tuple[Callable, Any]:
+    """A program (arguments, n) of n steps over the caches of `layers` layers, each fed by the one before."""
+    page_layout = "interleaved" if implementation == "pallas_tpu" else "separate"
+    rng = np.random.default_rng(0)
+    page = shape.page()
+    counts = [-(-keys // shape.page_size) for _, keys in shape.lengths]
+    table = np.zeros((len(counts), max(counts)), np.int32)
+    ids = iter(rng.permutation(page.num_pages - 1) + 1)
+    for row, count in enumerate(counts):
+        table[row, :count] = [next(ids) for _ in range(count)]
+    vectors = {
+        "page_table": jnp.asarray(table),
+        "query_lengths": jnp.asarray([new for new, _ in shape.lengths], jnp.int32),
+        "kv_lengths": jnp.asarray([keys for _, keys in shape.lengths], jnp.int32),
+    }
+    shapes = shape.abstract(page_layout)
+    new = {
+        name: jnp.asarray(rng.standard_normal(shapes[name].shape, np.float32), shape.dtype)
+        for name in ("q", "k_new", "v_new")
+    }
+
+    @jax.jit
+    def loop(operands, n):
+        new, vectors, caches = operands
+        spec = make_spec(**new, pages=caches[0], page_table=vectors["page_table"], **shape.options)
+        schedule = make_schedule(spec, **vectors, implementation=implementation)
+
+        def step(_, carry):
+            q, caches = carry
+            written = []
+            for pages in caches:
+                out, pages = paged_attention(
+                    **new | {"q": q}, pages=pages, **vectors, **shape.options, schedule=schedule
+                )
+                # Near the first queries, so that nothing grows.
+                q = new["q"] + out * jnp.asarray(1e-3, out.dtype)
+                written.append(pages)
+            return q, written
+
+        return lax.fori_loop(0, n, step, (new["q"], caches))[0][:1, :1]
+
+    return loop, (new, vectors, [empty_pages(page, page_layout) for _ in range(layers)])
