@@ -1,10 +1,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+COMPILERS := $(VENV)/compilers
+PYTEST := PYTHONPATH=$(COMPILERS) $(BIN)/python -m pytest
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-newest test-oracle lint format bench golden readme clean
+.PHONY: help demo test test-newest test-oracle lint format report bench golden readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -17,6 +19,12 @@ $(VENV)/stamp-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
+# The TPU and GPU compilers lie apart from the environment: beside them JAX would look for chips in every program.
+$(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --constraint constraints.txt --target $(COMPILERS) \
+	    libtpu jax-cuda12-plugin jax-cuda12-pjrt
+	@touch $@
+
 $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
@@ -24,9 +32,9 @@ $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embedded model
 	$(BIN)/jaxinfer demo
 
-test: $(VENV)/stamp-test $(VENV)/stamp-aot  ## Run the test suite (CPU, no torch, no network; compiles for TPU and GPU)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m 'not timing'
-	$(BIN)/python -m pytest -q -m timing
+test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no torch, no network; compiles for TPU and GPU)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing'
+	$(PYTEST) -q -m timing
 
 # JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
 test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found
@@ -34,12 +42,12 @@ test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is fou
 	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-kernels
 
 .PHONY: test-kernels
-test-kernels: $(VENV)/stamp-test $(VENV)/stamp-aot
+test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers
 	$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)'
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
 
 golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again, with Transformers
 	$(BIN)/python tests/oracle/make_golden.py
@@ -52,6 +60,9 @@ lint: $(VENV)/stamp-lint  ## Check style and types
 format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+report: $(VENV)/stamp-base $(VENV)/stamp-compilers  ## Compile every kernel for chips that are not here; a table
+	PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.report --json benchmarks/results/kernels_compiled.json
 
 bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Decode speed next to Transformers, in one run
 	$(BIN)/python -m benchmarks.decode_vs_transformers --json benchmarks/results/decode_vs_transformers.json

@@ -7,10 +7,12 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "benchmarks" / "results" / "decode_vs_transformers.json"
+KERNELS = ROOT / "benchmarks" / "results" / "kernels_compiled.json"
 PROMPTS = (
     "def read_lines(path):",
     "def __repr__(self):",
@@ -50,16 +52,46 @@ def bench() -> str:
     return "\n".join([*rows, "", f"That is {report['ratio']:.2f} times the best Transformers mode."])
 
 
-def main() -> None:
-    path = ROOT / "README.md"
+def kernels() -> str:
+    """What `make report` compiled: a row for each chip, kernel, model and cache."""
+    report = json.loads(KERNELS.read_text(encoding="utf-8"))
+    rows = [
+        "| chip | kernel | model | cache | by | compiled in s | on chip KiB | temporaries MiB | GFLOP | MB moved | ideal MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+
+    def number(value: float | None, unit: float = 1, digits: int = 0) -> str:
+        return "" if value is None else f"{value / unit:,.{digits}f}"
+
+    for line in report["lines"]:
+        cells = [line["chip"], line["kernel"], line["model"], line["cache"], line["implementation"]]
+        cells += [number(line["seconds"], digits=1), number(line["on_chip_bytes"], 1024)]
+        cells += [number(line["temporary_bytes"], 2**20, 1), number(line["gflops"])]
+        cells += [number(line["bytes_moved"], 1e6), number(line["ideal_bytes"], 1e6)]
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*rows, "", f"JAX {report['jax']}."])
+
+
+def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
+    """Makes the named blocks of a document again."""
     text = path.read_text(encoding="utf-8")
-    for name, make in (("demo", demo), ("completions", completions), ("bench", bench)):
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+    for name, make in blocks.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n?<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
-            raise SystemExit(f"README.md has no block <!-- {name} -->")
+            raise SystemExit(f"{path.name} has no block <!-- {name} -->")
         block = make()
-        text = pattern.sub(lambda match, block=block: match[1] + block + match[2], text)
+        text = pattern.sub(lambda match, block=block: match[1] + block + "\n" + match[2].lstrip(), text)
     path.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """All blocks, or those named on the command line."""
+    documents = {
+        ROOT / "README.md": {"demo": demo, "completions": completions, "bench": bench},
+        ROOT / "docs" / "kernels.md": {"kernels": kernels},
+    }
+    for path, blocks in documents.items():
+        fill(path, {name: make for name, make in blocks.items() if not sys.argv[1:] or name in sys.argv[1:]})
 
 
 if __name__ == "__main__":

@@ -149,18 +149,32 @@ def _run_program() -> dict[str, Any]:
 
 
 def _attention() -> dict[str, Any]:
+    """What a bfloat16 model of the Llama-3-8B shape (float32 on a CPU) would run here, and why not the others."""
     import jax
+    import jax.numpy as jnp
 
-    from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS
+    from pallas_kernels import ahead_of_time
+    from pallas_kernels.flash_attention import explain
+    from pallas_kernels.paged_attention import choose, make_spec
+    from pallas_kernels.paged_attention.shapes import decode_shape
+    from pallas_kernels.platform import current_platform
 
-    kernels = [name for name in IMPLEMENTATIONS if name not in ("xla", "reference")]
-    return {
-        "implementation": "xla",
-        "why": f"the only one in this version, on {jax.default_backend()} as elsewhere"
-        if not kernels
-        else f"picked for {jax.default_backend()}",
-        "to choose from": ", ".join(IMPLEMENTATIONS),
+    dtype = jnp.dtype("float32" if current_platform() == "cpu" else "bfloat16")
+    q, kv = (jax.ShapeDtypeStruct((1, 1024, heads, 128), dtype) for heads in (32, 8))
+    flash = explain(q, kv, kv)
+    shape = decode_shape("llama-3-8b", 16, 1024, dtype=dtype.name, cache_dtype=dtype.name)
+    arrays = shape.abstract("interleaved" if current_platform() == "tpu" else "separate")
+    names = ("q", "k_new", "v_new", "pages", "page_table")
+    paged = choose(make_spec(**{name: arrays[name] for name in names}, **shape.options))
+    found: dict[str, Any] = {
+        "implementation": flash.implementation,
+        "paged": paged.implementation,
+        "not taken": {name: why for name, why in flash.reasons.items() if name != "reference"},
     }
+    missing = [chip for chip in ahead_of_time.CHIPS if ahead_of_time.missing_compiler(chip) is not None]
+    compilers = [chip for chip in ahead_of_time.CHIPS if chip not in missing]
+    found["can compile ahead for"] = ", ".join(compilers) or "no other chip: pip install 'jaxinfer[aot]'"
+    return found
 
 
 def _compilation_cache() -> dict[str, Any]:

@@ -4,10 +4,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxinfer import compilation_cache
 from jaxinfer.engine import programs
 from jaxinfer.engine.contiguous import ContiguousEngine
+from pallas_kernels.flash_attention import explain
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: di
                 "compilation cache": str(compilation_cache.folder() or "off"),
             },
             "kernels": {
-                "attention": "flash_attention, implementation xla (the only one in this version)",
+                **_attention(engine),
                 "matrix products": f"XLA, {engine.dtype}"
                 + (", highest precision" if engine.dtype == "float32" else ""),
             },
@@ -79,6 +81,21 @@ def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: di
             "sampling": sampling,
         }
     )
+
+
+def _attention(engine: ContiguousEngine) -> dict[str, str]:
+    """The kernel of decode and of a prompt chunk, and why those before it in the order of preference were not taken."""
+    config, facts = engine.config, {}
+    rows = engine.options.slot_buckets[-1]
+    for name, batch, tokens in (("decode", rows, 1), ("prompt", 1, engine.chunks[-1])):
+        shape = (batch, tokens, config.num_heads, config.head_dim)
+        cached = (batch, engine.options.max_model_len, config.num_kv_heads, config.head_dim)
+        q, kv = (jax.ShapeDtypeStruct(dims, engine.dtype) for dims in (shape, cached))
+        lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        choice = explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths)
+        facts[f"{name} attention"] = f"flash_attention, {choice.implementation}"
+        facts |= {f"  not {other}": reason for other, reason in choice.reasons.items() if other != "reference"}
+    return facts
 
 
 def _readable(name: str, value: Any) -> str:
