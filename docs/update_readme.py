@@ -56,7 +56,8 @@ def kernels() -> str:
     """What `make report` compiled: a row for each chip, kernel, model and cache."""
     report = json.loads(KERNELS.read_text(encoding="utf-8"))
     rows = [
-        "| chip | kernel | model | cache | by | compiled in s | on chip KiB | temporaries MiB | GFLOP | MB moved | ideal MB |",
+        "| chip | kernel | model | cache | by | compiled in s | on chip KiB | temporaries MiB "
+        "| GFLOP | MB moved | ideal MB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
 

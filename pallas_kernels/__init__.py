@@ -1,5 +1,7 @@
-"""Attention and matmul kernels: raw arrays in, raw arrays out; imports nothing from jaxinfer."""
+"""Attention kernels for TPU, GPU and CPU: raw arrays in, raw arrays out; imports nothing from jaxinfer."""
 
 from pallas_kernels.flash_attention import flash_attention
+from pallas_kernels.page_copy import copy_pages
+from pallas_kernels.paged_attention import new_pages, paged_attention
 
-__all__ = ["flash_attention"]
+__all__ = ["copy_pages", "flash_attention", "new_pages", "paged_attention"]
