@@ -1,5 +1,5 @@
 """Attention over contiguous keys and values."""
 
-from pallas_kernels.flash_attention.api import flash_attention
+from pallas_kernels.flash_attention.api import Choice, explain, flash_attention
 
-__all__ = ["flash_attention"]
+__all__ = ["Choice", "explain", "flash_attention"]

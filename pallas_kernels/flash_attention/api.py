@@ -1,10 +1,31 @@
-"""The entry point: picks an implementation and runs it."""
+"""The entry points: pick an implementation, run it."""
+
+from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.flash_attention import reference, xla
-from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, make_spec
+from pallas_kernels.flash_attention import cudnn, pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.flash_attention.gradient import differentiable
+from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, AttentionSpec, Operands, make_spec
+from pallas_kernels.platform import current_platform
+
+# Each has `unsupported(spec, platform)`, the reason why not or None, and `attention(operands, spec)`, which returns
+# (out, lse or None).
+_MODULES = {"pallas_tpu": pallas_tpu, "cudnn": cudnn, "pallas_gpu": pallas_gpu, "xla": xla, "reference": reference}
+# Best first; the last one does everything.
+_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("cudnn", "pallas_gpu", "xla"), "cpu": ("xla",)}
+# These are differentiated by JAX itself or bring their own gradient.
+_HAVE_GRADIENT = ("cudnn", "reference")
+
+SegmentIds = jax.Array | tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation taken, and why each of the others was not."""
+
+    implementation: str
+    reasons: dict[str, str] = field(default_factory=dict)
 
 
 def flash_attention(
@@ -15,33 +36,100 @@ def flash_attention(
     causal: bool = True,
     query_offset: jax.Array | None = None,
     kv_lengths: jax.Array | None = None,
+    segment_ids: SegmentIds | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
     scale: float | None = None,
+    return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention that never holds the [T, S] score matrix (Dao 2023, FlashAttention-2, section 3.1).
+
+    Differentiable in q, k, v and sinks, the log-sum-exp included. A row's result is the same bits whatever the
+    other rows of the batch are. A NaN that a query sees comes out as NaN.
 
     Args:
       q: queries [B, T, Hq, K]; k, v: keys and values [B, S, Hkv, K], Hq a multiple of Hkv (grouped queries).
       causal: key position s is visible to the query at position p when s <= p.
       query_offset: int32 [B], the position of each row's first query among its keys; 0 when None.
-      kv_lengths: int32 [B], how many leading keys of each row exist; all S when None. A query that sees
-        no key returns zeros. With None the call is differentiable; with an array the loop over key
-        blocks stops at the longest row, so unused capacity costs nothing.
+      kv_lengths: int32 [B], how many leading keys of each row exist; all S when None. What lies beyond is never
+        read, and may be NaN. A query that sees no key returns zeros.
+      segment_ids: int32 [B, T] when T == S, or a pair (of queries [B, T], of keys [B, S]): a query sees only keys
+        of its own segment.
       window: only the last `window` visible keys, the query's own included.
+      soft_cap: scores become soft_cap * tanh(score / soft_cap), after scaling, before masking (Gemma 2, section 2).
+      sinks: float32 [Hq], one more score in each head's softmax, whose value is zero (gpt-oss). -inf takes nothing.
       scale: multiplies the scores; K**-0.5 when None.
-      implementation: None picks by platform; "xla" or "reference" (dense, float32, for tests).
+      return_lse: also return the natural logarithm of each softmax's denominator, the sink included when given.
+      implementation: None picks by platform and shape (see `explain`); "pallas_tpu", "pallas_gpu", "cudnn" or
+        "xla" is this one or an error; "reference" is dense float32, for tests.
 
     Returns:
-      [B, T, Hq, K] in q's dtype; scores and sums are float32.
+      out [B, T, Hq, K] in q's dtype; scores and sums are float32. With return_lse, (out, lse float32 [B, T, Hq]);
+      lse is -inf for a query that sees nothing and has no sink.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit; an unknown implementation.
+      NotImplementedError: the named implementation cannot do this; the message says why.
     """
-    spec = make_spec(q, k, v, causal=causal, window=window, scale=scale)
-    if implementation not in (None, *IMPLEMENTATIONS):
-        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if query_offset is None:
-        query_offset = jnp.zeros((spec.batch_size,), jnp.int32)
-    run = reference.attention if implementation == "reference" else xla.attention
-    return run(q, k, v, query_offset, kv_lengths, spec)
+    operands = _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks)
+    spec = make_spec(operands, causal=causal, window=window, soft_cap=soft_cap, scale=scale, return_lse=return_lse)
+    name = _choose(spec, implementation).implementation
+    run = _MODULES[name].attention
+    out, lse = run(operands, spec) if name in _HAVE_GRADIENT else differentiable(run, spec, operands)  # pyright: ignore
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q,
+    k,
+    v,
+    *,
+    causal: bool = True,
+    query_offset=None,
+    kv_lengths=None,
+    segment_ids=None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks=None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Choice:
+    """What `flash_attention` of the same arguments would run here, and why none of the others.
+
+    Takes arrays or `jax.ShapeDtypeStruct`s, and raises as `flash_attention` does.
+    """
+    operands = _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks)
+    spec = make_spec(operands, causal=causal, window=window, soft_cap=soft_cap, scale=scale, return_lse=return_lse)
+    return _choose(spec, implementation)
+
+
+def _choose(spec: AttentionSpec, implementation: str | None) -> Choice:
+    platform = current_platform()
+    if implementation is not None:
+        if implementation not in _MODULES:
+            raise ValueError(f"implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+        reason = _MODULES[implementation].unsupported(spec, platform)
+        if reason is not None:
+            raise NotImplementedError(f"flash_attention: {implementation} cannot run this: {reason}")
+    wanted = (implementation,) if implementation else _BY_PLATFORM.get(platform, ("xla",))
+    reasons = {name: _MODULES[name].unsupported(spec, platform) for name in IMPLEMENTATIONS}
+    taken = next(name for name in wanted if reasons[name] is None)
+    if implementation:
+        default = f"{implementation} was named"
+    else:
+        default = f"{taken} is preferred on a {platform}"
+    return Choice(taken, {name: reason or default for name, reason in reasons.items() if name != taken})
+
+
+def _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks) -> Operands:
+    queries = keys = None
+    if isinstance(segment_ids, tuple):
+        if len(segment_ids) != 2:
+            raise ValueError(f"segment_ids is one array or a pair (queries, keys), not {len(segment_ids)} arrays")
+        queries, keys = segment_ids
+    elif segment_ids is not None:
+        queries = keys = segment_ids
+    return Operands(q, k, v, sinks, query_offset, kv_lengths, queries, keys)

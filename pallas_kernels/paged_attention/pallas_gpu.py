@@ -1,8 +1,152 @@
-"""stub"""
-LAYOUT = "interleaved"
+"""Paged attention on Hopper GPUs: one Mosaic GPU kernel for decode, verify and prefill, and the sum of its splits.
 
-def unsupported(spec, platform):
-    return "not written yet"
+`gpu_schedule` lists the work, `gpu_kernel` does it. What is left to XLA here: queries gathered into rows, new tokens
+rounded to the cache's dtype, and the results of a sequence's splits combined in a fixed order, sinks included. In steps
+of at most 16 new tokens a sequence the kernel appends them itself; otherwise XLA scatters them in place before it.
+"""
 
-def make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths): ...
-def attention(operands, spec, schedule): ...
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_gpu_compat as compat
+from pallas_kernels.paged_attention import gpu_kernel, gpu_schedule, layout
+from pallas_kernels.paged_attention.gpu_kernel import LOG2_E, MASKED
+from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, SHORT_QUERIES, TILE_ROWS, Plan, PlanShape
+from pallas_kernels.paged_attention.layout import SeparatePages
+from pallas_kernels.paged_attention.reference import token_places
+from pallas_kernels.paged_attention.specs import Operands, PagedSpec
+
+LAYOUT = "separate"
+PAGE_SIZES = (8, 16, 32, 64, 128, 256)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+CONVERTED = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def unsupported(spec: PagedSpec, platform: str) -> str | None:
+    """Why this call is not for this kernel; None when it is."""
+    if platform != "gpu" and not compat.is_interpreted():
+        return f"it is for GPUs, not {platform}"
+    if not compat.is_interpreted() and (reason := compat.not_hopper()) is not None:
+        return reason
+    if spec.layout != LAYOUT:
+        return f"it reads {LAYOUT} pages, not {spec.layout}"
+    if spec.q_dtype == "float32":
+        return "float32 queries would be rounded to 10 bits by the tensor cores"
+    if spec.page.dtype not in (spec.q_dtype, *CONVERTED):
+        return f"a {spec.page.dtype} cache needs queries of the same dtype, not {spec.q_dtype}"
+    if spec.page_size not in PAGE_SIZES:
+        return f"page_size={spec.page_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
+    if spec.page.has_scales and spec.page_size * 4 < gpu_kernel.COPY_BYTES:
+        return (
+            f"a head's scales in a page of {spec.page_size} tokens are less than a copy, {gpu_kernel.COPY_BYTES} bytes"
+        )
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim={spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
+    if 0 in (spec.num_tokens, spec.num_sequences, spec.pages_per_sequence):
+        return "there is nothing to do"
+    for shape in gpu_schedule.plan_shapes(spec):
+        size = gpu_kernel.sizes(spec, shape, _appends_in_kernel(spec))
+        if size.stages == 0:
+            return f"it needs {size.shared_bytes} bytes of shared memory; there are {gpu_kernel.MAX_SHARED_BYTES}"
+    return None
+
+
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[Plan, ...]:
+    """A plan for each program of the step, shared by its layers."""
+    shapes = gpu_schedule.plan_shapes(spec)
+    return tuple(gpu_schedule.make_plan(spec, shape, query_starts, query_lengths, kv_lengths) for shape in shapes)
+
+
+def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Plan, ...]) -> tuple[jax.Array, SeparatePages]:
+    new_tokens = None
+    pages = operands.pages
+    if _appends_in_kernel(spec):
+        new_tokens = _stored_tokens(operands, spec)
+    else:
+        pages = _append(operands, spec)
+
+    refs = SeparatePages(*(None if a is None else jax.new_ref(a, memory_space=plgpu.GMEM) for a in pages))
+    out = None
+    for shape, plan in zip(gpu_schedule.plan_shapes(spec), schedule, strict=True):
+        aux = _ancestor_rows(operands.ancestors, plan) if spec.has_ancestors else None
+        q_tiles = _query_tiles(operands.q, plan, spec)
+        parts = gpu_kernel.run(q_tiles, refs, new_tokens, operands.page_table, plan, aux, spec, shape)
+        rows = _combine(*parts, plan, operands.sinks, spec, shape)
+        out = rows if out is None else out + rows
+    return out, SeparatePages(*(None if ref is None else ref[...] for ref in refs))
+
+
+def _appends_in_kernel(spec: PagedSpec) -> bool:
+    return spec.max_query_length <= SHORT_QUERIES
+
+
+def _query_tiles(q: jax.Array, plan: Plan, spec: PagedSpec) -> jax.Array:
+    """Queries as `gpu_kernel.run` takes them. In float16 they are clipped: infinite scores would be NaN."""
+    dtype = gpu_kernel.compute_dtype(spec)
+    if dtype != spec.q_dtype:
+        largest = float(jnp.finfo(dtype).max)
+        q = jnp.clip(q, -largest, largest).astype(dtype)
+    q = q.reshape(spec.num_tokens, spec.num_kv_heads, spec.num_groups, spec.head_dim)
+    heads = jnp.arange(spec.num_kv_heads)[:, None]
+    return q.at[plan.row_token[:, None], heads, plan.row_group[:, None]].get(mode="promise_in_bounds")
+
+
+def _append(operands: Operands, spec: PagedSpec) -> SeparatePages:
+    sequence, _, position, is_real = token_places(operands, spec)
+    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
+    page = jnp.where(is_real, page, spec.page.num_pages)
+    return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
+
+
+def _stored_tokens(operands: Operands, spec: PagedSpec) -> SeparatePages:
+    """The new tokens as `gpu_kernel.run` takes them."""
+    (k, k_scales), (v, v_scales) = (layout.to_stored(x, spec.page.dtype) for x in (operands.k_new, operands.v_new))
+    # The kernel loads as many tokens from a sequence's first one, which may be the last of all.
+    k, v = (jnp.pad(x, ((0, gpu_kernel.padded_new_tokens(spec)), (0, 0), (0, 0))) for x in (k, v))
+    if k_scales is None:
+        return SeparatePages(k, v)
+    scales = jnp.stack([k_scales, v_scales], axis=1)
+    # Two blocks hold a sequence's new tokens, in the places of their keys.
+    first_new = operands.kv_lengths - operands.query_lengths
+    token = jnp.arange(2 * BLOCK_KEYS) - (first_new % BLOCK_KEYS)[:, None] + operands.query_starts[:, None]
+    aligned = scales.at[jnp.clip(token, 0, spec.num_tokens - 1)].get(mode="promise_in_bounds")
+    aligned = aligned.reshape(spec.num_sequences, 2, BLOCK_KEYS, 2, spec.num_kv_heads)
+    return SeparatePages(k, v, scales, aligned.transpose(0, 1, 3, 4, 2))
+
+
+def _ancestor_rows(ancestors: jax.Array, plan: Plan) -> jax.Array:
+    """Ancestor bits and depth of each row of each tile, int32 [num_tiles, 2, 64]."""
+    bits = ancestors[plan.row_token]
+    depth = jax.lax.population_count(bits).astype(jnp.int32) - 1
+    facts = jnp.stack([jax.lax.bitcast_convert_type(bits, jnp.int32), depth], axis=1)
+    return jnp.pad(facts, ((0, 0), (0, 0), (0, TILE_ROWS - facts.shape[2])))
+
+
+def _combine(parts: jax.Array, lse: jax.Array, plan: Plan, sinks, spec: PagedSpec, shape: PlanShape) -> jax.Array:
+    """Sums the splits of each row and gathers tokens: [T, Hq, K] in q's dtype, zero for tokens of no tile."""
+    leading = (shape.num_tiles, shape.num_splits)
+    # Slots of no item were never written.
+    is_split = plan.is_split[:, :, None, None]
+    parts = jnp.where(is_split[..., None], parts.reshape(*leading, *parts.shape[1:]), 0)
+    lse = jnp.where(is_split, lse.reshape(*leading, *lse.shape[1:]), MASKED)
+    if shape.num_splits == 1:
+        rows, lse = parts[:, 0], lse[:, 0]
+    else:
+        best = lse.max(axis=1)
+        weights = jnp.exp2(lse - best[:, None])
+        total = weights.sum(axis=1)
+        rows = (parts * (weights / total[:, None])[..., None]).sum(axis=1)
+        lse = jnp.where((best == MASKED) & (total == total), MASKED, best + jnp.log2(total))
+    heads = jnp.arange(spec.num_kv_heads)[:, None]
+
+    def of_tokens(array):
+        array = array.swapaxes(0, 1).reshape(spec.num_kv_heads, -1, *array.shape[3:])
+        return array.at[heads, plan.place[:, None, :]].get(mode="fill", fill_value=0)
+
+    out = of_tokens(rows)
+    if sinks is not None:
+        # A sink adds to the sum of weights and nothing to the values (gpt-oss).
+        sink = sinks.reshape(spec.num_kv_heads, spec.num_groups) * LOG2_E
+        out = out.astype(jnp.float32) / (1.0 + jnp.exp2(sink - of_tokens(lse)))[..., None]
+    return out.astype(spec.q_dtype).reshape(spec.num_tokens, spec.num_q_heads, spec.head_dim)

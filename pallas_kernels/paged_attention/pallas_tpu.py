@@ -1,8 +1,168 @@
-"""stub"""
+"""Paged attention on a TPU: the module that the entry points see, and the arrays around the kernel's Pallas calls."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention import layout, tpu_kernel, tpu_schedule
+from pallas_kernels.paged_attention.layout import InterleavedPages
+from pallas_kernels.paged_attention.specs import Operands, PagedSpec
+from pallas_kernels.paged_attention.tpu_kernel import Program, Refs
+from pallas_kernels.paged_attention.tpu_schedule import Items, ScaleBlocks, TpuSchedule
+from pallas_kernels.platform import is_tpu_interpreted
+
 LAYOUT = "interleaved"
+_Q_DTYPES = ("float32", "bfloat16")
+_CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+_SCALARS = ("items", "count", "page_ids", "scale_pages", "ancestors", "depths")
 
-def unsupported(spec, platform):
-    return "not written yet"
 
-def make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths): ...
-def attention(operands, spec, schedule): ...
+def unsupported(spec: PagedSpec, platform: str) -> str | None:
+    """Why the kernel cannot run `spec` on `platform`; None when it can. The TPU interpreter runs on any platform."""
+    if platform != "tpu" and not is_tpu_interpreted():
+        return f"it needs a TPU, and this is a {platform}"
+    if spec.layout != LAYOUT:
+        return f"it reads the {LAYOUT} layout, and the pages are {spec.layout}"
+    if spec.q_dtype not in _Q_DTYPES:
+        return f"a TPU computes in {' or '.join(_Q_DTYPES)}, and q is {spec.q_dtype}"
+    if spec.page.dtype not in _CACHE_DTYPES:
+        return f"a TPU reads caches of {', '.join(_CACHE_DTYPES)}, and this one is {spec.page.dtype}"
+    available = tpu_schedule.SMEM_BYTES - tpu_schedule.SMEM_RESERVED_BYTES
+    if (needed := tpu_schedule.smem_bytes(spec)) > available:
+        return (
+            f"page ids and work items take {needed:,} of {available:,} bytes of scalar memory "
+            f"({spec.num_sequences} sequences of {spec.pages_per_sequence} pages): "
+            f"use larger pages than {spec.page_size} or fewer sequences"
+        )
+    for program in _programs(spec):
+        if (needed := program.vmem_bytes()) > tpu_schedule.VMEM_BYTES:
+            return (
+                f"{program.blocks} needs {needed:,} of {tpu_schedule.VMEM_BYTES:,} bytes of vector memory "
+                f"for {spec.num_q_heads} query and {spec.num_kv_heads} key heads of {spec.head_dim}"
+            )
+    return None
+
+
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> TpuSchedule:
+    """The order of work of a step; see `tpu_schedule`."""
+    return tpu_schedule.make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths)
+
+
+def attention(operands: Operands, spec: PagedSpec, schedule: TpuSchedule) -> tuple[jax.Array, InterleavedPages]:
+    """Appends and attends, as `paged_attention` says. The cache is updated in place where it is donated.
+
+    Rows of q become rows of the output in place, so rows of no sequence keep their query.
+    """
+    k, k_scales = layout.to_stored(operands.k_new, spec.page.dtype)
+    v, v_scales = layout.to_stored(operands.v_new, spec.page.dtype)
+    arrays = {
+        "new_tokens": layout.interleave(k, v, spec.page),
+        "rows": _pack_queries(operands.q, spec),
+        "cache": operands.pages.kv,
+    }
+    if spec.page.has_scales:
+        arrays["cache_scales"] = operands.pages.scales
+        arrays["new_scales"] = _merge_scales(operands.pages.scales, k_scales, v_scales, schedule.scale_blocks)
+    scalars = {"page_ids": schedule.page_ids}
+    if spec.page.has_scales:
+        scalars["scale_pages"] = schedule.scale_blocks.pages
+    if spec.has_ancestors:
+        scalars["ancestors"] = operands.ancestors.astype(jnp.int32)
+        scalars["depths"] = jax.lax.population_count(operands.ancestors).astype(jnp.int32) - 1
+    for program, items in zip(_programs(spec), (schedule.short, schedule.long), strict=False):
+        if spec.has_sinks:
+            arrays["sinks"] = _pack_sinks(operands.sinks, program)
+        arrays |= _call(program, items, scalars, arrays)
+    pages = InterleavedPages(arrays["cache"], arrays.get("cache_scales"))
+    return _unpack_output(arrays["rows"], spec), pages
+
+
+def _programs(spec: PagedSpec) -> list[Program]:
+    """The program of few queries and, where there can be more, that of many."""
+    kinds = (False, True) if tpu_schedule.has_long(spec) else (False,)
+    return [Program(spec, tpu_schedule.choose_blocks(spec, is_long)) for is_long in kinds]
+
+
+def _call(program: Program, items: Items, scalars: dict, arrays: dict) -> dict:
+    """Runs one program; returns the arrays it updates in place."""
+    scalars = scalars | {"items": items.fields, "count": items.count}
+    scalars = {name: scalars[name] for name in _SCALARS if name in scalars}
+    updated = [name for name in ("rows", "cache", "cache_scales") if name in arrays]
+    scratch = program.scratch()
+    names = [*scalars, *arrays, *(f"{name} out" for name in updated), *scratch]
+
+    def kernel(*refs):
+        refs = dict(zip(names, refs, strict=True))
+        # The updated arrays come twice, as input and as output, in the same memory.
+        refs |= {name: refs.pop(f"{name} out") for name in updated}
+        tpu_kernel.run(program, Refs(**{name: refs.get(name) for name in Refs._fields}))
+
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    results = pl.pallas_call(
+        kernel,
+        out_shape=[jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in updated],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) if name == "sinks" else in_hbm for name in arrays],
+            out_specs=[in_hbm] * len(updated),
+            scratch_shapes=list(scratch.values()),
+        ),
+        input_output_aliases={len(scalars) + list(arrays).index(name): index for index, name in enumerate(updated)},
+        cost_estimate=_cost(program),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=tpu_schedule.VMEM_BYTES),
+        name=f"paged_attention_{program.blocks.num_queries}_queries",
+    )(*scalars.values(), *arrays.values())
+    return dict(zip(updated, results, strict=True))
+
+
+def _pack_queries(q: jax.Array, spec: PagedSpec) -> jax.Array:
+    """q [T, Hq, K] as [T, Hkv, G, lanes], with rows and lanes of zeros."""
+    q = q.reshape(spec.num_tokens, spec.num_kv_heads, spec.num_groups, spec.head_dim)
+    rows = tpu_schedule.rows_of_group(spec)
+    return jnp.pad(q, [(0, 0), (0, 0), (0, rows - spec.num_groups), (0, spec.page.num_lanes - spec.head_dim)])
+
+
+def _unpack_output(rows: jax.Array, spec: PagedSpec) -> jax.Array:
+    # Side by side, the product with a row's key half comes with that of its value half.
+    start = layout.LANES // 2 if spec.page.is_side_by_side else 0
+    out = rows[:, :, : spec.num_groups, start : start + spec.head_dim]
+    return out.reshape(spec.num_tokens, spec.num_q_heads, spec.head_dim)
+
+
+def _pack_sinks(sinks: jax.Array, program: Program) -> jax.Array:
+    """Sinks [Hq] as [heads, rows, 128]: the group's heads along as many rows as a register has, or as the group."""
+    spec, rows = program.spec, program.group_rows
+    sinks = jnp.pad(sinks.reshape(spec.num_kv_heads, spec.num_groups), [(0, 0), (0, rows - spec.num_groups)])
+    sinks = jnp.tile(sinks, (1, max(1, layout.SUBLANES // rows)))
+    return jnp.broadcast_to(sinks[..., None], (*sinks.shape, layout.LANES))
+
+
+def _merge_scales(scales: jax.Array, k_scales: jax.Array, v_scales: jax.Array, blocks: ScaleBlocks) -> jax.Array:
+    """The blocks of scales [blocks, 2 Hkv, lanes] of the pages that receive tokens, with the new tokens' in place.
+
+    k_scales, v_scales [T, Hkv]. Read and merged here, written by the kernel.
+    """
+    old = scales.at[blocks.pages].get(mode="promise_in_bounds")
+    new = jnp.stack([k_scales, v_scales], axis=-1).reshape(k_scales.shape[0], -1)
+    new = new.at[blocks.rows].get(mode="fill", fill_value=0, wrap_negative_indices=False).swapaxes(1, 2)
+    new = jnp.pad(new, [(0, 0), (0, old.shape[1] - new.shape[1]), (0, 0)])
+    is_real_row = jnp.arange(old.shape[1])[:, None] < 2 * k_scales.shape[1]
+    return jnp.where((blocks.rows >= 0)[:, None, :] & is_real_row, new, old)
+
+
+def _cost(program: Program) -> pl.CostEstimate:
+    """An upper bound: every sequence as long as its table, every query seeing all of it (or all of its window)."""
+    spec = program.spec
+    keys = spec.max_kv_length if spec.window is None else min(spec.window, spec.max_kv_length)
+    token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.dtype).itemsize
+    if spec.page.has_scales:
+        token_bytes += 2 * spec.num_kv_heads * 4
+    num_queries = min(spec.num_tokens, spec.num_sequences * spec.max_query_length)
+    scores = num_queries * spec.num_q_heads * keys
+    row_bytes = spec.num_q_heads * spec.head_dim * jnp.dtype(spec.q_dtype).itemsize
+    return pl.CostEstimate(
+        flops=4 * scores * spec.head_dim,
+        transcendentals=scores * (2 if spec.soft_cap is not None else 1),
+        bytes_accessed=(spec.num_sequences * keys + 2 * spec.num_tokens) * token_bytes + 2 * num_queries * row_bytes,
+    )

@@ -1,0 +1,180 @@
+"""What Mosaic GPU kernels need of JAX that differs between its versions, or between a chip and the interpreter.
+
+The GPU interpreter of JAX runs threads, barriers, TMA copies and shared memory on a CPU. It has no layouts, no wgmma
+operands in registers or transposed, no loads with a layout and no dynamic slices (integer indices are fine). Inside
+`interpreted()` the functions here stand in for these, so that one kernel body serves both.
+"""
+
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_is_interpreting = contextvars.ContextVar("mosaic_gpu_interpreted", default=False)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels traced here are for the interpreter."""
+    return _is_interpreting.get()
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels traced inside run in the GPU interpreter, with uninitialized memory NaN and races reported."""
+    token = _is_interpreting.set(True)
+    try:
+        yield
+    finally:
+        _is_interpreting.reset(token)
+
+
+def reset_interpreter() -> None:
+    """Needed after an exception inside an interpreted kernel."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def races_found() -> bool:
+    """Whether the last interpreted kernel had a race."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    return bool(gpu_callbacks.get_races().races_found)
+
+
+def kernel(
+    body: Callable, *, out_type: Any, name: str, cost_estimate: pl.CostEstimate | None = None, **options: Any
+) -> Callable:
+    """`plgpu.kernel` with the Warpgroup lowering, for the chip or the interpreter.
+
+    A JAX whose `plgpu.kernel` takes no cost estimate (0.10) does without.
+    """
+    if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
+        options["cost_estimate"] = cost_estimate
+    interpret: Any = None
+    if is_interpreted():
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        interpret = InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+    def named(*refs):
+        body(*refs)
+
+    named.__name__ = name
+    return plgpu.kernel(
+        named,
+        out_type=out_type,
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        **options,
+    )
+
+
+def kernel_in_place(
+    body: Callable, *, out_type: Any, scratch_types: tuple = (), name: str, cost_estimate: Any = None, **mesh: Any
+) -> Callable:
+    """`kernel` whose operands may be `jax.new_ref(array, memory_space=plgpu.GMEM)`: read and written without a copy.
+
+    `plgpu.kernel` of JAX 0.10.2 takes no such references; `pl.kernel` over the same mesh does. The lowering is Lane,
+    where the body gives the layouts: Warpgroup finds none for nested allocations of shared memory.
+    """
+    interpret: Any = False
+    if is_interpreted():
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        interpret = InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
+
+    def scoped(*refs):
+        pl.run_scoped(partial(body, *refs), *scratch_types, collective_axes=mesh.get("thread_name") or ())
+
+    return pl.kernel(
+        scoped,
+        out_type=out_type,
+        mesh=plgpu.Mesh(**mesh),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+        cost_estimate=cost_estimate,
+        name=name,
+    )
+
+
+def fence_copies() -> None:
+    """Orders this warpgroup's finished copies to GMEM before its next copies from there."""
+    if is_interpreted():
+        return
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import llvm
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)
+
+    fence()
+
+
+def cast_layout(array: jax.Array, layout: Any) -> jax.Array:
+    """The array in another register layout."""
+    return array if is_interpreted() else plgpu.layout_cast(array, layout)
+
+
+def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:
+    """int32 indices along a dimension."""
+    if is_interpreted():
+        return lax.broadcasted_iota(jnp.int32, shape, dimension)
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+
+
+def load(ref: Any, index: tuple, layout: Any) -> jax.Array:
+    """`ref[index]` from GMEM or SMEM into registers of a layout."""
+    if is_interpreted():
+        return ref[index]
+    if jax.__version_info__ >= (0, 11):
+        return plgpu.load(ref.at[index], layout=layout, optimized=False)  # pyright: ignore[reportCallIssue]
+    return plgpu.load(ref, index, layout=layout, optimized=False)
+
+
+def transpose(ref: Any) -> Any:
+    """A matrix in SMEM seen transposed."""
+    if jax.__version_info__ >= (0, 11):
+        return ref.transpose((1, 0))
+    return plgpu.transpose_ref(ref, (1, 0))
+
+
+def wgmma(a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
+    """float32 a @ b (or a @ b.T) on the tensor cores of a warpgroup; waits for the result.
+
+    a is [M, K] in SMEM or in registers, b [K, N] (or [N, K]) in SMEM; M is a multiple of 64.
+    """
+    if is_interpreted():
+        left, right = a[...], b[...]
+        contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
+        return lax.dot_general(left, right, contract, preferred_element_type=jnp.float32)
+    right = transpose(b) if transpose_b else b
+
+    def run(accumulator):
+        plgpu.wgmma(accumulator, a, right)
+        return accumulator[...]
+
+    return pl.run_scoped(run, plgpu.ACC((a.shape[0], right.shape[1]), jnp.float32))  # pyright: ignore
+
+
+def not_hopper() -> str | None:
+    """Why wgmma kernels cannot run on the GPU that is traced for; None when they can."""
+    if is_interpreted():
+        return None
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        kind = device.device_kind
+        return (
+            None if any(name in kind for name in ("H100", "H200", "H800", "H20", "GH200")) else f"{kind} is no Hopper"
+        )
+    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    return None if capability.startswith("9.") else f"wgmma needs compute capability 9, this GPU has {capability}"

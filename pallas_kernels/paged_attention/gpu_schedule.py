@@ -1,0 +1,167 @@
+"""The order of work of the GPU kernel, computed once in a step: which rows meet which keys, and where results go.
+
+The query heads of a key head are rows of one tile: row r of a sequence is query token r // G, head r % G of the group.
+A tile is 64 rows of one sequence; its keys are cut at absolute multiples of the split length, which follows from the
+static shapes alone. So neither the neighbours of a sequence nor the way a prompt is cut into chunks changes a sum.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec
+
+# Rows of a warpgroup's matrix product, and keys of one block of the kernel.
+TILE_ROWS = 64
+BLOCK_KEYS = 64
+# Sequences with at most this many new tokens run in the program whose tiles hold no more than theirs.
+SHORT_QUERIES = 16
+# Blocks resident on the 132 multiprocessors of an H100 or H200, two each.
+RESIDENT = 264
+# Keys that a split should take when there is work enough, and the bytes that partial results may take.
+LONGEST_SPLIT = 4096
+SHORTEST_SPLIT = 256
+MAX_PARTIAL_BYTES = 128 * 2**20
+
+# Columns of `Plan.work`.
+COLUMNS = (
+    "first_row",
+    "sequence",
+    "tile",
+    "slot",
+    "block_begin",
+    "block_end",
+    "key_begin",
+    "key_end",
+    "first_new",
+    "num_new",
+    "query_start",
+)
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """Static sizes of one program; `min_queries` to `max_queries` new tokens make a sequence part of it."""
+
+    min_queries: int
+    max_queries: int
+    num_tiles: int
+    num_splits: int
+    split_keys: int
+    out_rows: int
+
+
+class Plan(NamedTuple):
+    """Arrays of one program.
+
+    work: int32 [num_tiles * num_splits, 11], the first `count` rows being items (`COLUMNS`); rows and keys are numbered
+      within the sequence, slot is tile * num_splits + split.
+    count: int32 [1]. is_split: bool [num_tiles, num_splits], whether an item writes that slot.
+    row_token: int32 [num_tiles, out_rows], the token of each row of a tile, and row_group, its head of the group;
+      rows beyond a sequence have any.
+    place: int32 [T, G], the row among num_tiles * out_rows of each token and head of a group; one past the end for
+      tokens of another program or of none.
+    """
+
+    work: jax.Array
+    count: jax.Array
+    is_split: jax.Array
+    row_token: jax.Array
+    row_group: jax.Array
+    place: jax.Array
+
+
+def plan_shapes(spec: PagedSpec) -> tuple[PlanShape, ...]:
+    """The programs of a step: one for decode and verify, a second one where longer sequences may come."""
+    short = min(SHORT_QUERIES, spec.max_query_length)
+    shapes = [_plan_shape(spec, 1, short)]
+    if spec.max_query_length > SHORT_QUERIES:
+        shapes.append(_plan_shape(spec, SHORT_QUERIES + 1, spec.max_query_length))
+    return tuple(shapes)
+
+
+def _plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> PlanShape:
+    groups = spec.num_groups
+    num_sequences = min(spec.num_sequences, max(spec.num_tokens // min_queries, 1))
+    num_tiles = min(
+        num_sequences * -(-max_queries * groups // TILE_ROWS),
+        spec.num_tokens * groups // TILE_ROWS + num_sequences,
+    )
+    out_rows = min(TILE_ROWS, -(-max_queries * groups // 8) * 8)
+    split = SHORTEST_SPLIT
+    if min_queries > SHORT_QUERIES and num_tiles * spec.num_kv_heads >= RESIDENT:
+        split = -(-spec.max_kv_length // BLOCK_KEYS) * BLOCK_KEYS
+    while split < LONGEST_SPLIT and split * RESIDENT * 2 < LONGEST_SPLIT * num_tiles * spec.num_kv_heads:
+        split *= 2
+    slot_bytes = 4 * num_tiles * spec.num_kv_heads * out_rows * spec.head_dim
+    while split < spec.max_kv_length and -(-spec.max_kv_length // split) * slot_bytes > MAX_PARTIAL_BYTES:
+        split *= 2
+    num_splits = -(-spec.max_kv_length // split)
+    return PlanShape(min_queries, max_queries, num_tiles, num_splits, split, out_rows)
+
+
+def make_plan(spec: PagedSpec, shape: PlanShape, query_starts, query_lengths, kv_lengths) -> Plan:
+    """Lists the items of one program; arguments are int32 [S]."""
+    groups = spec.num_groups
+    is_selected = (query_lengths >= shape.min_queries) & (query_lengths <= shape.max_queries)
+    tiles = jnp.where(is_selected, -(-query_lengths * groups // TILE_ROWS), 0)
+    ends = jnp.cumsum(tiles)
+    first_tile = ends - tiles
+
+    tile = jnp.arange(shape.num_tiles, dtype=jnp.int32)
+    sequence = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    sequence = jnp.minimum(sequence, spec.num_sequences - 1)
+    first_row = (tile - first_tile[sequence]) * TILE_ROWS
+    first_token = first_row // groups
+    last_token = jnp.minimum((first_row + TILE_ROWS - 1) // groups, query_lengths[sequence] - 1)
+    first_new = (kv_lengths - query_lengths)[sequence]
+    begin, end = jnp.zeros_like(first_new), first_new + last_token + 1
+    lowest = first_new + first_token
+    if spec.has_ancestors:
+        is_tree = query_lengths[sequence] <= MAX_TREE_TOKENS
+        end, lowest = jnp.where(is_tree, kv_lengths[sequence], end), jnp.where(is_tree, first_new, lowest)
+    if spec.window is not None:
+        begin = jnp.maximum(lowest + 1 - spec.window, 0)
+
+    split = jnp.arange(shape.num_splits, dtype=jnp.int32) * shape.split_keys
+    key_begin = jnp.maximum(begin[:, None], split)
+    key_end = jnp.minimum(end[:, None], split + shape.split_keys)
+    is_split = (tile < ends[-1])[:, None] & (key_begin < key_end)
+    (slot,) = jnp.nonzero(is_split.reshape(-1), size=is_split.size, fill_value=0)
+    slot = slot.astype(jnp.int32)
+    of_tile, key_begin, key_end = slot // shape.num_splits, key_begin.reshape(-1)[slot], key_end.reshape(-1)[slot]
+    columns = {
+        "first_row": first_row[of_tile],
+        "sequence": sequence[of_tile],
+        "tile": of_tile,
+        "slot": slot,
+        "block_begin": key_begin // BLOCK_KEYS,
+        "block_end": -(-key_end // BLOCK_KEYS),
+        "key_begin": key_begin,
+        "key_end": key_end,
+        "first_new": first_new[of_tile],
+        "num_new": query_lengths[sequence][of_tile],
+        "query_start": query_starts[sequence][of_tile],
+    }
+    work = jnp.stack([columns[name].astype(jnp.int32) for name in COLUMNS], axis=1)
+    row = first_row[:, None] + jnp.arange(shape.out_rows, dtype=jnp.int32)
+    row_token = query_starts[sequence][:, None] + row // groups
+    return Plan(
+        work=work,
+        count=is_split.sum(dtype=jnp.int32)[None],
+        is_split=is_split,
+        row_token=jnp.clip(row_token, 0, spec.num_tokens - 1),
+        row_group=row % groups,
+        place=_places(spec, shape, first_tile, is_selected, query_starts, query_lengths),
+    )
+
+
+def _places(spec: PagedSpec, shape: PlanShape, first_tile, is_selected, query_starts, query_lengths):
+    tokens = jnp.arange(spec.num_tokens, dtype=jnp.int32)[:, None]
+    inside = (tokens >= query_starts) & (tokens < query_starts + query_lengths) & is_selected
+    sequence = jnp.argmax(inside, axis=1)
+    row = (tokens - query_starts[sequence][:, None]) * spec.num_groups + jnp.arange(spec.num_groups, dtype=jnp.int32)
+    place = (first_tile[sequence][:, None] + row // TILE_ROWS) * shape.out_rows + row % TILE_ROWS
+    return jnp.where(inside.any(axis=1)[:, None], place, shape.num_tiles * shape.out_rows).astype(jnp.int32)

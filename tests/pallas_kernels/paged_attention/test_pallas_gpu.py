@@ -1,0 +1,318 @@
+"""The GPU kernel: the suite in the interpreter, its schedule, its independence of neighbours, and the real compiler.
+
+The interpreter runs few thread blocks and short splits, so that a block takes several items and a sequence of some
+tens of keys has several splits. It has no registers, layouts or asynchronous copies: those are left to the compiler.
+"""
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import ahead_of_time
+from pallas_kernels import mosaic_gpu_compat as compat
+from pallas_kernels.paged_attention import choose, gpu_kernel, gpu_schedule, make_spec, paged_attention, pallas_gpu
+from pallas_kernels.paged_attention.shapes import SMALL, Shape
+
+VECTORS = ("query_lengths", "kv_lengths", "query_starts")
+# One of each path through the kernel; the others run with --slow.
+PATHS = {
+    "decode_around_a_page",
+    "decode_empty_slots",
+    "decode_groups_7",
+    "decode_groups_16",
+    "decode_head_dim_80",
+    "decode_head_dim_256",
+    "decode_page_128",
+    "decode_window",
+    "decode_soft_cap_sinks",
+    "decode_e5m2",
+    "decode_int8_page_64",
+    "verify_padded_slots",
+    "verify_window_soft_cap_sinks",
+    "verify_tree_window",
+    "prefill_window",
+    "prefill_e4m3",
+    "mixed",
+    "mixed_tree",
+}
+# Heads (of queries, of keys) of Llama-3-8B and of the Qwen3 models; head_dim 128.
+HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
+CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def spec_of(shape: Shape, page_layout: str = "separate"):
+    arguments = {name: value for name, value in shape.abstract(page_layout).items() if name not in VECTORS}
+    return make_spec(**arguments, **shape.options)
+
+
+def for_gpu(shape: Shape) -> Shape:
+    """The shape in dtypes and pages that the kernel takes: float32 as bfloat16, scales of at least 32 tokens."""
+    cache_dtype = "bfloat16" if shape.cache_dtype == "float32" else shape.cache_dtype
+    page_size = max(shape.page_size, 32) if cache_dtype == "int8" else shape.page_size
+    return replace(shape, dtype="bfloat16", cache_dtype=cache_dtype, page_size=page_size)
+
+
+@pytest.fixture
+def gpu_interpreter(monkeypatch):
+    """Mosaic GPU kernels of the test run in the interpreter; fails when two accesses of the last one race."""
+    monkeypatch.setattr(gpu_kernel, "NUM_BLOCKS", 3)
+    monkeypatch.setattr(gpu_schedule, "SHORTEST_SPLIT", 64)
+    monkeypatch.setattr(gpu_schedule, "LONGEST_SPLIT", 64)
+    compat.reset_interpreter()
+    try:
+        with compat.interpreted():
+            yield
+            assert not compat.races_found()
+    finally:
+        compat.reset_interpreter()
+
+
+# In the interpreter
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in PATHS else pytest.mark.slow) for n in SMALL])
+def test_suite(name, check, gpu_interpreter):
+    check(for_gpu(SMALL[name]), "pallas_gpu", "separate")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_float16_and_one_split(dtype, check, gpu_interpreter, monkeypatch):
+    """Queries and cache in float16, or results that the kernel writes in the dtype of the queries."""
+    if dtype == "bfloat16":
+        monkeypatch.setattr(gpu_schedule, "LONGEST_SPLIT", 4096)
+        monkeypatch.setattr(gpu_schedule, "SHORTEST_SPLIT", 4096)
+    shape = replace(for_gpu(SMALL["verify_window_soft_cap_sinks"]), dtype=dtype, cache_dtype=dtype)
+    check(shape, "pallas_gpu", "separate")
+
+
+def test_many_splits_and_tiles(check, gpu_interpreter):
+    """16 tokens of 7 heads are two tiles; their 16 new keys lie in two splits, and old ones in three more."""
+    lengths = ((16, 265), (2, 130), (0, 70), (16, 16))
+    check(Shape(lengths, 16, (7, 1), 64, "bfloat16", "bfloat16", 16, sinks=True), "pallas_gpu", "separate")
+
+
+def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
+    """Inverse: tokens that the kernel does not append, and stale values that it does not clean, are noticed."""
+    shape = for_gpu(SMALL["decode_one_sequence"])
+    append = gpu_kernel._Kernel.write_new_tokens
+    monkeypatch.setattr(gpu_kernel._Kernel, "write_new_tokens", lambda self: compat_wait(self))
+    with pytest.raises(AssertionError):
+        check(shape, "pallas_gpu", "separate")
+    monkeypatch.setattr(gpu_kernel._Kernel, "write_new_tokens", append)
+    monkeypatch.setattr(gpu_kernel._Kernel, "clean_values", lambda self, slot, first_key: None)
+    with pytest.raises(AssertionError):
+        check(shape, "pallas_gpu", "separate")
+
+
+def compat_wait(kernel):
+    """What is left of `write_new_tokens` without the writes."""
+    gpu_kernel.plgpu.barrier_wait(kernel.refs["new_barrier"])
+
+
+def jitted(shape: Shape):
+    return jax.jit(lambda arrays: paged_attention(**arrays, **shape.options, implementation="pallas_gpu")[0])
+
+
+@pytest.mark.parametrize("name", ["verify_tree_window", "mixed"])
+def test_bits_do_not_depend_on_neighbours(name, gpu_interpreter):
+    """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
+    shape = for_gpu(SMALL[name])
+    arguments, call = shape.arguments("separate"), jitted(shape)
+    together = np.asarray(call(arguments))
+    for index in (0, len(shape.lengths) - 1):
+        only = np.arange(len(shape.lengths)) == index
+        alone = arguments | {key: jnp.where(only, arguments[key], 0) for key in ("query_lengths", "kv_lengths")}
+        start = int(arguments["query_starts"][index])
+        rows = slice(start, start + shape.lengths[index][0])
+        np.testing.assert_array_equal(np.asarray(call(alone))[rows], together[rows])
+
+
+def test_bits_do_not_depend_on_the_chunks(gpu_interpreter):
+    """12 tokens after 120 keys, at once or as 5, 1 and 6, in one program: keys lie in the same blocks and splits."""
+    shape = Shape(((12, 132),), dtype="bfloat16", cache_dtype="bfloat16", max_query_length=12)
+    arguments = shape.arguments("separate")
+
+    @jax.jit
+    def call(arrays):
+        return paged_attention(**arrays, **shape.options, implementation="pallas_gpu")
+
+    whole, _ = call(arguments)
+    pages, done, parts = arguments["pages"], 0, []
+    for chunk in (5, 1, 6):
+        rows = {name: jnp.roll(arguments[name], -done, axis=0) for name in ("q", "k_new", "v_new")}
+        lengths = {
+            "query_lengths": jnp.array([chunk], jnp.int32),
+            "kv_lengths": jnp.array([120 + done + chunk], jnp.int32),
+        }
+        out, pages = call(arguments | rows | lengths | {"pages": pages})
+        parts.append(out[:chunk])
+        done += chunk
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_a_nan_stays_in_its_sequence(gpu_interpreter):
+    shape = for_gpu(SMALL["mixed"])
+    arguments, call = shape.arguments("separate"), jitted(shape)
+    clean = np.asarray(call(arguments), np.float32)
+    for index in (4, 5):
+        start, length = int(arguments["query_starts"][index]), shape.lengths[index][0]
+        broken = np.asarray(call(arguments | {"k_new": arguments["k_new"].at[start].set(jnp.nan)}), np.float32)
+        rows = np.arange(shape.num_tokens)
+        inside = (rows >= start) & (rows < start + length)
+        assert np.isnan(broken[inside]).all()
+        np.testing.assert_array_equal(broken[~inside], clean[~inside])
+
+
+# The schedule
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"tree": True}, {"tree": True, "window": 70}], ids=str)
+def test_items_cover_every_visible_key_once(options):
+    rng = np.random.default_rng(0)
+    lengths = tuple((int(n), int(n + rng.integers(0, 900))) for n in (1, 0, 16, 3, 17, 200, 0, 64, 1))
+    shape = Shape(lengths, 16, (6, 2), 64, "bfloat16", "bfloat16", gap=1, **options)
+    spec, arguments = spec_of(shape), shape.arguments("separate")
+    starts, groups = np.asarray(arguments["query_starts"]), spec.num_groups
+    found, placed = np.zeros((len(lengths), 200 * groups, 1100), int), np.zeros((spec.num_tokens, groups), int)
+    for program in gpu_schedule.plan_shapes(spec):
+        plan = gpu_schedule.make_plan(
+            spec, program, arguments["query_starts"], arguments["query_lengths"], arguments["kv_lengths"]
+        )
+        items = np.asarray(plan.work)[: int(plan.count[0])]
+        assert len(np.unique(items[:, 3])) == len(items) == np.asarray(plan.is_split).sum()
+        for item in (dict(zip(gpu_schedule.COLUMNS, row, strict=True)) for row in items):
+            new, total = lengths[item["sequence"]]
+            assert program.min_queries <= new <= program.max_queries
+            assert item["key_begin"] // program.split_keys == (item["key_end"] - 1) // program.split_keys
+            assert (
+                item["block_begin"] * 64 <= item["key_begin"] < item["key_end"] <= item["block_end"] * 64 <= total + 63
+            )
+            rows = slice(item["first_row"], min(item["first_row"] + 64, new * groups))
+            found[item["sequence"], rows, item["key_begin"] : item["key_end"]] += 1
+            tokens = np.asarray(plan.row_token)[item["tile"]]
+            kept = min(program.out_rows, new * groups - item["first_row"])
+            row = item["first_row"] + np.arange(kept)
+            np.testing.assert_array_equal(tokens[:kept], starts[item["sequence"]] + row // groups)
+        placed += np.asarray(plan.place) < program.num_tiles * program.out_rows
+    for index, (new, total) in enumerate(lengths):
+        for row in range(new * groups):
+            position = total - new + row // groups
+            low = 0 if shape.window is None else max((total - new if shape.tree else position) + 1 - shape.window, 0)
+            high = total if shape.tree and new <= 32 else position + 1
+            assert (found[index, row, low:high] == 1).all()
+            assert found[index, row].max() == 1
+        assert not found[index, new * groups :].any()
+    tokens = np.arange(spec.num_tokens)
+    is_query = np.any([(tokens >= s) & (tokens < s + n) for s, (n, _) in zip(starts, lengths, strict=True)], axis=0)
+    np.testing.assert_array_equal(placed, np.repeat(is_query[:, None], groups, axis=1))
+
+
+def test_splits_follow_from_shapes_alone():
+    """Few sequences have short splits, many have long ones, and partial results stay small."""
+    few, many = (
+        gpu_schedule.plan_shapes(spec_of(Shape(((1, 32768),) * n, 64, (32, 8), 128, "bfloat16", "bfloat16", 1)))[0]
+        for n in (1, 256)
+    )
+    assert (few.split_keys, many.split_keys) == (256, 4096)
+    assert few.out_rows == 8
+    assert 4 * many.num_tiles * many.num_splits * 8 * many.out_rows * 128 <= gpu_schedule.MAX_PARTIAL_BYTES
+
+
+def test_empty_steps_have_no_items():
+    spec = spec_of(Shape(((1, 40),) * 5, max_query_length=1))
+    zeros = jnp.zeros(5, jnp.int32)
+    (program,) = gpu_schedule.plan_shapes(spec)
+    assert int(gpu_schedule.make_plan(spec, program, zeros, zeros, zeros).count[0]) == 0
+
+
+# What it does not do
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"cache_dtype": "float32"}, "same dtype"),
+        ({"page_size": 4}, "page_size=4"),
+        ({"head_dim": 72}, "head_dim=72"),
+        ({"cache_dtype": "int8"}, "16 scales"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_unsupported_with_a_reason(change, reason):
+    spec = spec_of(replace(for_gpu(SMALL["decode_bf16"]), **change))
+    with compat.interpreted():
+        assert reason in str(pallas_gpu.unsupported(spec, "cpu"))
+        with pytest.raises(NotImplementedError, match=reason):
+            choose(spec, "pallas_gpu")
+        assert "interleaved" in str(pallas_gpu.unsupported(spec_of(SMALL["decode_bf16"], "interleaved"), "gpu"))
+    assert "not cpu" in str(pallas_gpu.unsupported(spec, "cpu"))
+
+
+# The real compiler
+
+DECODE, VERIFY, PREFILL = ((1, 32768), 1), ((8, 32768), 8), ((512, 32768), 512)
+COMPILED = {
+    **{f"decode_64_{dtype}": (DECODE, 64, "llama3", dtype, {}) for dtype in CACHE_DTYPES},
+    "decode_1_bfloat16": (DECODE, 1, "llama3", "bfloat16", {}),
+    "decode_256_bfloat16": (DECODE, 256, "qwen3_small", "bfloat16", {}),
+    "verify_tree_bfloat16": (VERIFY, 16, "qwen3_large", "bfloat16", {"tree": True, "window": 4096, "soft_cap": 30.0}),
+    "verify_int8": (VERIFY, 16, "llama3", "int8", {"sinks": True}),
+    "prefill_bfloat16": (PREFILL, 2, "llama3", "bfloat16", {}),
+    "prefill_int8": (PREFILL, 2, "qwen3_small", "int8", {}),
+    "prefill_float8_e4m3fn": (PREFILL, 2, "qwen3_large", "float8_e4m3fn", {}),
+    "decode_head_dim_64_page_16": (DECODE, 8, "llama3", "float8_e4m3fn", {"head_dim": 64, "page_size": 16}),
+    "decode_head_dim_80_page_16": (DECODE, 8, "llama3", "bfloat16", {"head_dim": 80, "page_size": 16}),
+    "decode_head_dim_256_page_128": (DECODE, 8, "qwen3_small", "bfloat16", {"head_dim": 256, "page_size": 128}),
+}
+
+
+def compiled_shape(name: str) -> Shape:
+    (lengths, queries), count, heads, cache_dtype, options = COMPILED[name]
+    options = {"page_size": 64, "head_dim": 128} | options
+    return Shape(
+        (lengths,) * count,
+        heads=HEADS[heads],
+        dtype="bfloat16",
+        cache_dtype=cache_dtype,
+        max_query_length=queries,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_in_place(name):
+    """The cache is updated in place and never copied; temporaries do not grow with it.
+
+    The compiler refuses a kernel of more than 227 KiB of shared memory; two thread blocks share a multiprocessor.
+    """
+    if (why := ahead_of_time.missing_compiler("h200")) is not None:
+        pytest.skip(why)
+    shape = compiled_shape(name)
+    arguments = shape.abstract("separate", num_pages=2048 if shape.page_size >= 64 else 8192)
+    pages = arguments.pop("pages")
+
+    def call(pages, arrays):
+        return paged_attention(pages=pages, **arrays, **shape.options, implementation="pallas_gpu")
+
+    compiled = ahead_of_time.compile_for("h200", call, pages, arguments, donate_argnums=(0,))
+    assert compiled.aliased_bytes >= sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
+    spec = spec_of(shape)
+    bound = 2**20 + 8 * arguments["q"].size * 2
+    for program in gpu_schedule.plan_shapes(spec):
+        slots = program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows
+        bound += 4 * slots * (spec.head_dim + 1) + slots * spec.head_dim
+        size = gpu_kernel.sizes(spec, program, spec.max_query_length <= gpu_schedule.SHORT_QUERIES)
+        assert size.shared_bytes <= (
+            gpu_kernel.PAIR_SHARED_BYTES if spec.head_dim <= 128 else gpu_kernel.MAX_SHARED_BYTES
+        )
+    assert compiled.temporary_bytes <= bound
+    text = compiled.program.as_text()
+    assert 'custom_call_target="mosaic_gpu' in text
+    cache_shape = ",".join(map(str, pages.k.shape))
+    assert not re.search(rf"\[{cache_shape}\]\S* copy\(", text)

@@ -1,0 +1,334 @@
+"""The TPU kernel: the suite in the interpreter with every check on, its traffic, and the real compilers.
+
+The interpreter runs with small blocks, so that a sequence of some tens of keys goes round the ring of buffers, and
+one of more than 16 new tokens is several items.
+"""
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import ahead_of_time
+from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, tpu_words
+from pallas_kernels.paged_attention.shapes import SMALL, Shape
+from pallas_kernels.paged_attention.specs import make_spec
+from pallas_kernels.paged_attention.tpu_schedule import Blocks, use_blocks
+
+CHIPS = ("v5e", "v6e", "tpu7x")
+CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+# Heads (of queries, of keys) of Llama-3-8B and of the Qwen3 models; head_dim 128.
+HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
+
+
+@pytest.fixture
+def small_blocks():
+    with use_blocks(short=Blocks(16, 32, 3, 1), long=Blocks(16, 32, 2, 1)):
+        yield
+
+
+def jitted(shape: Shape):
+    return jax.jit(lambda arrays: paged_attention(**arrays, **shape.options, implementation="pallas_tpu"))
+
+
+# In the interpreter
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_suite(name, check, tpu_interpreter, small_blocks):
+    check(SMALL[name], "pallas_tpu", "interleaved")
+
+
+@pytest.mark.parametrize("name", ["decode_window", "mixed_tree"])
+def test_suite_with_the_blocks_of_a_chip(name, check, tpu_interpreter):
+    check(SMALL[name], "pallas_tpu", "interleaved")
+
+
+@pytest.mark.parametrize("num_buffers", [2, 4])
+def test_suite_with_other_rings(num_buffers, check, tpu_interpreter):
+    with use_blocks(short=Blocks(16, 16, num_buffers, 2), long=Blocks(8, 48, num_buffers, 2)):
+        check(SMALL["prefill_window"], "pallas_tpu", "interleaved")
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """Bytes of every DMA of the interpreter, by the memories it is from and to; HBM to HBM counts twice."""
+    counted = Counter()
+    execute_read = interpreter.DMA.execute_read
+
+    def counting(dma):
+        is_first = dma.state == interpreter.DmaState.STARTED
+        execute_read(dma)
+        if is_first:
+            ends = [interpreter.TPU_MEMORY_SPACE_NAMES[int(s)] for s in (dma.src_memory_space, dma.dst_memory_space)]
+            counted[tuple(ends)] += dma.data_size * sum(str(end) in ("any", "hbm") for end in ends)
+
+    monkeypatch.setattr(interpreter.DMA, "execute_read", counting)
+    return counted
+
+
+def ideal_bytes(shape: Shape) -> int:
+    """Queries and output, new tokens read and written, and the pages that a query sees, each once."""
+    page = shape.page()
+    row = page.num_rows * page.num_lanes * jnp.dtype(page.dtype).itemsize
+    total = 0
+    for new, keys in shape.lengths:
+        if new:
+            low = 0 if shape.window is None else max(keys - new + 1 - shape.window, 0)
+            pages = -(-keys // page.page_size) - low // page.page_size
+            total += 2 * new * shape.heads[0] * page.num_lanes * jnp.dtype(shape.dtype).itemsize
+            total += pages * page.page_size * row + 2 * new * row
+            if page.has_scales:
+                block = page.abstract("interleaved").scales
+                # Read with the page, and the block of the page that receives the token written.
+                total += (pages + 1) * block.size // block.shape[0] * 4
+    return total
+
+
+TRAFFIC = {
+    "bfloat16": Shape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "bfloat16", 1),
+    "int8": Shape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "int8", 1),
+    "window": Shape(((1, 400), (1, 63)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, window=40),
+    "empty slots": Shape(
+        ((0, 7), (1, 63), (0, 0), (0, 300)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, num_padding=3
+    ),
+    "only empty slots": Shape(((0, 7), (0, 0)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, num_padding=3),
+    "verify": Shape(((4, 130), (3, 64)), 64, (8, 2), 128, "bfloat16", "bfloat16", 4),
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_bytes_moved(name, transfers, tpu_interpreter, record_property):
+    """HBM traffic is at most 1.10 times queries, output, new tokens and pages in use."""
+    shape = TRAFFIC[name]
+    out, pages = jitted(shape)(shape.arguments("interleaved"))
+    jax.block_until_ready((out, pages))
+    moved, ideal = sum(transfers.values()), ideal_bytes(shape)
+    record_property("bytes", f"{moved} of {ideal}")
+    assert moved <= 1.10 * ideal
+    # The count is not of nothing.
+    assert moved >= 0.5 * ideal
+
+
+def test_each_missing_wait_is_noticed(monkeypatch):
+    """Inverse: with any one wait left out, the interpreter reports a race, or, if it is of what nothing in the kernel
+    reads again, the result is wrong."""
+    shape = Shape(((2, 36), (1, 5)), cache_dtype="int8", max_query_length=2, heads=(2, 1))
+    arguments = shape.arguments("interleaved")
+    skipped, seen = [-1], [0]
+    dma_wait = interpreter.dma_wait
+
+    def wait(token, *args, **options):
+        seen[0] += 1
+        return token if seen[0] - 1 == skipped[0] else dma_wait(token, *args, **options)
+
+    monkeypatch.setattr(interpreter, "dma_wait", wait)
+
+    def runner(when: str):
+        parameters = pltpu.InterpretParams(
+            detect_races=True, dma_execution_mode=when, uninitialized_memory="nan", vector_clock_size=64
+        )
+        with pltpu.force_tpu_interpret_mode(parameters), use_blocks(short=Blocks(16, 16, 2, 1)):
+            compiled = jitted(shape).lower(arguments).compile()
+
+        def run(skip: int):
+            skipped[0], seen[0] = skip, 0
+            pltpu.reset_tpu_interpret_mode_state()
+            out, pages = jax.block_until_ready(compiled(arguments))
+            return interpreter.races.races_found, [np.asarray(out), *map(np.asarray, pages)]
+
+        return run
+
+    # An early copy races with what does not wait for it; a late one never happens.
+    early, late = runner("eager"), runner("on_wait")
+    has_races, right = late(-1)
+    num_waits = seen[0]
+    assert not has_races
+    assert not early(-1)[0]
+    races = [early(skip)[0] for skip in range(num_waits)]
+    assert sum(races) >= num_waits / 2
+    for skip in (skip for skip in range(num_waits) if not races[skip]):
+        wrong = [not np.array_equal(a, b, equal_nan=True) for a, b in zip(late(skip)[1], right, strict=True)]
+        assert any(wrong), f"wait {skip} of {num_waits}"
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+@pytest.mark.parametrize("name", ["decode_window", "verify_tree", "mixed", "prefill_int8"])
+def test_bits_do_not_depend_on_neighbours(name, tpu_interpreter, small_blocks):
+    """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
+    shape = SMALL[name]
+    arguments = shape.arguments("interleaved")
+    call = jitted(shape)
+    together = np.asarray(call(arguments)[0])
+    for index, (length, _) in enumerate(shape.lengths):
+        only = np.arange(len(shape.lengths)) == index
+        alone = arguments | {key: jnp.where(only, arguments[key], 0) for key in ("query_lengths", "kv_lengths")}
+        start = int(arguments["query_starts"][index])
+        rows = slice(start, start + length)
+        np.testing.assert_array_equal(np.asarray(call(alone)[0])[rows], together[rows])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_nan_stays_in_its_sequence(dtype, tpu_interpreter, small_blocks):
+    shape = replace(SMALL["mixed"], cache_dtype=dtype)
+    arguments = shape.arguments("interleaved")
+    call = jitted(shape)
+    clean = np.asarray(call(arguments)[0])
+    start, length = int(arguments["query_starts"][4]), shape.lengths[4][0]
+    broken = np.asarray(call(arguments | {"k_new": arguments["k_new"].at[start].set(jnp.nan)})[0])
+    rows = np.arange(shape.num_tokens)
+    inside = (rows >= start) & (rows < start + length)
+    assert np.isnan(broken[inside]).all()
+    np.testing.assert_array_equal(broken[~inside], clean[~inside])
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_words_of_a_token(dtype):
+    """The strided load that chips run gives the words that the interpreter's spelling gives (`load_words`)."""
+    page = layout.PageShape(1, 16, 5, 128, dtype)
+    rows = tpu_words.Rows(page, "float32")
+    shape = (page.page_size, rows.buffer_words, rows.pack, layout.LANES)
+    bits = np.random.default_rng(0).integers(0, 2**32, (rows.num_words, page.page_size, layout.LANES), np.uint32)
+    buffer = np.zeros((*shape[:2], layout.LANES), np.uint32)
+    buffer[:, : rows.num_words] = bits.swapaxes(0, 1)
+    narrow = buffer.view(np.uint8).reshape(*shape[:2], layout.LANES, rows.pack, -1).swapaxes(2, 3)
+    buffer = jnp.asarray(np.ascontiguousarray(narrow).view(jnp.dtype(dtype)).reshape(shape))
+
+    def words(load):
+        def kernel(buffer, out):
+            for word in range(rows.num_words):
+                out[word] = load(buffer, word)
+
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(bits.shape, jnp.uint32), interpret=True)(buffer)
+
+    np.testing.assert_array_equal(words(tpu_words.load_words_interpreted), bits)
+    np.testing.assert_array_equal(words(tpu_words.load_words), bits)
+
+
+# What it refuses
+
+
+def spec_of(shape: Shape, page_layout: str = "interleaved"):
+    arguments = shape.abstract(page_layout)
+    names = ("q", "k_new", "v_new", "pages", "page_table")
+    return make_spec(*(arguments[name] for name in names), **shape.options)
+
+
+@pytest.mark.parametrize(
+    ("change", "page_layout", "platform", "message"),
+    [
+        ({}, "interleaved", "cpu", "needs a TPU"),
+        ({}, "separate", "tpu", "interleaved layout"),
+        ({"dtype": "float16"}, "interleaved", "tpu", "float16"),
+        ({"cache_dtype": "float16"}, "interleaved", "tpu", "float16"),
+        ({"pages_per_sequence": 300_000}, "interleaved", "tpu", "of 983,040 bytes of scalar memory.*larger pages"),
+        ({"heads": (512, 512), "head_dim": 256}, "interleaved", "tpu", "bytes of vector memory"),
+    ],
+)
+def test_unsupported(change, page_layout, platform, message):
+    spec = spec_of(replace(SMALL["decode_one_sequence"], **change), page_layout)
+    assert re.search(message, pallas_tpu.unsupported(spec, platform))
+
+
+def test_supported():
+    """128 Ki page ids fit in scalar memory."""
+    shape = Shape(((1, 65536),) * 256, 128, (32, 8), 128, "bfloat16", "bfloat16", 1, pages_per_sequence=512)
+    assert pallas_tpu.unsupported(spec_of(shape), "tpu") is None
+    with pytest.raises(NotImplementedError, match="needs a TPU"):
+        make_schedule(spec_of(shape), *[None] * 3, implementation="pallas_tpu")
+
+
+# In the compilers of the chips
+
+
+def chip_shape(kind: str, heads: str, dtype: str) -> Shape:
+    options = {
+        "page_size": 128,
+        "heads": HEADS[heads],
+        "head_dim": 128,
+        "dtype": "float32" if dtype == "float32" else "bfloat16",
+        "cache_dtype": dtype,
+    }
+    if kind == "decode":
+        return Shape(((1, 32768),) * 256, max_query_length=1, pages_per_sequence=256, **options)
+    if kind == "verify":
+        return Shape(((8, 32768),) * 64, max_query_length=8, **options)
+    if kind == "prefill":
+        return Shape(((512, 8192),), **options)
+    return Shape(((1, 8192),) * 63 + ((449, 8192),), **options)
+
+
+def check_compiled(chip: str, shape: Shape, record_property) -> None:
+    """Compiles; the cache is updated in place, nothing of its size is copied, and temporaries are as q and out."""
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+    arguments = shape.abstract("interleaved", num_pages=4096)
+    pages = arguments.pop("pages")
+    num_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
+
+    def call(pages, arrays):
+        return paged_attention(pages=pages, **arrays, **shape.options, implementation="pallas_tpu")
+
+    compiled = ahead_of_time.compile_for(chip, call, pages, arguments, donate_argnums=(0,))
+    record_property("seconds", round(compiled.seconds, 2))
+    record_property("temporary_bytes", compiled.temporary_bytes)
+    assert compiled.aliased_bytes >= num_bytes
+    queries = arguments["q"].size * arguments["q"].dtype.itemsize
+    assert compiled.temporary_bytes <= 4 * queries + (4 << 20)
+    text = compiled.program.as_text()
+    dimensions = ",".join(map(str, pages.kv.shape))
+    assert f"[{dimensions}]" in text
+    assert not re.search(rf"= \S*\[{dimensions}\]\S* copy", text)
+
+
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiled_decode(chip, dtype, record_property):
+    """256 sequences of 32,768 keys, Llama-3-8B."""
+    check_compiled(chip, chip_shape("decode", "llama3", dtype), record_property)
+
+
+@pytest.mark.parametrize(
+    ("chip", "kind", "heads", "dtype"),
+    [
+        ("v5e", "verify", "llama3", "bfloat16"),
+        ("v6e", "prefill", "llama3", "bfloat16"),
+        ("tpu7x", "mixed", "qwen3_large", "bfloat16"),
+        ("v6e", "mixed", "qwen3_small", "int8"),
+    ],
+)
+def test_compiled(chip, kind, heads, dtype, record_property):
+    check_compiled(chip, chip_shape(kind, heads, dtype), record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", ["decode", "verify", "prefill", "mixed"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiled_all(chip, kind, heads, dtype, record_property):
+    check_compiled(chip, chip_shape(kind, heads, dtype), record_property)
+
+
+FEATURES = {
+    "gpt_oss": Shape(((1, 4096),) * 8 + ((64, 4096),), 64, (64, 8), 64, "bfloat16", "bfloat16", window=128, sinks=True),
+    "gemma2": Shape(((1, 4096),) * 8, 64, (8, 4), 256, "bfloat16", "int8", 1, window=1024, soft_cap=50.0),
+    "tree": Shape(((8, 4096),) * 4, 32, (16, 8), 128, "bfloat16", "bfloat16", 8, window=512, tree=True),
+    "odd_heads": Shape(((1, 4096),) * 4, 16, (15, 5), 64, "bfloat16", "int8", 1),
+    "head_dim_80": Shape(((1, 4096),) * 4, 16, (7, 1), 80, "float32", "float8_e4m3fn", 1),
+}
+
+
+@pytest.mark.parametrize(
+    ("chip", "name"),
+    [("v5e", "gpt_oss"), ("v6e", "gemma2"), ("tpu7x", "tree"), ("v5e", "odd_heads"), ("v6e", "head_dim_80")],
+)
+def test_compiled_features(chip, name, record_property):
+    check_compiled(chip, FEATURES[name], record_property)
