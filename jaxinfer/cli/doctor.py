@@ -27,6 +27,7 @@ EXTRAS = {
     "tpu": ("libtpu",),
     "cuda12": ("jax-cuda12-plugin",),
     "cuda13": ("jax-cuda13-plugin",),
+    "aot": ("libtpu", "jax-cuda12-plugin"),
     "train": ("matplotlib",),
     "notebooks": ("jupytext", "nbmake", "ipykernel", "matplotlib"),
     "test": ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"),

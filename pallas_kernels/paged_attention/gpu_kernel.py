@@ -109,9 +109,9 @@ def run(
 
     q_tiles: [num_tiles, Hkv, out_rows, K] in `compute_dtype`.
     pages: `jax.new_ref`s of the cache; written when `new_tokens` is given.
-    new_tokens: stored values [T + `padded_new_tokens`, Hkv, K] of k_new and v_new; with int8 also float32 scales,
-      [T, 2, Hkv] and in the places of their keys [S, 2, 2, Hkv, 64] (the block of the first new token or the next one;
-      keys or values). None: the pages hold the new tokens already.
+    new_tokens: stored values [T, Hkv, K] of k_new and v_new, T at least `padded_new_tokens`; with int8 also float32
+      scales, [T, 2, Hkv] and in the places of their keys [S, 2, 2, Hkv, 64] (the block of the first new token or the
+      next one; keys or values). None: the pages hold the new tokens already.
     aux: int32 [num_tiles, 2, 64], ancestor bits and depth of each row, with ancestors.
 
     Returns the result of every slot, [num_tiles * num_splits, Hkv, out_rows, K] (float32 when there are several
@@ -247,10 +247,14 @@ class _Kernel:
 
         @pl.when(fields.key_end > fields.first_new)
         def _load():
-            tokens = pl.ds(fields.query_start, self.size.new_tokens)
+            tokens = pl.ds(self.first_loaded(), self.size.new_tokens)
             for name in ("k", "v"):
                 source = refs[f"new_{name}"].at[tokens, self.head]
                 plgpu.copy_gmem_to_smem(source, refs[f"new_{name}_smem"], refs["new_barrier"])
+
+    def first_loaded(self):
+        """The first of the new tokens that are loaded; they end within those of all sequences."""
+        return jnp.minimum(self.fields.query_start, self.refs["new_k"].shape[0] - self.size.new_tokens)
 
     def write_new_tokens(self):
         """Writes the new tokens of this item's keys to their pages and waits until the writes are done."""
@@ -262,14 +266,14 @@ class _Kernel:
 
         def one(position, _):
             page = refs["table"][fields.sequence, lax.div(position, spec.page_size)]
-            slot, token = lax.rem(position, spec.page_size), position - first_new
+            slot, token = lax.rem(position, spec.page_size), fields.query_start + position - first_new
             for name in ("k", "v"):
-                plgpu.copy_smem_to_gmem(refs[f"new_{name}_smem"].at[token], refs[name].at[page, slot, self.head])
+                source = refs[f"new_{name}_smem"].at[token - self.first_loaded()]
+                plgpu.copy_smem_to_gmem(source, refs[name].at[page, slot, self.head])
             if spec.page.has_scales:
                 # Read by later steps only: this one takes them from `aligned_scales`.
-                source = fields.query_start + token
-                refs["k_scales"][page, self.head, slot] = refs["new_scales"][source, 0, self.head]
-                refs["v_scales"][page, self.head, slot] = refs["new_scales"][source, 1, self.head]
+                refs["k_scales"][page, self.head, slot] = refs["new_scales"][token, 0, self.head]
+                refs["v_scales"][page, self.head, slot] = refs["new_scales"][token, 1, self.head]
 
         lax.fori_loop(begin, end, one, None)
         plgpu.wait_smem_to_gmem(0)

@@ -111,7 +111,7 @@ def make_plan(spec: PagedSpec, shape: PlanShape, query_starts, query_lengths, kv
     first_tile = ends - tiles
 
     tile = jnp.arange(shape.num_tiles, dtype=jnp.int32)
-    sequence = jnp.searchsorted(ends, tile, side="right").astype(jnp.int32)
+    sequence = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
     sequence = jnp.minimum(sequence, spec.num_sequences - 1)
     first_row = (tile - first_tile[sequence]) * TILE_ROWS
     first_token = first_row // groups

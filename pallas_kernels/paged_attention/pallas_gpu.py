@@ -38,9 +38,7 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     if spec.page_size not in PAGE_SIZES:
         return f"page_size={spec.page_size} is not one of {', '.join(map(str, PAGE_SIZES))}"
     if spec.page.has_scales and spec.page_size * 4 < gpu_kernel.COPY_BYTES:
-        return (
-            f"a head's scales in a page of {spec.page_size} tokens are less than a copy, {gpu_kernel.COPY_BYTES} bytes"
-        )
+        return f"{spec.page_size} int8 scales of a page and head are less than a copy, {gpu_kernel.COPY_BYTES} bytes"
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim={spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if 0 in (spec.num_tokens, spec.num_sequences, spec.pages_per_sequence):
@@ -102,8 +100,9 @@ def _append(operands: Operands, spec: PagedSpec) -> SeparatePages:
 def _stored_tokens(operands: Operands, spec: PagedSpec) -> SeparatePages:
     """The new tokens as `gpu_kernel.run` takes them."""
     (k, k_scales), (v, v_scales) = (layout.to_stored(x, spec.page.dtype) for x in (operands.k_new, operands.v_new))
-    # The kernel loads as many tokens from a sequence's first one, which may be the last of all.
-    k, v = (jnp.pad(x, ((0, gpu_kernel.padded_new_tokens(spec)), (0, 0), (0, 0))) for x in (k, v))
+    # The kernel loads a fixed number of tokens at once.
+    missing = max(gpu_kernel.padded_new_tokens(spec) - spec.num_tokens, 0)
+    k, v = (jnp.pad(x, ((0, missing), (0, 0), (0, 0))) for x in (k, v))
     if k_scales is None:
         return SeparatePages(k, v)
     scales = jnp.stack([k_scales, v_scales], axis=1)
@@ -136,7 +135,7 @@ def _combine(parts: jax.Array, lse: jax.Array, plan: Plan, sinks, spec: PagedSpe
         best = lse.max(axis=1)
         weights = jnp.exp2(lse - best[:, None])
         total = weights.sum(axis=1)
-        rows = (parts * (weights / total[:, None])[..., None]).sum(axis=1)
+        rows = (parts * weights[..., None]).sum(axis=1) / total[..., None]
         lse = jnp.where((best == MASKED) & (total == total), MASKED, best + jnp.log2(total))
     heads = jnp.arange(spec.num_kv_heads)[:, None]
 

@@ -6,7 +6,6 @@ tens of keys has several splits. It has no registers, layouts or asynchronous co
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ PATHS = {
     "decode_around_a_page",
     "decode_empty_slots",
     "decode_groups_7",
-    "decode_groups_16",
     "decode_head_dim_80",
     "decode_head_dim_256",
     "decode_page_128",
@@ -33,11 +31,8 @@ PATHS = {
     "decode_e5m2",
     "decode_int8_page_64",
     "verify_padded_slots",
-    "verify_window_soft_cap_sinks",
     "verify_tree_window",
-    "prefill_window",
     "prefill_e4m3",
-    "mixed",
     "mixed_tree",
 }
 # Heads (of queries, of keys) of Llama-3-8B and of the Qwen3 models; head_dim 128.
@@ -100,7 +95,7 @@ def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
     """Inverse: tokens that the kernel does not append, and stale values that it does not clean, are noticed."""
     shape = for_gpu(SMALL["decode_one_sequence"])
     append = gpu_kernel._Kernel.write_new_tokens
-    monkeypatch.setattr(gpu_kernel._Kernel, "write_new_tokens", lambda self: compat_wait(self))
+    monkeypatch.setattr(gpu_kernel._Kernel, "write_new_tokens", _wait_only)
     with pytest.raises(AssertionError):
         check(shape, "pallas_gpu", "separate")
     monkeypatch.setattr(gpu_kernel._Kernel, "write_new_tokens", append)
@@ -109,7 +104,7 @@ def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
         check(shape, "pallas_gpu", "separate")
 
 
-def compat_wait(kernel):
+def _wait_only(kernel):
     """What is left of `write_new_tokens` without the writes."""
     gpu_kernel.plgpu.barrier_wait(kernel.refs["new_barrier"])
 
@@ -202,8 +197,9 @@ def test_items_cover_every_visible_key_once(options):
     for index, (new, total) in enumerate(lengths):
         for row in range(new * groups):
             position = total - new + row // groups
-            low = 0 if shape.window is None else max((total - new if shape.tree else position) + 1 - shape.window, 0)
-            high = total if shape.tree and new <= 32 else position + 1
+            is_tree = shape.tree and new <= 32
+            low = 0 if shape.window is None else max((total - new if is_tree else position) + 1 - shape.window, 0)
+            high = total if is_tree else position + 1
             assert (found[index, row, low:high] == 1).all()
             assert found[index, row].max() == 1
         assert not found[index, new * groups :].any()
@@ -240,7 +236,7 @@ def test_empty_steps_have_no_items():
         ({"cache_dtype": "float32"}, "same dtype"),
         ({"page_size": 4}, "page_size=4"),
         ({"head_dim": 72}, "head_dim=72"),
-        ({"cache_dtype": "int8"}, "16 scales"),
+        ({"cache_dtype": "int8"}, "16 int8 scales"),
     ],
     ids=lambda value: str(value),
 )
@@ -285,7 +281,10 @@ def compiled_shape(name: str) -> Shape:
     )
 
 
-@pytest.mark.parametrize("name", COMPILED)
+SLOW = ("prefill_float8_e4m3fn", "prefill_int8", "decode_64_float8_e5m2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else []) for n in COMPILED])
 def test_compiled_in_place(name):
     """The cache is updated in place and never copied; temporaries do not grow with it.
 
@@ -305,12 +304,11 @@ def test_compiled_in_place(name):
     spec = spec_of(shape)
     bound = 2**20 + 8 * arguments["q"].size * 2
     for program in gpu_schedule.plan_shapes(spec):
-        slots = program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows
-        bound += 4 * slots * (spec.head_dim + 1) + slots * spec.head_dim
+        # XLA may keep the partial results twice while it sums them.
+        bound += 8 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows * (spec.head_dim + 2)
         size = gpu_kernel.sizes(spec, program, spec.max_query_length <= gpu_schedule.SHORT_QUERIES)
-        assert size.shared_bytes <= (
-            gpu_kernel.PAIR_SHARED_BYTES if spec.head_dim <= 128 else gpu_kernel.MAX_SHARED_BYTES
-        )
+        limit = gpu_kernel.PAIR_SHARED_BYTES if spec.head_dim <= 128 else gpu_kernel.MAX_SHARED_BYTES
+        assert size.shared_bytes <= limit
     assert compiled.temporary_bytes <= bound
     text = compiled.program.as_text()
     assert 'custom_call_target="mosaic_gpu' in text
