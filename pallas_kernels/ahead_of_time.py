@@ -120,7 +120,7 @@ def compile_for(chip: str, function: Callable, *arguments, donate_argnums: tuple
         with config.persistent_cache_min_compile_time_secs(math.inf):
             program = lowered.compile()
         seconds = time.perf_counter() - start
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()
     return Compilation(
         chip=chip,
         program=program,

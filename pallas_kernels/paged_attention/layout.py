@@ -6,7 +6,7 @@ dtype first, so an answer does not depend on how a prompt was cut into chunks.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,10 @@ LAYOUTS = ("separate", "interleaved")
 class SeparatePages(NamedTuple):
     """Keys and values [pages, page, Hkv, K]; with int8, float32 scales [pages, Hkv, page], else None."""
 
-    k: jax.Array
-    v: jax.Array
-    k_scales: jax.Array | None = None
-    v_scales: jax.Array | None = None
+    k: Any
+    v: Any
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 class InterleavedPages(NamedTuple):
@@ -38,8 +38,8 @@ class InterleavedPages(NamedTuple):
       row 2h+1 its values, one lane for each token of the page. None otherwise.
     """
 
-    kv: jax.Array
-    scales: jax.Array | None = None
+    kv: Any
+    scales: Any = None
 
 
 Pages = SeparatePages | InterleavedPages
@@ -86,7 +86,7 @@ class PageShape:
     def num_lanes(self) -> int:
         return _round_up(self.head_dim, LANES)
 
-    def abstract(self, layout: str) -> Pages:
+    def abstract(self, layout: str) -> Any:
         """The pages as `jax.ShapeDtypeStruct`s."""
         dtype = jnp.dtype(self.dtype)
         if layout == "separate":
@@ -169,7 +169,7 @@ def deinterleave(kv: jax.Array, shape: PageShape) -> tuple[jax.Array, jax.Array]
     return rows[..., ::2, :], rows[..., 1::2, :]
 
 
-def to_stored(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array | None]:
+def to_stored(x: jax.Array, dtype: str) -> tuple[jax.Array, Any]:
     """x [..., K] as it is stored: (values, scales [...] or None).
 
     fp8 values beyond the largest finite one are clipped to it, since a cast would make them NaN. int8 is symmetric,

@@ -18,13 +18,13 @@ class Operands(NamedTuple):
     q: jax.Array
     k_new: jax.Array
     v_new: jax.Array
-    pages: Pages
+    pages: Any
     page_table: jax.Array
     query_starts: jax.Array
     query_lengths: jax.Array
     kv_lengths: jax.Array
-    sinks: jax.Array | None
-    ancestors: jax.Array | None
+    sinks: Any
+    ancestors: Any
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,9 @@ def make_spec(
         )
     if page_table.ndim != 2 or page_table.dtype != jnp.int32:
         raise ValueError(f"page_table is int32 [S, P]; got {page_table.dtype} {page_table.shape}")
-    if max_query_length is None:
-        max_query_length = num_tokens
-    if not 1 <= max_query_length <= max(num_tokens, 1):
-        raise ValueError(f"max_query_length={max_query_length} is not between 1 and the {num_tokens} tokens of q")
+    longest = num_tokens if max_query_length is None else max_query_length
+    if not 1 <= longest <= max(num_tokens, 1):
+        raise ValueError(f"max_query_length={longest} is not between 1 and the {num_tokens} tokens of q")
     if window is not None and window < 1:
         raise ValueError(f"window={window} must be at least 1 key")
     if soft_cap is not None and not soft_cap > 0:
@@ -127,7 +126,7 @@ def make_spec(
         pages_per_sequence=page_table.shape[1],
         num_q_heads=num_heads,
         q_dtype=jnp.dtype(q.dtype).name,
-        max_query_length=max_query_length,
+        max_query_length=longest,
         window=window,
         soft_cap=soft_cap,
         scale=head_dim**-0.5 if scale is None else scale,

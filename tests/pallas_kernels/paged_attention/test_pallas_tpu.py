@@ -46,14 +46,12 @@ def test_suite(name, check, tpu_interpreter, small_blocks):
     check(SMALL[name], "pallas_tpu", "interleaved")
 
 
-@pytest.mark.parametrize("name", ["decode_window", "mixed_tree"])
-def test_suite_with_the_blocks_of_a_chip(name, check, tpu_interpreter):
-    check(SMALL[name], "pallas_tpu", "interleaved")
+def test_suite_with_the_blocks_of_a_chip(check, tpu_interpreter):
+    check(SMALL["mixed_tree"], "pallas_tpu", "interleaved")
 
 
-@pytest.mark.parametrize("num_buffers", [2, 4])
-def test_suite_with_other_rings(num_buffers, check, tpu_interpreter):
-    with use_blocks(short=Blocks(16, 16, num_buffers, 2), long=Blocks(8, 48, num_buffers, 2)):
+def test_suite_with_other_blocks(check, tpu_interpreter):
+    with use_blocks(short=Blocks(16, 16, 2, 2), long=Blocks(8, 48, 4, 2)):
         check(SMALL["prefill_window"], "pallas_tpu", "interleaved")
 
 
@@ -117,9 +115,9 @@ def test_bytes_moved(name, transfers, tpu_interpreter, record_property):
     assert moved >= 0.5 * ideal
 
 
-def test_each_missing_wait_is_noticed(monkeypatch):
-    """Inverse: with any one wait left out, the interpreter reports a race, or, if it is of what nothing in the kernel
-    reads again, the result is wrong."""
+def test_each_missing_wait_is_noticed(monkeypatch, capfd):
+    """Inverse: with any one wait left out, the interpreter reports a race, or, where nothing in the kernel reads again
+    what was copied, a semaphore that is not zero at its end."""
     shape = Shape(((2, 36), (1, 5)), cache_dtype="int8", max_query_length=2, heads=(2, 1))
     arguments = shape.arguments("interleaved")
     skipped, seen = [-1], [0]
@@ -130,37 +128,27 @@ def test_each_missing_wait_is_noticed(monkeypatch):
         return token if seen[0] - 1 == skipped[0] else dma_wait(token, *args, **options)
 
     monkeypatch.setattr(interpreter, "dma_wait", wait)
+    # Copies happen at once here: what does not wait for one races with it.
+    parameters = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
+    with pltpu.force_tpu_interpret_mode(parameters), use_blocks(short=Blocks(16, 16, 2, 1)):
+        compiled = jitted(shape).lower(arguments).compile()
 
-    def runner(when: str):
-        parameters = pltpu.InterpretParams(
-            detect_races=True, dma_execution_mode=when, uninitialized_memory="nan", vector_clock_size=64
-        )
-        with pltpu.force_tpu_interpret_mode(parameters), use_blocks(short=Blocks(16, 16, 2, 1)):
-            compiled = jitted(shape).lower(arguments).compile()
+    def run(skip: int) -> tuple[bool, bool]:
+        """Whether there was a race, and whether a semaphore was left with a count."""
+        skipped[0], seen[0] = skip, 0
+        pltpu.reset_tpu_interpret_mode_state()
+        jax.block_until_ready(compiled(arguments))
+        return interpreter.races.races_found, "non-zero count" in capfd.readouterr().out
 
-        def run(skip: int):
-            skipped[0], seen[0] = skip, 0
-            pltpu.reset_tpu_interpret_mode_state()
-            out, pages = jax.block_until_ready(compiled(arguments))
-            return interpreter.races.races_found, [np.asarray(out), *map(np.asarray, pages)]
-
-        return run
-
-    # An early copy races with what does not wait for it; a late one never happens.
-    early, late = runner("eager"), runner("on_wait")
-    has_races, right = late(-1)
+    assert run(-1) == (False, False)
     num_waits = seen[0]
-    assert not has_races
-    assert not early(-1)[0]
-    races = [early(skip)[0] for skip in range(num_waits)]
-    assert sum(races) >= num_waits / 2
-    for skip in (skip for skip in range(num_waits) if not races[skip]):
-        wrong = [not np.array_equal(a, b, equal_nan=True) for a, b in zip(late(skip)[1], right, strict=True)]
-        assert any(wrong), f"wait {skip} of {num_waits}"
+    found = [run(skip) for skip in range(num_waits)]
     pltpu.reset_tpu_interpret_mode_state()
+    assert all(has_race or has_count for has_race, has_count in found)
+    assert sum(has_race for has_race, _ in found) > num_waits / 2
 
 
-@pytest.mark.parametrize("name", ["decode_window", "verify_tree", "mixed", "prefill_int8"])
+@pytest.mark.parametrize("name", ["verify_tree", "mixed", "decode_int8"])
 def test_bits_do_not_depend_on_neighbours(name, tpu_interpreter, small_blocks):
     """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
     shape = SMALL[name]
@@ -175,13 +163,13 @@ def test_bits_do_not_depend_on_neighbours(name, tpu_interpreter, small_blocks):
         np.testing.assert_array_equal(np.asarray(call(alone)[0])[rows], together[rows])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_a_nan_stays_in_its_sequence(dtype, tpu_interpreter, small_blocks):
-    shape = replace(SMALL["mixed"], cache_dtype=dtype)
+@pytest.mark.parametrize(("name", "index"), [("mixed", 4), ("decode_int8", 1)])
+def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks):
+    shape = SMALL[name]
     arguments = shape.arguments("interleaved")
     call = jitted(shape)
     clean = np.asarray(call(arguments)[0])
-    start, length = int(arguments["query_starts"][4]), shape.lengths[4][0]
+    start, length = int(arguments["query_starts"][index]), shape.lengths[index][0]
     broken = np.asarray(call(arguments | {"k_new": arguments["k_new"].at[start].set(jnp.nan)})[0])
     rows = np.arange(shape.num_tokens)
     inside = (rows >= start) & (rows < start + length)
@@ -288,20 +276,17 @@ def check_compiled(chip: str, shape: Shape, record_property) -> None:
     assert not re.search(rf"= \S*\[{dimensions}\]\S* copy", text)
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compiled_decode(chip, dtype, record_property):
-    """256 sequences of 32,768 keys, Llama-3-8B."""
-    check_compiled(chip, chip_shape("decode", "llama3", dtype), record_property)
-
-
 @pytest.mark.parametrize(
     ("chip", "kind", "heads", "dtype"),
     [
-        ("v5e", "verify", "llama3", "bfloat16"),
+        ("v5e", "decode", "llama3", "int8"),
+        ("v5e", "verify", "llama3", "float8_e5m2"),
+        ("v5e", "prefill", "qwen3_small", "float32"),
+        ("v6e", "decode", "qwen3_small", "float8_e4m3fn"),
         ("v6e", "prefill", "llama3", "bfloat16"),
-        ("tpu7x", "mixed", "qwen3_large", "bfloat16"),
         ("v6e", "mixed", "qwen3_small", "int8"),
+        ("tpu7x", "decode", "llama3", "bfloat16"),
+        ("tpu7x", "mixed", "qwen3_large", "bfloat16"),
     ],
 )
 def test_compiled(chip, kind, heads, dtype, record_property):
