@@ -1,12 +1,13 @@
 """The entry points: pick an implementation, run it."""
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
+from pallas_kernels.choice import Choice, pick
 from pallas_kernels.flash_attention import cudnn, pallas_gpu, pallas_tpu, reference, xla
 from pallas_kernels.flash_attention.gradient import differentiable
-from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, AttentionSpec, Operands, make_spec
+from pallas_kernels.flash_attention.specs import AttentionSpec, Operands, make_spec
 from pallas_kernels.platform import current_platform
 
 # Each has `unsupported(spec, platform)`, the reason why not or None, and `attention(operands, spec)`, which returns
@@ -18,14 +19,6 @@ _BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("cudnn", "pallas_gpu", "xl
 _HAVE_GRADIENT = ("cudnn", "reference")
 
 SegmentIds = jax.Array | tuple[jax.Array, jax.Array]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The implementation taken, and why each of the others was not."""
-
-    implementation: str
-    reasons: dict[str, str] = field(default_factory=dict)
 
 
 def flash_attention(
@@ -43,7 +36,7 @@ def flash_attention(
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """Softmax attention that never holds the [T, S] score matrix (Dao 2023, FlashAttention-2, section 3.1).
 
     Differentiable in q, k, v and sinks, the log-sum-exp included. A row's result is the same bits whatever the
@@ -107,21 +100,7 @@ def explain(
 
 
 def _choose(spec: AttentionSpec, implementation: str | None) -> Choice:
-    platform = current_platform()
-    if implementation is not None:
-        if implementation not in _MODULES:
-            raise ValueError(f"implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
-        reason = _MODULES[implementation].unsupported(spec, platform)
-        if reason is not None:
-            raise NotImplementedError(f"flash_attention: {implementation} cannot run this: {reason}")
-    wanted = (implementation,) if implementation else _BY_PLATFORM.get(platform, ("xla",))
-    reasons = {name: _MODULES[name].unsupported(spec, platform) for name in IMPLEMENTATIONS}
-    taken = next(name for name in wanted if reasons[name] is None)
-    if implementation:
-        default = f"{implementation} was named"
-    else:
-        default = f"{taken} is preferred on a {platform}"
-    return Choice(taken, {name: reason or default for name, reason in reasons.items() if name != taken})
+    return pick("flash_attention", _MODULES, _BY_PLATFORM, spec, implementation, current_platform())
 
 
 def _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks) -> Operands:

@@ -1,12 +1,13 @@
 """The entry points: pick an implementation, plan a step, run a layer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.choice import Choice, pick
 from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, reference, xla
 from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, Operands, PagedSpec, make_spec
@@ -28,34 +29,12 @@ class Schedule:
     spec: PagedSpec
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The implementation taken, and why each one before it in the order of preference was not."""
-
-    implementation: str
-    reasons: dict[str, str] = field(default_factory=dict)
-
-
 def choose(spec: PagedSpec, implementation: str | None = None, platform: str | None = None) -> Choice:
     """Picks an implementation for `spec` on `platform` (the current one when None).
 
     Raises NotImplementedError with the reason when a named implementation cannot, ValueError for an unknown name.
     """
-    platform = platform or current_platform()
-    if implementation is not None:
-        if implementation not in _MODULES:
-            raise ValueError(f"implementation={implementation!r} is not one of {', '.join(_MODULES)}")
-        reason = _MODULES[implementation].unsupported(spec, platform)
-        if reason is not None:
-            raise NotImplementedError(f"paged_attention: {implementation} cannot run this: {reason}")
-        return Choice(implementation)
-    reasons: dict[str, str] = {}
-    for name in _BY_PLATFORM.get(platform, ("xla",)):
-        reason = _MODULES[name].unsupported(spec, platform)
-        if reason is None:
-            return Choice(name, reasons)
-        reasons[name] = reason
-    raise NotImplementedError(f"paged_attention: no implementation on {platform}: {reasons}")
+    return pick("paged_attention", _MODULES, _BY_PLATFORM, spec, implementation, platform or current_platform())
 
 
 def new_pages(
