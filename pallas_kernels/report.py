@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ahead_of_time
+from pallas_kernels.choice import Choice
 from pallas_kernels.flash_attention import explain as explain_flash
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.measure import ideal_bytes
@@ -88,7 +89,7 @@ def _paged(chip: str, model: str, program: str, shape: Shape, dtype: str) -> Lin
         line,
         chip,
         choice.implementation,
-        "; ".join(choice.reasons.values()),
+        _why_not_a_kernel(chip, choice),
         step,
         pages,
         arguments,
@@ -104,16 +105,22 @@ def _flash(chip: str, model: str, length: int = 8192) -> Line:
     q, kv = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (num_q, num_kv))
     with ahead_of_time.as_if_on(chip):
         choice = explain_flash(q, kv, kv)
-    implementation, reasons = choice.implementation, choice.reasons
+    implementation, reason = choice.implementation, _why_not_a_kernel(chip, choice)
     if implementation == "cudnn":
         # cuDNN's library is not part of the compiler; what is compiled here is our own kernel.
-        implementation, reasons = "pallas_gpu", {"cudnn": "first choice where the library is, not compiled here"}
+        implementation, reason = "pallas_gpu", "cuDNN comes first where it is installed"
 
     def attend(q, kv):
         return flash_attention(q, kv, kv, implementation=implementation)
 
     ideal = 2 * (2 * q.size + 2 * kv.size)
-    return _compile(line, chip, implementation, "; ".join(reasons.values()), attend, q, kv, ideal, donate=())
+    return _compile(line, chip, implementation, reason, attend, q, kv, ideal, donate=())
+
+
+def _why_not_a_kernel(chip: str, choice: Choice) -> str:
+    """Why XLA had to take the place of the chip's own kernel; empty when it did not."""
+    kernel = "pallas_gpu" if chip.startswith("h") else "pallas_tpu"
+    return choice.reasons[kernel] if choice.implementation == "xla" else ""
 
 
 def _compile(line, chip, implementation, reason, function, first, second, ideal: int, donate=(0,)) -> Line:

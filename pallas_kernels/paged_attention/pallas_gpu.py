@@ -1,8 +1,8 @@
 """Paged attention on Hopper GPUs: one Mosaic GPU kernel for decode, verify and prefill, and the sum of its splits.
 
 `gpu_schedule` lists the work, `gpu_kernel` does it. What is left to XLA here: queries gathered into rows, new tokens
-rounded to the cache's dtype, and the results of a sequence's splits combined in a fixed order, sinks included. In steps
-of at most 16 new tokens a sequence the kernel appends them itself; otherwise XLA scatters them in place before it.
+rounded to the cache's dtype, and the results of a sequence's splits combined in a fixed order, sinks included. Where
+each sequence is one tile (decode, verify) the kernel appends its tokens itself; otherwise XLA scatters them in place.
 """
 
 import jax
@@ -76,7 +76,8 @@ def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Plan, ...]) -
 
 
 def _appends_in_kernel(spec: PagedSpec) -> bool:
-    return spec.max_query_length <= SHORT_QUERIES
+    """Where a sequence is one tile: of two, one would read a page that the other writes."""
+    return spec.max_query_length <= SHORT_QUERIES and spec.max_query_length * spec.num_groups <= TILE_ROWS
 
 
 def _query_tiles(q: jax.Array, plan: Plan, spec: PagedSpec) -> jax.Array:

@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention import layout, tpu_kernel, tpu_schedule
 from pallas_kernels.paged_attention.layout import InterleavedPages
 from pallas_kernels.paged_attention.specs import Operands, PagedSpec
-from pallas_kernels.paged_attention.tpu_kernel import Program, Refs
+from pallas_kernels.paged_attention.tpu_program import Program, Refs
 from pallas_kernels.paged_attention.tpu_schedule import Items, ScaleBlocks, TpuSchedule
 from pallas_kernels.platform import is_tpu_interpreted
 

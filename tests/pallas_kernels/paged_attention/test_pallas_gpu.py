@@ -84,9 +84,10 @@ def test_float16_and_one_split(dtype, check, gpu_interpreter, monkeypatch):
 
 
 def test_many_splits_and_tiles(check, gpu_interpreter):
-    """16 tokens of 7 heads are two tiles; their 16 new keys lie in two splits, and old ones in three more."""
+    """16 new keys lie in two splits, old ones in three more; of 4 heads they are one tile, of 7 two."""
     lengths = ((16, 265), (2, 130), (0, 70), (16, 16))
-    check(Shape(lengths, 16, (7, 1), 64, "bfloat16", "bfloat16", 16, sinks=True), "pallas_gpu", "separate")
+    for heads in ((4, 1), (7, 1)):
+        check(Shape(lengths, 16, heads, 64, "bfloat16", "bfloat16", 16, sinks=True), "pallas_gpu", "separate")
 
 
 def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
@@ -297,7 +298,7 @@ def test_compiled_in_place(name):
     for program in gpu_schedule.plan_shapes(spec):
         # XLA may keep the partial results twice while it sums them.
         bound += 8 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows * (spec.head_dim + 2)
-        size = gpu_kernel.sizes(spec, program, spec.max_query_length <= gpu_schedule.SHORT_QUERIES)
+        size = gpu_kernel.sizes(spec, program, pallas_gpu._appends_in_kernel(spec))
         limit = gpu_kernel.PAIR_SHARED_BYTES if spec.head_dim <= 128 else gpu_kernel.MAX_SHARED_BYTES
         assert size.shared_bytes <= limit
     assert compiled.temporary_bytes <= bound

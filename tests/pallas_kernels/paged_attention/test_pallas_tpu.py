@@ -30,8 +30,12 @@ HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
 
 @pytest.fixture
 def small_blocks():
+    """Also compiles the interpreted program with less care: that is most of the time of these tests."""
+    optimizes_less = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
     with use_blocks(short=Blocks(16, 32, 3, 1), long=Blocks(16, 32, 2, 1)):
         yield
+    jax.config.update("jax_disable_most_optimizations", optimizes_less)
 
 
 def jitted(shape: Shape):
