@@ -110,14 +110,14 @@ def fence_copies() -> None:
     """Orders this warpgroup's finished copies to GMEM before its next copies from there."""
     if is_interpreted():
         return
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import llvm
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
 
     @plgpu.inline_mgpu()
     def fence(_):
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "fence.proxy.async;", "", has_side_effects=True)
 
-    fence()
+    fence()  # pyright: ignore[reportCallIssue]
 
 
 def cast_layout(array: jax.Array, layout: Any) -> jax.Array:

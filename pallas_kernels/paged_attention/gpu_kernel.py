@@ -360,7 +360,9 @@ class _Kernel:
         if spec.soft_cap is None:
             scores *= spec.scale * LOG2_E
         else:
-            scores = jnp.tanh(scores * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2_E)
+            # tanh(x) = 1 - 2 / (1 + exp(2 x)): the chip's own tanh is right to 11 bits only.
+            exponential = jnp.exp2(scores * (2.0 * LOG2_E * spec.scale / spec.soft_cap))
+            scores = (1.0 - 2.0 / (1.0 + exponential)) * (spec.soft_cap * LOG2_E)
         scores = jnp.where(self.visible(first_key, rows), scores, MASKED)
         new_highest = jnp.maximum(highest, scores.max(axis=1))
         decay = jnp.exp2(highest - new_highest)

@@ -65,13 +65,14 @@ def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Plan, ...]) -
         pages = _append(operands, spec)
 
     refs = SeparatePages(*(None if a is None else jax.new_ref(a, memory_space=plgpu.GMEM) for a in pages))
-    out = None
+    outs = []
     for shape, plan in zip(gpu_schedule.plan_shapes(spec), schedule, strict=True):
-        aux = _ancestor_rows(operands.ancestors, plan) if spec.has_ancestors else None
+        aux = _ancestor_rows(operands.ancestors, plan) if operands.ancestors is not None else None
         q_tiles = _query_tiles(operands.q, plan, spec)
         parts = gpu_kernel.run(q_tiles, refs, new_tokens, operands.page_table, plan, aux, spec, shape)
-        rows = _combine(*parts, plan, operands.sinks, spec, shape)
-        out = rows if out is None else out + rows
+        outs.append(_combine(*parts, plan, operands.sinks, spec, shape))
+    # A token belongs to one program; the other's row is zero.
+    out = outs[0] if len(outs) == 1 else outs[0] + outs[1]
     return out, SeparatePages(*(None if ref is None else ref[...] for ref in refs))
 
 
@@ -95,7 +96,9 @@ def _append(operands: Operands, spec: PagedSpec) -> SeparatePages:
     sequence, _, position, is_real = token_places(operands, spec)
     page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
     page = jnp.where(is_real, page, spec.page.num_pages)
-    return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
+    return SeparatePages(
+        *layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
+    )
 
 
 def _stored_tokens(operands: Operands, spec: PagedSpec) -> SeparatePages:

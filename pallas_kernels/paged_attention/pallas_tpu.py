@@ -61,16 +61,15 @@ def attention(operands: Operands, spec: PagedSpec, schedule: TpuSchedule) -> tup
         "rows": _pack_queries(operands.q, spec),
         "cache": operands.pages.kv,
     }
-    if spec.page.has_scales:
+    scalars = {"page_ids": schedule.page_ids}
+    if schedule.scale_blocks is not None:
+        scalars["scale_pages"] = schedule.scale_blocks.pages
         arrays["cache_scales"] = operands.pages.scales
         arrays["new_scales"] = _merge_scales(operands.pages.scales, k_scales, v_scales, schedule.scale_blocks)
-    scalars = {"page_ids": schedule.page_ids}
-    if spec.page.has_scales:
-        scalars["scale_pages"] = schedule.scale_blocks.pages
     if spec.has_ancestors:
         scalars["ancestors"] = operands.ancestors.astype(jnp.int32)
         scalars["depths"] = jax.lax.population_count(operands.ancestors).astype(jnp.int32) - 1
-    for program, items in zip(_programs(spec), (schedule.short, schedule.long), strict=False):
+    for program, items in zip(_programs(spec), schedule.items, strict=True):
         if spec.has_sinks:
             arrays["sinks"] = _pack_sinks(operands.sinks, program)
         arrays |= _call(program, items, scalars, arrays)

@@ -147,7 +147,7 @@ def _gather_scales(program: Program, refs: Refs, slot, live) -> None:
     """Scales [2 Hkv, keys] of a block, zero where no key is: what was never read may be NaN."""
     page_size = program.spec.page_size
     pages = [refs.scale_buffers[slot, page][:, :page_size] for page in range(program.pages_per_block)]
-    scales = jnp.concatenate(pages, axis=1) if len(pages) > 1 else pages[0]
+    scales = _join_lanes(pages)
     keys = lax.broadcasted_iota(jnp.int32, scales.shape, 1)
     refs.scales[...] = jnp.where((keys >= live[0]) & (keys < live[1]), scales, 0.0)
 
@@ -166,14 +166,15 @@ def _attend(program: Program, refs: Refs, item: Item, block, slot) -> None:
     def one_unit(unit, _):
         tiles = [rows.load(buffer, unit, live, is_interpreted) for buffer in buffers]
         for index in range(rows.heads_per_unit):
-            keys, values = (
-                jnp.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-                for parts in zip(*(tile[index] for tile in tiles), strict=True)
-            )
+            keys, values = (_join_lanes([tile[index][part] for tile in tiles]) for part in range(2))
             visible = _visible(program, refs, item, block)
             _attend_head(program, refs, unit * rows.heads_per_unit + index, keys, values, visible)
 
     lax.fori_loop(0, rows.num_units, one_unit, None, unroll=min(program.blocks.unroll, rows.num_units))
+
+
+def _join_lanes(tiles: list):
+    return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
 
 
 def _attend_head(program: Program, refs: Refs, head, keys, values, visible) -> None:

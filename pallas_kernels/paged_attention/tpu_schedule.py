@@ -68,11 +68,10 @@ class ScaleBlocks(NamedTuple):
 
 
 class TpuSchedule(NamedTuple):
-    """Page ids [S * P] and the items of each program; scale_blocks with int8 only."""
+    """Page ids [S * P] and the items of each program, of few queries first; scale_blocks with int8 only."""
 
     page_ids: jax.Array
-    short: Items
-    long: Items | None
+    items: tuple[Items, ...]
     scale_blocks: ScaleBlocks | None
 
 
@@ -145,14 +144,15 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
     block_starts = jnp.cumsum(blocks_of_sequence) - blocks_of_sequence
     lengths = (query_starts, query_lengths, kv_lengths, block_starts - first_new // spec.page_size)
     is_short = query_lengths <= SHORT_QUERIES
-    short = _items(spec, False, is_short & (query_lengths > 0), *lengths)
-    long = _items(spec, True, ~is_short, *lengths) if has_long(spec) else None
+    items = [_items(spec, False, is_short & (query_lengths > 0), *lengths)]
+    if has_long(spec):
+        items.append(_items(spec, True, ~is_short, *lengths))
     scale_blocks = None
     if spec.page.has_scales:
         scale_blocks = _scale_blocks(
             spec, page_table, query_starts, first_new, kv_lengths, block_starts, blocks_of_sequence
         )
-    return TpuSchedule(page_table.reshape(-1), short, long, scale_blocks)
+    return TpuSchedule(page_table.reshape(-1), tuple(items), scale_blocks)
 
 
 def _capacity(spec: PagedSpec, is_long: bool) -> int:

@@ -31,11 +31,10 @@ HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
 @pytest.fixture
 def small_blocks():
     """Also compiles the interpreted program with less care: that is most of the time of these tests."""
-    optimizes_less = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", True)
     with use_blocks(short=Blocks(16, 32, 3, 1), long=Blocks(16, 32, 2, 1)):
         yield
-    jax.config.update("jax_disable_most_optimizations", optimizes_less)
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def jitted(shape: Shape):
@@ -141,7 +140,13 @@ def test_each_missing_wait_is_noticed(monkeypatch, capfd):
         """Whether there was a race, and whether a semaphore was left with a count."""
         skipped[0], seen[0] = skip, 0
         pltpu.reset_tpu_interpret_mode_state()
-        jax.block_until_ready(compiled(arguments))
+        try:
+            jax.block_until_ready(compiled(arguments))
+        except jax.errors.JaxRuntimeError as error:
+            # JAX 0.12 stops at the first race.
+            if "RACE DETECTED" not in str(error):
+                raise
+            return True, False
         return interpreter.races.races_found, "non-zero count" in capfd.readouterr().out
 
     assert run(-1) == (False, False)
@@ -188,6 +193,8 @@ def test_words_of_a_token(dtype):
     rows = tpu_words.Rows(page, "float32")
     shape = (page.page_size, rows.buffer_words, rows.pack, layout.LANES)
     bits = np.random.default_rng(0).integers(0, 2**32, (rows.num_words, page.page_size, layout.LANES), np.uint32)
+    # No byte of ones in its exponent: a CPU may give one NaN for another.
+    bits &= np.uint32(0xBFBFBFBF)
     buffer = np.zeros((*shape[:2], layout.LANES), np.uint32)
     buffer[:, : rows.num_words] = bits.swapaxes(0, 1)
     narrow = buffer.view(np.uint8).reshape(*shape[:2], layout.LANES, rows.pack, -1).swapaxes(2, 3)
