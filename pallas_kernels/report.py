@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pallas_kernels.choice import Choice
 from pallas_kernels.flash_attention import explain as explain_flash
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.measure import ideal_bytes
-from pallas_kernels.paged_attention import choose, make_spec, paged_attention
+from pallas_kernels.paged_attention import choose, make_spec, paged_attention, pallas_gpu
 from pallas_kernels.paged_attention.shapes import MODELS, Shape, decode_shape
 
 CHIPS = ("v5e", "v6e", "tpu7x", "h100")
@@ -72,49 +72,42 @@ def lines(chips: list[str], only: list[str] | None, is_quick: bool) -> Iterator[
 
 
 def _paged(chip: str, model: str, program: str, shape: Shape, dtype: str) -> Line:
-    line = partial(Line, chip, program, model, dtype)
+    line = Line(chip, program, model, dtype, "none", ideal_bytes=ideal_bytes(shape))
     if (missing := ahead_of_time.missing_compiler(chip)) is not None:
-        return line("none", reason=missing)
+        return replace(line, reason=missing)
     arguments = shape.abstract("separate" if chip.startswith("h") else "interleaved", NUM_PAGES)
     vectors = ("query_lengths", "kv_lengths", "query_starts")
     with ahead_of_time.as_if_on(chip):
         spec = make_spec(**{k: v for k, v in arguments.items() if k not in vectors}, **shape.options)
         choice = choose(spec)
+    line = replace(line, implementation=choice.implementation, reason=_why_not_a_kernel(chip, choice))
+    if choice.implementation == "pallas_gpu":
+        line = replace(line, on_chip_bytes=pallas_gpu.shared_bytes(spec))
     pages = arguments.pop("pages")
 
     def step(pages, arrays):
         return paged_attention(pages=pages, **arrays, **shape.options)
 
-    return _compile(
-        line,
-        chip,
-        choice.implementation,
-        _why_not_a_kernel(chip, choice),
-        step,
-        pages,
-        arguments,
-        ideal_bytes(shape),
-    )
+    return _compile(line, step, pages, arguments, donate_argnums=(0,))
 
 
 def _flash(chip: str, model: str, length: int = 8192) -> Line:
-    line = partial(Line, chip, "flash", model, "bfloat16")
-    if (missing := ahead_of_time.missing_compiler(chip)) is not None:
-        return line("none", reason=missing)
     num_q, num_kv, head_dim = MODELS[model]
     q, kv = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (num_q, num_kv))
+    line = Line(chip, "flash", model, "bfloat16", "none", ideal_bytes=2 * (2 * q.size + 2 * kv.size))
+    if (missing := ahead_of_time.missing_compiler(chip)) is not None:
+        return replace(line, reason=missing)
     with ahead_of_time.as_if_on(chip):
         choice = explain_flash(q, kv, kv)
-    implementation, reason = choice.implementation, _why_not_a_kernel(chip, choice)
-    if implementation == "cudnn":
+    line = replace(line, implementation=choice.implementation, reason=_why_not_a_kernel(chip, choice))
+    if choice.implementation == "cudnn":
         # cuDNN's library is not part of the compiler; what is compiled here is our own kernel.
-        implementation, reason = "pallas_gpu", "cuDNN comes first where it is installed"
+        line = replace(line, implementation="pallas_gpu", reason="cuDNN comes first where it is installed")
 
     def attend(q, kv):
-        return flash_attention(q, kv, kv, implementation=implementation)
+        return flash_attention(q, kv, kv, implementation=line.implementation)
 
-    ideal = 2 * (2 * q.size + 2 * kv.size)
-    return _compile(line, chip, implementation, reason, attend, q, kv, ideal, donate=())
+    return _compile(line, attend, q, kv)
 
 
 def _why_not_a_kernel(chip: str, choice: Choice) -> str:
@@ -123,25 +116,23 @@ def _why_not_a_kernel(chip: str, choice: Choice) -> str:
     return choice.reasons[kernel] if choice.implementation == "xla" else ""
 
 
-def _compile(line, chip, implementation, reason, function, first, second, ideal: int, donate=(0,)) -> Line:
+def _compile(line: Line, function, *arguments, donate_argnums: tuple[int, ...] = ()) -> Line:
     try:
-        compiled = ahead_of_time.compile_for(chip, function, first, second, donate_argnums=donate)
+        compiled = ahead_of_time.compile_for(line.chip, function, *arguments, donate_argnums=donate_argnums)
     except Exception as error:  # what the compiler says is what the report is for
-        return line(implementation, reason=f"DOES NOT COMPILE: {str(error).splitlines()[0]}")
-    return line(
-        implementation,
+        return replace(line, reason=f"DOES NOT COMPILE: {str(error).splitlines()[0]}")
+    return replace(
+        line,
         seconds=round(compiled.seconds, 2),
-        on_chip_bytes=on_chip_bytes(compiled.program),
+        on_chip_bytes=line.on_chip_bytes or vmem_bytes(compiled.program),
         temporary_bytes=compiled.temporary_bytes,
         aliased_bytes=compiled.aliased_bytes,
         gflops=compiled.cost["flops"] / 1e9 if "flops" in compiled.cost else None,
         bytes_moved=compiled.cost.get("bytes accessed"),
-        ideal_bytes=ideal,
-        reason=reason,
     )
 
 
-def on_chip_bytes(program: Any) -> int | None:
+def vmem_bytes(program: Any) -> int | None:
     """The most VMEM that one kernel of a compiled TPU program takes; None where the program does not tell."""
     pattern = r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
     return max(map(int, re.findall(pattern, program.as_text())), default=None)

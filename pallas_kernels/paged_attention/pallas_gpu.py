@@ -50,6 +50,12 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     return None
 
 
+def shared_bytes(spec: PagedSpec) -> int:
+    """Shared memory of a block of threads of the larger program, in bytes."""
+    shapes = gpu_schedule.plan_shapes(spec)
+    return max(gpu_kernel.sizes(spec, shape, _appends_in_kernel(spec)).shared_bytes for shape in shapes)
+
+
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[Plan, ...]:
     """A plan for each program of the step, shared by its layers."""
     shapes = gpu_schedule.plan_shapes(spec)
