@@ -28,7 +28,6 @@ from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec
 # Shared memory of a thread block; the smaller figure lets two share a multiprocessor.
 MAX_SHARED_BYTES = 227 * 1024
 PAIR_SHARED_BYTES = 113 * 1024
-MAX_STAGES = 4
 # Columns of the values that one product takes when a row of them is too much for the registers.
 MAX_ROW, CHUNK = 128, 64
 # A copy signals its barrier from every thread of the warpgroup, each for an equal number of bytes.
@@ -88,8 +87,8 @@ def sizes(spec: PagedSpec, shape: PlanShape, has_append: bool) -> Sizes:
     def total(stages: int) -> int:
         return fixed + max(stages * stage + converted, result)
 
-    fitting = [n for n in range(2, MAX_STAGES + 1) if total(n) <= PAIR_SHARED_BYTES]
-    fitting = fitting or [n for n in range(2, MAX_STAGES + 1) if total(n) <= MAX_SHARED_BYTES]
+    fitting = [n for n in range(2, max(shape.max_stages, 2) + 1) if total(n) <= PAIR_SHARED_BYTES]
+    fitting = fitting or [n for n in range(2, max(shape.max_stages, 2) + 1) if total(n) <= MAX_SHARED_BYTES]
     stages = max(fitting, default=0)
     chunk = spec.head_dim if spec.head_dim <= MAX_ROW else CHUNK
     return Sizes(stages, chunk, new_tokens, is_converted, total(max(stages, 2)))

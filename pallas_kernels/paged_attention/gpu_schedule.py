@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec
+from pallas_kernels.tuning import tuned
 
 # Rows of a warpgroup's matrix product, and keys of one block of the kernel.
 TILE_ROWS = 64
@@ -24,6 +25,10 @@ RESIDENT = 264
 LONGEST_SPLIT = 4096
 SHORTEST_SPLIT = 256
 MAX_PARTIAL_BYTES = 128 * 2**20
+
+# The tuner's names of the two programs, and the blocks of keys and values that are in flight at most.
+SHORT_NAME, LONG_NAME = "paged_attention pallas_gpu short", "paged_attention pallas_gpu long"
+MAX_STAGES = 4
 
 # Columns of `Plan.work`.
 COLUMNS = (
@@ -42,6 +47,14 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """What is tuned: keys of a split, and blocks of keys and values in flight at most."""
+
+    split_keys: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class PlanShape:
     """Static sizes of one program; `min_queries` to `max_queries` new tokens make a sequence part of it."""
 
@@ -50,6 +63,7 @@ class PlanShape:
     num_tiles: int
     num_splits: int
     split_keys: int
+    max_stages: int
     out_rows: int
 
 
@@ -82,6 +96,19 @@ def plan_shapes(spec: PagedSpec) -> tuple[PlanShape, ...]:
     return tuple(shapes)
 
 
+def blocks(spec: PagedSpec) -> dict[str, Blocks]:
+    """The sizes of each program of a call, by the tuner's name for it."""
+    names = (SHORT_NAME, LONG_NAME)
+    shapes = plan_shapes(spec)
+    return {name: Blocks(shape.split_keys, shape.max_stages) for name, shape in zip(names, shapes, strict=False)}
+
+
+def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
+    """What the tuner tries for the program that this call runs."""
+    name = SHORT_NAME if spec.max_query_length <= SHORT_QUERIES else LONG_NAME
+    return {name: [Blocks(keys, stages) for keys in (256, 512, 1024, 2048, 4096, 8192) for stages in (2, 3, 4)]}
+
+
 def _plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> PlanShape:
     groups = spec.num_groups
     num_sequences = min(spec.num_sequences, max(spec.num_tokens // min_queries, 1))
@@ -95,11 +122,13 @@ def _plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> PlanShap
         split = -(-spec.max_kv_length // BLOCK_KEYS) * BLOCK_KEYS
     while split < LONGEST_SPLIT and split * RESIDENT * 2 < LONGEST_SPLIT * num_tiles * spec.num_kv_heads:
         split *= 2
+    size = tuned(Blocks(split, MAX_STAGES), SHORT_NAME if min_queries == 1 else LONG_NAME, spec.facts)
+    split = -(-size.split_keys // BLOCK_KEYS) * BLOCK_KEYS
     slot_bytes = 4 * num_tiles * spec.num_kv_heads * out_rows * spec.head_dim
     while split < spec.max_kv_length and -(-spec.max_kv_length // split) * slot_bytes > MAX_PARTIAL_BYTES:
         split *= 2
     num_splits = -(-spec.max_kv_length // split)
-    return PlanShape(min_queries, max_queries, num_tiles, num_splits, split, out_rows)
+    return PlanShape(min_queries, max_queries, num_tiles, num_splits, split, size.stages, out_rows)
 
 
 def make_plan(spec: PagedSpec, shape: PlanShape, query_starts, query_lengths, kv_lengths) -> Plan:

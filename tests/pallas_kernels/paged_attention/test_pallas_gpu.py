@@ -5,17 +5,17 @@ tens of keys has several splits. It has no registers, layouts or asynchronous co
 """
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ahead_of_time
+from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import choose, gpu_kernel, gpu_schedule, make_spec, paged_attention, pallas_gpu
-from pallas_kernels.paged_attention.shapes import SMALL, Shape
+from pallas_kernels.paged_attention.shapes import SMALL, Shape, decode_shape
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 # One of each path through the kernel; the others run with --slow.
@@ -306,3 +306,22 @@ def test_compiled_in_place(name):
     assert 'custom_call_target="mosaic_gpu' in text
     cache_shape = ",".join(map(str, pages.k.shape))
     assert not re.search(rf"\[{cache_shape}\]\S* copy\(", text)
+
+
+def test_block_sizes_change_no_answer(check, gpu_interpreter, with_dtypes):
+    with tuning.force(gpu_schedule.SHORT_NAME, split_keys=128, stages=3):
+        check(with_dtypes(SMALL["decode_page_64"], "bfloat16", "bfloat16"), "pallas_gpu", "separate")
+
+
+def test_every_candidate_is_a_size_of_the_kernel():
+    for num_new in (1, 512):
+        shape = decode_shape("llama-3-8b", 1, 4096, num_new=num_new)
+        arguments = shape.abstract("separate")
+        names = ("q", "k_new", "v_new", "pages", "page_table")
+        spec = make_spec(**{name: arguments[name] for name in names}, **shape.options)
+        for name, tried in pallas_gpu.candidates(spec).items():
+            for blocks in tried:
+                with tuning.force(name, **asdict(blocks)):
+                    found = pallas_gpu.blocks(spec)[name]
+                assert found.stages == blocks.stages
+                assert found.split_keys >= blocks.split_keys
