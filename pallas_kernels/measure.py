@@ -48,6 +48,11 @@ def ideal_bytes(shape: Shape) -> int:
     return sum(keys * per_key + new * per_token for new, keys in shape.lengths)
 
 
+def full_flops(shape: Shape) -> float:
+    """FLOPs of scores and of weights times values when every query sees every key of its sequence."""
+    return 4.0 * shape.heads[0] * shape.head_dim * sum(new * keys for new, keys in shape.lengths)
+
+
 def num_layers(shape: Shape, platform: str) -> int:
     """How many layers' caches together exceed the chip's cache."""
     return max(1, min(16, -(-MIN_CACHE_BYTES[platform] // ideal_bytes(shape))))

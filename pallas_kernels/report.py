@@ -3,7 +3,8 @@
     python -m pallas_kernels.report [--chip v6e ...] [--only decode ...] [--quick] [--json FILE]
 
 Bytes are those of the kernel's cost estimate at full tables, next to the ideal: queries, output, and the keys and
-values in use once. On-chip memory is VMEM on a TPU and shared memory on a GPU.
+values in use once. The GPU compiler tells neither bytes nor FLOPs: the FLOPs are then those of every query seeing every
+key. On-chip memory is VMEM on a TPU and shared memory on a GPU.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pallas_kernels import ahead_of_time
 from pallas_kernels.choice import Choice
 from pallas_kernels.flash_attention import explain as explain_flash
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.measure import ideal_bytes
+from pallas_kernels.measure import full_flops, ideal_bytes
 from pallas_kernels.paged_attention import choose, make_spec, paged_attention, pallas_gpu
 from pallas_kernels.paged_attention.shapes import MODELS, Shape, decode_shape
 
@@ -72,7 +73,7 @@ def lines(chips: list[str], only: list[str] | None, is_quick: bool) -> Iterator[
 
 
 def _paged(chip: str, model: str, program: str, shape: Shape, dtype: str) -> Line:
-    line = Line(chip, program, model, dtype, "none", ideal_bytes=ideal_bytes(shape))
+    line = Line(chip, program, model, dtype, "none", ideal_bytes=ideal_bytes(shape), gflops=full_flops(shape) / 1e9)
     if (missing := ahead_of_time.missing_compiler(chip)) is not None:
         return replace(line, reason=missing)
     arguments = shape.abstract("separate" if chip.startswith("h") else "interleaved", NUM_PAGES)
@@ -95,6 +96,7 @@ def _flash(chip: str, model: str, length: int = 8192) -> Line:
     num_q, num_kv, head_dim = MODELS[model]
     q, kv = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (num_q, num_kv))
     line = Line(chip, "flash", model, "bfloat16", "none", ideal_bytes=2 * (2 * q.size + 2 * kv.size))
+    line = replace(line, gflops=4 * num_q * head_dim * length**2 / 1e9)
     if (missing := ahead_of_time.missing_compiler(chip)) is not None:
         return replace(line, reason=missing)
     with ahead_of_time.as_if_on(chip):
@@ -127,7 +129,7 @@ def _compile(line: Line, function, *arguments, donate_argnums: tuple[int, ...] =
         on_chip_bytes=line.on_chip_bytes or vmem_bytes(compiled.program),
         temporary_bytes=compiled.temporary_bytes,
         aliased_bytes=compiled.aliased_bytes,
-        gflops=compiled.cost["flops"] / 1e9 if "flops" in compiled.cost else None,
+        gflops=compiled.cost["flops"] / 1e9 if "flops" in compiled.cost else line.gflops,
         bytes_moved=compiled.cost.get("bytes accessed"),
     )
 
