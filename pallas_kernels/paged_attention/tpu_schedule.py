@@ -5,9 +5,6 @@ of the first; the others (prefill) are cut into items of `Blocks.num_queries` to
 an empty slot is no item, so it costs no iteration.
 """
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,9 +13,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec
+from pallas_kernels.tuning import tuned
 
 # Sequences with at most this many new tokens are one item of the program of few queries.
 SHORT_QUERIES = 16
+# The tuner's names of the programs of few and of many queries.
+NAMES = ("paged_attention pallas_tpu short", "paged_attention pallas_tpu long")
 # Rows (queries times heads of a group) of a prefill item: enough to keep the matrix unit busy.
 LONG_ROWS = 512
 # Bytes of keys and values that one block of a decode item reads; two more are in flight while it is computed. Half of
@@ -45,9 +45,6 @@ class Blocks:
     num_keys: int
     num_buffers: int
     unroll: int
-
-
-_override: ContextVar[tuple[Blocks | None, Blocks | None]] = ContextVar("override", default=(None, None))
 
 
 class Items(NamedTuple):
@@ -81,19 +78,29 @@ def rows_of_group(spec: PagedSpec) -> int:
     return max(smallest, 1 << (spec.num_groups - 1).bit_length())
 
 
-@contextlib.contextmanager
-def use_blocks(short: Blocks | None = None, long: Blocks | None = None) -> Iterator[None]:
-    """Calls traced inside use these sizes instead of the choice; for tuning and tests."""
-    token = _override.set((short, long))
-    try:
-        yield
-    finally:
-        _override.reset(token)
+def blocks(spec: PagedSpec) -> dict[str, Blocks]:
+    """The sizes of each program of a call, by the tuner's name for it."""
+    return {NAMES[is_long]: choose_blocks(spec, is_long) for is_long in ((False, True) if has_long(spec) else (False,))}
 
 
-def choose_blocks(spec: PagedSpec, is_long: bool, override: Blocks | None = None) -> Blocks:
-    """The sizes of the program of many (`is_long`) or few queries; `override` replaces the choice, made to fit."""
-    blocks = override or _override.get()[is_long] or _preferred_blocks(spec, is_long)
+def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
+    """What the tuner tries for the program that this call runs."""
+    is_long = has_long(spec)
+    preferred = _preferred_blocks(spec, is_long)
+    queries = (preferred.num_queries // 2, preferred.num_queries) if is_long else (preferred.num_queries,)
+    tried = [
+        Blocks(num_queries, num_keys, num_buffers, unroll)
+        for num_queries in queries
+        for num_keys in (128, 256, 512, 1024)
+        for num_buffers in (2, 3, 4)
+        for unroll in ((1,) if is_long else (4, 8))
+    ]
+    return {NAMES[is_long]: [blocks for blocks in tried if blocks.num_keys % spec.page_size == 0]}
+
+
+def choose_blocks(spec: PagedSpec, is_long: bool) -> Blocks:
+    """The sizes of the program of many (`is_long`) or few queries: the chip's table or a guess, made to fit."""
+    blocks = tuned(_preferred_blocks(spec, is_long), NAMES[is_long], spec.facts)
     most = spec.max_query_length if is_long else min(spec.max_query_length, SHORT_QUERIES)
     # Whole registers: rows of an item are a multiple of 8.
     multiple = max(1, SUBLANES // rows_of_group(spec))

@@ -4,9 +4,10 @@ The interpreter runs with small blocks, so that a sequence of some tens of keys 
 one of more than 16 new tokens is several items.
 """
 
+import contextlib
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import ahead_of_time
+from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, tpu_words
-from pallas_kernels.paged_attention.shapes import SMALL, Shape
+from pallas_kernels.paged_attention.shapes import SMALL, Shape, decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
-from pallas_kernels.paged_attention.tpu_schedule import Blocks, use_blocks
+from pallas_kernels.paged_attention.tpu_schedule import NAMES, Blocks
 
 CHIPS = ("v5e", "v6e", "tpu7x")
 CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -28,11 +29,20 @@ CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
 
 
+@contextlib.contextmanager
+def use_blocks(*programs: Blocks):
+    """Sizes of the program of few queries and of that of many."""
+    with contextlib.ExitStack() as stack:
+        for name, blocks in zip(NAMES, programs, strict=False):
+            stack.enter_context(tuning.force(name, **asdict(blocks)))
+        yield
+
+
 @pytest.fixture
 def small_blocks():
     """Also compiles the interpreted program with less care: that is most of the time of these tests."""
     jax.config.update("jax_disable_most_optimizations", True)
-    with use_blocks(short=Blocks(16, 32, 3, 1), long=Blocks(16, 32, 2, 1)):
+    with use_blocks(Blocks(16, 32, 3, 1), Blocks(16, 32, 2, 1)):
         yield
     jax.config.update("jax_disable_most_optimizations", False)
 
@@ -54,7 +64,7 @@ def test_suite_with_the_blocks_of_a_chip(check, tpu_interpreter):
 
 
 def test_suite_with_other_blocks(check, tpu_interpreter):
-    with use_blocks(short=Blocks(16, 16, 2, 2), long=Blocks(8, 48, 4, 2)):
+    with use_blocks(Blocks(16, 16, 2, 2), Blocks(8, 48, 4, 2)):
         check(SMALL["prefill_window"], "pallas_tpu", "interleaved")
 
 
@@ -133,7 +143,7 @@ def test_each_missing_wait_is_noticed(monkeypatch, capfd):
     monkeypatch.setattr(interpreter, "dma_wait", wait)
     # Copies happen at once here: what does not wait for one races with it.
     parameters = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
-    with pltpu.force_tpu_interpret_mode(parameters), use_blocks(short=Blocks(16, 16, 2, 1)):
+    with pltpu.force_tpu_interpret_mode(parameters), use_blocks(Blocks(16, 16, 2, 1)):
         compiled = jitted(shape).lower(arguments).compile()
 
     def run(skip: int) -> tuple[bool, bool]:
@@ -327,3 +337,18 @@ FEATURES = {
 )
 def test_compiled_features(chip, name):
     check_compiled(chip, FEATURES[name])
+
+
+def test_every_candidate_of_the_tuner_fits():
+    for num_new in (1, 512):
+        shape = decode_shape("llama-3-8b", 4, 4096, num_new=num_new)
+        arguments = shape.abstract("interleaved")
+        spec = make_spec(**{n: arguments[n] for n in ("q", "k_new", "v_new", "pages", "page_table")}, **shape.options)
+        ((name, tried),) = pallas_tpu.candidates(spec).items()
+        assert len(tried) > 10
+        for blocks in tried:
+            with use_blocks(*[blocks] * 2), ahead_of_time.as_if_on("v6e"):
+                assert pallas_tpu.unsupported(spec, "tpu") is None
+                assert pallas_tpu.blocks(spec)[name] == replace(
+                    blocks, num_queries=pallas_tpu.blocks(spec)[name].num_queries
+                )
