@@ -36,13 +36,16 @@ test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing'
 	$(PYTEST) -q -m timing
 
+test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the kernels' long tests: all shapes interpreted, all compiled
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/pallas_kernels
+
 # JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
 test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found
 	@python="$$(sh tests/find_newest_python.sh)" || { echo "skipped: no Python 3.12 or newer found"; exit 0; }; \
-	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-kernels
+	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-kernels-short
 
-.PHONY: test-kernels
-test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers
+.PHONY: test-kernels test-kernels-short
+test-kernels-short: $(VENV)/stamp-test $(VENV)/stamp-compilers
 	$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)'
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
 
