@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.measure import MIN_CACHE_BYTES, ideal_bytes, num_layers, paged_loop, seconds_per_step
+from pallas_kernels.measure import MIN_CACHE_BYTES, flash_loop, ideal_bytes, num_layers, paged_loop, seconds_per_step
 from pallas_kernels.paged_attention.shapes import Shape, decode_shape
 from pallas_kernels.platform import current_platform
 
@@ -120,25 +119,13 @@ def measure_prefill(
     length: int, heads: tuple[int, int, int], implementation: str, rate: float, platform_name: str
 ) -> Row:
     """Causal attention of one prompt; FLOPs of the visible half of the scores and of the weights times values."""
-    num_q, num_kv, head_dim = heads
+    num_q, _, head_dim = heads
     dtype = jnp.float32 if platform_name == "cpu" else jnp.bfloat16
-    q = jax.random.normal(jax.random.key(0), (1, length, num_q, head_dim), dtype)
-    kv = jax.random.normal(jax.random.key(1), (1, length, num_kv, head_dim), dtype)
-
-    @jax.jit
-    def loop(operands, n):
-        q, k, v = operands
-
-        def step(_, carry):
-            out = flash_attention(carry, k, v, implementation=implementation)
-            return q + out * jnp.asarray(1e-3, out.dtype)
-
-        return lax.fori_loop(0, n, step, q)[:1, :1]
-
     case = f"prefill {length}"
     flops = 4 * num_q * head_dim * length * (length + 1) / 2
     try:
-        seconds = seconds_per_step(loop, (q, kv, kv), 1 if platform_name == "cpu" else 10)
+        loop, arguments = flash_loop(length, heads, dtype.__name__, implementation)
+        seconds = seconds_per_step(loop, arguments, 1 if platform_name == "cpu" else 10)
     except NotImplementedError as error:
         return Row(case, implementation, dtype.__name__, None, None, "TFLOP/s", None, str(error))
     return Row(

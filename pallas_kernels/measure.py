@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.paged_attention import empty_pages, make_schedule, make_spec, paged_attention
 from pallas_kernels.paged_attention.shapes import Shape
 
@@ -100,3 +101,21 @@ def paged_loop(shape: Shape, implementation: str, layers: int) -> tuple[Callable
         return lax.fori_loop(0, n, step, (new["q"], caches))[0][:1, :1]
 
     return loop, (new, vectors, [empty_pages(page, page_layout) for _ in range(layers)])
+
+
+def flash_loop(length: int, heads: tuple[int, int, int], dtype: str, implementation: str) -> tuple[Callable, Any]:
+    """A program (arguments, n) of n causal passes over a prompt of `length` tokens; heads are (Hq, Hkv, K)."""
+    num_q, num_kv, head_dim = heads
+    q = jax.random.normal(jax.random.key(0), (1, length, num_q, head_dim), dtype)
+    k, v = jax.random.normal(jax.random.key(1), (2, 1, length, num_kv, head_dim), dtype)
+
+    @jax.jit
+    def loop(operands, n):
+        q, k, v = operands
+
+        def step(_, carry):
+            return q + flash_attention(carry, k, v, implementation=implementation) * jnp.asarray(1e-3, q.dtype)
+
+        return lax.fori_loop(0, n, step, q)[:1, :1]
+
+    return loop, (q, k, v)

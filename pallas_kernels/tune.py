@@ -9,52 +9,92 @@ each shape, and what it has is not measured again.
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from tqdm import tqdm
 
 from pallas_kernels import measure, tuning
+from pallas_kernels.flash_attention import pallas_gpu as flash_gpu
+from pallas_kernels.flash_attention import pallas_tpu as flash_tpu
+from pallas_kernels.flash_attention import specs as flash_specs
 from pallas_kernels.paged_attention import make_spec, pallas_gpu, pallas_tpu, xla
 from pallas_kernels.paged_attention.shapes import MODELS, Shape, decode_shape
 from pallas_kernels.platform import current_platform
 
-_MODULES = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
+_PAGED = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
+_FLASH = {"pallas_tpu": flash_tpu, "pallas_gpu": flash_gpu}
 _MIN_GAIN = 1.02
 _VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 
 
-def shapes(platform: str, models: list[str], is_quick: bool) -> dict[str, Shape]:
-    """Decode, verify and prefill of each model in each cache dtype that pays on the platform."""
+@dataclass(frozen=True)
+class Call:
+    """One call to tune. `module` has `unsupported`, `tunable` and `candidates`; `loop` builds what is timed, traced
+    anew for each candidate, whose steps each make `per_step` calls."""
+
+    name: str
+    module: Any
+    spec: Any
+    loop: Callable[[], tuple[Callable, Any]]
+    per_step: int = 1
+
+
+def calls(implementation: str, platform: str, models: list[str], is_quick: bool) -> Iterator[Call]:
+    """Decode and prefill of each model in each cache dtype that pays on the platform, and a prompt without pages."""
     is_cpu = platform == "cpu"
     batch, context = (4, 512) if is_quick else (16, 2048) if is_cpu else (64, 8192)
-    found = {}
+    q_dtype = "float32" if is_cpu else "bfloat16"
     for model in models:
         for dtype in ("float32", "int8") if is_cpu else ("bfloat16", "float8_e4m3fn", "int8"):
             for page_size in (16,) if is_cpu else (64, 128) if platform == "tpu" else (16, 64):
-                options = {"cache_dtype": dtype, "page_size": page_size, "dtype": "float32" if is_cpu else "bfloat16"}
-                name = f"{model} {dtype} page {page_size}"
-                found[f"{name} decode"] = decode_shape(model, batch, context, **options)
-                found[f"{name} prefill"] = decode_shape(model, 1, context, num_new=min(512, context), **options)
-    return found
+                options = {"cache_dtype": dtype, "page_size": page_size, "dtype": q_dtype}
+                name = f"{implementation} {model} {dtype} page {page_size}"
+                shape = decode_shape(model, batch, context, **options)
+                yield paged_call(f"{name} decode", shape, implementation)
+                shape = decode_shape(model, 1, context, num_new=min(512, context), **options)
+                yield paged_call(f"{name} prefill", shape, implementation)
+        if implementation in _FLASH:
+            yield _flash_call(f"{implementation} {model} flash", implementation, MODELS[model], context, q_dtype)
 
 
-def tune(shape: Shape, implementation: str, report=lambda text: None) -> dict[str, dict[str, int] | None]:
+def paged_call(name: str, shape: Shape, implementation: str) -> Call:
+    module = _PAGED[implementation]
+    arrays = {key: array for key, array in shape.abstract(module.LAYOUT).items() if key not in _VECTORS}
+    layers = measure.num_layers(shape, current_platform())
+    return Call(
+        name,
+        module,
+        make_spec(**arrays, **shape.options),
+        lambda: measure.paged_loop(shape, implementation, layers),
+        layers,
+    )
+
+
+def _flash_call(name: str, implementation: str, heads: tuple[int, int, int], length: int, dtype: str) -> Call:
+    num_q, num_kv, head_dim = heads
+    q, kv = (jax.ShapeDtypeStruct((1, length, n, head_dim), jnp.dtype(dtype)) for n in (num_q, num_kv))
+    operands: Any = (q, kv, kv, None, None, None, None, None)
+    spec = flash_specs.make_spec(flash_specs.Operands(*operands))
+    return Call(name, _FLASH[implementation], spec, lambda: measure.flash_loop(length, heads, dtype, implementation))
+
+
+def tune(call: Call, report: Callable[[str], None]) -> dict[str, dict[str, int] | None]:
     """The best sizes of each program of one call, None where the heuristic is as good; ArithmeticError on NaN."""
-    module, platform = _MODULES[implementation], current_platform()
-    abstract = shape.abstract(module.LAYOUT)
-    spec = make_spec(**{name: value for name, value in abstract.items() if name not in _VECTORS}, **shape.options)
-    layers = measure.num_layers(shape, platform)
 
     def seconds(name: str, sizes: dict[str, int]) -> float:
         with tuning.force(name, **sizes):
-            loop, arguments = measure.paged_loop(shape, implementation, layers)
-            return measure.seconds_per_step(loop, arguments, 2 if platform == "cpu" else 20, repeats=3) / layers
+            loop, arguments = call.loop()
+            steps = 2 if current_platform() == "cpu" else 20
+            return measure.seconds_per_step(loop, arguments, steps, repeats=3) / call.per_step
 
     best: dict[str, dict[str, int] | None] = {}
-    for name, tried in module.candidates(spec).items():
-        heuristic = asdict(module.blocks(spec)[name])
+    for name, tried in call.module.candidates(call.spec).items():
+        heuristic = asdict(call.module.tunable(call.spec)[name])
         baseline = seconds(name, heuristic)
         timed = {}
         for blocks in tried:
@@ -65,11 +105,10 @@ def tune(shape: Shape, implementation: str, report=lambda text: None) -> dict[st
                 timed[json.dumps(sizes)] = seconds(name, sizes)
             except Exception as error:  # a size the compiler refuses is not a candidate
                 report(f"{name} {sizes}: {str(error).splitlines()[0][:120]}")
-        winner = min(timed, key=timed.__getitem__, default=None)
-        is_better = winner is not None and baseline / timed[winner] > _MIN_GAIN
-        best[name] = json.loads(winner) if is_better and winner is not None else None
-        gain = baseline / timed[winner] if winner is not None else 1.0
-        report(f"{name} {spec.facts}: {baseline * 1e6:.0f} us, best {gain:.2f}x with {winner}")
+        winner = min(timed, key=timed.__getitem__, default="")
+        gain = baseline / timed[winner] if winner else 1.0
+        best[name] = json.loads(winner) if gain > _MIN_GAIN else None
+        report(f"{name} {call.spec.facts}: {baseline * 1e6:.0f} us, best {gain:.2f}x with {winner or 'nothing else'}")
     return best
 
 
@@ -80,9 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         epilog="The table is found by later runs if it lies in the package (the default) or in $PALLAS_KERNELS_TABLES.",
     )
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="shapes of this model (default: all)")
-    parser.add_argument(
-        "--implementation", action="append", choices=sorted(_MODULES), help="default: all that run here"
-    )
+    parser.add_argument("--implementation", action="append", choices=sorted(_PAGED), help="default: all that run here")
     parser.add_argument("--quick", action="store_true", help="small batches and contexts")
     parser.add_argument("--again", action="store_true", help="measure also what the table has")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: the package's table of this chip")
@@ -93,30 +130,26 @@ def main(argv: list[str] | None = None) -> int:
     found = tuning.read(path) if path.exists() else {"sizes": {}, "measured": []}
     found |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     todo = [
-        (implementation, name, shape)
+        call
         for implementation in names
-        for name, shape in shapes(platform, options.model or sorted(MODELS), options.quick).items()
-        if options.again or f"{implementation} {name}" not in found["measured"]
+        for call in calls(implementation, platform, options.model or sorted(MODELS), options.quick)
+        if options.again or call.name not in found["measured"]
     ]
-    progress = tqdm(todo, unit="shape", disable=None)
-    for implementation, name, shape in progress:
-        progress.set_description(f"{implementation} {name}")
-        arrays = {k: v for k, v in shape.abstract(_MODULES[implementation].LAYOUT).items() if k not in _VECTORS}
-        spec = make_spec(**arrays, **shape.options)
-        reason = _MODULES[implementation].unsupported(spec, platform)
+    progress = tqdm(todo, unit="call", disable=None)
+    for call in progress:
+        progress.set_description(call.name)
+        reason = call.module.unsupported(call.spec, platform)
         if reason is not None:
-            tqdm.write(f"{implementation} {name}: {reason}")
+            tqdm.write(f"{call.name}: {reason}")
             continue
-        for program, sizes in tune(shape, implementation, tqdm.write).items():
+        for program, sizes in tune(call, tqdm.write).items():
             of_program = found["sizes"].setdefault(program, {})
-            of_program.pop(spec.facts, None)
+            of_program.pop(call.spec.facts, None)
             if sizes is not None:
-                of_program[spec.facts] = sizes
-        found["measured"] = sorted({*found["measured"], f"{implementation} {name}"})
+                of_program[call.spec.facts] = sizes
+        found["measured"] = sorted({*found["measured"], call.name})
         _save(path, found)
-    print(
-        f"{path}: {sum(map(len, found['sizes'].values()))} sizes that beat the heuristic, {len(todo)} shapes measured"
-    )
+    print(f"{path}: {sum(map(len, found['sizes'].values()))} sizes that beat the heuristic, {len(todo)} calls measured")
     return 0
 
 

@@ -23,6 +23,7 @@ from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.flash_attention.cost import cost_estimate
 from pallas_kernels.flash_attention.masking import MASKED, scaled_scores, visible_blocks, visible_keys
 from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.tuning import tuned
 
 WARPGROUPS = 2
 BLOCK_QUERIES = 64
@@ -44,6 +45,28 @@ def unsupported(spec: AttentionSpec, platform: str) -> str | None:
     return compat.not_hopper()
 
 
+NAME = "flash_attention pallas_gpu forward"
+MAX_SLOTS = 4
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What is tuned: keys of a block, and blocks of the ring, as far as they fit."""
+
+    keys: int
+    slots: int
+
+
+def tunable(spec: AttentionSpec) -> dict[str, Tuned]:
+    """The sizes of the forward pass, by the tuner's name for it."""
+    return {NAME: tuned(Tuned(BLOCK_KEYS, MAX_SLOTS), NAME, spec.facts)}
+
+
+def candidates(spec: AttentionSpec) -> dict[str, list[Tuned]]:
+    """What the tuner tries."""
+    return {NAME: [Tuned(keys, slots) for keys in (64, 128) for slots in (2, 3, 4)]}
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Keys of a block, blocks of the ring, and the columns of the result that one product takes."""
@@ -54,12 +77,13 @@ class Blocks:
 
 
 def blocks(spec: AttentionSpec) -> Blocks:
+    wanted = tunable(spec)[NAME]
     # Registers hold the result, one product of values and the scores: 64 x 256 + 64 x 128 + 64 x 64 floats at most.
-    keys = min(BLOCK_KEYS, 64) if spec.head_dim > 128 or spec.num_keys % 128 else BLOCK_KEYS
+    keys = min(wanted.keys, 64) if spec.head_dim > 128 or spec.num_keys % 128 else wanted.keys
     row = spec.head_dim * jnp.dtype(spec.dtype).itemsize
     queries = WARPGROUPS * BLOCK_QUERIES * (row + 4)
     num_slots = (SHARED_MEMORY_BYTES - 4096 - queries) // (2 * keys * row)
-    return Blocks(keys, max(2, min(num_slots, 4)), min(spec.head_dim, 128))
+    return Blocks(keys, max(2, min(num_slots, wanted.slots)), min(spec.head_dim, 128))
 
 
 def attention(operands: Operands, spec: AttentionSpec) -> tuple[jax.Array, jax.Array | None]:

@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.flash_attention.cost import cost_estimate
 from pallas_kernels.flash_attention.masking import MASKED, scaled_scores, visible_blocks, visible_keys
 from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.tuning import tuned
 
 LANES = 128
 # Rows (queries times groups) and keys of one score matrix, 1 MiB in float32.
@@ -51,6 +52,27 @@ def unsupported(spec: AttentionSpec, platform: str) -> str | None:
     return None
 
 
+NAME = "flash_attention pallas_tpu forward"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What is tuned: rows (queries times groups) and keys of one score matrix, as far as they fit."""
+
+    rows: int
+    keys: int
+
+
+def tunable(spec: AttentionSpec) -> dict[str, Tuned]:
+    """The sizes of the forward pass, by the tuner's name for it."""
+    return {NAME: tuned(Tuned(BLOCK_ROWS, BLOCK_KEYS), NAME, spec.facts)}
+
+
+def candidates(spec: AttentionSpec) -> dict[str, list[Tuned]]:
+    """What the tuner tries."""
+    return {NAME: [Tuned(rows, keys) for rows in (256, 512, 1024) for keys in (256, 512, 1024, 2048)]}
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Tokens, keys and key heads of one step, and how many steps of each the operands take."""
@@ -65,11 +87,11 @@ class Blocks:
 
 def blocks(spec: AttentionSpec) -> Blocks:
     """The largest blocks whose buffers fit VMEM_BYTES."""
-    groups = spec.num_groups
+    groups, wanted = spec.num_groups, tunable(spec)[NAME]
     # The log-sum-exp has one lane for each row: whole vectors of lanes, unless one block holds all.
     step = LANES // math.gcd(LANES, groups)
-    tokens = min(max(BLOCK_ROWS // groups // step, 1) * step, spec.num_queries)
-    keys = min(BLOCK_KEYS, spec.num_keys)
+    tokens = min(max(wanted.rows // groups // step, 1) * step, spec.num_queries)
+    keys = min(wanted.keys, spec.num_keys)
     # A block of heads is all heads, or whole tiles of 8.
     heads = [spec.num_kv_heads] + [n for n in range(spec.num_kv_heads - 1, 7, -1)
                                    if n % 8 == 0 and spec.num_kv_heads % n == 0]  # fmt: skip

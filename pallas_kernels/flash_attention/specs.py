@@ -54,6 +54,13 @@ class AttentionSpec:
         return self.num_kv_heads * self.num_groups
 
     @property
+    def facts(self) -> str:
+        """What block sizes may depend on: nothing of the batch, whose neighbours must not change a sum's rounding."""
+        heads = f"q{self.num_heads} kv{self.num_kv_heads} k{self.head_dim}"
+        window = "" if self.window is None else f" window{self.window}"
+        return f"{heads} {self.dtype} {'causal' if self.causal else 'full'}{window}"
+
+    @property
     def may_see_nothing(self) -> bool:
         """Whether a query can be left without a single key."""
         return self.has_lengths or self.has_segments or self.has_offset or self.window is not None

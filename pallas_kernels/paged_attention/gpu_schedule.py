@@ -96,7 +96,7 @@ def plan_shapes(spec: PagedSpec) -> tuple[PlanShape, ...]:
     return tuple(shapes)
 
 
-def blocks(spec: PagedSpec) -> dict[str, Blocks]:
+def tunable(spec: PagedSpec) -> dict[str, Blocks]:
     """The sizes of each program of a call, by the tuner's name for it."""
     names = (SHORT_NAME, LONG_NAME)
     shapes = plan_shapes(spec)

@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.specs import Operands, PagedSpec
 
 LAYOUT = "separate"
 # For the tuner.
-blocks, candidates = gpu_schedule.blocks, gpu_schedule.candidates
+tunable, candidates = gpu_schedule.tunable, gpu_schedule.candidates
 PAGE_SIZES = (8, 16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 CONVERTED = ("float8_e4m3fn", "float8_e5m2", "int8")

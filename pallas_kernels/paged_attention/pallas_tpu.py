@@ -14,7 +14,7 @@ from pallas_kernels.platform import is_tpu_interpreted
 
 LAYOUT = "interleaved"
 # For the tuner.
-blocks, candidates = tpu_schedule.blocks, tpu_schedule.candidates
+tunable, candidates = tpu_schedule.tunable, tpu_schedule.candidates
 _Q_DTYPES = ("float32", "bfloat16")
 _CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 _SCALARS = ("items", "count", "page_ids", "scale_pages", "ancestors", "depths")

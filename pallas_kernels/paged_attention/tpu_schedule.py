@@ -78,7 +78,7 @@ def rows_of_group(spec: PagedSpec) -> int:
     return max(smallest, 1 << (spec.num_groups - 1).bit_length())
 
 
-def blocks(spec: PagedSpec) -> dict[str, Blocks]:
+def tunable(spec: PagedSpec) -> dict[str, Blocks]:
     """The sizes of each program of a call, by the tuner's name for it."""
     return {NAMES[is_long]: choose_blocks(spec, is_long) for is_long in ((False, True) if has_long(spec) else (False,))}
 

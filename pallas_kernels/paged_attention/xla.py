@@ -42,7 +42,7 @@ SHORT, LONG = Blocks(tile=8, queries=SHORT_QUERIES, keys=128), Blocks(tile=1, qu
 _PROGRAMS = {SHORT_NAME: SHORT, LONG_NAME: LONG}
 
 
-def blocks(spec: PagedSpec) -> dict[str, Blocks]:
+def tunable(spec: PagedSpec) -> dict[str, Blocks]:
     """The sizes of each program, by the tuner's name for it."""
     return {name: tuned(heuristic, name, spec.facts) for name, heuristic in _PROGRAMS.items()}
 
@@ -79,7 +79,7 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
     short = Items(order, jnp.zeros_like(order), is_short.sum().astype(jnp.int32))
     if spec.max_query_length <= SHORT_QUERIES:
         return XlaSchedule(short, None)
-    queries = blocks(spec)[LONG_NAME].queries
+    queries = tunable(spec)[LONG_NAME].queries
     counts = jnp.where(is_short, 0, -(-query_lengths // queries))
     ends = jnp.cumsum(counts)
     capacity = min(
@@ -95,7 +95,7 @@ def attention(operands: Operands, spec: PagedSpec, schedule: XlaSchedule) -> tup
     pages = _append(operands, spec)
     operands = operands._replace(pages=pages)
     out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
-    sizes = blocks(spec)
+    sizes = tunable(spec)
     out = _run(out, schedule.short, sizes[SHORT_NAME], operands, spec)
     if schedule.long is not None:
         out = _run(out, schedule.long, sizes[LONG_NAME], operands, spec)

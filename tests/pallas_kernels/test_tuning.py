@@ -82,7 +82,8 @@ def test_tune_writes_what_is_faster_and_goes_on_where_it_stopped(tables, monkeyp
 
     monkeypatch.setattr(measure, "seconds_per_step", seconds_per_step)
     monkeypatch.setattr(measure, "paged_loop", lambda *args: (None, None))
-    monkeypatch.setattr(tune, "shapes", lambda *args: {"tiny": SMALL["decode_around_a_page"]})
+    call = tune.paged_call("tiny", SMALL["decode_around_a_page"], "xla")
+    monkeypatch.setattr(tune, "calls", lambda *args: [call])
     output = tables / "cpu.json"
     assert tune.main(["--output", str(output)]) == 0
     assert "does not fit" in capsys.readouterr().out
@@ -109,3 +110,14 @@ def test_a_loop_that_makes_nan_is_not_timed():
         measure.seconds_per_step(lambda arguments, n: np.array(np.nan), None, 1)
     with pytest.raises(ArithmeticError, match="too noisy"):
         measure.seconds_per_step(lambda arguments, n: np.array(0.0), None, 1)
+
+
+@pytest.mark.parametrize(("platform", "implementation"), [("cpu", "xla"), ("tpu", "pallas_tpu"), ("gpu", "pallas_gpu")])
+def test_every_call_of_the_tuner_has_a_program_and_candidates(platform, implementation):
+    names = []
+    for call in tune.calls(implementation, platform, ["llama-3-8b"], True):
+        (name,) = call.module.candidates(call.spec)
+        assert name in call.module.tunable(call.spec)
+        assert name.split()[1] == implementation
+        names.append(call.name)
+    assert len(set(names)) == len(names) > 3

@@ -349,6 +349,6 @@ def test_every_candidate_of_the_tuner_fits():
         for blocks in tried:
             with use_blocks(*[blocks] * 2), ahead_of_time.as_if_on("v6e"):
                 assert pallas_tpu.unsupported(spec, "tpu") is None
-                assert pallas_tpu.blocks(spec)[name] == replace(
-                    blocks, num_queries=pallas_tpu.blocks(spec)[name].num_queries
+                assert pallas_tpu.tunable(spec)[name] == replace(
+                    blocks, num_queries=pallas_tpu.tunable(spec)[name].num_queries
                 )
