@@ -2,7 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILERS := $(VENV)/compilers
-PYTEST := PYTHONPATH=$(COMPILERS) $(BIN)/python -m pytest
+WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
+PYTEST := $(BIN)/python -m pytest
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
@@ -33,11 +34,12 @@ demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embed
 	$(BIN)/jaxinfer demo
 
 test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no torch, no network; compiles for TPU and GPU)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing'
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' --ignore tests/pallas_kernels
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
 	$(PYTEST) -q -m timing
 
 test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the kernels' long tests: all shapes interpreted, all compiled
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/pallas_kernels
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/pallas_kernels
 
 # JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
 test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found
@@ -47,7 +49,7 @@ test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is fou
 .PHONY: test-kernels test-kernels-short
 test-kernels-short: $(VENV)/stamp-test $(VENV)/stamp-compilers
 	$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)'
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
@@ -65,7 +67,7 @@ format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 
 report: $(VENV)/stamp-base $(VENV)/stamp-compilers  ## Compile every kernel for chips that are not here; a table
-	PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu $(BIN)/python -m pallas_kernels.report --json benchmarks/results/kernels_compiled.json
+	$(WITH_COMPILERS) $(BIN)/python -m pallas_kernels.report --json benchmarks/results/kernels_compiled.json
 
 bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Decode speed next to Transformers, in one run
 	$(BIN)/python -m benchmarks.decode_vs_transformers --json benchmarks/results/decode_vs_transformers.json
