@@ -61,17 +61,35 @@ def guarded(call: Callable[[], int | None]) -> int:
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except KeyboardInterrupt:
-        say("\ninterrupted" if sys.stderr.isatty() else "interrupted")
-        return INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:  # the reader of our output has gone, as `head` does: nobody to tell
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
+        if _is_interrupt(error):
+            return _interrupted()
         if os.environ.get("JAXINFER_TRACEBACK", "0") not in ("", "0"):
             raise
         say(f"error: {sentence(error)}")
         return USAGE if _is_usage(error) else ERROR
+
+
+def _interrupted() -> int:
+    say("\ninterrupted" if sys.stderr.isatty() else "interrupted")
+    return INTERRUPTED
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind an error: what it cuts short may fail in its turn, and JAX's compiler, interrupted in a
+    callback, raises an error of its own that only names it."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt) or (
+            type(error).__module__.startswith("jax") and "KeyboardInterrupt" in str(error)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def sentence(error: BaseException) -> str:

@@ -80,3 +80,15 @@ def test_warnings_are_one_line(capsys):
 def test_sentence_takes_the_first_line_of_jax_errors():
     error = type("JaxRuntimeError", (RuntimeError,), {"__module__": "jaxlib._jax"})("out of memory\n  and\n  so on")
     assert sentence(error) == "out of memory"
+
+
+def test_an_error_that_ctrl_c_caused_is_an_interruption(capsys):
+    def fails_while_interrupted():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise RuntimeError("Array has been deleted")  # noqa: B904 - as a clean-up that fails
+
+    assert guarded(fails_while_interrupted) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    assert guarded(lambda: int("x")) == 1

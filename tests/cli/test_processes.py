@@ -26,7 +26,7 @@ def test_ctrl_c_is_130_with_a_short_message(jaxinfer_process, slow_model):
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, error
     assert error == "interrupted\n"
 
 
