@@ -25,7 +25,7 @@ from pallas_kernels.choice import Choice
 from pallas_kernels.flash_attention import explain as explain_flash
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.measure import full_flops, ideal_bytes
-from pallas_kernels.paged_attention import choose, make_spec, paged_attention, pallas_gpu
+from pallas_kernels.paged_attention import choose, paged_attention, pallas_gpu
 from pallas_kernels.paged_attention.shapes import MODELS, Shape, decode_shape
 
 CHIPS = ("v5e", "v6e", "tpu7x", "h100")
@@ -76,10 +76,9 @@ def _paged(chip: str, model: str, program: str, shape: Shape, dtype: str) -> Lin
     line = Line(chip, program, model, dtype, "none", ideal_bytes=ideal_bytes(shape), gflops=full_flops(shape) / 1e9)
     if (missing := ahead_of_time.missing_compiler(chip)) is not None:
         return replace(line, reason=missing)
-    arguments = shape.abstract("separate" if chip.startswith("h") else "interleaved", NUM_PAGES)
-    vectors = ("query_lengths", "kv_lengths", "query_starts")
+    page_layout = "separate" if chip.startswith("h") else "interleaved"
+    arguments, spec = shape.abstract(page_layout, NUM_PAGES), shape.spec(page_layout)
     with ahead_of_time.as_if_on(chip):
-        spec = make_spec(**{k: v for k, v in arguments.items() if k not in vectors}, **shape.options)
         choice = choose(spec)
     line = replace(line, implementation=choice.implementation, reason=_why_not_a_kernel(chip, choice))
     if choice.implementation == "pallas_gpu":

@@ -22,14 +22,13 @@ from pallas_kernels import measure, tuning
 from pallas_kernels.flash_attention import pallas_gpu as flash_gpu
 from pallas_kernels.flash_attention import pallas_tpu as flash_tpu
 from pallas_kernels.flash_attention import specs as flash_specs
-from pallas_kernels.paged_attention import make_spec, pallas_gpu, pallas_tpu, xla
+from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, xla
 from pallas_kernels.paged_attention.shapes import MODELS, Shape, decode_shape
 from pallas_kernels.platform import current_platform
 
 _PAGED = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
 _FLASH = {"pallas_tpu": flash_tpu, "pallas_gpu": flash_gpu}
 _MIN_GAIN = 1.02
-_VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,11 @@ def calls(implementation: str, platform: str, models: list[str], is_quick: bool)
 
 def paged_call(name: str, shape: Shape, implementation: str) -> Call:
     module = _PAGED[implementation]
-    arrays = {key: array for key, array in shape.abstract(module.LAYOUT).items() if key not in _VECTORS}
     layers = measure.num_layers(shape, current_platform())
     return Call(
         name,
         module,
-        make_spec(**arrays, **shape.options),
+        shape.spec(module.LAYOUT),
         lambda: measure.paged_loop(shape, implementation, layers),
         layers,
     )

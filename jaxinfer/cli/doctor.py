@@ -156,7 +156,7 @@ def _attention() -> dict[str, Any]:
 
     from pallas_kernels import ahead_of_time
     from pallas_kernels.flash_attention import explain
-    from pallas_kernels.paged_attention import choose, make_spec
+    from pallas_kernels.paged_attention import choose
     from pallas_kernels.paged_attention.shapes import decode_shape
     from pallas_kernels.platform import current_platform
 
@@ -164,9 +164,7 @@ def _attention() -> dict[str, Any]:
     q, kv = (jax.ShapeDtypeStruct((1, 1024, heads, 128), dtype) for heads in (32, 8))
     flash = explain(q, kv, kv)
     shape = decode_shape("llama-3-8b", 16, 1024, dtype=dtype.name, cache_dtype=dtype.name)
-    arrays = shape.abstract("interleaved" if current_platform() == "tpu" else "separate")
-    names = ("q", "k_new", "v_new", "pages", "page_table")
-    paged = choose(make_spec(**{name: arrays[name] for name in names}, **shape.options))
+    paged = choose(shape.spec("interleaved" if current_platform() == "tpu" else "separate"))
     found: dict[str, Any] = {
         "implementation": flash.implementation,
         "paged": paged.implementation,

@@ -84,7 +84,7 @@ def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: di
 
 
 def _attention(engine: ContiguousEngine) -> dict[str, str]:
-    """The kernel of decode and of a prompt chunk, and why those before it in the order of preference were not taken."""
+    """The kernel of decode and of a prompt chunk, and why no other was taken."""
     config, facts = engine.config, {}
     rows = engine.options.slot_buckets[-1]
     for name, batch, tokens in (("decode", rows, 1), ("prompt", 1, engine.chunks[-1])):
@@ -94,7 +94,7 @@ def _attention(engine: ContiguousEngine) -> dict[str, str]:
         lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
         choice = explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths)
         facts[f"{name} attention"] = f"flash_attention, {choice.implementation}"
-        facts |= {f"  not {other}": reason for other, reason in choice.reasons.items() if other != "reference"}
+        facts |= {f"  {name} not {other}": reason for other, reason in choice.reasons.items() if other != "reference"}
     return facts
 
 

@@ -23,7 +23,7 @@ from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import gpu_schedule as plan
 from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, PlanShape
 from pallas_kernels.paged_attention.layout import SeparatePages
-from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec
+from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS, PagedSpec
 
 # Shared memory of a thread block; the smaller figure lets two share a multiprocessor.
 MAX_SHARED_BYTES = 227 * 1024
@@ -33,8 +33,6 @@ MAX_ROW, CHUNK = 128, 64
 # A copy signals its barrier from every thread of the warpgroup, each for an equal number of bytes.
 COPY_BYTES = 128
 NUM_BLOCKS = 2 * plan.RESIDENT
-# Finite, so that no NaN arises while a row has seen only masked keys.
-MASKED = -1e30
 LOG2_E = 1.4426950408889634
 
 _MATRIX = plgpu.Layout.WGMMA

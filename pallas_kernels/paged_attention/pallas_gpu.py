@@ -11,11 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import gpu_kernel, gpu_schedule, layout
-from pallas_kernels.paged_attention.gpu_kernel import LOG2_E, MASKED
+from pallas_kernels.paged_attention.gpu_kernel import LOG2_E
 from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, SHORT_QUERIES, TILE_ROWS, Plan, PlanShape
 from pallas_kernels.paged_attention.layout import SeparatePages
-from pallas_kernels.paged_attention.reference import token_places
-from pallas_kernels.paged_attention.specs import Operands, PagedSpec
+from pallas_kernels.paged_attention.reference import append_new_tokens
+from pallas_kernels.paged_attention.specs import MASKED, Operands, PagedSpec
 
 LAYOUT = "separate"
 # For the tuner.
@@ -70,7 +70,7 @@ def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Plan, ...]) -
     if _appends_in_kernel(spec):
         new_tokens = _stored_tokens(operands, spec)
     else:
-        pages = _append(operands, spec)
+        pages = append_new_tokens(operands, spec)
 
     refs = SeparatePages(*(None if a is None else jax.new_ref(a, memory_space=plgpu.GMEM) for a in pages))
     outs = []
@@ -98,15 +98,6 @@ def _query_tiles(q: jax.Array, plan: Plan, spec: PagedSpec) -> jax.Array:
     q = q.reshape(spec.num_tokens, spec.num_kv_heads, spec.num_groups, spec.head_dim)
     heads = jnp.arange(spec.num_kv_heads)[:, None]
     return q.at[plan.row_token[:, None], heads, plan.row_group[:, None]].get(mode="promise_in_bounds")
-
-
-def _append(operands: Operands, spec: PagedSpec) -> SeparatePages:
-    sequence, _, position, is_real = token_places(operands, spec)
-    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
-    page = jnp.where(is_real, page, spec.page.num_pages)
-    return SeparatePages(
-        *layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
-    )
 
 
 def _stored_tokens(operands: Operands, spec: PagedSpec) -> SeparatePages:

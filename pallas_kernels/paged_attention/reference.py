@@ -18,10 +18,7 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
 
 def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.Array, layout.Pages]:
     sequence, index, position, is_real = token_places(operands, spec)
-    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
-    page = jnp.where(is_real, page, spec.page.num_pages)
-    pages = layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
-
+    pages = append_new_tokens(operands, spec)
     logical = layout.unpack(pages, spec.num_kv_heads, spec.head_dim)
     keys = jnp.arange(spec.max_kv_length)
     visible = visible_keys(operands, spec, sequence, index, position, is_real, keys)
@@ -58,6 +55,14 @@ def token_places(operands: Operands, spec: PagedSpec):
     index = tokens[:, 0] - operands.query_starts[sequence]
     position = operands.kv_lengths[sequence] - operands.query_lengths[sequence] + index
     return sequence, index, position, inside.any(axis=1)
+
+
+def append_new_tokens(operands: Operands, spec: PagedSpec) -> layout.Pages:
+    """The pages with every sequence's new tokens in their places; padding is written nowhere."""
+    sequence, _, position, is_real = token_places(operands, spec)
+    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
+    page = jnp.where(is_real, page, spec.page.num_pages)
+    return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
 
 
 def visible_keys(operands: Operands, spec: PagedSpec, sequence, index, position, is_real, keys):

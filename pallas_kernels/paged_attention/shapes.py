@@ -9,6 +9,7 @@ import numpy as np
 
 from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.layout import PageShape, SeparatePages
+from pallas_kernels.paged_attention.specs import PagedSpec, make_spec
 
 # What a table holds beyond the pages in use; a kernel that reads it reads far out of bounds.
 GARBAGE = np.array([-1, -7, 2**30, 10**6], np.int32)
@@ -77,6 +78,12 @@ class Shape:
         if self.tree:
             arguments["ancestors"] = jax.ShapeDtypeStruct((self.num_tokens,), jnp.uint32)
         return arguments
+
+    def spec(self, page_layout: str) -> PagedSpec:
+        """The static facts of the call."""
+        names = ("q", "k_new", "v_new", "pages", "page_table", "sinks", "ancestors")
+        arguments = self.abstract(page_layout)
+        return make_spec(**{name: arguments[name] for name in names if name in arguments}, **self.options)
 
     def arguments(self, page_layout: str, *, seed: int = 0, stale: float = np.nan, is_shuffled: bool = True) -> dict:
         """Random arguments. Pages are shuffled, unused table entries are garbage, and what no query may read

@@ -10,6 +10,9 @@ from pallas_kernels.paged_attention.layout import Pages, PageShape, SeparatePage
 
 # Bits of an ancestor mask: a sequence with more new tokens than this is causal.
 MAX_TREE_TOKENS = 32
+# The score of a key that is not visible; finite, so that no NaN arises while a query has seen only masked keys. What
+# such a block adds is multiplied by exp(MASKED - score) = 0 when the first visible key arrives.
+MASKED = -1e30
 
 
 class Operands(NamedTuple):

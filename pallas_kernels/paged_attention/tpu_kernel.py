@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.paged_attention.layout import LANES
-from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS
+from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS
 from pallas_kernels.paged_attention.tpu_copies import (
     out_copy,
     query_copy,
@@ -23,10 +23,6 @@ from pallas_kernels.paged_attention.tpu_copies import (
 )
 from pallas_kernels.paged_attention.tpu_program import Item, Program, Refs, key_range, load_item
 from pallas_kernels.platform import is_tpu_interpreted
-
-# The score of a key that is not visible; finite, so that no NaN arises while a query has seen only masked keys. What
-# such a block adds is multiplied by exp(MASKED - score) = 0 when the first visible key arrives.
-MASKED = -1e30
 
 
 def run(program: Program, refs: Refs) -> None:

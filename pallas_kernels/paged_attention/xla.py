@@ -17,16 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_attention import layout
-from pallas_kernels.paged_attention.reference import token_places, visible_keys
-from pallas_kernels.paged_attention.specs import Operands, PagedSpec
+from pallas_kernels.paged_attention.reference import append_new_tokens, visible_keys
+from pallas_kernels.paged_attention.specs import MASKED, Operands, PagedSpec
 from pallas_kernels.tuning import tuned
 
 LAYOUT = "separate"
 # Sequences with at most this many new tokens are decoded in tiles.
 SHORT_QUERIES = 16
 SHORT_NAME, LONG_NAME = "paged_attention xla short", "paged_attention xla long"
-# The score of a key that is not visible; finite, so that no NaN arises while a query has seen only masked keys.
-MASKED = -1e30
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
 
 
 def attention(operands: Operands, spec: PagedSpec, schedule: XlaSchedule) -> tuple[jax.Array, layout.Pages]:
-    pages = _append(operands, spec)
+    pages = append_new_tokens(operands, spec)
     operands = operands._replace(pages=pages)
     out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
     sizes = tunable(spec)
@@ -100,13 +98,6 @@ def attention(operands: Operands, spec: PagedSpec, schedule: XlaSchedule) -> tup
     if schedule.long is not None:
         out = _run(out, schedule.long, sizes[LONG_NAME], operands, spec)
     return out, pages
-
-
-def _append(operands: Operands, spec: PagedSpec) -> layout.Pages:
-    sequence, _, position, is_real = token_places(operands, spec)
-    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
-    page = jnp.where(is_real, page, spec.page.num_pages)
-    return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
 
 
 def _run(out, items: Items, sizes: Blocks, operands: Operands, spec: PagedSpec) -> jax.Array:
@@ -188,9 +179,6 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: Pag
 def _key_range(position, is_real, sequence, operands: Operands, spec: PagedSpec):
     """First and one-past-last key that any query of each item sees, int32 [C] each; empty for an item of no query."""
     end = jnp.max(jnp.where(is_real, position + 1, 0), axis=1)
-    if spec.has_ancestors:
-        # A branch may see any new token that comes before it or, in another item, none after it.
-        end = jnp.where(is_real.any(1), jnp.maximum(end, 0), 0)
     first = jnp.zeros_like(end)
     if spec.window is not None:
         lowest = (

@@ -14,8 +14,7 @@ VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 
 
 def spec_of(shape: Shape, page_layout: str = "separate"):
-    arguments = {name: value for name, value in shape.abstract(page_layout).items() if name not in VECTORS}
-    return make_spec(**arguments, **shape.options)
+    return shape.spec(page_layout)
 
 
 def test_choice_by_platform():

@@ -39,8 +39,7 @@ CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def spec_of(shape: Shape, page_layout: str = "separate"):
-    arguments = {name: value for name, value in shape.abstract(page_layout).items() if name not in VECTORS}
-    return make_spec(**arguments, **shape.options)
+    return shape.spec(page_layout)
 
 
 def for_gpu(shape: Shape) -> Shape:
