@@ -88,6 +88,7 @@ def paged_attention(
     scale: float | None = None,
     sinks: jax.Array | None = None,
     ancestors: jax.Array | None = None,
+    is_uniform: bool = False,
     schedule: Schedule | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, Pages]:
@@ -113,6 +114,8 @@ def paged_attention(
       ancestors: uint32 [T], for verifying a token tree: bit j says that the token sees the j-th new token of its
         sequence; its own bit is set, and parents come before children. Its depth is the number of its bits less 1,
         which is its distance from the first new token in a window. Sequences of more than 32 new tokens are causal.
+      is_uniform: static; sequences of few and of many new tokens go through the same program, so that the bits of an
+        answer do not depend on how a sequence was cut into steps. Slower decode.
       schedule: from `make_schedule` for these operands; computed here when None.
       implementation: None picks by platform and shape (see `choose`), "xla", "pallas_tpu", "pallas_gpu", or
         "reference" (dense, float32, for tests).
@@ -136,6 +139,7 @@ def paged_attention(
         scale=scale,
         sinks=sinks,
         ancestors=ancestors,
+        is_uniform=is_uniform,
     )
     for name, lengths in (("query_lengths", query_lengths), ("kv_lengths", kv_lengths), ("query_starts", query_starts)):
         if lengths is not None and (lengths.shape != (spec.num_sequences,) or lengths.dtype != jnp.int32):

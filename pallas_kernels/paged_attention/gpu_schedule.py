@@ -11,14 +11,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, SHORT_QUERIES, PagedSpec
 from pallas_kernels.tuning import tuned
 
 # Rows of a warpgroup's matrix product, and keys of one block of the kernel.
 TILE_ROWS = 64
 BLOCK_KEYS = 64
-# Sequences with at most this many new tokens run in the program whose tiles hold no more than theirs.
-SHORT_QUERIES = 16
 # Blocks resident on the 132 multiprocessors of an H100 or H200, two each.
 RESIDENT = 264
 # Keys that a split should take when there is work enough, and the bytes that partial results may take.
@@ -89,9 +87,11 @@ class Plan(NamedTuple):
 
 def plan_shapes(spec: PagedSpec) -> tuple[PlanShape, ...]:
     """The programs of a step: one for decode and verify, a second one where longer sequences may come."""
+    if spec.is_uniform:
+        return (_plan_shape(spec, 1, spec.max_query_length),)
     short = min(SHORT_QUERIES, spec.max_query_length)
     shapes = [_plan_shape(spec, 1, short)]
-    if spec.max_query_length > SHORT_QUERIES:
+    if spec.has_long:
         shapes.append(_plan_shape(spec, SHORT_QUERIES + 1, spec.max_query_length))
     return tuple(shapes)
 

@@ -12,10 +12,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import gpu_kernel, gpu_schedule, layout
 from pallas_kernels.paged_attention.gpu_kernel import LOG2_E
-from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, SHORT_QUERIES, TILE_ROWS, Plan, PlanShape
+from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, Plan, PlanShape
 from pallas_kernels.paged_attention.layout import SeparatePages
 from pallas_kernels.paged_attention.reference import append_new_tokens
-from pallas_kernels.paged_attention.specs import MASKED, Operands, PagedSpec
+from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, Operands, PagedSpec
 
 LAYOUT = "separate"
 # For the tuner.

@@ -81,8 +81,7 @@ def attention(operands: Operands, spec: PagedSpec, schedule: TpuSchedule) -> tup
 
 def _programs(spec: PagedSpec) -> list[Program]:
     """The program of few queries and, where there can be more, that of many."""
-    kinds = (False, True) if tpu_schedule.has_long(spec) else (False,)
-    return [Program(spec, tpu_schedule.choose_blocks(spec, is_long)) for is_long in kinds]
+    return [Program(spec, tpu_schedule.choose_blocks(spec, is_long)) for is_long in tpu_schedule.kinds(spec)]
 
 
 def _call(program: Program, items: Items, scalars: dict, arrays: dict) -> dict:

@@ -13,6 +13,8 @@ MAX_TREE_TOKENS = 32
 # The score of a key that is not visible; finite, so that no NaN arises while a query has seen only masked keys. What
 # such a block adds is multiplied by exp(MASKED - score) = 0 when the first visible key arrives.
 MASKED = -1e30
+# Sequences with at most this many new tokens (decode, verify) have a program of their own.
+SHORT_QUERIES = 16
 
 
 class Operands(NamedTuple):
@@ -47,6 +49,17 @@ class PagedSpec:
     scale: float
     has_sinks: bool
     has_ancestors: bool
+    is_uniform: bool = False
+
+    @property
+    def has_short(self) -> bool:
+        """Whether sequences of few new tokens have a program of their own."""
+        return not self.is_uniform
+
+    @property
+    def has_long(self) -> bool:
+        """Whether there is a program for any number of new tokens."""
+        return self.is_uniform or self.max_query_length > SHORT_QUERIES
 
     @property
     def num_kv_heads(self) -> int:
@@ -90,6 +103,7 @@ def make_spec(
     scale: float | None = None,
     sinks: Any = None,
     ancestors: Any = None,
+    is_uniform: bool = False,
 ) -> PagedSpec:
     """Checks shapes and options of arrays or `jax.ShapeDtypeStruct`s; raises ValueError with the offending shapes."""
     if q.ndim != 3 or k_new.ndim != 3 or k_new.shape != v_new.shape:
@@ -135,4 +149,5 @@ def make_spec(
         scale=head_dim**-0.5 if scale is None else scale,
         has_sinks=sinks is not None,
         has_ancestors=ancestors is not None,
+        is_uniform=is_uniform,
     )

@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES
-from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, SHORT_QUERIES, PagedSpec
 from pallas_kernels.tuning import tuned
 
-# Sequences with at most this many new tokens are one item of the program of few queries.
-SHORT_QUERIES = 16
 # The tuner's names of the programs of few and of many queries.
 NAMES = ("paged_attention pallas_tpu short", "paged_attention pallas_tpu long")
 # Rows (queries times heads of a group) of a prefill item: enough to keep the matrix unit busy.
@@ -80,12 +78,12 @@ def rows_of_group(spec: PagedSpec) -> int:
 
 def tunable(spec: PagedSpec) -> dict[str, Blocks]:
     """The sizes of each program of a call, by the tuner's name for it."""
-    return {NAMES[is_long]: choose_blocks(spec, is_long) for is_long in ((False, True) if has_long(spec) else (False,))}
+    return {NAMES[is_long]: choose_blocks(spec, is_long) for is_long in kinds(spec)}
 
 
 def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
     """What the tuner tries for the program that this call runs."""
-    is_long = has_long(spec)
+    is_long = spec.has_long
     preferred = _preferred_blocks(spec, is_long)
     queries = (preferred.num_queries // 2, preferred.num_queries) if is_long else (preferred.num_queries,)
     tried = [
@@ -122,8 +120,9 @@ def _preferred_blocks(spec: PagedSpec, is_long: bool) -> Blocks:
     return Blocks(SHORT_QUERIES, min(max(num_keys, LANES), 512), 3, 8)
 
 
-def has_long(spec: PagedSpec) -> bool:
-    return spec.max_query_length > SHORT_QUERIES
+def kinds(spec: PagedSpec) -> tuple[bool, ...]:
+    """The programs of a call: `is_long` of each."""
+    return (False,) * spec.has_short + (True,) * spec.has_long
 
 
 def num_scale_blocks(spec: PagedSpec) -> int:
@@ -136,7 +135,7 @@ def num_scale_blocks(spec: PagedSpec) -> int:
 def smem_bytes(spec: PagedSpec) -> int:
     """Bytes of scalar memory that a program's control takes."""
     words = spec.num_sequences * spec.pages_per_sequence
-    words += ITEM_FIELDS * max(_capacity(spec, is_long) for is_long in (False, has_long(spec)))
+    words += ITEM_FIELDS * max(_capacity(spec, is_long) for is_long in kinds(spec))
     words += num_scale_blocks(spec) if spec.page.has_scales else 0
     words += 2 * spec.num_tokens if spec.has_ancestors else 0
     return 4 * words
@@ -150,10 +149,9 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
     )
     block_starts = jnp.cumsum(blocks_of_sequence) - blocks_of_sequence
     lengths = (query_starts, query_lengths, kv_lengths, block_starts - first_new // spec.page_size)
-    is_short = query_lengths <= SHORT_QUERIES
-    items = [_items(spec, False, is_short & (query_lengths > 0), *lengths)]
-    if has_long(spec):
-        items.append(_items(spec, True, ~is_short, *lengths))
+    is_short = (query_lengths <= SHORT_QUERIES) & spec.has_short
+    owned = {False: is_short & (query_lengths > 0), True: ~is_short}
+    items = [_items(spec, is_long, owned[is_long], *lengths) for is_long in kinds(spec)]
     scale_blocks = None
     if spec.page.has_scales:
         scale_blocks = _scale_blocks(

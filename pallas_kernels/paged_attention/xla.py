@@ -18,12 +18,10 @@ from jax import lax
 
 from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.reference import append_new_tokens, visible_keys
-from pallas_kernels.paged_attention.specs import MASKED, Operands, PagedSpec
+from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, Operands, PagedSpec
 from pallas_kernels.tuning import tuned
 
 LAYOUT = "separate"
-# Sequences with at most this many new tokens are decoded in tiles.
-SHORT_QUERIES = 16
 SHORT_NAME, LONG_NAME = "paged_attention xla short", "paged_attention xla long"
 
 
@@ -47,7 +45,7 @@ def tunable(spec: PagedSpec) -> dict[str, Blocks]:
 
 def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
     """What the tuner tries for the program that this call runs."""
-    if spec.max_query_length <= SHORT_QUERIES:
+    if not spec.has_long or not spec.has_short:
         return {SHORT_NAME: [replace(SHORT, tile=tile, keys=keys) for tile in (1, 4, 8, 16) for keys in (64, 128, 256)]}
     return {LONG_NAME: [replace(LONG, queries=queries, keys=keys) for queries in (64, 128, 256) for keys in (128, 256)]}
 
@@ -61,7 +59,7 @@ class Items(NamedTuple):
 
 
 class XlaSchedule(NamedTuple):
-    short: Items
+    short: Items | None
     long: Items | None
 
 
@@ -72,12 +70,14 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
 
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> XlaSchedule:
     """Which query blocks there are, shared by all layers of a step."""
-    is_short = (query_lengths > 0) & (query_lengths <= SHORT_QUERIES)
-    order = jnp.argsort(jnp.where(is_short, -kv_lengths, 1)).astype(jnp.int32)
-    short = Items(order, jnp.zeros_like(order), is_short.sum().astype(jnp.int32))
-    if spec.max_query_length <= SHORT_QUERIES:
+    is_short = (query_lengths > 0) & (query_lengths <= SHORT_QUERIES) & spec.has_short
+    short = None
+    if spec.has_short:
+        order = jnp.argsort(jnp.where(is_short, -kv_lengths, 1)).astype(jnp.int32)
+        short = Items(order, jnp.zeros_like(order), is_short.sum().astype(jnp.int32))
+    if not spec.has_long:
         return XlaSchedule(short, None)
-    queries = tunable(spec)[LONG_NAME].queries
+    queries = _long_sizes(spec).queries
     counts = jnp.where(is_short, 0, -(-query_lengths // queries))
     ends = jnp.cumsum(counts)
     capacity = min(
@@ -93,11 +93,16 @@ def attention(operands: Operands, spec: PagedSpec, schedule: XlaSchedule) -> tup
     pages = append_new_tokens(operands, spec)
     operands = operands._replace(pages=pages)
     out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
-    sizes = tunable(spec)
-    out = _run(out, schedule.short, sizes[SHORT_NAME], operands, spec)
+    if schedule.short is not None:
+        out = _run(out, schedule.short, tunable(spec)[SHORT_NAME], operands, spec)
     if schedule.long is not None:
-        out = _run(out, schedule.long, sizes[LONG_NAME], operands, spec)
+        out = _run(out, schedule.long, _long_sizes(spec), operands, spec)
     return out, pages
+
+
+def _long_sizes(spec: PagedSpec) -> Blocks:
+    """Of the program of many queries; where it takes few ones too, blocks of many would be mostly padding."""
+    return tunable(spec)[LONG_NAME if spec.has_short else SHORT_NAME]
 
 
 def _run(out, items: Items, sizes: Blocks, operands: Operands, spec: PagedSpec) -> jax.Array:

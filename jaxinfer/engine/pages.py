@@ -1,0 +1,128 @@
+"""Who owns which page of the cache. Plain Python: no JAX here.
+
+A page is in one of four states:
+
+  null    page 0: it stands where a table has no page, nobody ever owns it.
+  free    nobody's, contents meaningless.
+  owned   by one or more sequences; those that share a page only read it.
+  idle    nobody's, but kept: its contents may be wanted again. The longest idle page is given away when no page is
+          free, and whoever kept it is told to forget it.
+"""
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+NULL_PAGE = 0
+
+
+class OutOfPagesError(RuntimeError):
+    """More pages were asked for than are free or idle; nothing was taken."""
+
+
+class PagePool:
+    """Hands out the pages 1 .. num_pages - 1 and counts their owners.
+
+    `shuffle_seed` orders the free pages at random, for tests: no answer depends on the order.
+    """
+
+    def __init__(self, num_pages: int, shuffle_seed: int | None = None):
+        if num_pages < 2:
+            raise ValueError(f"num_pages={num_pages}: a pool needs the null page and at least one more")
+        self.num_pages = num_pages
+        self.num_evictions = 0
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+        if shuffle_seed is not None:
+            random.Random(shuffle_seed).shuffle(self._free)
+        self._owners = [0] * num_pages
+        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
+        self._forget: dict[int, Callable[[], None]] = {}
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` can give: free and idle ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_pages - 1 - self.num_available
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def num_owners(self, page: int) -> int:
+        return self._owners[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """Pages with one owner, the caller. Raises OutOfPagesError and takes none where there are too few."""
+        if count > self.num_available:
+            raise OutOfPagesError(f"{count} pages needed, {self.num_available} of {self.num_pages - 1} available")
+        pages = []
+        for _ in range(count):
+            page = self._free.pop() if self._free else self._evict()
+            self._owners[page] = 1
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more owner for each; an idle page is owned again."""
+        for page in pages:
+            if self._owners[page] == 0:
+                if page not in self._idle:
+                    raise ValueError(f"page {page} is shared, but nobody owns or keeps it")
+                del self._idle[page]
+            self._owners[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One owner less for each, the last page of a sequence first.
+
+        In that order an idle page is never given away before one that continues it.
+        """
+        for page in reversed(pages):
+            if self._owners[page] == 0:
+                raise ValueError(f"page {page} is released, but nobody owns it")
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                if page in self._forget:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def keep(self, page: int, forget: Callable[[], None]) -> None:
+        """Once nobody owns `page`, its contents stay for as long as pages last; `forget()` is called when they go."""
+        if self._owners[page] == 0 or page in self._forget:
+            raise ValueError(f"page {page} is kept, but it has {self._owners[page]} owners or is kept already")
+        self._forget[page] = forget
+
+    def drop_idle(self) -> int:
+        """Gives up everything idle; returns how many pages became free."""
+        count = len(self._idle)
+        self._free += [self._evict() for _ in range(count)]
+        return count
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raises RuntimeError unless `tables`, the pages of every sequence, are exactly the owners there are."""
+        owners = [0] * self.num_pages
+        for table in tables:
+            if len(set(table)) != len(table):
+                raise RuntimeError(f"a sequence has a page twice: {sorted(table)}")
+            for page in table:
+                owners[page] += 1
+        wrong = [page for page in range(self.num_pages) if owners[page] != self._owners[page]]
+        if wrong:
+            page = wrong[0]
+            raise RuntimeError(f"page {page} has {owners[page]} owners, the pool counts {self._owners[page]}")
+        unowned = [*self._free, *self._idle]
+        if len(set(unowned)) != len(unowned) or any(owners[page] for page in unowned) or NULL_PAGE in unowned:
+            raise RuntimeError("a page is free or idle twice, or while it is owned, or it is the null page")
+        if len(unowned) + sum(count > 0 for count in owners) != self.num_pages - 1:
+            raise RuntimeError(f"{self.num_pages - 1} pages, but {len(unowned)} unowned and {self.num_owned} owned")
+        if any(page not in self._forget for page in self._idle):
+            raise RuntimeError("an idle page is kept by nobody")
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        self._forget.pop(page)()
+        self.num_evictions += 1
+        return page

@@ -1,0 +1,467 @@
+"""Who runs next, with which pages: continuous batching, chunked prefill, prefix reuse, preemption.
+
+Plain Python: no JAX here, so that millions of its steps can be tested. A step plans one dispatch of the device: every
+running sequence that decodes makes a token (or several, when nothing else is to do), and up to `prefill_chunk` tokens
+of prompts go with them (Yu et al. 2022, Orca; Agrawal et al. 2024, Sarathi-Serve, section 4).
+
+The scheduler runs ahead of the results: what it has planned it counts as stored, the engine reports tokens later.
+"""
+
+import heapq
+import itertools
+from bisect import insort
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxinfer.engine.pages import OutOfPagesError, PagePool
+from jaxinfer.engine.prefix import PrefixTree
+
+MAX_PREEMPTIONS = 3  # after so many a sequence goes first and is spared while any other can give way
+MAX_LOOKED_AT = 256  # waiting sequences that one step looks at
+
+
+class QueueFullError(RuntimeError):
+    """Too many sequences wait; try again later."""
+
+
+class RequestTooLargeError(ValueError):
+    """A sequence that the pool could never hold, even alone."""
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """Attributes:
+    num_pages, page_size: the pool, null page included, and tokens of a page. max_seqs: sequences that run at once.
+    prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
+    max_waiting: sequences that may wait, None for any number. reuses_prefixes: whether pages of finished work are
+      kept and found again. shuffle_seed: orders the pages at random (for tests).
+    """
+
+    num_pages: int
+    page_size: int
+    max_seqs: int
+    prefill_chunk: int
+    steps_per_dispatch: int = 1
+    max_waiting: int | None = None
+    reuses_prefixes: bool = True
+    shuffle_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_pages", "page_size", "max_seqs", "prefill_chunk", "steps_per_dispatch", "max_waiting"):
+            value = getattr(self, name)
+            if value is None and name == "max_waiting":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer as the scheduler sees it.
+
+    Attributes:
+      tokens: prompt, and answer as far as it is known. num_prompt: how many are the prompt's. max_tokens: of the
+        answer. priority: lower goes first. salt: sequences of different salts share no pages.
+      can_reuse: false where every token of the prompt must be computed, as for its log-probabilities.
+      leader: a sequence of the same prompt whose pages this one shares once they are computed (answers of one request).
+      slot: its row in the device's arrays, None while it waits. pages: those that it owns, in order.
+      num_stored: tokens whose keys are in the cache when everything planned has run.
+      num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
+      target: tokens to store before it decodes. num_preemptions: times it gave way.
+    """
+
+    tokens: list[int]
+    num_prompt: int
+    max_tokens: int
+    priority: int = 0
+    salt: str = ""
+    can_reuse: bool = True
+    leader: "Sequence | None" = None
+    arrival: int = -1
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    num_confirmed: int = 0
+    num_reused: int = 0
+    target: int = 0
+    num_preemptions: int = 0
+    is_finished: bool = False
+    _keys: list[bytes] = field(default_factory=list, repr=False)
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.slot is not None and self.num_stored >= self.target
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be planned, once it decodes: its last token is never stored."""
+        return self.num_prompt + self.max_tokens - 1 - self.num_stored
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Its place among the others: lower is served first and gives way last."""
+        return (self.num_preemptions < MAX_PREEMPTIONS, self.priority, self.arrival)
+
+    def keys(self, page_size: int, num_tokens: int) -> list[bytes]:
+        """The bytes of each full page of its first `num_tokens` tokens."""
+        count = num_tokens // page_size
+        if len(self._keys) < count:
+            start = len(self._keys)
+            data = np.asarray(self.tokens[start * page_size : count * page_size], np.int32).tobytes()
+            width = 4 * page_size
+            self._keys += [data[i * width : (i + 1) * width] for i in range(count - start)]
+        return self._keys[:count]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One dispatch.
+
+    Attributes:
+      admitted: sequences that got a slot; their rows of the device's arrays must be written first.
+      moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
+      copies: pairs (page, new page) to copy before anything is stored.
+      chunks: pieces of prompts. decodes: sequences that make `num_steps` tokens each, or as many as they have left.
+    """
+
+    admitted: list[Sequence]
+    moves: list[tuple[int, int]]
+    copies: list[tuple[int, int]]
+    chunks: list[Chunk]
+    decodes: list[Sequence]
+    num_steps: int
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks and not self.decodes
+
+
+@dataclass
+class Counters:
+    """Totals since the start; tokens unless said otherwise."""
+
+    num_added: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    reused_tokens: int = 0
+    copied_pages: int = 0
+
+
+class Scheduler:
+    """Plans dispatches over a pool of pages. `add`, then `schedule` until there is no work; report with `confirm`,
+    `append` and `finish`."""
+
+    def __init__(self, options: SchedulerOptions, slot_buckets: Tokens[int] | None = None):
+        self.options = options
+        self.pool = PagePool(options.num_pages, options.shuffle_seed)
+        self.prefixes = PrefixTree(self.pool)
+        self.counters = Counters()
+        self.waiting: list[Sequence] = []  # sorted by rank
+        self.running: list[Sequence] = []
+        self._slot_buckets = tuple(slot_buckets or (options.max_seqs,))
+        self._free_slots = list(range(options.max_seqs))
+        self._arrivals = itertools.count()
+
+    # What the engine asks for.
+
+    def check_fits(self, num_prompt: int, max_tokens: int) -> None:
+        """Raises RequestTooLargeError, with both numbers, for a sequence that could never run to its end."""
+        needed, available = self._pages_for(num_prompt + max_tokens - 1), self.options.num_pages - 1
+        if needed > available:
+            raise RequestTooLargeError(
+                f"{num_prompt} prompt tokens and max_tokens={max_tokens} need {needed} pages of "
+                f"{self.options.page_size} tokens, but the cache has {available}: raise num_pages or memory_fraction, "
+                f"or lower max_tokens"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence. Raises RequestTooLargeError, or QueueFullError when max_waiting sequences wait."""
+        self.check_fits(sequence.num_prompt, sequence.max_tokens)
+        limit = self.options.max_waiting
+        if limit is not None and len(self.waiting) >= limit:
+            raise QueueFullError(f"{len(self.waiting)} requests wait already, the limit is max_waiting={limit}")
+        sequence.arrival = next(self._arrivals)
+        self.counters.num_added += 1
+        self.counters.prompt_tokens += sequence.num_prompt
+        insort(self.waiting, sequence, key=lambda one: one.rank)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self, max_steps: int | None = None, *, can_preempt: bool = True) -> Plan | None:
+        """The next dispatch, or None when pages are short and `can_preempt` is false.
+
+        The engine then reads all results that are still coming, which may free pages, and asks again: a sequence is
+        preempted only when everything that it was given is known, so that it can be computed anew.
+        """
+        admitted: list[Sequence] = []
+        copies: dict[Sequence, list[tuple[int, int]]] = {}
+        while True:
+            decodes = sorted((one for one in self.running if one.is_decoding and one.num_left > 0), key=_rank)
+            is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
+            steps = 1 if is_busy else self._num_steps(decodes, max_steps)
+            if self._give_room(decodes, steps, copies):
+                break
+            if steps > 1 and self._give_room(decodes, 1, copies):
+                steps = 1
+                break
+            if not can_preempt:
+                self._undo(copies)
+                return None
+            # The last in rank gives way: the first always goes on, so all come to their end.
+            victim = max(self.running, key=_rank)
+            copies.pop(victim, None)
+            self._preempt(victim)
+        chunks = self._plan_prompts(admitted, copies)
+        moves = [] if chunks or self.waiting else self._plan_moves(decodes)
+        for chunk in chunks:
+            chunk.sequence.num_stored += chunk.length
+            self.counters.computed_prompt_tokens += chunk.length
+        for sequence in decodes:
+            sequence.num_stored += min(1 if chunks else steps, sequence.num_left)
+        pairs = list(itertools.chain.from_iterable(copies.values()))
+        self.counters.copied_pages += len(pairs)
+        return Plan(admitted, moves, pairs, chunks, decodes, 1 if chunks else steps)
+
+    def confirm(self, sequence: Sequence, num_stored: int) -> None:
+        """The keys of the sequence's first `num_stored` tokens are in the cache and sound: others may use them."""
+        if sequence.is_finished or sequence.slot is None:
+            return
+        sequence.num_confirmed = num_stored
+        if num_stored <= sequence.target:
+            self._make_known(sequence)
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """A token was chosen; all tokens before it are stored."""
+        sequence.tokens.append(token)
+        sequence.num_confirmed = len(sequence.tokens) - 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is; its slot and pages are free at once."""
+        if sequence.is_finished:
+            return
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        else:
+            self._leave(sequence)
+        sequence.is_finished = True
+        sequence.leader = None
+        self.counters.num_finished += 1
+
+    def check(self) -> None:
+        """Raises RuntimeError where pages, slots or lists do not agree."""
+        self.pool.check(one.pages for one in self.running)
+        self.prefixes.check()
+        slots = [one.slot for one in self.running]
+        if sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) != list(
+            range(self.options.max_seqs)
+        ):
+            raise RuntimeError(f"slots {slots} are held and {sorted(self._free_slots)} are free")
+        for one in self.waiting:
+            if one.slot is not None or one.pages or one.is_finished:
+                raise RuntimeError(f"sequence {one.arrival} waits with {len(one.pages)} pages, slot {one.slot}")
+        if self.waiting != sorted(self.waiting, key=_rank):
+            raise RuntimeError("the queue is out of order")
+        for one in self.running:
+            if self._pages_for(one.num_stored) > len(one.pages):
+                raise RuntimeError(f"{one.num_stored} tokens are stored in {len(one.pages)} pages")
+
+    # Planning.
+
+    def _num_steps(self, decodes: list[Sequence], max_steps: int | None) -> int:
+        """With somebody waiting for a slot or pages, no further than the first known end."""
+        steps = min(max_steps or self.options.steps_per_dispatch, self.options.steps_per_dispatch)
+        if self.waiting and decodes:
+            steps = min(steps, *(one.num_left for one in decodes))
+        return max(steps, 1)
+
+    def _can_admit(self) -> bool:
+        """Whether the first that waits could start now; a guess, `_admit` decides."""
+        if not self.waiting or not self._free_slots:
+            return False
+        return self._pages_for(len(self.waiting[0].tokens)) + self._num_spare() <= self.pool.num_available
+
+    def _num_spare(self) -> int:
+        """Pages left for those that run when another is admitted, lest it is preempted at once."""
+        return len(self.running)
+
+    def _give_room(self, decodes: list[Sequence], steps: int, copies: dict[Sequence, list[tuple[int, int]]]) -> bool:
+        try:
+            for sequence in decodes:
+                self._make_room(sequence, sequence.num_stored + min(steps, sequence.num_left), copies)
+        except OutOfPagesError:
+            return False
+        return True
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, copies: dict[Sequence, list[tuple[int, int]]]) -> None:
+        """Pages for the sequence's tokens up to `num_tokens`, of its own where it will write (copy-on-write)."""
+        pages, page_size = sequence.pages, self.options.page_size
+        for index in range(sequence.num_stored // page_size, min(len(pages), self._pages_for(num_tokens))):
+            if self.pool.num_owners(pages[index]) > 1:
+                (own,) = self.pool.allocate(1)
+                copies.setdefault(sequence, []).append((pages[index], own))
+                self.pool.release([pages[index]])
+                pages[index] = own
+        missing = self._pages_for(num_tokens) - len(pages)
+        if missing > 0:
+            pages += self.pool.allocate(missing)
+
+    def _undo(self, copies: dict[Sequence, list[tuple[int, int]]]) -> None:
+        """Takes back copies that were planned for a dispatch that will not be: nothing was written yet."""
+        for sequence, pairs in copies.items():
+            for shared, own in pairs:
+                self.pool.share([shared])
+                sequence.pages[sequence.pages.index(own)] = shared
+                self.pool.release([own])
+
+    def _plan_prompts(self, admitted: list[Sequence], copies: dict[Sequence, list[tuple[int, int]]]) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        budget = self.options.prefill_chunk
+        for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
+            budget -= self._plan_chunk(sequence, budget, chunks)
+        for sequence in self.waiting[:MAX_LOOKED_AT]:
+            if budget <= 0 or not self._free_slots:
+                break
+            if self._should_wait(sequence):
+                continue
+            if not self._admit(sequence, copies):
+                break  # the order is kept: a large one is not overtaken for ever by small ones
+            admitted.append(sequence)
+            budget -= self._plan_chunk(sequence, budget, chunks)
+        return chunks
+
+    def _plan_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        length = min(budget, sequence.target - sequence.num_stored)
+        if length > 0:
+            is_last = sequence.num_stored + length == sequence.target
+            chunks.append(Chunk(sequence, sequence.num_stored, length, is_last))
+        return length
+
+    def _should_wait(self, sequence: Sequence) -> bool:
+        """Whether somebody is just computing more of its beginning than is known: it is then cheaper to wait."""
+        if not (sequence.can_reuse and self.options.reuses_prefixes):
+            return False
+        if self._has_live_leader(sequence):
+            return not self._has_prompt(sequence.leader)
+        page_size = self.options.page_size
+        computing = [one for one in self.running if one.num_confirmed < one.target and one.salt == sequence.salt]
+        if not computing:
+            return False
+        keys = sequence.keys(page_size, len(sequence.tokens) - 1)
+        if not keys:
+            return False
+        shared = max(_num_equal(keys, one.keys(page_size, one.target)) for one in computing)
+        return shared > 0 and shared > self.prefixes.num_known(keys[:shared], sequence.salt)
+
+    def _has_live_leader(self, sequence: Sequence) -> bool:
+        """Whether its prompt's pages are, or are going to be, another's. A leader is never behind in rank."""
+        leader = sequence.leader
+        return leader is not None and not leader.is_finished and len(sequence.tokens) == sequence.num_prompt
+
+    def _has_prompt(self, sequence: Sequence | None) -> bool:
+        return sequence is not None and sequence.slot is not None and sequence.num_confirmed >= sequence.num_prompt
+
+    def _admit(self, sequence: Sequence, copies: dict[Sequence, list[tuple[int, int]]]) -> bool:
+        """Gives a waiting sequence a slot and pages for all tokens that it has, if there are enough."""
+        num_tokens, page_size = len(sequence.tokens), self.options.page_size
+        pages, num_known = self._find_known(sequence)
+        sequence.pages, sequence.num_stored = pages, num_known
+        pages_needed = self._pages_for(num_tokens) - num_known // page_size
+        if pages_needed + self._num_spare() > self.pool.num_available:
+            self.pool.release(pages)
+            sequence.pages, sequence.num_stored = [], 0
+            return False
+        self._make_room(sequence, num_tokens, copies)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.target = num_tokens
+        sequence.num_confirmed = sequence.num_reused = num_known
+        self.counters.reused_tokens += num_known
+        return True
+
+    def _find_known(self, sequence: Sequence) -> tuple[list[int], int]:
+        """Pages (shared now) that hold the beginning of its tokens, and how many tokens; at least one is left over, as
+        the next token is chosen from what that one gives."""
+        if not (sequence.can_reuse and self.options.reuses_prefixes):
+            return [], 0
+        num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
+        if sequence.leader is not None and self._has_live_leader(sequence):
+            pages = sequence.leader.pages[: self._pages_for(num_useful)]
+            self.pool.share(pages)
+            return pages, num_useful
+        pages = self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
+        return pages, len(pages) * page_size
+
+    def _plan_moves(self, decodes: list[Sequence]) -> list[tuple[int, int]]:
+        """Moves sequences to lower slots where that lets a smaller program run."""
+        if not decodes or len(self.running) != len(decodes):
+            return []
+        used = [one.slot for one in decodes if one.slot is not None]
+        bucket = next(size for size in self._slot_buckets if size >= len(used))
+        if max(used) < bucket:
+            return []
+        moves = []
+        for sequence in decodes:
+            if sequence.slot is not None and sequence.slot >= bucket:
+                new = heapq.heappop(self._free_slots)
+                heapq.heappush(self._free_slots, sequence.slot)
+                moves.append((sequence.slot, new))
+                sequence.slot = new
+        return moves
+
+    # Leaving.
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        insort(self.waiting, sequence, key=_rank)
+
+    def _leave(self, sequence: Sequence) -> None:
+        if sequence.slot is None:
+            raise RuntimeError("a sequence without a slot cannot leave one")
+        self._make_known(sequence)
+        self.running.remove(sequence)
+        self.pool.release(sequence.pages)
+        heapq.heappush(self._free_slots, sequence.slot)
+        sequence.slot, sequence.pages = None, []
+        sequence.num_stored = sequence.num_confirmed = 0
+
+    def _make_known(self, sequence: Sequence) -> None:
+        """Full pages of what is confirmed enter the prefix tree."""
+        if self.options.reuses_prefixes:
+            keys = sequence.keys(self.options.page_size, sequence.num_confirmed)
+            self.prefixes.insert(keys, sequence.pages, sequence.salt)
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.options.page_size)
+
+
+def _rank(sequence: Sequence) -> tuple[bool, int, int]:
+    return sequence.rank
+
+
+def _num_equal(a: list[bytes], b: list[bytes]) -> int:
+    """How many leading elements agree."""
+    count = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
