@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.engine import programs
-from jaxinfer.engine.programs import DecodeOutput, DecodeState, PrefillRequest
-from jaxinfer.engine.request import Generation, Logprob, TokenLogprob
+from jaxinfer.engine import contiguous_programs, programs, results
+from jaxinfer.engine.contiguous_programs import DecodeOutput, DecodeState, PrefillRequest
+from jaxinfer.engine.request import Generation
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import (
     SampleOutput,
@@ -28,36 +27,32 @@ from jaxinfer.sampling.params import MAX_LOGPROBS
 
 MAX_DISPATCHES = 2  # one computes while the other's results are read
 MAX_STEPS = 2**30
-NOT_A_NUMBER = (
-    "the model's logits at position {position} hold NaN or infinity, or no token is allowed there: "
-    "are the weights finite and is the dtype wide enough?"
-)
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class ContiguousOptions:
     """Attributes:
-    max_model_len: tokens of prompt and answer together. max_num_seqs: answers generated at once.
+    max_model_len: tokens of prompt and answer together. max_seqs: answers generated at once.
     prefill_chunks: sizes of prompt chunks; a prompt takes the largest for as long as it fills them, then the smallest
       that holds the rest. steps_per_dispatch: decode steps per device call.
     """
 
     max_model_len: int
-    max_num_seqs: int
+    max_seqs: int
     prefill_chunks: tuple[int, ...] = (32, 128, 512)
     steps_per_dispatch: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "steps_per_dispatch"):
+        for name in ("max_model_len", "max_seqs", "steps_per_dispatch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
     @property
     def slot_buckets(self) -> tuple[int, ...]:
-        """Numbers of slots that programs exist for: 1, 4, 16, ... and max_num_seqs."""
+        """Numbers of slots that programs exist for: 1, 4, 16, ... and max_seqs."""
         smaller = (4**i for i in range(16))
-        return (*(size for size in smaller if size < self.max_num_seqs), self.max_num_seqs)
+        return (*(size for size in smaller if size < self.max_seqs), self.max_seqs)
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class ContiguousEngine:
     Owns its cache (`close` frees it); the parameters belong to the caller.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, options: EngineOptions):
+    def __init__(self, config: ModelConfig, params: Params, options: ContiguousOptions):
         self.config, self.options = config, options
         self.model, self.weights = programs.program_model(config, params)
         self.dtype = params["embed"].dtype
@@ -125,7 +120,7 @@ class ContiguousEngine:
             self._waiting.remove(sequence)
         for slot, holder in enumerate(self._slots):
             if holder is sequence:
-                self._state = programs.deactivate(self._device_state()[0], np.int32(slot))
+                self._state = contiguous_programs.deactivate(self._device_state()[0], np.int32(slot))
         self._end(sequence, reason, stop_reason)
 
     def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
@@ -140,17 +135,13 @@ class ContiguousEngine:
             while self.has_work:
                 self._admit(num_slots=slots)
                 self.step()
-            self._state = programs.deactivate(self._device_state()[0], np.int32(0))
+            self._state = contiguous_programs.deactivate(self._device_state()[0], np.int32(0))
         # prefill for every pair; score and score_processed for every chunk; decode and deactivate for every bucket.
         return len(pairs) + 2 * len(self.chunks) + 2 * len(self.options.slot_buckets)
 
     def hidden_states(self, tokens: Sequence[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
-        size = 32
-        while size < len(tokens):
-            size *= 2
-        found = programs.hidden_states(self.model, self.weights, jnp.asarray(_padded(tokens, size)), taps)
-        return {name: np.asarray(value)[: len(tokens)] for name, value in found.items()}
+        return programs.tapped_states(self.model, self.weights, tokens, taps)
 
     def close(self) -> None:
         """Frees the cache's memory now; everything still running is aborted."""
@@ -166,10 +157,10 @@ class ContiguousEngine:
         return len(self._slots)
 
     def cache_bytes(self) -> int:
-        """Bytes of keys and values for max_num_seqs slots."""
+        """Bytes of keys and values for max_seqs slots."""
         config, options = self.config, self.options
         per_token = 2 * config.num_kv_heads * config.head_dim * config.num_layers * self.dtype.itemsize
-        return per_token * options.max_model_len * options.max_num_seqs
+        return per_token * options.max_model_len * options.max_seqs
 
     # Filling slots.
 
@@ -178,7 +169,7 @@ class ContiguousEngine:
             return
         if not any(slot is not None for slot in self._slots) and not self._in_flight:
             wanted = num_slots or len(self._waiting)
-            self._use_slots(next((b for b in self.options.slot_buckets if b >= wanted), self.options.max_num_seqs))
+            self._use_slots(next((b for b in self.options.slot_buckets if b >= wanted), self.options.max_seqs))
         for slot, holder in enumerate(self._slots):
             if holder is None and self._waiting:
                 sequence = self._waiting.popleft()
@@ -190,7 +181,8 @@ class ContiguousEngine:
         if self._state is not None and self._state.num_slots == num_slots:
             return
         self._free_state()
-        self._state, self._batch = programs.init_state(self.config, num_slots, self.options.max_model_len, self.dtype)
+        length = self.options.max_model_len
+        self._state, self._batch = contiguous_programs.init_state(self.config, num_slots, length, self.dtype)
         self._slots = [None] * num_slots
 
     def _device_state(self) -> tuple[DecodeState, SamplingBatch]:
@@ -221,7 +213,7 @@ class ContiguousEngine:
             length = min(rest, size)
             # NumPy values go to the device with the call; Python numbers would be traced as weakly typed constants.
             chunk_fields: dict[str, Any] = {
-                "tokens": _padded(prompt[start : start + length], size),
+                "tokens": results.padded(prompt[start : start + length], size),
                 "start": np.int32(start),
                 "length": np.int32(length),
                 "slot": np.int32(slot),
@@ -232,10 +224,10 @@ class ContiguousEngine:
             }
             request = PrefillRequest(**chunk_fields)
             state, batch_of_slots = self._device_state()
-            self._state, self._batch, first, hidden = programs.prefill(
+            self._state, self._batch, first, hidden = contiguous_programs.prefill(
                 self.model, self.weights, state, batch_of_slots, request
             )
-            targets = _padded(prompt[start + 1 : start + length + 1], size)
+            targets = results.padded(prompt[start + 1 : start + length + 1], size)
             count = min(length, len(prompt) - start - 1)
             if sequence.params.prompt_logprobs is not None:
                 found = programs.score(self.model, self.weights, hidden, targets, MAX_LOGPROBS)
@@ -258,7 +250,7 @@ class ContiguousEngine:
         if num_sent >= MAX_DISPATCHES or not any(slot is not None for slot in self._slots):
             return
         state, batch = self._device_state()
-        self._state, output = programs.decode(
+        self._state, output = contiguous_programs.decode(
             self.model, self.weights, state, batch, self.options.steps_per_dispatch, np.int32(num_steps)
         )
         self._in_flight.append(_Decoded(tuple(self._slots), output))
@@ -270,19 +262,12 @@ class ContiguousEngine:
         if sequence.finish_reason is not None:
             return []
         first, scores, processed = jax.device_get((result.first, result.prompt_scores, result.processed))
-        if sequence.params.prompt_logprobs is not None:
-            sequence.prompt_logprobs = [None]
-            for start, count, found in scores:
-                for i in range(count):
-                    token = int(sequence.prompt[start + i])
-                    sequence.prompt_logprobs.append(_logprobs(found, (i,), token, sequence.params.prompt_logprobs))
-        if sequence.score_from is not None:
-            for start, count, values in processed:
-                sequence.processed_logprobs += [
-                    float(values[i]) for i in range(count) if start + i >= sequence.score_from
-                ]
+        for start, count, found in scores:
+            results.take_prompt_logprobs(sequence, found, range(count), start)
+        for start, count, values in processed:
+            results.take_processed(sequence, values, range(count), start)
         sequence.first_token = time.monotonic()
-        self._append(sequence, first, (0,), len(sequence.prompt))
+        self._append(sequence, first, (0,))
         return [sequence]
 
     def _commit_decode(self, result: _Decoded) -> list[Generation]:
@@ -294,28 +279,21 @@ class ContiguousEngine:
             for step in range(output.is_produced.shape[0]):
                 if not output.is_produced[step, slot]:
                     break
-                position = len(sequence.prompt) + len(sequence.output)
-                self._append(sequence, output.samples, (step, slot), position)
+                self._append(sequence, output.samples, (step, slot))
                 if sequence.finish_reason is not None:
                     break
             progressed.append(sequence)
         return progressed
 
-    def _append(self, sequence: Generation, samples: SampleOutput, index: tuple[int, ...], position: int) -> None:
-        """Takes one token. Mirrors on the host what the program decided about stopping."""
-        params = sequence.params
+    def _append(self, sequence: Generation, samples: SampleOutput, index: tuple[int, ...]) -> None:
+        """Takes one token, or the error that stands in its place."""
         if not samples.ok[index]:
-            sequence.error = NOT_A_NUMBER.format(position=position)
-            self._end(sequence, "error", None)
-            return
-        token = int(samples.tokens[index])
-        sequence.output.append(token)
-        if params.logprobs is not None:
-            sequence.logprobs.append(_logprobs(samples, index, token, params.logprobs))
-        if token in params.stop_token_ids or (token in sequence.row.eos_token_ids and not params.ignore_eos):
-            self._end(sequence, "stop", token)
-        elif len(sequence.output) >= sequence.max_tokens:
-            self._end(sequence, "length", None)
+            end = results.take_error(sequence)
+        else:
+            end = results.take_token(sequence, int(samples.tokens[index]))
+            results.take_logprobs(sequence, samples, index)
+        if end is not None:
+            self._end(sequence, *end)
 
     def _end(self, sequence: Generation, reason: str, stop_reason: int | str | None) -> None:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
@@ -323,18 +301,3 @@ class ContiguousEngine:
         for slot, holder in enumerate(self._slots):
             if holder is sequence:
                 self._slots[slot] = None
-
-
-def _padded(tokens: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
-    padded = np.zeros(size, np.int32)
-    padded[: len(tokens)] = tokens
-    return padded
-
-
-def _logprobs(found: SampleOutput | TokenLogprobs, index: tuple[int, ...], token: int, num_top: int) -> TokenLogprob:
-    entry = {token: Logprob(float(found.logprob[index]), int(found.rank[index]))}
-    pairs = zip(found.top_ids[index][:num_top], found.top_logprobs[index][:num_top], strict=True)
-    for rank, (other, logprob) in enumerate(pairs, 1):
-        if np.isfinite(logprob) or int(other) != token:
-            entry.setdefault(int(other), Logprob(float(logprob), rank))
-    return entry

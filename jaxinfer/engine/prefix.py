@@ -40,12 +40,13 @@ class PrefixTree:
         """How many pages `match` would find."""
         return len(self._walk(keys, salt))
 
-    def insert(self, keys: Sequence[bytes], pages: list[int], salt: str = "") -> None:
+    def insert(self, keys: Sequence[bytes], pages: list[int], salt: str = "") -> bool:
         """Makes pages, which the caller owns and which hold what `keys` say, known.
 
         Where another page is known for the same beginning, it takes its place in `pages`, in the list itself: so a
-        sequence owns every page on its path, and what it computed twice becomes free.
+        sequence owns every page on its path, and what it computed twice becomes free. Returns whether it did so.
         """
+        is_changed = False
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = _Node(b"", -1, None)
@@ -59,7 +60,9 @@ class PrefixTree:
                 self._pool.share([child.page])
                 self._pool.release([pages[index]])
                 pages[index] = child.page
+                is_changed = True
             node = child
+        return is_changed
 
     def check(self) -> None:
         """Raises RuntimeError where a node's page is known twice or a parent is given away before its child."""

@@ -28,10 +28,12 @@ class Generation:
       prompt: token ids. row: sampling parameters with seed, end-of-sequence ids and tokenized bad words.
       max_tokens: tokens it may generate. score_from: index into the prompt from which log-probabilities under the
         sampling parameters are wanted (scoring), or None.
+      priority: lower goes first. deadline: monotonic seconds after which it is aborted. cache_salt: generations of
+        different salts share no cached prefix. leader: an earlier answer to the same prompt, whose pages are shared.
       output, logprobs: what was generated. prompt_logprobs: one entry per prompt token, None for the first.
       processed_logprobs: log-probabilities of prompt[score_from:] under the sampling parameters.
       finish_reason: None while it runs, else one of "stop", "length", "abort", "error".
-      stop_reason: the token id that ended it. error: what went wrong, for "error".
+      stop_reason: the token id that ended it. error: what went wrong, for "error", or why it was aborted.
       arrival, admitted, first_token, finished: monotonic seconds.
     """
 
@@ -39,6 +41,10 @@ class Generation:
     row: SamplingRow
     max_tokens: int
     score_from: int | None = None
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
+    leader: "Generation | None" = None
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)

@@ -12,6 +12,7 @@ import itertools
 from bisect import insort
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -65,10 +66,12 @@ class Sequence:
       tokens: prompt, and answer as far as it is known. num_prompt: how many are the prompt's. max_tokens: of the
         answer. priority: lower goes first. salt: sequences of different salts share no pages.
       can_reuse: false where every token of the prompt must be computed, as for its log-probabilities.
-      leader: a sequence of the same prompt whose pages this one shares once they are computed (answers of one request).
+      owner: the engine's record of it. leader: a sequence of the same prompt whose pages this one shares once they
+        are computed (answers of one request).
       slot: its row in the device's arrays, None while it waits. pages: those that it owns, in order.
       num_stored: tokens whose keys are in the cache when everything planned has run.
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
+      num_listed: leading pages that the device's table has; the engine's to raise, ours to lower.
       target: tokens to store before it decodes. num_preemptions: times it gave way.
     """
 
@@ -78,6 +81,7 @@ class Sequence:
     priority: int = 0
     salt: str = ""
     can_reuse: bool = True
+    owner: Any = None
     leader: "Sequence | None" = None
     arrival: int = -1
     slot: int | None = None
@@ -85,6 +89,7 @@ class Sequence:
     num_stored: int = 0
     num_confirmed: int = 0
     num_reused: int = 0
+    num_listed: int = 0
     target: int = 0
     num_preemptions: int = 0
     is_finished: bool = False
@@ -317,6 +322,7 @@ class Scheduler:
                 copies.setdefault(sequence, []).append((pages[index], own))
                 self.pool.release([pages[index]])
                 pages[index] = own
+                sequence.num_listed = min(sequence.num_listed, index)
         missing = self._pages_for(num_tokens) - len(pages)
         if missing > 0:
             pages += self.pool.allocate(missing)
@@ -326,7 +332,9 @@ class Scheduler:
         for sequence, pairs in copies.items():
             for shared, own in pairs:
                 self.pool.share([shared])
-                sequence.pages[sequence.pages.index(own)] = shared
+                index = sequence.pages.index(own)
+                sequence.pages[index] = shared
+                sequence.num_listed = min(sequence.num_listed, index)
                 self.pool.release([own])
 
     def _plan_prompts(self, admitted: list[Sequence], copies: dict[Sequence, list[tuple[int, int]]]) -> list[Chunk]:
@@ -422,7 +430,7 @@ class Scheduler:
                 new = heapq.heappop(self._free_slots)
                 heapq.heappush(self._free_slots, sequence.slot)
                 moves.append((sequence.slot, new))
-                sequence.slot = new
+                sequence.slot, sequence.num_listed = new, 0
         return moves
 
     # Leaving.
@@ -441,13 +449,14 @@ class Scheduler:
         self.pool.release(sequence.pages)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot, sequence.pages = None, []
-        sequence.num_stored = sequence.num_confirmed = 0
+        sequence.num_stored = sequence.num_confirmed = sequence.num_listed = 0
 
     def _make_known(self, sequence: Sequence) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
         if self.options.reuses_prefixes:
             keys = sequence.keys(self.options.page_size, sequence.num_confirmed)
-            self.prefixes.insert(keys, sequence.pages, sequence.salt)
+            if self.prefixes.insert(keys, sequence.pages, sequence.salt):
+                sequence.num_listed = 0
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.options.page_size)

@@ -1,6 +1,14 @@
 """Attention over a paged cache of keys and values."""
 
-from pallas_kernels.paged_attention.api import Choice, Schedule, choose, make_schedule, new_pages, paged_attention
+from pallas_kernels.paged_attention.api import (
+    Choice,
+    Schedule,
+    choose,
+    make_schedule,
+    new_pages,
+    paged_attention,
+    platform_layout,
+)
 from pallas_kernels.paged_attention.layout import (
     InterleavedPages,
     Pages,
@@ -27,5 +35,6 @@ __all__ = [
     "new_pages",
     "pack",
     "paged_attention",
+    "platform_layout",
     "unpack",
 ]

@@ -48,9 +48,12 @@ def new_pages(
 ) -> Pages:
     """Zeroed pages of one layer, in the layout of the platform's kernel ("interleaved" on a TPU) unless named."""
     shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name)
-    if layout is None:
-        layout = pallas_tpu.LAYOUT if current_platform() == "tpu" else xla.LAYOUT
-    return empty_pages(shape, layout)
+    return empty_pages(shape, layout or platform_layout(current_platform()))
+
+
+def platform_layout(platform: str) -> str:
+    """The layout that the platform's kernel reads."""
+    return pallas_tpu.LAYOUT if platform == "tpu" else xla.LAYOUT
 
 
 def make_schedule(

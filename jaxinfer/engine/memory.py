@@ -1,0 +1,122 @@
+"""How much memory a model and its pool of pages take, and whether there is as much."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.models import ModelConfig
+
+# Arrays of T tokens that are alive at once in a layer: residual, normed, query, key, value, attended and the two
+# halves of the feed-forward layer with their product; and of S rows of logits in the sampler: logits, transformed,
+# noise, scores, and two for comparison.
+LIVE_HIDDEN, LIVE_INNER, LIVE_LOGITS = 6, 3, 6
+
+
+class OutOfMemoryError(RuntimeError):
+    """Model and cache do not fit; the message has needed and available bytes, and what would help."""
+
+
+@dataclass(frozen=True)
+class PoolPlan:
+    """Bytes by part, and the pages that the rest is good for.
+
+    Attributes:
+      num_pages: the pool, null page included. page_bytes: of one page in all layers. weights, sampler, activations:
+        bytes of the other parts. available: free bytes before the pool is allocated, None where the device does not
+        tell. is_reduced: whether fewer pages are planned than all slots could use.
+    """
+
+    num_pages: int
+    page_bytes: int
+    weights: int
+    sampler: int
+    activations: int
+    available: int | None
+    is_reduced: bool
+
+    @property
+    def pool(self) -> int:
+        return self.num_pages * self.page_bytes
+
+
+def plan_pool(
+    config: ModelConfig,
+    options: EngineOptions,
+    *,
+    page_size: int,
+    page_bytes: int,
+    dtype_bytes: int,
+    weights: int,
+    available: int | None,
+    fills_memory: bool,
+) -> PoolPlan:
+    """The number of pages: `num_pages` if given, else what `memory_fraction` of the available bytes leaves.
+
+    That is at most what all slots at full length can use, unless `fills_memory`, where the rest serves as prefix
+    cache. `weights` are loaded already; the fraction is of all memory, theirs included. Raises OutOfMemoryError where
+    not even one sequence of max_model_len fits.
+    """
+    max_seqs, num_pages, memory_fraction = options.max_seqs, options.num_pages, options.memory_fraction
+    per_sequence = -(-options.max_model_len // page_size)
+    sampler = max_seqs * config.vocab_size * 9  # bias and counts of 4 bytes, a mask of 1
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
+    activations = options.token_buckets[-1] * hidden * dtype_bytes + LIVE_LOGITS * max_seqs * config.vocab_size * 4
+    wanted = max_seqs * per_sequence + 1
+    parts = {"weights": weights, "sampler": sampler, "activations": activations}
+    if available is None:
+        pages = wanted if num_pages is None else num_pages
+        return PoolPlan(pages, page_bytes, weights, sampler, activations, None, pages < wanted)
+    budget = int(memory_fraction * (available + weights)) - sum(parts.values())
+    if num_pages is not None:
+        if num_pages * page_bytes > available - sampler - activations:
+            raise _does_not_fit(parts, num_pages, page_bytes, available, f"num_pages={max(budget // page_bytes, 0)}")
+        return PoolPlan(num_pages, page_bytes, weights, sampler, activations, available, num_pages < wanted)
+    fitting = budget // page_bytes
+    if fitting < per_sequence + 1:
+        if fitting > 1:
+            helps = f"max_model_len={(fitting - 1) * page_size}"
+        elif sampler + LIVE_LOGITS * max_seqs * config.vocab_size * 4 > page_bytes * (per_sequence + 1):
+            helps = "a smaller max_seqs"
+        else:
+            helps = "a smaller dtype or a quantized checkpoint"
+        raise _does_not_fit(parts, per_sequence + 1, page_bytes, available, helps)
+    pages = fitting if fills_memory else min(fitting, wanted)
+    return PoolPlan(pages, page_bytes, weights, sampler, activations, available, pages < wanted)
+
+
+def available_bytes(device: jax.Device) -> int | None:
+    """Free bytes of a device; of a CPU, what the system says processes can have. None where nothing tells."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if device.platform != "cpu":
+        return None
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _does_not_fit(parts: dict[str, int], pages: int, page_bytes: int, available: int, helps: str) -> OutOfMemoryError:
+    lines = [f"  {name}: {_mib(size)}" for name, size in parts.items()]
+    total = sum(parts.values()) + pages * page_bytes
+    return OutOfMemoryError(
+        "the model and its cache do not fit:\n"
+        + "\n".join(lines)
+        + f"\n  cache: {_mib(pages * page_bytes)} ({pages} pages of {page_bytes:,} bytes)"
+        + f"\n  needed in all {_mib(total)}, available {_mib(available + parts['weights'])} with the weights loaded"
+        + f"\nTry {helps}."
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size:,} bytes ({size / 2**20:,.1f} MiB)"

@@ -1,0 +1,75 @@
+"""What an engine over a paged cache is told."""
+
+from dataclasses import dataclass
+
+SLOT_GROWTH = 4  # between the numbers of slots that programs exist for
+MIN_STEP_TOKENS, TOKEN_GROWTH = 32, 4
+UNIFORM_STEP_TOKENS = 64  # with fewer rows, matrix products of XLA:CPU round by their number
+DEFAULT_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Attributes:
+    max_model_len: tokens of prompt and answer together. max_seqs: answers generated at once.
+    page_size: tokens of a page; None is 64 on a TPU and 16 elsewhere. num_pages: pages of the pool; None fills
+      memory_fraction of the device's memory (on a CPU no more than max_seqs answers of max_model_len can use).
+    prefill_chunk: prompt tokens of a step; None is 512, or 64 if deterministic.
+    steps_per_dispatch: decode steps of a dispatch when no prompt waits.
+    deterministic: every token goes through one program of one shape, so that log-probabilities keep every bit whatever
+      else is in the batch and however a prompt was cut; slower.
+    prefix_cache: keep the pages of finished work and reuse them where a prompt begins alike.
+    max_waiting: requests that may wait, None for any number. shuffle_seed: orders the pages at random (for tests).
+    """
+
+    max_model_len: int
+    max_seqs: int
+    page_size: int | None = None
+    num_pages: int | None = None
+    memory_fraction: float = 0.9
+    prefill_chunk: int | None = None
+    steps_per_dispatch: int = 8
+    deterministic: bool = False
+    prefix_cache: bool = True
+    max_waiting: int | None = None
+    shuffle_seed: int | None = None
+
+    def __post_init__(self) -> None:
+        optional = ("page_size", "num_pages", "prefill_chunk", "max_waiting")
+        for name in ("max_model_len", "max_seqs", "steps_per_dispatch", *optional):
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_pages == 1:
+            raise ValueError("num_pages=1: a pool needs the null page and at least one more")
+        fraction = self.memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
+            raise ValueError(f"memory_fraction must be in (0, 1], got {fraction!r}")
+        for name in ("deterministic", "prefix_cache"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens of a step."""
+        chunk = self.prefill_chunk or (UNIFORM_STEP_TOKENS if self.deterministic else DEFAULT_CHUNK)
+        return min(chunk, self.max_model_len)
+
+    @property
+    def slot_buckets(self) -> tuple[int, ...]:
+        """Numbers of slots that programs exist for: 1, 4, 16, ... and max_seqs."""
+        if self.deterministic:
+            return (self.max_seqs,)
+        smaller = (SLOT_GROWTH**i for i in range(16))
+        return (*(size for size in smaller if size < self.max_seqs), self.max_seqs)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Numbers of tokens that steps exist for: 32, 128, ... and a whole chunk beside max_seqs decoding slots."""
+        largest = -(-(self.chunk + self.max_seqs) // 16) * 16
+        if self.deterministic:
+            return (max(largest, UNIFORM_STEP_TOKENS),)
+        smaller = (MIN_STEP_TOKENS * TOKEN_GROWTH**i for i in range(16))
+        return (*(size for size in smaller if size < largest), largest)

@@ -1,0 +1,417 @@
+"""The engine: continuous batching over a paged cache. Each request gets the tokens it would get alone."""
+
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxinfer.cache import init_paged_cache, page_bytes
+from jaxinfer.engine import paged_programs, programs, results
+from jaxinfer.engine.memory import available_bytes, plan_pool
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.paged_programs import DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.request import Generation
+from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, Sequence
+from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.sampling import SampleOutput, SamplingParams, SamplingRow, make_batch, make_state
+from pallas_kernels.paged_attention import platform_layout
+
+MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
+COPIES = 8  # pages of one copy program
+# A slot's rows over the vocabulary, which only requests with a bias or penalties need.
+WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A dispatch whose results are not read yet, with who was in which slot."""
+
+    chunks: tuple[tuple[int, Chunk], ...]
+    decodes: tuple[tuple[int, Sequence], ...]
+    output: StepOutput
+    scores: PendingScores | None = None
+
+
+class PagedEngine:
+    """Runs `Generation`s to their end. Owns its cache (`close` frees it); the parameters belong to the caller.
+
+    Every `step` plans a dispatch, sends it, and reads the one before, so that the device never waits for the host.
+    Raises OutOfMemoryError when made, if model and cache do not fit; `available` bytes stand in for the device's own
+    figure.
+    """
+
+    def __init__(self, config: ModelConfig, params: Params, options: EngineOptions, *, available: int | None = None):
+        self.config, self.options = config, options
+        self.model, self.weights = programs.program_model(config, params)
+        self.dtype = params["embed"].dtype
+        self.device = next(iter(self.weights[0].devices()))
+        self.page_size = options.page_size or (64 if self.device.platform == "tpu" else 16)
+        layout = platform_layout(self.device.platform)
+        self.memory = plan_pool(
+            config,
+            options,
+            page_size=self.page_size,
+            page_bytes=page_bytes(config, self.page_size, self.dtype, layout),
+            dtype_bytes=self.dtype.itemsize,
+            weights=sum(leaf.nbytes for leaf in self.weights),
+            available=available_bytes(self.device) if available is None else available,
+            fills_memory=self.device.platform != "cpu",
+        )
+        self.scheduler = Scheduler(
+            SchedulerOptions(
+                num_pages=self.memory.num_pages,
+                page_size=self.page_size,
+                max_seqs=options.max_seqs,
+                prefill_chunk=options.chunk,
+                steps_per_dispatch=1 if options.deterministic else options.steps_per_dispatch,
+                max_waiting=options.max_waiting,
+                reuses_prefixes=options.prefix_cache,
+                shuffle_seed=options.shuffle_seed,
+            ),
+            options.slot_buckets,
+        )
+        self._cache = init_paged_cache(config, self.memory.num_pages, self.page_size, self.dtype, layout)
+        self._slots, self._batch = paged_programs.init_slots(options.max_seqs, config.vocab_size)
+        self._table = np.zeros((options.max_seqs, -(-options.max_model_len // self.page_size)), np.int32)
+        self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
+        self._scorer = PromptScorer(self.model, self.weights, config.vocab_size)
+        self._sequences: dict[Generation, Sequence] = {}
+        self._in_flight: deque[_Flight] = deque()
+        self._deadlines: list[tuple[float, int, Generation]] = []
+        self._numbers = itertools.count()
+
+    # What callers do.
+
+    def check_fits(self, num_prompt: int, max_tokens: int) -> None:
+        """Raises RequestTooLargeError, with both numbers, where the pool could never hold the request."""
+        self.scheduler.check_fits(num_prompt, max_tokens)
+
+    def add(self, generation: Generation) -> None:
+        """Queues a generation; it must fit: len(prompt) + max_tokens <= max_model_len.
+
+        Raises QueueFullError when max_waiting requests wait, RequestTooLargeError for what the pool cannot hold.
+        """
+        generation.arrival = time.monotonic()
+        sequence = Sequence(
+            tokens=list(generation.prompt),
+            num_prompt=len(generation.prompt),
+            max_tokens=generation.max_tokens,
+            priority=generation.priority,
+            salt=generation.cache_salt,
+            can_reuse=not needs_scores(generation),
+            owner=generation,
+            leader=None if generation.leader is None else self._sequences.get(generation.leader),
+        )
+        self.scheduler.add(sequence)
+        self._sequences[generation] = sequence
+        if generation.deadline is not None:
+            heapq.heappush(self._deadlines, (generation.deadline, next(self._numbers), generation))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences or self._in_flight)
+
+    def step(self, max_steps: int | None = None) -> list[Generation]:
+        """One turn: plan, send, read what was sent before. Returns who made progress.
+
+        `max_steps` shortens the dispatch, for a caller who shows every token as it comes.
+        """
+        progressed = self._expire()
+        plan = self.scheduler.schedule(max_steps, can_preempt=not self._in_flight)
+        if plan is None:
+            while self._in_flight:
+                progressed += self._commit(self._in_flight.popleft())
+            plan = self.scheduler.schedule(max_steps)
+        if plan is not None:
+            self._prepare(plan)
+            if not plan.is_empty:
+                self._in_flight.append(self._dispatch(plan))
+                if len(self._in_flight) < MAX_IN_FLIGHT:
+                    return progressed
+        if self._in_flight:
+            progressed += self._commit(self._in_flight.popleft())
+        return progressed
+
+    def finish(self, generation: Generation, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a generation from outside (a stop string, an abort), in any phase; its slot and pages are free at
+        once. What the device still computes for it is dropped."""
+        sequence = self._sequences.pop(generation, None)
+        if sequence is None:
+            return
+        self.scheduler.finish(sequence)
+        self._scorer.stop(generation)
+        generation.finish_reason, generation.stop_reason = reason, stop_reason
+        generation.finished = time.monotonic()
+
+    def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
+        """Compiles every program, so that none compiles later; returns how many. Not while requests run.
+
+        `progress` may wrap the iteration over the programs.
+        """
+        if self.has_work:
+            raise RuntimeError(f"warm_up while {len(self._sequences)} requests are unfinished")
+        calls = self._warm_up_calls()
+        for call in progress(iter(calls)) if progress else calls:
+            call()
+        jax.block_until_ready(self._slots)
+        return len(calls)
+
+    @property
+    def num_programs(self) -> int:
+        """How many `warm_up` compiles."""
+        return len(self._warm_up_calls())
+
+    def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
+        return programs.tapped_states(self.model, self.weights, tokens, taps)
+
+    def close(self) -> None:
+        """Frees the cache's memory now; everything still running is aborted."""
+        for generation in list(self._sequences):
+            self.finish(generation, "abort")
+        self._in_flight.clear()
+        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch)):
+            leaf.delete()
+
+    # Before a dispatch.
+
+    def _expire(self) -> list[Generation]:
+        expired = []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, generation = heapq.heappop(self._deadlines)
+            if generation in self._sequences:
+                generation.error = f"its deadline passed, {now - generation.arrival:.3f} s after it arrived"
+                self.finish(generation, "abort")
+                expired.append(generation)
+        return expired
+
+    def _prepare(self, plan: Plan) -> None:
+        """Brings the device's arrays to where the plan starts from."""
+        if plan.moves:
+            order = np.arange(self.options.max_seqs, dtype=np.int32)
+            for old, new in plan.moves:
+                order[[old, new]] = order[[new, old]]
+            self._slots, self._batch = paged_programs.move_slots(self._slots, self._batch, jax.device_put(order))
+        for sequence in plan.admitted:
+            self._write_slot(sequence)
+        # A page that one copy reads may be where a later one writes; within a program their order is not defined.
+        pairs: list[tuple[int, int]] = []
+        for source, destination in plan.copies:
+            touched = {page for pair in pairs for page in pair}
+            if len(pairs) == COPIES or source in touched or destination in touched:
+                self._copy(pairs)
+                pairs = []
+            pairs.append((source, destination))
+        if pairs:
+            self._copy(pairs)
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        sources = results.padded([source for source, _ in pairs], COPIES)
+        destinations = np.full(COPIES, self.memory.num_pages, np.int32)
+        destinations[: len(pairs)] = [destination for _, destination in pairs]
+        self._cache = paged_programs.copy_pages(self._cache, *jax.device_put((sources, destinations)))
+
+    def _write_slot(self, sequence: Sequence) -> None:
+        generation: Generation = sequence.owner
+        generation.admitted = generation.admitted or time.monotonic()
+        if not sequence.can_reuse:
+            self._scorer.start(generation)
+        params, vocab_size = generation.params, self.config.vocab_size
+        has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        is_plain = not (has_penalties or params.logit_bias or params.allowed_token_ids is not None)
+        rows = make_batch([generation.row], vocab_size)
+        history = make_state([() if is_plain else generation.prompt], vocab_size, [generation.output])
+        slot = np.int32(_slot(sequence))
+        if is_plain:
+            small = ({name: row for name, row in vars(one).items() if name not in WIDE_ROWS} for one in (rows, history))
+            arguments = jax.device_put((slot, *small))
+            self._slots, self._batch = paged_programs.write_plain_slot(self._slots, self._batch, *arguments)
+        else:
+            arguments = jax.device_put((slot, rows, history))
+            self._slots, self._batch = paged_programs.write_slot(self._slots, self._batch, *arguments)
+
+    # Dispatching.
+
+    def _dispatch(self, plan: Plan) -> _Flight:
+        chunks = tuple((_slot(chunk.sequence), chunk) for chunk in plan.chunks)
+        decodes = tuple((_slot(sequence), sequence) for sequence in plan.decodes)
+        highest = max(slot for slot, _ in (*chunks, *decodes))
+        num_slots = next(size for size in self.options.slot_buckets if size > highest)
+        table = self._page_table((*(chunk.sequence for chunk in plan.chunks), *plan.decodes), num_slots)
+        if chunks or self.options.deterministic:
+            return self._dispatch_step(chunks, decodes, table)
+        is_held = np.zeros(num_slots, np.bool_)
+        is_held[[slot for slot, _ in decodes]] = True
+        return _Flight((), decodes, self._run_decode(is_held, table, plan.num_steps))
+
+    def _dispatch_step(
+        self, chunks: tuple[tuple[int, Chunk], ...], decodes: tuple[tuple[int, Sequence], ...], table: jax.Array
+    ) -> _Flight:
+        """One step: the decoding slots' rows come first, then the prompts' tokens."""
+        num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
+        size = next(bucket for bucket in self.options.token_buckets if bucket >= num_rows)
+        work = _empty_work(size, table.shape[0])
+        slots = [slot for slot, _ in decodes]
+        work["token_slots"][: len(slots)] = slots
+        work["query_starts"][slots] = np.arange(len(slots))
+        work["query_lengths"][slots] = 1
+        row, pieces = len(slots), []
+        for slot, chunk in chunks:
+            sequence, rows = chunk.sequence, slice(row, row + chunk.length)
+            end = chunk.start + chunk.length
+            work["tokens"][rows] = sequence.tokens[chunk.start : end]
+            work["token_slots"][rows] = slot
+            work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
+            work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
+            work["remaining"][slot] = sequence.num_prompt + sequence.max_tokens - end
+            pieces.append(Piece(sequence.owner, row, chunk.start, chunk.length))
+            row += chunk.length
+        output, hidden = self._run_step(work, table)
+        return _Flight(chunks, decodes, output, self._scorer.score(tuple(pieces), hidden))
+
+    def _run_step(self, work: dict[str, np.ndarray], table: jax.Array) -> tuple[StepOutput, jax.Array]:
+        device_work = StepWork(**jax.device_put(work), page_table=table)
+        self._cache, self._slots, output, hidden = paged_programs.step(
+            self.model, self.weights, self._cache, self._slots, self._batch, device_work, self.options.deterministic
+        )
+        return output, hidden
+
+    def _run_decode(self, is_held: np.ndarray, table: jax.Array, num_steps: int) -> StepOutput:
+        held, steps = jax.device_put((is_held, np.int32(num_steps)))
+        self._cache, self._slots, output = paged_programs.decode(
+            self.model,
+            self.weights,
+            self._cache,
+            self._slots,
+            self._batch,
+            DecodeWork(held, table, steps),
+            self.options.steps_per_dispatch,
+        )
+        return output
+
+    def _page_table(self, sequences: Iterable[Sequence], num_slots: int) -> jax.Array:
+        """The first rows of the table on the device; it is sent only when it has changed."""
+        for sequence in sequences:
+            start, end = sequence.num_listed, len(sequence.pages)
+            if start < end:
+                self._table[_slot(sequence), start:end] = sequence.pages[start:end]
+                sequence.num_listed = end
+                self._sent_table = None
+        sent = self._sent_table
+        if sent is None or sent.shape[0] != num_slots:
+            # A copy: the device may read the host's memory for as long as it computes.
+            sent = self._sent_table = jax.device_put(self._table[:num_slots].copy())
+        return sent
+
+    # Reading results.
+
+    def _commit(self, flight: _Flight) -> list[Generation]:
+        samples, produced = flight.output.samples, flight.output.is_produced
+        running = (*((slot, chunk.sequence) for slot, chunk in flight.chunks), *flight.decodes)
+        wants_logprobs = any(sequence.owner.params.logprobs is not None for _, sequence in running)
+        if wants_logprobs:
+            samples, produced = jax.device_get((samples, produced))
+            tokens, ok = samples.tokens, samples.ok
+        else:
+            samples, (tokens, ok, produced) = None, jax.device_get((samples.tokens, samples.ok, produced))
+        if flight.scores is not None:
+            flight.scores.deliver()
+        progressed = []
+        for slot, chunk in flight.chunks:
+            sequence = chunk.sequence
+            if sequence.is_finished:
+                continue
+            if not ok[0, slot]:
+                self._end(sequence.owner, results.take_error(sequence.owner))
+                progressed.append(sequence.owner)
+                continue
+            self.scheduler.confirm(sequence, chunk.start + chunk.length)
+            if chunk.is_last:
+                self._scorer.stop(sequence.owner)
+                sequence.owner.first_token = sequence.owner.first_token or time.monotonic()
+                self._take(sequence, int(tokens[0, slot]), samples, (0, slot))
+                progressed.append(sequence.owner)
+        num_steps = produced.sum(axis=0).tolist()  # a slot's steps are the first ones
+        rows = tokens.T.tolist()
+        oks = ok.T.tolist()
+        for slot, sequence in flight.decodes:
+            if sequence.is_finished or not num_steps[slot]:
+                continue
+            for step in range(num_steps[slot]):
+                if not oks[slot][step]:
+                    self._end(sequence.owner, results.take_error(sequence.owner))
+                else:
+                    self._take(sequence, rows[slot][step], samples, (step, slot))
+                if sequence.is_finished:
+                    break
+            progressed.append(sequence.owner)
+        return progressed
+
+    def _take(self, sequence: Sequence, token: int, samples: SampleOutput | None, index: tuple[int, int]) -> None:
+        generation: Generation = sequence.owner
+        self.scheduler.append(sequence, token)
+        end = results.take_token(generation, token)
+        if samples is not None:
+            results.take_logprobs(generation, samples, index)
+        if end is not None:
+            self._end(generation, end)
+
+    def _end(self, generation: Generation, end: results.End) -> None:
+        self.finish(generation, *end)
+
+    # Compiling.
+
+    def _warm_up_calls(self) -> list[Callable[[], object]]:
+        """Every program once, with nothing to do."""
+        calls: list[Callable[[], object]] = [self._warm_up_slots, partial(self._copy, [])]
+        for num_slots in self.options.slot_buckets:
+            calls += [partial(self._warm_up_step, size, num_slots) for size in self.options.token_buckets]
+            if not self.options.deterministic:
+                calls.append(partial(self._warm_up_decode, num_slots))
+        return calls + [partial(self._warm_up_scores, size) for size in self.options.token_buckets]
+
+    def _warm_up_step(self, size: int, num_slots: int) -> None:
+        self._run_step(_empty_work(size, num_slots), self._page_table((), num_slots))
+
+    def _warm_up_decode(self, num_slots: int) -> None:
+        self._run_decode(np.zeros(num_slots, np.bool_), self._page_table((), num_slots), 0)
+
+    def _warm_up_slots(self) -> None:
+        for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
+            generation = Generation([0], SamplingRow(params), max_tokens=1)
+            self._write_slot(Sequence([0], 1, 1, owner=generation, slot=0))
+        order = np.arange(self.options.max_seqs, dtype=np.int32)
+        self._slots, self._batch = paged_programs.move_slots(self._slots, self._batch, jax.device_put(order))
+
+    def _warm_up_scores(self, size: int) -> None:
+        generation = Generation([0], SamplingRow(SamplingParams(seed=0, prompt_logprobs=0)), 1, score_from=0)
+        hidden = jax.device_put(np.zeros((size, self.config.hidden_size), self.dtype))
+        self._scorer.start(generation)
+        self._scorer.score((Piece(generation, 0, 0, 1),), hidden)
+        self._scorer.stop(generation)
+
+
+def _slot(sequence: Sequence) -> int:
+    if sequence.slot is None:
+        raise RuntimeError("a sequence without a slot was planned")
+    return sequence.slot
+
+
+def _empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+    """The arrays of a step in which nothing takes part, without the page table."""
+    counts = ("query_starts", "query_lengths", "starts", "remaining")
+    return {
+        "tokens": np.zeros(num_tokens, np.int32),
+        "token_slots": np.full(num_tokens, num_slots, np.int32),
+        **{name: np.zeros(num_slots, np.int32) for name in counts},
+        "is_prompt": np.zeros(num_slots, np.bool_),
+        "is_last": np.zeros(num_slots, np.bool_),
+    }

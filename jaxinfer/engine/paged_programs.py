@@ -1,0 +1,256 @@
+"""The jitted programs over a paged cache: one step of prompts and decode together, many decode steps, and upkeep.
+
+Shapes use the legend of jaxinfer/README.md. Every program exists once for each bucket of tokens and slots and never
+retraces when values change. Slots are used from the first up, so a program of B slots takes the first B rows of the
+arrays of all. What is donated is named in each docstring.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.cache import PagedAttention, PagedCache
+from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.sampling import (
+    SampleOutput,
+    SamplingBatch,
+    SamplingState,
+    advance,
+    is_stop,
+    make_batch,
+    make_state,
+    sample,
+    set_row,
+)
+from pallas_kernels import copy_pages as _copy_pages
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Slots:
+    """What S slots carry from step to step beside their pages, all on the device.
+
+    Attributes:
+      tokens: int32[S], each slot's newest token, not yet stored; its position is `positions` int32[S].
+      remaining: int32[S], tokens the slot may still generate.
+      is_active: bool[S], whether the slot decodes: its prompt is stored and its answer has not ended.
+      history: tokens so far, for penalties. The sampling parameters, a `SamplingBatch`, travel beside: decoding only
+        reads them.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    remaining: jax.Array
+    is_active: jax.Array
+    history: SamplingState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepWork:
+    """One step of B slots over T tokens, made on the host.
+
+    Attributes:
+      tokens: int32[T], the prompts' tokens; what stands in a decoding slot's row is replaced by its newest token.
+      token_slots: int32[T], the slot of each row, B for padding. The rows of a slot are adjacent.
+      query_starts, query_lengths: int32[B], each slot's rows; length 0 takes no part.
+      starts: int32[B], tokens of the slot that are stored already (of a prompt; a decoding slot knows).
+      is_prompt: bool[B], whether the rows are a prompt's. is_last: bool[B], whether the prompt ends with them.
+      remaining: int32[B], tokens to generate after a prompt. page_table: int32[B, P].
+    """
+
+    tokens: jax.Array
+    token_slots: jax.Array
+    query_starts: jax.Array
+    query_lengths: jax.Array
+    starts: jax.Array
+    is_prompt: jax.Array
+    is_last: jax.Array
+    remaining: jax.Array
+    page_table: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeWork:
+    """Decode steps of B slots: is_held bool[B], the slots that take part if active, page_table int32[B, P], and
+    num_steps, an int32 scalar."""
+
+    is_held: jax.Array
+    page_table: jax.Array
+    num_steps: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """Leaves of `samples` and is_produced bool are [N, B, ...] over N steps. `is_produced` says which rows ended a
+    step with a token or, where `samples.ok` is false, without one; a prompt that goes on produces nothing, and its
+    `samples.ok` says whether its logits so far are sound."""
+
+    samples: SampleOutput
+    is_produced: jax.Array
+
+
+def init_slots(num_slots: int, vocab_size: int) -> tuple[Slots, SamplingBatch]:
+    """Empty slots, and sampling parameters that do nothing."""
+    counts = (jnp.zeros((num_slots,), jnp.int32) for _ in range(3))
+    history = jax.tree.map(jnp.array, make_state([None] * num_slots, vocab_size))
+    slots = Slots(*counts, is_active=jnp.zeros((num_slots,), bool), history=history)
+    return slots, jax.tree.map(jnp.array, make_batch([None] * num_slots, vocab_size))
+
+
+@partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
+def step(
+    model: ProgramModel,
+    weights: Weights,
+    cache: PagedCache,
+    slots: Slots,
+    batch: SamplingBatch,
+    work: StepWork,
+    is_uniform: bool = False,
+) -> tuple[PagedCache, Slots, StepOutput, jax.Array]:
+    """Stores prompt tokens and decodes, in one pass over the weights. Donates the cache and the slots.
+
+    Returns both, the output of the one step, and the final hidden states [T, D]. `is_uniform` gives every token the
+    same arithmetic, whether it comes with its prompt's other tokens or alone.
+    """
+    num_tokens, num_slots = work.tokens.shape[0], work.query_lengths.shape[0]
+    all_slots, slots, batch = slots, _first(slots, num_slots), _first(batch, num_slots)
+    is_decoding = slots.is_active & ~work.is_prompt & (work.query_lengths > 0)
+    lengths = jnp.where(work.is_prompt, work.query_lengths, is_decoding)
+    starts = jnp.where(work.is_prompt, work.starts, slots.positions)
+    tokens = work.tokens.at[jnp.where(is_decoding, work.query_starts, num_tokens)].set(slots.tokens, mode="drop")
+    slot = jnp.minimum(work.token_slots, num_slots - 1)
+    positions = starts[slot] + jnp.arange(num_tokens) - work.query_starts[slot]
+    positions = jnp.where(work.token_slots < num_slots, positions, 0)
+
+    decoder = model.bind(weights)
+    attend = PagedAttention(cache, work.page_table, work.query_starts, lengths, starts + lengths, is_uniform=is_uniform)
+    hidden = decoder(tokens, positions, attend)
+    last = jnp.clip(work.query_starts + lengths - 1, 0, num_tokens - 1)
+    ends = starts + lengths
+    samples = sample(decoder.logits(hidden[last]), ends, batch, slots.history)
+
+    is_produced = is_decoding | (work.is_prompt & work.is_last)
+    took_part = is_produced & samples.ok
+    remaining = jnp.where(work.is_prompt, work.remaining, slots.remaining) - took_part
+    new_slots = Slots(
+        tokens=jnp.where(took_part, samples.tokens, slots.tokens),
+        positions=jnp.where(took_part, ends, slots.positions),
+        remaining=remaining,
+        # A slot without rows keeps what it is; one that was given up is written anew before it takes part again.
+        is_active=jnp.where(
+            is_produced, took_part & ~is_stop(samples.tokens, batch) & (remaining > 0), slots.is_active
+        ),
+        history=advance(slots.history, samples.tokens, took_part),
+    )
+    output = jax.tree.map(lambda leaf: leaf[None], StepOutput(samples, is_produced))
+    return attend.cache, _write_first(all_slots, new_slots), output, hidden
+
+
+@partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
+def decode(
+    model: ProgramModel,
+    weights: Weights,
+    cache: PagedCache,
+    slots: Slots,
+    batch: SamplingBatch,
+    work: DecodeWork,
+    max_steps: int,
+) -> tuple[PagedCache, Slots, StepOutput]:
+    """Up to `work.num_steps` (at most the static `max_steps`) tokens for every held, active slot, in one loop on the
+    device that ends early when none is left. Donates the cache and the slots; nothing passes through the host."""
+    decoder = model.bind(weights)
+    num_slots = work.is_held.shape[0]
+    all_slots, slots, batch = slots, _first(slots, num_slots), _first(batch, num_slots)
+    rows = jnp.arange(num_slots)
+
+    def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
+        is_decoding = slots.is_active & work.is_held
+        lengths = is_decoding.astype(jnp.int32)
+        kv_lengths = slots.positions + lengths
+        attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1)
+        hidden = decoder(slots.tokens, slots.positions, attend)
+        samples = sample(decoder.logits(hidden), slots.positions + 1, batch, slots.history)
+        took_part = is_decoding & samples.ok
+        remaining = slots.remaining - took_part
+        is_going_on = took_part & ~is_stop(samples.tokens, batch) & (remaining > 0)
+        new_slots = Slots(
+            tokens=jnp.where(took_part, samples.tokens, slots.tokens),
+            positions=slots.positions + took_part,
+            remaining=remaining,
+            is_active=jnp.where(is_decoding, is_going_on, slots.is_active),
+            history=advance(slots.history, samples.tokens, took_part),
+        )
+        return attend.cache, new_slots, StepOutput(samples, is_decoding)
+
+    def body(carry):
+        count, cache, slots, outputs = carry
+        cache, slots, output = one_step(cache, slots)
+        outputs = jax.tree.map(lambda all_, new: lax.dynamic_update_index_in_dim(all_, new, count, 0), outputs, output)
+        return count + 1, cache, slots, outputs
+
+    def keep_going(carry):
+        count, _, slots, _ = carry
+        return (count < work.num_steps) & jnp.any(slots.is_active & work.is_held)
+
+    shapes = jax.eval_shape(lambda cache, slots: one_step(cache, slots)[2], cache, slots)
+    outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
+    _, cache, slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), cache, slots, outputs))
+    return cache, _write_first(all_slots, slots), outputs
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def write_slot(
+    slots: Slots, batch: SamplingBatch, slot: jax.Array, row: SamplingBatch, history: SamplingState
+) -> tuple[Slots, SamplingBatch]:
+    """Gives a slot (int32 scalar) a new request: one row of parameters and of history. Donates slots and batch."""
+    slots = replace(slots, is_active=slots.is_active.at[slot].set(False), history=set_row(slots.history, slot, history))
+    return slots, set_row(batch, slot, row)
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def write_plain_slot(
+    slots: Slots, batch: SamplingBatch, slot: jax.Array, row: dict[str, jax.Array], history: dict[str, jax.Array]
+) -> tuple[Slots, SamplingBatch]:
+    """`write_slot` for a request without bias and penalties, whose rows over the vocabulary nothing reads: the small
+    arrays only, by name."""
+
+    def write(rows, new):
+        return replace(rows, **{name: set_row(getattr(rows, name), slot, value) for name, value in new.items()})
+
+    slots = replace(slots, is_active=slots.is_active.at[slot].set(False), history=write(slots.history, history))
+    return slots, write(batch, row)
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def move_slots(slots: Slots, batch: SamplingBatch, order: jax.Array) -> tuple[Slots, SamplingBatch]:
+    """Row i becomes what row order[i] was, for int32[S]. Donates slots and batch."""
+    return jax.tree.map(lambda leaf: leaf[order], (slots, batch))
+
+
+@partial(jax.jit, donate_argnums=0)
+def copy_pages(cache: PagedCache, source: jax.Array, destination: jax.Array) -> PagedCache:
+    """Copies page source[i] to destination[i] (int32 [N]; one past the last page copies nothing) in all layers.
+
+    Donates the cache. No page may be both, none twice a destination.
+    """
+    return _copy_pages(cache, source, destination)
+
+
+def _first(rows, count: int):
+    """The first `count` rows; the arrays themselves where that is all."""
+    return jax.tree.map(lambda leaf: leaf if leaf.shape[0] == count else leaf[:count], rows)
+
+
+def _write_first(rows, new):
+    """`rows` with their first ones replaced."""
+    return jax.tree.map(
+        lambda leaf, first: first if first.shape == leaf.shape else lax.dynamic_update_slice_in_dim(leaf, first, 0, 0),
+        rows,
+        new,
+    )
