@@ -50,7 +50,7 @@ def run_jaxinfer(folder: Path) -> list[float]:
     """Seconds per decoded token of each repeat."""
     from jaxinfer import LLM, SamplingParams
 
-    with LLM(folder, dtype="float32", max_model_len=512, max_num_seqs=1) as llm:
+    with LLM(folder, dtype="float32", max_model_len=512, max_seqs=1) as llm:
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
         llm.generate(PROMPT, params)
         found = []

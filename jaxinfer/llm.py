@@ -3,40 +3,33 @@
 import dataclasses
 import difflib
 import inspect
-import itertools
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from tqdm.auto import tqdm
 
 from jaxinfer import compilation_cache
-from jaxinfer.data import embedded_path
-from jaxinfer.engine.contiguous import ContiguousEngine, EngineOptions
+from jaxinfer.engine.contiguous import ContiguousEngine, ContiguousOptions
 from jaxinfer.engine.explanation import Explanation, explain_engine
-from jaxinfer.engine.output import AnswerText, timings
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.output import AnswerText
+from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.engine.processor import Prompt, Request, RequestProcessor, Terms
 from jaxinfer.engine.request import Generation, RequestOutput, Score
-from jaxinfer.models import ModelConfig, Params, abstract_params, check_taps
-from jaxinfer.sampling import (
-    SamplingParams,
-    SamplingRow,
-    derive_seed,
-    from_generation_config,
-    make_batch,
-    sample_seed,
-    tokenize_bad_words,
-)
-from jaxinfer.text import Tokenizer, TokenizerNotFoundError
+from jaxinfer.loading import LiveModel, load_model
+from jaxinfer.models import check_taps
+from jaxinfer.sampling import SamplingParams
+from jaxinfer.text import Tokenizer
 
-DEFAULT_MAX_MODEL_LEN = 4096
-Prompt = str | Sequence[int]
-LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
+Engine = PagedEngine | ContiguousEngine
+# Answers at once, unless told: on a CPU more of them would wait for its few cores.
+CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64
+PAGED_ONLY = ("page_size", "num_pages", "memory_fraction", "prefill_chunk", "deterministic", "prefix_cache")
 
 
 @dataclass(frozen=True)
@@ -67,15 +60,24 @@ class LLM:
       dtype: "auto" keeps the checkpoint's, but computes in float32 on CPUs, where bfloat16 is far slower; or a name
         such as "bfloat16".
       max_model_len: tokens of a prompt with its answer. By default what the model allows, at most 4,096.
-      max_num_seqs: answers generated at once; the cache is allocated for so many.
+      max_seqs: answers generated at once; by default 64, on a CPU 16.
       seed: what requests without a seed of their own get theirs from, by their number since the start.
       revision: branch, tag or commit of a hub id.
       steps_per_dispatch: decode steps per call of the device.
-      cache: "contiguous".
+      cache: "paged", or "contiguous": a cache of max_seqs rows of max_model_len, for research. What follows is for
+        the paged one only.
+      page_size: tokens of a page; by default 64 on a TPU, 16 elsewhere.
+      num_pages: pages of the cache; by default as many as memory_fraction of the device's memory holds beside the
+        weights (on a CPU no more than max_seqs answers of max_model_len can use).
+      memory_fraction: of the device's memory, for weights, cache and what is computed.
+      prefill_chunk: prompt tokens that one step computes beside the decoding answers; by default 512.
+      deterministic: log-probabilities keep every bit whatever else runs and however prompts are cut. Slower.
+      prefix_cache: reuse the cached beginnings of earlier prompts and answers.
 
     Raises:
       TypeError: an unknown argument, with the nearest known name. ValueError: an option out of range.
       FileNotFoundError, ValueError: a checkpoint that is missing or broken, with file and tensor.
+      OutOfMemoryError: model and cache do not fit, with needed and available bytes and what would help.
     """
 
     def __init__(
@@ -85,58 +87,62 @@ class LLM:
         tokenizer: Tokenizer | str | Path | None = None,
         dtype: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 8,
+        max_seqs: int | None = None,
         seed: int = 0,
         revision: str | None = None,
         steps_per_dispatch: int = 8,
-        cache: str = "contiguous",
+        cache: str = "paged",
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        memory_fraction: float = 0.9,
+        prefill_chunk: int | None = None,
+        deterministic: bool = False,
+        prefix_cache: bool = True,
         **unknown: Any,
     ):
         _refuse_unknown(unknown, type(self).__init__)
-        if cache != "contiguous":
-            raise ValueError(f"cache={cache!r}: only 'contiguous' exists")
-        derive_seed(seed)  # checks its range
         compilation_cache.enable()
-        self.seed = seed
-        self._request_numbers = itertools.count()
-        self._engine: ContiguousEngine | None = None
-        generation_config: Mapping[str, Any] = {}
-        if isinstance(model, tuple):
-            self.name = "live parameters"
-            self.config, self.params, own_tokenizer = _check_live(model, dtype)
-            self._owns_params = False
-            eos_ids: set[int] = set()
-        else:
-            self.name = str(model)
-            loaded = _load(str(model), dtype, revision)
-            self.config, self.params, own_tokenizer = loaded.config, loaded.params, loaded.tokenizer
-            self._owns_params = True
-            generation_config, eos_ids = loaded.generation_config, set(loaded.eos_token_ids)
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = Tokenizer.from_dir(tokenizer)
-        self.tokenizer = tokenizer or own_tokenizer
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            eos_ids.add(self.tokenizer.eos_token_id)
-        defaults = from_generation_config(generation_config)
-        self.default_params: SamplingParams = defaults.params
-        self.ignored_generation_config = defaults.ignored
-        if defaults.ignored:
-            warnings.warn(
-                f"{self.name}: generation_config.json asks for {', '.join(defaults.ignored)}, which is not applied",
-                stacklevel=2,
-            )
-        self.eos_token_ids = tuple(sorted(eos_ids | set(defaults.eos_token_ids)))
-        allowed = self.config.max_position_embeddings
-        if max_model_len is None:
-            max_model_len = min(allowed, DEFAULT_MAX_MODEL_LEN)
-        options = EngineOptions(max_model_len, max_num_seqs, steps_per_dispatch=steps_per_dispatch)
-        rope = self.config.rope
-        stretches = rope.kind in ("dynamic", "longrope")
-        if max_model_len > allowed and not stretches:
-            raise ValueError(f"max_model_len={max_model_len} is more than the {allowed} tokens the model declares")
-        if stretches and rope.sequence_length is None:
-            self.config = replace(self.config, rope=replace(rope, sequence_length=max_model_len))
-        self._engine = ContiguousEngine(self.config, self.params, options)
+        self._engine: Engine | None = None
+        loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, revision=revision)
+        loaded, max_model_len = loaded.for_length(max_model_len)
+        self.name, self.config, self.params, self.tokenizer = (
+            loaded.name,
+            loaded.config,
+            loaded.params,
+            loaded.tokenizer,
+        )
+        self._owns_params = loaded.is_owned
+        self.default_params: SamplingParams = loaded.default_params
+        self.ignored_generation_config = loaded.ignored_defaults
+        self.eos_token_ids, self.seed, self.max_model_len = loaded.eos_token_ids, seed, max_model_len
+        self._processor = RequestProcessor(
+            self.name, self.config, self.tokenizer, self.eos_token_ids, max_model_len, seed
+        )
+        if max_seqs is None:
+            max_seqs = CPU_MAX_SEQS if jax.default_backend() == "cpu" else DEFAULT_MAX_SEQS
+        self._engine = self._make_engine(
+            cache,
+            {"max_model_len": max_model_len, "max_seqs": max_seqs, "steps_per_dispatch": steps_per_dispatch},
+            {
+                "page_size": page_size,
+                "num_pages": num_pages,
+                "memory_fraction": memory_fraction,
+                "prefill_chunk": prefill_chunk,
+                "deterministic": deterministic,
+                "prefix_cache": prefix_cache,
+            },
+        )
+
+    def _make_engine(self, cache: str, common: dict[str, Any], paged: dict[str, Any]) -> Engine:
+        if cache == "paged":
+            return PagedEngine(self.config, self.params, EngineOptions(**common, **paged))
+        if cache != "contiguous":
+            raise ValueError(f"cache={cache!r} is neither 'paged' nor 'contiguous'")
+        defaults = inspect.signature(type(self)).parameters
+        for name, value in paged.items():
+            if value != defaults[name].default:
+                raise ValueError(f"{name}={value!r} is for cache='paged' only")
+        return ContiguousEngine(self.config, self.params, ContiguousOptions(**common))
 
     # Generating.
 
@@ -147,6 +153,9 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         taps: Sequence[str] = (),
+        priority: int | Sequence[int] = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Answers to one prompt or many, in their order.
 
@@ -155,26 +164,37 @@ class LLM:
           params: for all prompts, or one for each; None takes the checkpoint's generation_config.
           use_tqdm: a progress bar; None shows one for several prompts on a terminal.
           taps: names of hidden states to return with each request, such as "layers.3.residual".
+          priority: for all prompts, or one for each; lower goes first.
+          timeout: seconds after which what is not done ends with finish_reason "abort".
+          cache_salt: requests of different salts share no cached prefix.
 
         Raises:
           ValueError: any prompt or parameter that cannot be served, with its number; nothing is generated then.
         """
         engine = self._open_engine()
-        texts_and_ids = [self._tokenize(prompt) for prompt in _as_list(prompts)]
+        prompts = _as_list(prompts)
         taps = check_taps(self.config, taps)
-        requests = self._requests(texts_and_ids, params)
-        for answers in requests:
-            for answer in answers:
-                engine.add(answer.generation)
+        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
+        if params is None or isinstance(params, SamplingParams):
+            per_prompt = [params or self.default_params] * len(prompts)
+        else:
+            per_prompt = list(params)
+        for name, values in (("sampling parameters", per_prompt), ("priorities", priorities)):
+            if len(values) != len(prompts):
+                raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts")
+        requests = [
+            self._request(prompt, one, Terms(its_priority, timeout, cache_salt), number)
+            for number, (prompt, one, its_priority) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
+        ]
+        for request in requests:
+            _add(engine, request)
         try:
-            with _progress_bar(sum(len(answers) for answers in requests), "answer", use_tqdm) as bar:
+            with _progress_bar(sum(len(request.answers) for request in requests), "answer", use_tqdm) as bar:
                 self._run(engine, requests, bar)
         except BaseException:
             self._abort(engine, requests)
             raise
-        outputs = [
-            self._output(text, ids, answers) for (text, ids), answers in zip(texts_and_ids, requests, strict=True)
-        ]
+        outputs = [self._processor.output(request) for request in requests]
         if taps:
             outputs = [
                 replace(
@@ -211,14 +231,14 @@ class LLM:
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for `generate` or `stream`."""
-        return self._need_tokenizer("chat").apply_chat_template(messages, tools=tools, **template_kwargs)
+        return self._processor.need_tokenizer("chat").apply_chat_template(messages, tools=tools, **template_kwargs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
         engine = self._open_engine()
-        text, ids = self._tokenize(prompt)
-        answers = self._requests([(text, ids)], params)[0]
-        return self._stream(engine, text, ids, answers)
+        request = self._processor.request(prompt, params or self.default_params)
+        self._check_fits(request)
+        return self._stream(engine, request)
 
     def score(
         self,
@@ -234,23 +254,20 @@ class LLM:
         with length times vocabulary: logits exist for a few positions at a time.
         """
         engine = self._open_engine()
-        params = replace(params or SamplingParams(), n=1, max_tokens=1, prompt_logprobs=1, stop=(), logprobs=None)
-        pairs = list(zip(_as_list(prompts), _as_list(continuations), strict=True))
-        sequences = []
-        for number, (prompt, continuation) in enumerate(pairs):
-            _, ids = self._tokenize(prompt)
-            _, more = self._tokenize(continuation, add_special_tokens=False)
-            if not ids or not more:
-                raise ValueError(f"pair {number}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
-            row = self._row(params, seed=0)
-            self._check_length(number, len(ids) + len(more), 1)
-            sequences.append(Generation([*ids, *more], row, max_tokens=1, score_from=len(ids)))
-        for sequence in sequences:
-            engine.add(sequence)
-        with _progress_bar(len(sequences), "pair", use_tqdm) as bar:
-            while engine.has_work:
-                bar.update(sum(sequence.finish_reason is not None for sequence in engine.step()))
-        return [self._score(sequence) for sequence in sequences]
+        pairs = zip(_as_list(prompts), _as_list(continuations), strict=True)
+        generations = [
+            self._processor.scored(prompt, continuation, params or SamplingParams(), what=f"pair {number}")
+            for number, (prompt, continuation) in enumerate(pairs)
+        ]
+        for generation in generations:
+            engine.add(generation)
+        running = set(generations)
+        with _progress_bar(len(generations), "pair", use_tqdm) as bar:
+            while running:
+                done = {one for one in engine.step() if one.finish_reason is not None} & running
+                running -= done
+                bar.update(len(done))
+        return [_score(generation) for generation in generations]
 
     # Looking after it.
 
@@ -261,8 +278,8 @@ class LLM:
         """
         engine = self._open_engine()
         disable = None if use_tqdm is None else not use_tqdm
-        num_buckets = len(engine.options.slot_buckets) * len(engine.chunks)
-        return engine.warm_up(lambda pairs: tqdm(pairs, total=num_buckets, desc="compile", disable=disable))
+        total = engine.num_warm_up_calls
+        return engine.warm_up(lambda calls: tqdm(calls, total=total, desc="compile", disable=disable))
 
     def explain(self) -> Explanation:
         """What was really allocated and chosen: dtypes, bytes, slots, programs, kernels. Prints well."""
@@ -299,210 +316,85 @@ class LLM:
 
     # Requests.
 
-    def _requests(
-        self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[list[AnswerText]]:
-        """Checks everything before anything runs."""
-        if params is None or isinstance(params, SamplingParams):
-            per_prompt = [params or self.default_params] * len(prompts)
-        else:
-            per_prompt = list(params)
-            if len(per_prompt) != len(prompts):
-                raise ValueError(f"{len(per_prompt)} sampling parameters for {len(prompts)} prompts")
-        requests = []
-        for number, ((_, ids), one) in enumerate(zip(prompts, per_prompt, strict=True)):
-            if not isinstance(one, SamplingParams):
-                raise TypeError(f"prompt {number}: params must be SamplingParams, got {type(one).__name__}")
-            if one.stop and self.tokenizer is None:
-                raise ValueError(f"prompt {number}: stop strings need a tokenizer; use stop_token_ids")
-            max_tokens = one.max_tokens
-            if max_tokens is None:
-                max_tokens = max(self._open_engine().options.max_model_len - len(ids), 1)
-            self._check_length(number, len(ids), max_tokens)
-            seed = one.seed
-            if seed is None:
-                seed = 0 if one.is_greedy else derive_seed(self.seed, next(self._request_numbers))
-            answers = []
-            for index in range(one.n):
-                generation = Generation(ids, self._row(one, sample_seed(seed, index)), max_tokens)
-                answers.append(AnswerText(generation, index, self.tokenizer))
-            requests.append(answers)
-        return requests
+    def _request(self, prompt: Prompt, params: SamplingParams, terms: Terms, number: int) -> Request:
+        request = self._processor.request(prompt, params, terms, what=f"prompt {number}")
+        self._check_fits(request, f"prompt {number}: ")
+        return request
 
-    def _row(self, params: SamplingParams, seed: int) -> SamplingRow:
-        engine = self._open_engine()
-        params.validate_for_model(self.config.vocab_size, engine.options.max_model_len)
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            tokenizer = self._need_tokenizer("bad_words")
-            bad_words = tokenize_bad_words(params.bad_words, lambda text: tokenizer.encode(text, False))
-        row = SamplingRow(params, seed, self.eos_token_ids, bad_words)
-        if params.allowed_token_ids is not None or params.bad_words or params.logit_bias:
-            make_batch([row], self.config.vocab_size)  # raises here rather than among running requests
-        return row
+    def _check_fits(self, request: Request, where: str = "") -> None:
+        engine, first = self._open_engine(), request.generations[0]
+        if isinstance(engine, PagedEngine):
+            try:
+                engine.check_fits(len(first.prompt), first.max_tokens)
+            except ValueError as error:
+                raise type(error)(f"{where}{error}") from None
 
-    def _check_length(self, number: int, num_prompt: int, max_tokens: int) -> None:
-        limit = self._open_engine().options.max_model_len
-        if num_prompt == 0:
-            raise ValueError(f"prompt {number} is empty: it needs at least 1 token")
-        if num_prompt + max_tokens > limit:
-            raise ValueError(
-                f"prompt {number}: {num_prompt} prompt tokens and max_tokens={max_tokens} make "
-                f"{num_prompt + max_tokens}, but max_model_len={limit} "
-                f"(the model allows {self.config.max_position_embeddings})"
-            )
-
-    def _tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self._need_tokenizer("a text prompt").encode(prompt, add_special_tokens)
-        ids = [int(token) for token in prompt]
-        for token in ids:
-            if not 0 <= token < self.config.vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
-        return None, ids
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, and {self.name} has none: pass token ids or tokenizer=...")
-        return self.tokenizer
-
-    def _open_engine(self) -> ContiguousEngine:
+    def _open_engine(self) -> Engine:
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
 
     # Running.
 
-    def _run(self, engine: ContiguousEngine, requests: list[list[AnswerText]], bar: tqdm) -> None:
-        answers = {id(answer.generation): answer for request in requests for answer in request}
+    def _run(self, engine: Engine, requests: list[Request], bar: tqdm) -> None:
+        running = {answer.generation: answer for request in requests for answer in request.answers}
         num_tokens = 0
-        while engine.has_work:
+        while running:
             for generation in engine.step():
-                answer = answers.get(id(generation))
-                if answer is None:
+                if generation not in running:
                     continue
-                num_tokens += len(_advance(engine, answer)[1])
+                num_tokens += len(_advance(engine, running[generation])[1])
                 if generation.finish_reason is not None:
+                    del running[generation]
                     bar.update()
                     elapsed = bar.format_dict["elapsed"] or 1e-9
                     bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
 
-    def _stream(
-        self, engine: ContiguousEngine, text: str | None, ids: list[int], answers: list[AnswerText]
-    ) -> Iterator[StreamDelta]:
-        by_generation = {id(answer.generation): answer for answer in answers}
-        for answer in answers:
-            engine.add(answer.generation)
-        num_running = len(answers)
+    def _stream(self, engine: Engine, request: Request) -> Iterator[StreamDelta]:
+        _add(engine, request)
+        running = list(request.answers)
         try:
-            while num_running:
-                for generation in engine.step(max_steps=1):
-                    answer = by_generation.get(id(generation))
-                    if answer is None:
-                        continue
+            while running:
+                engine.step(max_steps=1)
+                # Not what the step returns: another stream of this model may have advanced these answers meanwhile.
+                for answer in list(running):
                     delta, tokens = _advance(engine, answer)
-                    is_done = generation.finish_reason is not None
-                    num_running -= is_done
-                    if delta or tokens or is_done:
-                        output = self._output(text, ids, answers) if num_running == 0 else None
-                        yield StreamDelta(answer.index, delta, tokens, generation.finish_reason, output)
+                    reason = answer.generation.finish_reason
+                    if reason is not None:
+                        running.remove(answer)
+                    if delta or tokens or reason is not None:
+                        output = None if running else self._processor.output(request)
+                        yield StreamDelta(answer.index, delta, tokens, reason, output)
         finally:
-            self._abort(engine, [answers])
+            self._abort(engine, [request])
 
-    def _abort(self, engine: ContiguousEngine, requests: list[list[AnswerText]]) -> None:
-        for answer in itertools.chain.from_iterable(requests):
-            engine.finish(answer.generation, "abort")
-        while engine.has_work:
-            engine.step()
-
-    def _output(self, text: str | None, ids: list[int], answers: list[AnswerText]) -> RequestOutput:
-        generations = [answer.generation for answer in answers]
-        first = generations[0]
-        prompt_logprobs = None
-        if first.params.prompt_logprobs is not None:
-            prompt_logprobs = [_with_text(entry, self.tokenizer) for entry in first.prompt_logprobs]
-        completions = [answer.completion() for answer in answers]
-        completions = [
-            replace(one, logprobs=[_with_text(entry, self.tokenizer) or {} for entry in one.logprobs])
-            if one.logprobs is not None
-            else one
-            for one in completions
-        ]
-        return RequestOutput(
-            request_id=str(next(_REQUEST_IDS)),
-            prompt=text,
-            prompt_token_ids=ids,
-            outputs=completions,
-            finished=all(generation.finish_reason is not None for generation in generations),
-            timings=timings(generations),
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _score(self, sequence: Generation) -> Score:
-        assert sequence.score_from is not None
-        tokens = list(sequence.prompt[sequence.score_from :])
-        entries = sequence.prompt_logprobs[sequence.score_from :]
-        if sequence.finish_reason == "error" or len(entries) != len(tokens):
-            raise FloatingPointError(sequence.error or "the score was not computed")
-        pairs = [(entry or {})[token] for entry, token in zip(entries, tokens, strict=True)]
-        return Score(
-            token_ids=tokens,
-            raw=[pair.logprob for pair in pairs],
-            processed=sequence.processed_logprobs,
-            is_greedy=all(pair.rank == 1 for pair in pairs),
-        )
+    def _abort(self, engine: Engine, requests: list[Request]) -> None:
+        for request in requests:
+            for generation in request.generations:
+                engine.finish(generation, "abort")
 
 
-_REQUEST_IDS = itertools.count()
+def _score(generation: Generation) -> Score:
+    first = generation.score_from
+    entries = generation.prompt_logprobs[first:]
+    tokens = list(generation.prompt[first:])
+    if generation.finish_reason == "error" or len(entries) != len(tokens):
+        raise FloatingPointError(generation.error or "the score was not computed")
+    pairs = [(entry or {})[token] for entry, token in zip(entries, tokens, strict=True)]
+    return Score(
+        token_ids=tokens,
+        raw=[pair.logprob for pair in pairs],
+        processed=generation.processed_logprobs,
+        is_greedy=all(pair.rank == 1 for pair in pairs),
+    )
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    config: ModelConfig
-    params: Params
-    tokenizer: Tokenizer | None
-    generation_config: Mapping[str, Any]
-    eos_token_ids: tuple[int, ...]
+def _add(engine: Engine, request: Request) -> None:
+    for generation in request.generations:
+        engine.add(generation)
 
 
-def _load(name: str, dtype: str, revision: str | None) -> _Loaded:
-    import checkpoints_convert
-
-    path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
-    if dtype == "auto" and jax.default_backend() == "cpu":
-        dtype = "float32"
-    config, params = checkpoints_convert.load(path, dtype=dtype)
-    try:
-        tokenizer = Tokenizer.from_dir(path)
-    except TokenizerNotFoundError:
-        tokenizer = None
-    generation_config = checkpoints_convert.generation_config(path)
-    return _Loaded(config, params, tokenizer, generation_config, checkpoints_convert.eos_token_ids(path))
-
-
-def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:
-    if len(model) not in (2, 3) or not isinstance(model[0], ModelConfig):
-        raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
-    config, params = model[0], model[1]
-    wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
-    given = jax.tree.map(jnp.shape, params)
-    if wanted != given:
-        flat = dict(jax.tree_util.tree_leaves_with_path(wanted, is_leaf=lambda x: isinstance(x, tuple)))
-        other = dict(jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda x: isinstance(x, tuple)))
-        path = next(path for path in [*flat, *other] if flat.get(path) != other.get(path))
-        raise ValueError(
-            f"params do not fit the config at {jax.tree_util.keystr(path)}: "
-            f"shape {other.get(path, 'missing')}, the config makes it {flat.get(path, 'absent')}"
-        )
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
-    if len(dtypes) != 1:
-        raise ValueError(f"params mix dtypes {', '.join(sorted(str(dtype) for dtype in dtypes))}: cast them to one")
-    if dtype not in ("auto", str(next(iter(dtypes)))):
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    return config, params, model[2] if len(model) == 3 else None
-
-
-def _advance(engine: ContiguousEngine, answer: AnswerText) -> tuple[str, list[int]]:
+def _advance(engine: Engine, answer: AnswerText) -> tuple[str, list[int]]:
     """Reads an answer's new text; a stop string in it ends the generation."""
     delta, tokens, matched = answer.read()
     if matched is not None:
@@ -516,15 +408,6 @@ def _progress_bar(total: int, unit: str, use_tqdm: bool | None) -> tqdm:
     is_off = use_tqdm is False or (use_tqdm is None and (total <= 1 or os.environ.get("JAXINFER_PROGRESS") == "0"))
     # None leaves it to tqdm, which shows nothing where stderr is not a terminal.
     return tqdm(total=total, unit=unit, disable=True if is_off else None if use_tqdm is None else False)
-
-
-def _with_text(entry, tokenizer: Tokenizer | None):
-    if entry is None or tokenizer is None:
-        return entry
-    return {
-        token: dataclasses.replace(value, decoded_token=tokenizer.decode([token], skip_special_tokens=False))
-        for token, value in entry.items()
-    }
 
 
 def _as_list(prompts: Any) -> list:

@@ -51,7 +51,7 @@ def model(tokenizer):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM(model, max_num_seqs=4) as llm:
+    with LLM(model, max_seqs=4) as llm:
         yield llm
 
 
@@ -86,9 +86,9 @@ def test_nothing_after_a_stop_string_is_emitted(llm):
 def test_end_of_sequence_ends_unless_ignored(model):
     tokenizer = model[2]
     free = SamplingParams(max_tokens=30, seed=4)
-    with LLM(model, max_num_seqs=1) as llm:
+    with LLM(model, max_seqs=1) as llm:
         tokens = llm.generate([5, 6], free)[0].outputs[0].token_ids
-        llm.eos_token_ids = (tokens[10],)
+        llm._processor.eos_token_ids = (tokens[10],)
         first = tokens.index(tokens[10])
         stopped = llm.generate([5, 6], free)[0].outputs[0]
         ignored = llm.generate([5, 6], SamplingParams(max_tokens=30, seed=4, ignore_eos=True))[0].outputs[0]
@@ -135,10 +135,10 @@ BESIDE = {
 @pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
 def test_every_field_changes_the_result(model, tokenizer, field):
     """A field without an entry in EFFECTS fails here: it would be a parameter that nobody applies."""
-    with LLM(model, max_num_seqs=4) as llm:
+    with LLM(model, max_seqs=4) as llm:
         free = llm.generate("the dog", SamplingParams(**BASE))[0].outputs[0]
         if field == "ignore_eos":
-            llm.eos_token_ids = (free.token_ids[5],)
+            llm._processor.eos_token_ids = (free.token_ids[5],)
 
         def resolve(values):
             values = dict(values)
@@ -245,7 +245,7 @@ def test_live_parameters_that_do_not_fit_are_refused(model):
 
 
 def test_a_model_without_tokenizer_works_on_ids(model):
-    with LLM(model[:2], max_num_seqs=1) as llm:
+    with LLM(model[:2], max_seqs=1) as llm:
         answer = llm.generate([1, 2], SamplingParams(max_tokens=3, temperature=0))[0].outputs[0]
         assert len(answer.token_ids) == 3
         assert answer.text == ""
@@ -257,7 +257,9 @@ def test_a_model_without_tokenizer_works_on_ids(model):
 
 def test_explain_says_what_was_allocated(llm):
     facts = llm.explain().to_dict()
-    assert facts["cache"]["bytes at most"] == 128 * 4 * 2 * 1 * 16 * 2 * 4
+    num_pages = 4 * 128 // 16 + 1
+    assert facts["cache"]["pages"] == num_pages
+    assert facts["cache"]["bytes"] == num_pages * 16 * 2 * 1 * 16 * 2 * 4
     assert facts["model"]["dtype"] == "float32"
     assert "xla" in str(llm.explain())
 

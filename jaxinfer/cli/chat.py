@@ -10,7 +10,7 @@ import typer
 
 from jaxinfer.cli.chat_session import ChatSession, Turn, TurnError
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
-from jaxinfer.cli.options import ModelOptions, SamplingOptions, max_model_len, merge_params, open_llm, sampling_values
+from jaxinfer.cli.options import ModelOptions, SamplingOptions, merge_params, open_llm, sampling_values
 from jaxinfer.cli.output import (
     console,
     describe,
@@ -47,14 +47,14 @@ def chat(
     values = sampling_values(sampling_options)
     if values.get("n", 1) != 1:
         raise UsageError("a chat has one answer to each turn: --n is for jaxinfer generate")
-    with open_llm(model_options, max_num_seqs=1) as llm:
+    with open_llm(model_options, max_seqs=1) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError(
                 f"{model_options.model} has no chat template, so it cannot chat: use jaxinfer generate, "
                 "or add a chat_template.jinja to its folder"
             )
         params = merge_params(llm.default_params, {**_length_of_answers(llm.default_params), **values})
-        session = ChatSession(llm.name, params, max_model_len(llm), system)
+        session = ChatSession(llm.name, params, llm.max_model_len, system)
         is_interactive = sys.stdin.isatty() and not as_json
         if is_interactive:
             return _converse(llm, session)

@@ -50,7 +50,7 @@ def demo(
     with waiting(f"loading {model}"):
         from jaxinfer.llm import LLM
 
-        llm = LLM(model, max_num_seqs=1)
+        llm = LLM(model, max_seqs=1)
     load_seconds = time.monotonic() - started
     with llm:
         params = merge_params(llm.default_params, values)

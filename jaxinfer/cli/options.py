@@ -55,7 +55,7 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    max_num_seqs: Annotated[
+    max_seqs: Annotated[
         int | None,
         typer.Option(min=1, help="Answers generated at once; default: 8.", metavar="N", rich_help_panel=_MODEL),
     ] = None
@@ -270,7 +270,7 @@ def open_llm(options: ModelOptions, **more: Any) -> "LLM":
     given = {
         "tokenizer": options.tokenizer,
         "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
+        "max_seqs": options.max_seqs,
         "revision": options.revision,
     }
     arguments = {**more, **{name: value for name, value in given.items() if value is not None}}
@@ -278,8 +278,3 @@ def open_llm(options: ModelOptions, **more: Any) -> "LLM":
         from jaxinfer.llm import LLM
 
         return LLM(options.model, dtype=options.dtype, **arguments)
-
-
-def max_model_len(llm: "LLM") -> int:
-    """Tokens that a prompt and its answer may have together."""
-    return llm.explain().to_dict()["cache"]["max_model_len"]

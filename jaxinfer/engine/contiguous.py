@@ -122,6 +122,8 @@ class ContiguousEngine:
             if holder is sequence:
                 self._state = contiguous_programs.deactivate(self._device_state()[0], np.int32(slot))
         self._end(sequence, reason, stop_reason)
+        if not self._waiting and not any(slot is not None for slot in self._slots):
+            self._in_flight.clear()  # nobody waits for what is still coming
 
     def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
         """Compiles what requests without taps need; returns how many programs. `progress` may wrap the iteration."""
@@ -138,6 +140,11 @@ class ContiguousEngine:
             self._state = contiguous_programs.deactivate(self._device_state()[0], np.int32(0))
         # prefill for every pair; score and score_processed for every chunk; decode and deactivate for every bucket.
         return len(pairs) + 2 * len(self.chunks) + 2 * len(self.options.slot_buckets)
+
+    @property
+    def num_warm_up_calls(self) -> int:
+        """How many steps `warm_up` has, for a progress bar."""
+        return len(self.options.slot_buckets) * len(self.chunks)
 
     def hidden_states(self, tokens: Sequence[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""

@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer import compilation_cache
-from jaxinfer.engine import programs
+from jaxinfer.engine import contiguous_programs, paged_programs, programs
 from jaxinfer.engine.contiguous import ContiguousEngine
+from jaxinfer.engine.paged import PagedEngine
 from pallas_kernels.flash_attention import explain
+from pallas_kernels.paged_attention import Choice, PagedSpec, choose, make_spec
+
+Engine = PagedEngine | ContiguousEngine
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,10 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
+def explain_engine(engine: Engine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
     """`model` and `sampling` are what the caller knows beyond the engine; they come first and last."""
-    config, options = engine.config, engine.options
+    config = engine.config
+    describe = _describe_paged(engine) if isinstance(engine, PagedEngine) else _describe_contiguous(engine)
     leaves = engine.weights
     device = next(iter(leaves[0].devices()))
     rope = {"rope": config.rope.kind, "rope theta": config.rope.theta}
@@ -50,29 +55,7 @@ def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: di
                 **rope,
                 "declared length": config.max_position_embeddings,
             },
-            "cache": {
-                "kind": "contiguous",
-                "dtype": str(engine.dtype),
-                "max_model_len": options.max_model_len,
-                "max_num_seqs": options.max_num_seqs,
-                "bytes per token": engine.cache_bytes() // (options.max_model_len * options.max_num_seqs),
-                "bytes at most": engine.cache_bytes(),
-                "slots allocated": engine.num_slots,
-            },
-            "programs": {
-                "prompt chunks": ", ".join(str(size) for size in engine.chunks),
-                "slot buckets": ", ".join(str(size) for size in options.slot_buckets),
-                "compiled in this process": ", ".join(
-                    f"{name} {getattr(programs, name)._cache_size()}" for name in ("prefill", "decode", "score")
-                ),
-                "steps per dispatch": options.steps_per_dispatch,
-                "compilation cache": str(compilation_cache.folder() or "off"),
-            },
-            "kernels": {
-                **_attention(engine),
-                "matrix products": f"XLA, {engine.dtype}"
-                + (", highest precision" if engine.dtype == "float32" else ""),
-            },
+            **describe,
             "device": {
                 "platform": device.platform,
                 "kind": device.device_kind,
@@ -83,19 +66,110 @@ def explain_engine(engine: ContiguousEngine, model: dict[str, Any], sampling: di
     )
 
 
-def _attention(engine: ContiguousEngine) -> dict[str, str]:
-    """The kernel of decode and of a prompt chunk, and why no other was taken."""
-    config, facts = engine.config, {}
-    rows = engine.options.slot_buckets[-1]
-    for name, batch, tokens in (("decode", rows, 1), ("prompt", 1, engine.chunks[-1])):
-        shape = (batch, tokens, config.num_heads, config.head_dim)
-        cached = (batch, engine.options.max_model_len, config.num_kv_heads, config.head_dim)
-        q, kv = (jax.ShapeDtypeStruct(dims, engine.dtype) for dims in (shape, cached))
-        lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        choice = explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths)
-        facts[f"{name} attention"] = f"flash_attention, {choice.implementation}"
-        facts |= {f"  {name} not {other}": reason for other, reason in choice.reasons.items() if other != "reference"}
-    return facts
+def _describe_paged(engine: PagedEngine) -> dict[str, dict[str, Any]]:
+    options, memory, page_size = engine.options, engine.memory, engine.page_size
+    slots, tokens = options.slot_buckets[-1], options.token_buckets[-1]
+    pages_per_sequence = -(-options.max_model_len // page_size)
+    kernels = {}
+    for name, num_tokens, longest in (("decode", slots, 1), ("prompt", tokens, tokens)):
+        spec = _paged_spec(engine, num_tokens, pages_per_sequence, longest, name == "prompt" and options.deterministic)
+        kernels |= _chosen(name, "paged_attention", choose(spec))
+    available = {} if memory.available is None else {"bytes available": memory.available}
+    return {
+        "cache": {
+            "kind": "paged",
+            "dtype": str(engine.dtype),
+            "max_model_len": options.max_model_len,
+            "max_seqs": options.max_seqs,
+            "page size": page_size,
+            "pages": memory.num_pages,
+            "tokens that fit": (memory.num_pages - 1) * page_size,
+            "bytes per page": memory.page_bytes,
+            "bytes": memory.pool_bytes,
+            "sampler bytes": memory.sampler,
+            "activation bytes (guess)": memory.activations,
+            **available,
+            "pages in use / idle": f"{engine.scheduler.pool.num_owned} / {engine.scheduler.pool.num_idle}",
+            "prefix cache": "on" if options.prefix_cache else "off",
+        },
+        "programs": {
+            "tokens of a step": ", ".join(str(size) for size in options.token_buckets),
+            "slots": ", ".join(str(size) for size in options.slot_buckets),
+            "prompt tokens of a step": options.chunk,
+            "steps per dispatch": 1 if options.deterministic else options.steps_per_dispatch,
+            "deterministic": options.deterministic,
+            **_compiled(paged_programs, ("step", "decode")),
+        },
+        "kernels": {**kernels, **_products(engine)},
+    }
+
+
+def _describe_contiguous(engine: ContiguousEngine) -> dict[str, dict[str, Any]]:
+    options = engine.options
+    kernels = {}
+    for name, batch, tokens in (("decode", options.slot_buckets[-1], 1), ("prompt", 1, engine.chunks[-1])):
+        kernels |= _chosen(name, "flash_attention", _contiguous_choice(engine, batch, tokens))
+    return {
+        "cache": {
+            "kind": "contiguous",
+            "dtype": str(engine.dtype),
+            "max_model_len": options.max_model_len,
+            "max_seqs": options.max_seqs,
+            "bytes per token": engine.cache_bytes() // (options.max_model_len * options.max_seqs),
+            "bytes at most": engine.cache_bytes(),
+            "slots allocated": engine.num_slots,
+        },
+        "programs": {
+            "prompt chunks": ", ".join(str(size) for size in engine.chunks),
+            "slot buckets": ", ".join(str(size) for size in options.slot_buckets),
+            "steps per dispatch": options.steps_per_dispatch,
+            **_compiled(contiguous_programs, ("prefill", "decode")),
+        },
+        "kernels": {**kernels, **_products(engine)},
+    }
+
+
+def _paged_spec(engine: PagedEngine, num_tokens: int, pages: int, longest: int, is_uniform: bool) -> PagedSpec:
+    config = engine.config
+    q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, config.head_dim), engine.dtype)
+    kv = jax.ShapeDtypeStruct((num_tokens, config.num_kv_heads, config.head_dim), engine.dtype)
+    table = jax.ShapeDtypeStruct((engine.options.max_seqs, pages), jnp.int32)
+    one_layer = engine.abstract_pages
+    return make_spec(q, kv, kv, one_layer, table, max_query_length=longest, is_uniform=is_uniform)
+
+
+def _contiguous_choice(engine: ContiguousEngine, batch: int, tokens: int) -> Choice:
+    config = engine.config
+    cached = (batch, engine.options.max_model_len, config.num_kv_heads, config.head_dim)
+    shape = (batch, tokens, config.num_heads, config.head_dim)
+    q, kv = (jax.ShapeDtypeStruct(dims, engine.dtype) for dims in (shape, cached))
+    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths)
+
+
+def _chosen(name: str, kernel: str, choice: Choice) -> dict[str, str]:
+    """The implementation, and why no other was taken."""
+    others = {f"  {name} not {other}": why for other, why in choice.reasons.items() if other != "reference"}
+    return {f"{name} attention": f"{kernel}, {choice.implementation}", **others}
+
+
+def num_compiled(module: Any, name: str) -> int:
+    """How many times this process has compiled a module's program, or found it in the compilation cache."""
+    return getattr(module, name)._cache_size()
+
+
+def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    counts = [f"{name} {num_compiled(module, name)}" for name in names]
+    counts.append(f"score {num_compiled(programs, 'score')}")
+    return {
+        "compiled in this process": ", ".join(counts),
+        "compilation cache": str(compilation_cache.folder() or "off"),
+    }
+
+
+def _products(engine: Engine) -> dict[str, str]:
+    precision = ", highest precision" if engine.dtype == "float32" else ""
+    return {"matrix products": f"XLA, {engine.dtype}{precision}"}
 
 
 def _readable(name: str, value: Any) -> str:

@@ -3,8 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
@@ -38,7 +37,8 @@ class PoolPlan:
     is_reduced: bool
 
     @property
-    def pool(self) -> int:
+    def pool_bytes(self) -> int:
+        """Bytes of all pages."""
         return self.num_pages * self.page_bytes
 
 
@@ -88,7 +88,7 @@ def plan_pool(
     return PoolPlan(pages, page_bytes, weights, sampler, activations, available, pages < wanted)
 
 
-def available_bytes(device: jax.Device) -> int | None:
+def available_bytes(device: Any) -> int | None:
     """Free bytes of a device; of a CPU, what the system says processes can have. None where nothing tells."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:

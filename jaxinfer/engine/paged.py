@@ -21,7 +21,7 @@ from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, 
 from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SampleOutput, SamplingParams, SamplingRow, make_batch, make_state
-from pallas_kernels.paged_attention import platform_layout
+from pallas_kernels.paged_attention import Pages, platform_layout
 
 MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
 COPIES = 8  # pages of one copy program
@@ -115,8 +115,13 @@ class PagedEngine:
             heapq.heappush(self._deadlines, (generation.deadline, next(self._numbers), generation))
 
     @property
+    def abstract_pages(self) -> Pages:
+        """Shapes and dtypes of one layer's pages."""
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._cache.layers[0])
+
+    @property
     def has_work(self) -> bool:
-        return bool(self._sequences or self._in_flight)
+        return bool(self._sequences)
 
     def step(self, max_steps: int | None = None) -> list[Generation]:
         """One turn: plan, send, read what was sent before. Returns who made progress.
@@ -149,12 +154,12 @@ class PagedEngine:
         self._scorer.stop(generation)
         generation.finish_reason, generation.stop_reason = reason, stop_reason
         generation.finished = time.monotonic()
+        if not self._sequences:
+            self._in_flight.clear()  # nobody waits for what is still coming
 
     def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
-        """Compiles every program, so that none compiles later; returns how many. Not while requests run.
-
-        `progress` may wrap the iteration over the programs.
-        """
+        """Compiles every program, so that none compiles later; returns how many. Raises RuntimeError while requests
+        run. `progress` may wrap the iteration over the calls."""
         if self.has_work:
             raise RuntimeError(f"warm_up while {len(self._sequences)} requests are unfinished")
         calls = self._warm_up_calls()
@@ -164,8 +169,8 @@ class PagedEngine:
         return len(calls)
 
     @property
-    def num_programs(self) -> int:
-        """How many `warm_up` compiles."""
+    def num_warm_up_calls(self) -> int:
+        """How many steps `warm_up` has, for a progress bar."""
         return len(self._warm_up_calls())
 
     def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:

@@ -1,9 +1,14 @@
 """A tiny random model whose greedy answers vary, shared by the engine's tests."""
 
+import sys
+from pathlib import Path
+
 import jax
 import pytest
 
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -26,9 +31,15 @@ def tiny():
     return TINY, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
 
 
+@pytest.fixture(scope="session", params=["paged", "contiguous"])
+def cache(request):
+    """What runs over either cache is tested over both."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def llm(tiny):
+def llm(tiny, cache):
     from jaxinfer import LLM
 
-    with LLM(tiny, max_num_seqs=4, seed=11) as llm:
+    with LLM(tiny, max_seqs=4, seed=11, cache=cache) as llm:
         yield llm

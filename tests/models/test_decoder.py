@@ -133,7 +133,7 @@ def test_no_module_and_no_variable_crosses_the_jit_of_a_serving_program(monkeypa
 
     for name in ("prefill", "decode", "score", "hidden_states"):
         monkeypatch.setattr(programs, name, watched(name, getattr(programs, name)))
-    with LLM((PLAIN, initialized(PLAIN)), max_model_len=16, max_num_seqs=1) as llm:
+    with LLM((PLAIN, initialized(PLAIN)), max_model_len=16, max_seqs=1) as llm:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2, prompt_logprobs=1), taps=["embed"])
     assert called == {"prefill", "decode", "score", "hidden_states"}
 

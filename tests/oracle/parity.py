@@ -63,7 +63,7 @@ def max_error(logits: jax.Array, expected: np.ndarray) -> float:
 
 @contextmanager
 def engine(config: ModelConfig, params: Params, variant: Variant) -> Iterator[LLM]:
-    with LLM((config, params), max_model_len=variant.max_model_len, max_num_seqs=4) as llm:
+    with LLM((config, params), max_model_len=variant.max_model_len, max_seqs=4) as llm:
         yield llm
 
 

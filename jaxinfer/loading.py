@@ -1,0 +1,121 @@
+"""From what a user names as a model to what an engine runs: configuration, parameters, tokenizer, defaults."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.data import embedded_path
+from jaxinfer.models import ModelConfig, Params, abstract_params
+from jaxinfer.sampling import SamplingParams, from_generation_config
+from jaxinfer.text import Tokenizer, TokenizerNotFoundError
+
+DEFAULT_MAX_MODEL_LEN = 4096
+LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """Attributes:
+    name: what the user called it. is_owned: whether the parameters were loaded here, and may be freed.
+    default_params: generation_config.json's; ignored_defaults: its settings that are not applied.
+    """
+
+    name: str
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    is_owned: bool
+    default_params: SamplingParams
+    ignored_defaults: Sequence[str]
+    eos_token_ids: tuple[int, ...]
+
+    def for_length(self, max_model_len: int | None) -> tuple["LoadedModel", int]:
+        """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
+
+        Raises ValueError for more than the model declares, unless its positions stretch.
+        """
+        allowed, rope = self.config.max_position_embeddings, self.config.rope
+        length = min(allowed, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
+        stretches = rope.kind in ("dynamic", "longrope")
+        if length > allowed and not stretches:
+            raise ValueError(f"max_model_len={length} is more than the {allowed} tokens the model declares")
+        if not stretches or rope.sequence_length is not None:
+            return self, length
+        return replace(self, config=replace(self.config, rope=replace(rope, sequence_length=length))), length
+
+
+def load_model(
+    model: str | Path | LiveModel,
+    *,
+    tokenizer: Tokenizer | str | Path | None = None,
+    dtype: str = "auto",
+    revision: str | None = None,
+) -> LoadedModel:
+    """Loads a folder, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
+
+    Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
+    generation_config settings that are not applied.
+    """
+    generation_config, eos_ids, is_owned = {}, set(), not isinstance(model, tuple)
+    if isinstance(model, tuple):
+        name = "live parameters"
+        config, params, own_tokenizer = _check_live(model, dtype)
+    else:
+        import checkpoints_convert
+
+        name = str(model)
+        path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
+        if dtype == "auto" and jax.default_backend() == "cpu":
+            dtype = "float32"
+        config, params = checkpoints_convert.load(path, dtype=dtype)
+        own_tokenizer = _tokenizer_of(path)
+        generation_config = checkpoints_convert.generation_config(path)
+        eos_ids |= set(checkpoints_convert.eos_token_ids(path))
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = Tokenizer.from_dir(tokenizer)
+    tokenizer = tokenizer or own_tokenizer
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos_ids.add(tokenizer.eos_token_id)
+    defaults = from_generation_config(generation_config)
+    if defaults.ignored:
+        warnings.warn(
+            f"{name}: generation_config.json asks for {', '.join(defaults.ignored)}, which is not applied",
+            stacklevel=3,
+        )
+    eos_ids |= set(defaults.eos_token_ids)
+    return LoadedModel(
+        name, config, params, tokenizer, is_owned, defaults.params, defaults.ignored, tuple(sorted(eos_ids))
+    )
+
+
+def _tokenizer_of(path: Path) -> Tokenizer | None:
+    try:
+        return Tokenizer.from_dir(path)
+    except TokenizerNotFoundError:
+        return None
+
+
+def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenizer | None]:
+    if len(model) not in (2, 3) or not isinstance(model[0], ModelConfig):
+        raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
+    config, params = model[0], model[1]
+    wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
+    given = jax.tree.map(jnp.shape, params)
+    if wanted != given:
+        flat = dict(jax.tree_util.tree_leaves_with_path(wanted, is_leaf=lambda x: isinstance(x, tuple)))
+        other = dict(jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda x: isinstance(x, tuple)))
+        path = next(path for path in [*flat, *other] if flat.get(path) != other.get(path))
+        raise ValueError(
+            f"params do not fit the config at {jax.tree_util.keystr(path)}: "
+            f"shape {other.get(path, 'missing')}, the config makes it {flat.get(path, 'absent')}"
+        )
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    if len(dtypes) != 1:
+        raise ValueError(f"params mix dtypes {', '.join(sorted(str(dtype) for dtype in dtypes))}: cast them to one")
+    if dtype not in ("auto", str(next(iter(dtypes)))):
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return config, params, model[2] if len(model) == 3 else None
