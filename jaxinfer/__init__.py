@@ -7,8 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.engine.output import StreamDelta
     from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score
-    from jaxinfer.llm import LLM, StreamDelta
+    from jaxinfer.llm import LLM
     from jaxinfer.models import ModelConfig, RopeConfig
     from jaxinfer.sampling import SamplingParams
     from jaxinfer.text import Tokenizer
@@ -17,7 +19,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "jaxinfer.llm",
-    "StreamDelta": "jaxinfer.llm",
+    "AsyncEngine": "jaxinfer.async_engine",
+    "StreamDelta": "jaxinfer.engine.output",
     "SamplingParams": "jaxinfer.sampling",
     "CompletionOutput": "jaxinfer.engine.request",
     "Logprob": "jaxinfer.engine.request",
@@ -31,6 +34,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "Logprob",
     "ModelConfig",

@@ -5,7 +5,7 @@ import difflib
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from jaxinfer import compilation_cache
 from jaxinfer.engine.contiguous import ContiguousEngine, ContiguousOptions
 from jaxinfer.engine.explanation import Explanation, explain_engine
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.output import AnswerText
+from jaxinfer.engine.output import AnswerText, StreamDelta
 from jaxinfer.engine.paged import PagedEngine
-from jaxinfer.engine.processor import Prompt, Request, RequestProcessor, Terms
+from jaxinfer.engine.processor import NO_TERMS, Prompt, Request, RequestProcessor, Terms
 from jaxinfer.engine.request import Generation, RequestOutput, Score
 from jaxinfer.loading import LiveModel, load_model
 from jaxinfer.models import check_taps
@@ -29,23 +29,6 @@ from jaxinfer.text import Tokenizer
 Engine = PagedEngine | ContiguousEngine
 # Answers at once, unless told: on a CPU more of them would wait for its few cores.
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64
-PAGED_ONLY = ("page_size", "num_pages", "memory_fraction", "prefill_chunk", "deterministic", "prefix_cache")
-
-
-@dataclass(frozen=True)
-class StreamDelta:
-    """What was added to one answer.
-
-    Attributes:
-      index: the answer's number among the request's n. text, token_ids: what is new.
-      output: the whole request, in the last delta only.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    output: RequestOutput | None = None
 
 
 class LLM:
@@ -73,6 +56,7 @@ class LLM:
       prefill_chunk: prompt tokens that one step computes beside the decoding answers; by default 512.
       deterministic: log-probabilities keep every bit whatever else runs and however prompts are cut. Slower.
       prefix_cache: reuse the cached beginnings of earlier prompts and answers.
+      max_waiting: answers that may wait for their turn, None for any number; beyond it, QueueFullError.
 
     Raises:
       TypeError: an unknown argument, with the nearest known name. ValueError: an option out of range.
@@ -98,6 +82,7 @@ class LLM:
         prefill_chunk: int | None = None,
         deterministic: bool = False,
         prefix_cache: bool = True,
+        max_waiting: int | None = None,
         **unknown: Any,
     ):
         _refuse_unknown(unknown, type(self).__init__)
@@ -130,6 +115,7 @@ class LLM:
                 "prefill_chunk": prefill_chunk,
                 "deterministic": deterministic,
                 "prefix_cache": prefix_cache,
+                "max_waiting": max_waiting,
             },
         )
 
@@ -171,7 +157,7 @@ class LLM:
         Raises:
           ValueError: any prompt or parameter that cannot be served, with its number; nothing is generated then.
         """
-        engine = self._open_engine()
+        engine = self.engine
         prompts = _as_list(prompts)
         taps = check_taps(self.config, taps)
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
@@ -183,18 +169,18 @@ class LLM:
             if len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts")
         requests = [
-            self._request(prompt, one, Terms(its_priority, timeout, cache_salt), number)
+            self.prepare(prompt, one, Terms(its_priority, timeout, cache_salt), what=f"prompt {number}")
             for number, (prompt, one, its_priority) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
         ]
-        for request in requests:
-            _add(engine, request)
         try:
+            for request in requests:
+                self.submit(request)
             with _progress_bar(sum(len(request.answers) for request in requests), "answer", use_tqdm) as bar:
-                self._run(engine, requests, bar)
+                self._run(requests, bar)
         except BaseException:
-            self._abort(engine, requests)
+            self._abort(requests)
             raise
-        outputs = [self._processor.output(request) for request in requests]
+        outputs = [self.output_of(request) for request in requests]
         if taps:
             outputs = [
                 replace(
@@ -235,10 +221,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
-        engine = self._open_engine()
-        request = self._processor.request(prompt, params or self.default_params)
-        self._check_fits(request)
-        return self._stream(engine, request)
+        return self._stream(self.prepare(prompt, params))
 
     def score(
         self,
@@ -253,7 +236,7 @@ class LLM:
         Prompt and continuation are tokenized apart; give token ids to choose the split yourself. Memory does not grow
         with length times vocabulary: logits exist for a few positions at a time.
         """
-        engine = self._open_engine()
+        engine = self.engine
         pairs = zip(_as_list(prompts), _as_list(continuations), strict=True)
         generations = [
             self._processor.scored(prompt, continuation, params or SamplingParams(), what=f"pair {number}")
@@ -276,7 +259,7 @@ class LLM:
 
         Only hidden states are left out: each choice of taps and length is a program of its own.
         """
-        engine = self._open_engine()
+        engine = self.engine
         disable = None if use_tqdm is None else not use_tqdm
         total = engine.num_warm_up_calls
         return engine.warm_up(lambda calls: tqdm(calls, total=total, desc="compile", disable=disable))
@@ -287,7 +270,7 @@ class LLM:
         defaults = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
         changed = {name: value for name, value in vars(self.default_params).items() if value != defaults.get(name)}
         return explain_engine(
-            self._open_engine(),
+            self.engine,
             model={"name": self.name, "tokenizer": tokenizer},
             sampling={
                 "seed": self.seed,
@@ -314,64 +297,87 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # Requests.
+    # One request, step by step, for those who run the engine themselves.
 
-    def _request(self, prompt: Prompt, params: SamplingParams, terms: Terms, number: int) -> Request:
-        request = self._processor.request(prompt, params, terms, what=f"prompt {number}")
-        self._check_fits(request, f"prompt {number}: ")
-        return request
-
-    def _check_fits(self, request: Request, where: str = "") -> None:
-        engine, first = self._open_engine(), request.generations[0]
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, terms: Terms = NO_TERMS, *, what: str = "the prompt"
+    ) -> Request:
+        """A request that was checked: it can be served, some time."""
+        request = self._processor.request(prompt, params or self.default_params, terms, what=what)
+        engine, first = self.engine, request.generations[0]
         if isinstance(engine, PagedEngine):
             try:
                 engine.check_fits(len(first.prompt), first.max_tokens)
             except ValueError as error:
-                raise type(error)(f"{where}{error}") from None
+                raise type(error)(f"{what}: {error}") from None
+        return request
 
-    def _open_engine(self) -> Engine:
+    def submit(self, request: Request) -> None:
+        """Queues all answers of a request, or none where the queue is full (QueueFullError)."""
+        try:
+            for generation in request.generations:
+                self.engine.add(generation)
+        except BaseException:
+            self._abort([request])
+            raise
+
+    def advance(self, answer: AnswerText) -> tuple[str, list[int]]:
+        """An answer's new text and tokens; a stop string in the text ends it."""
+        delta, tokens, matched = answer.read()
+        if matched is not None:
+            self.engine.finish(answer.generation, "stop", matched)
+            answer.generation.finish_reason, answer.generation.stop_reason = "stop", matched
+        return delta, tokens
+
+    def output_of(self, request: Request) -> RequestOutput:
+        """The request as it stands."""
+        return self._processor.output(request)
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the requests. Raises RuntimeError once closed."""
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
         return self._engine
 
     # Running.
 
-    def _run(self, engine: Engine, requests: list[Request], bar: tqdm) -> None:
+    def _run(self, requests: list[Request], bar: tqdm) -> None:
         running = {answer.generation: answer for request in requests for answer in request.answers}
         num_tokens = 0
         while running:
-            for generation in engine.step():
+            for generation in self.engine.step():
                 if generation not in running:
                     continue
-                num_tokens += len(_advance(engine, running[generation])[1])
+                num_tokens += len(self.advance(running[generation])[1])
                 if generation.finish_reason is not None:
                     del running[generation]
                     bar.update()
                     elapsed = bar.format_dict["elapsed"] or 1e-9
                     bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
 
-    def _stream(self, engine: Engine, request: Request) -> Iterator[StreamDelta]:
-        _add(engine, request)
+    def _stream(self, request: Request) -> Iterator[StreamDelta]:
+        self.submit(request)
         running = list(request.answers)
         try:
             while running:
-                engine.step(max_steps=1)
+                self.engine.step(max_steps=1)
                 # Not what the step returns: another stream of this model may have advanced these answers meanwhile.
                 for answer in list(running):
-                    delta, tokens = _advance(engine, answer)
+                    delta, tokens = self.advance(answer)
                     reason = answer.generation.finish_reason
                     if reason is not None:
                         running.remove(answer)
                     if delta or tokens or reason is not None:
-                        output = None if running else self._processor.output(request)
+                        output = None if running else self.output_of(request)
                         yield StreamDelta(answer.index, delta, tokens, reason, output)
         finally:
-            self._abort(engine, [request])
+            self._abort([request])
 
-    def _abort(self, engine: Engine, requests: list[Request]) -> None:
+    def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             for generation in request.generations:
-                engine.finish(generation, "abort")
+                self.engine.finish(generation, "abort")
 
 
 def _score(generation: Generation) -> Score:
@@ -387,20 +393,6 @@ def _score(generation: Generation) -> Score:
         processed=generation.processed_logprobs,
         is_greedy=all(pair.rank == 1 for pair in pairs),
     )
-
-
-def _add(engine: Engine, request: Request) -> None:
-    for generation in request.generations:
-        engine.add(generation)
-
-
-def _advance(engine: Engine, answer: AnswerText) -> tuple[str, list[int]]:
-    """Reads an answer's new text; a stop string in it ends the generation."""
-    delta, tokens, matched = answer.read()
-    if matched is not None:
-        engine.finish(answer.generation, "stop", matched)
-        answer.generation.finish_reason, answer.generation.stop_reason = "stop", matched
-    return delta, tokens
 
 
 def _progress_bar(total: int, unit: str, use_tqdm: bool | None) -> tqdm:

@@ -229,8 +229,10 @@ def test_a_bad_prompt_among_good_ones_starts_nothing(llm):
 def test_unknown_arguments_are_refused_with_the_nearest_name(model):
     with pytest.raises(TypeError, match="'max_model_length'; did you mean 'max_model_len'"):
         LLM(model, max_model_length=5)
-    with pytest.raises(ValueError, match="cache='paged'"):
-        LLM(model, cache="paged")
+    with pytest.raises(ValueError, match="cache='rings' is neither"):
+        LLM(model, cache="rings")
+    with pytest.raises(ValueError, match="page_size=64 is for cache='paged' only"):
+        LLM(model, cache="contiguous", page_size=64)
     with pytest.raises(ValueError, match="more than the 128 tokens"):
         LLM(model, max_model_len=4096)
 

@@ -1,7 +1,29 @@
 """From tokens to text: one answer's detokenizer and stop strings, and the records that callers get."""
 
-from jaxinfer.engine.request import CompletionOutput, Generation, RequestTimings
+from dataclasses import dataclass, replace
+
+from jaxinfer.engine.request import CompletionOutput, Generation, RequestOutput, RequestTimings
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, Tokenizer
+
+
+@dataclass(frozen=True)
+class StreamDelta:
+    """What was added to one answer.
+
+    Attributes:
+      index: the answer's number among the request's n. text, token_ids: what is new.
+      output: the whole request, in the last delta only.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
+
+    def merged(self, later: "StreamDelta") -> "StreamDelta":
+        """This delta and the answer's next one in one."""
+        return replace(later, text=self.text + later.text, token_ids=[*self.token_ids, *later.token_ids])
 
 
 class AnswerText:

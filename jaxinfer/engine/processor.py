@@ -65,6 +65,9 @@ class Terms:
             raise ValueError(f"cache_salt must be a text, got {self.cache_salt!r}")
 
 
+NO_TERMS = Terms()
+
+
 class RequestProcessor:
     """Checks and tokenizes requests for one model.
 
@@ -87,7 +90,7 @@ class RequestProcessor:
         self._numbers = itertools.count()
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, terms: Terms = Terms(), *, what: str = "the prompt"
+        self, prompt: Prompt, params: SamplingParams, terms: Terms = NO_TERMS, *, what: str = "the prompt"
     ) -> Request:
         """A request ready for an engine."""
         if not isinstance(params, SamplingParams):

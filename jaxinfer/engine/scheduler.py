@@ -36,8 +36,8 @@ class SchedulerOptions:
     """Attributes:
     num_pages, page_size: the pool, null page included, and tokens of a page. max_seqs: sequences that run at once.
     prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
-    max_waiting: sequences that may wait, None for any number. reuses_prefixes: whether pages of finished work are
-      kept and found again. shuffle_seed: orders the pages at random (for tests).
+    max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
+      work are kept and found again. shuffle_seed: orders the pages at random (for tests).
     """
 
     num_pages: int
@@ -197,8 +197,11 @@ class Scheduler:
         """Queues a sequence. Raises RequestTooLargeError, or QueueFullError when max_waiting sequences wait."""
         self.check_fits(sequence.num_prompt, sequence.max_tokens)
         limit = self.options.max_waiting
-        if limit is not None and len(self.waiting) >= limit:
-            raise QueueFullError(f"{len(self.waiting)} requests wait already, the limit is max_waiting={limit}")
+        num_waiting = len(self.waiting) - len(
+            self._free_slots
+        )  # those for whom a slot is free go on with the next step
+        if limit is not None and num_waiting >= limit:
+            raise QueueFullError(f"{num_waiting} requests wait already, the limit is max_waiting={limit}")
         sequence.arrival = next(self._arrivals)
         self.counters.num_added += 1
         self.counters.prompt_tokens += sequence.num_prompt

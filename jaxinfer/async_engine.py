@@ -1,0 +1,229 @@
+"""Many clients, one engine: requests as async iterators over an engine that runs in a thread of its own."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.engine.output import AnswerText, StreamDelta
+from jaxinfer.engine.processor import Prompt, Request, Terms
+from jaxinfer.engine.request import Generation, RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.loading import LiveModel
+from jaxinfer.sampling import SamplingParams
+
+MAX_PENDING_BYTES = 2**20  # that a reader may be behind
+TOKEN_BYTES = 8  # of a token id on its way to a reader
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's thread has ended: by `close`, or by the error that is this one's cause."""
+
+
+class AsyncEngine:
+    """Serves many requests at once from one event loop or several.
+
+    Args:
+      model, options: as for `LLM`. `max_waiting` bounds the queue (default 1,024): a request beyond it raises
+        QueueFullError. `steps_per_dispatch` is 1 by default, so that tokens come one by one.
+
+    Close it, or use it in `async with`: running requests then end with finish_reason "abort".
+    """
+
+    def __init__(self, model: str | Path | LiveModel, **options: Any):
+        self.llm = LLM(model, **{"max_waiting": 1024, "steps_per_dispatch": 1, **options})
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Who reads what; touched by the engine's thread only.
+        self._readers: dict[Generation, tuple[AnswerText, _Reader]] = {}
+        self._death: BaseException | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()  # of being closed against commands that still come
+        self._thread = threading.Thread(target=self._run, name="jaxinfer engine", daemon=True)
+        self._thread.start()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout: float | None = None,
+        cache_salt: str = "",
+    ) -> AsyncIterator[StreamDelta]:
+        """Yields what is added to the request's answers; the last delta has the whole output.
+
+        A reader who is slow gets several tokens in one delta; one who is 1 MiB behind is aborted. Leaving the loop
+        early, or cancelling the task, aborts the request and frees what it holds.
+
+        Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
+        where the engine is closed or has failed.
+        """
+        terms = Terms(priority, timeout, cache_salt)
+        self._check_alive()
+        # Not in the event loop: a long text takes a while to tokenize.
+        request = await asyncio.to_thread(self.llm.prepare, prompt, params, terms)
+        reader = _Reader(request, asyncio.get_running_loop())
+        self._send(lambda: self._add(reader))
+        try:
+            while True:
+                for delta in await reader.read():
+                    yield delta
+                    if delta.output is not None:
+                        return
+        finally:
+            if not reader.is_done:
+                self._send_quietly(lambda: self._abort(reader, "its reader has left"))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+        return self._death is None and not self._is_closed
+
+    async def close(self) -> None:
+        """Aborts what runs, ends the thread, frees the memory. Closing twice is harmless."""
+        with self._lock:
+            is_first, self._is_closed = not self._is_closed, True
+        if is_first:
+            self._commands.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> "AsyncEngine":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    def _send(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            self._check_alive()
+            self._commands.put(command)
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the engine has failed: {self._death}") from self._death
+        if self._is_closed:
+            raise EngineDeadError("the engine is closed")
+
+    def _send_quietly(self, command: Callable[[], None]) -> None:
+        with self._lock:
+            if self.is_alive:
+                self._commands.put(command)
+
+    # In the engine's thread.
+
+    def _run(self) -> None:
+        engine = self.llm.engine
+        try:
+            while True:
+                # Without work, wait for a command; with work, take those that have come.
+                is_blocking = not engine.has_work
+                while is_blocking or not self._commands.empty():
+                    command = self._commands.get()
+                    if command is None:
+                        return
+                    command()
+                    is_blocking = not engine.has_work
+                for generation in engine.step():
+                    self._deliver(generation)
+        except BaseException as error:  # whatever it is, the readers must not wait for ever
+            self._death = error
+        finally:
+            self._end()
+
+    def _add(self, reader: "_Reader") -> None:
+        try:
+            self.llm.submit(reader.request)
+        except (ValueError, RuntimeError) as error:  # this request's own: the others go on
+            reader.fail(error)
+            return
+        self._readers |= {answer.generation: (answer, reader) for answer in reader.request.answers}
+
+    def _deliver(self, generation: Generation) -> None:
+        if generation not in self._readers:
+            return
+        answer, reader = self._readers[generation]
+        text, tokens = self.llm.advance(answer)
+        reason = generation.finish_reason
+        if reason is not None:
+            del self._readers[generation]
+        if text or tokens or reason is not None:
+            reader.put(StreamDelta(answer.index, text, tokens, reason, self._output(reader)))
+        if (behind := reader.num_pending_bytes) > MAX_PENDING_BYTES:
+            self._abort(reader, f"its reader is {behind:,} bytes behind, {MAX_PENDING_BYTES:,} are allowed")
+
+    def _abort(self, reader: "_Reader", why: str) -> None:
+        for answer in reader.request.answers:
+            if self._readers.pop(answer.generation, None) is not None:
+                answer.generation.error = why
+                self.llm.engine.finish(answer.generation, "abort")
+                reader.put(StreamDelta(answer.index, "", [], "abort", self._output(reader)))
+
+    def _output(self, reader: "_Reader") -> RequestOutput | None:
+        return self.llm.output_of(reader.request) if reader.request.is_finished else None
+
+    def _end(self) -> None:
+        """Nobody waits any more, and no command is left unanswered."""
+        with self._lock:
+            self._is_closed = True
+        while not self._commands.empty():
+            command = self._commands.get()
+            if command is not None:
+                command()
+        for _, reader in list(self._readers.values()):
+            if self._death is None:
+                self._abort(reader, "the engine was closed")
+            else:
+                error = EngineDeadError(f"the engine has failed: {self._death}")
+                error.__cause__ = self._death
+                reader.fail(error)
+        self._readers.clear()
+        self.llm.close()
+
+
+class _Reader:
+    """One request's deltas between the engine's thread, which puts, and an event loop, which reads.
+
+    What a slow reader has not taken is merged, one delta for each answer.
+    """
+
+    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
+        self.request = request
+        self.is_done = False
+        self._loop, self._arrived = loop, asyncio.Event()
+        self._lock = threading.Lock()
+        self._pending: dict[int, StreamDelta] = {}
+        self._error: BaseException | None = None
+        self.num_pending_bytes = 0
+
+    def put(self, delta: StreamDelta) -> None:
+        with self._lock:
+            earlier = self._pending.pop(delta.index, None)
+            merged = delta if earlier is None else earlier.merged(delta)
+            self._pending[delta.index] = merged
+            self.num_pending_bytes += len(delta.text.encode()) + TOKEN_BYTES * len(delta.token_ids)
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
+        self._wake()
+
+    async def read(self) -> list[StreamDelta]:
+        """Waits for something new; raises what the request failed with."""
+        await self._arrived.wait()
+        with self._lock:
+            self._arrived.clear()
+            deltas, self._pending, self.num_pending_bytes = list(self._pending.values()), {}, 0
+            error = self._error
+        self.is_done = error is not None or any(delta.output is not None for delta in deltas)
+        if error is not None:
+            raise error
+        # The one with the whole output is the last.
+        return sorted(deltas, key=lambda delta: delta.output is not None)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
+            self._loop.call_soon_threadsafe(self._arrived.set)
