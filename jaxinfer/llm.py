@@ -6,10 +6,10 @@ import inspect
 import itertools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,11 @@ from jaxinfer.sampling import (
 )
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError
 
+if TYPE_CHECKING:
+    from jaxinfer.batch import BatchSummary
+
 DEFAULT_MAX_MODEL_LEN = 4096
+Key = TypeVar("Key")
 Prompt = str | Sequence[int]
 LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
 
@@ -220,6 +224,58 @@ class LLM:
         answers = self._requests([(text, ids)], params)[0]
         return self._stream(engine, text, ids, answers)
 
+    def generate_each(
+        self, requests: Iterable[tuple[Key, Prompt, SamplingParams]], *, max_queued: int | None = None
+    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
+        """Answers to a stream of requests, in the order in which they finish.
+
+        Args:
+          requests: a key that you choose, a prompt and its parameters; taken only as there is room for them.
+          max_queued: answers that wait or run at once; by default 2 * max_num_seqs + 4.
+
+        Yields the key with the output, or with the ValueError for which the request was refused; the others go on.
+        Closing the iterator aborts what runs.
+        """
+        engine = self._open_engine()
+        limit = 2 * engine.options.max_num_seqs + 4 if max_queued is None else max_queued
+        if limit < 1:
+            raise ValueError(f"max_queued must be at least 1, got {limit}")
+        return self._generate_each(engine, iter(requests), limit)
+
+    def generate_file(
+        self,
+        path_in: str | Path,
+        path_out: str | Path,
+        *,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        errors: str | Path | None = None,
+        resume: bool = True,
+        overwrite: bool = False,
+        retry_errors: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> "BatchSummary":
+        """Serves a file of requests, one JSON object a line, and writes each answer as it finishes.
+
+        A line is `{"prompt": ..., "temperature": ..., ...}`, the same with "messages", or OpenAI's batch form:
+        "custom_id", "url" and "body". Killed at any point, the same call goes on where it was, and every row has the
+        tokens that it would have had. See docs/batch.md.
+
+        Args:
+          params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.
+          errors: where rows that fail go; by default beside path_out: OUT.errors.jsonl.
+          resume: go on where earlier results end; False refuses them. overwrite: drop them and start anew.
+          retry_errors: try rows again that failed in an earlier run.
+
+        Raises:
+          BatchError: two rows with one custom_id; results of another job; files that another process writes.
+          BatchWriteError: the disk is full, or the like; what was written stays and can be resumed.
+        """
+        from jaxinfer.batch import open_job
+
+        options = {"errors": errors, "resume": resume, "overwrite": overwrite, "retry_errors": retry_errors}
+        with open_job(path_in, path_out, **options) as job:
+            return job.run(self, params, use_tqdm=use_tqdm)
+
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -243,7 +299,7 @@ class LLM:
             if not ids or not more:
                 raise ValueError(f"pair {number}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
             row = self._row(params, seed=0)
-            self._check_length(number, len(ids) + len(more), 1)
+            self._check_length(f"prompt {number}", len(ids) + len(more), 1)
             sequences.append(Generation([*ids, *more], row, max_tokens=1, score_from=len(ids)))
         for sequence in sequences:
             engine.add(sequence)
@@ -280,6 +336,15 @@ class LLM:
             },
         )
 
+    def fingerprint(self) -> str:
+        """SHA-256 of what answers depend on besides the request: configuration, parameters, tokenizer, length.
+
+        Of the parameters it takes names, shapes, dtypes and a few values of each, not all bytes.
+        """
+        from jaxinfer.batch.identity import model_fingerprint
+
+        return model_fingerprint(self, self._open_engine().options.max_model_len)
+
     def close(self) -> None:
         """Frees the device memory of cache and parameters now; live parameters stay. Closing twice is harmless."""
         engine, self._engine = self._engine, None
@@ -309,25 +374,29 @@ class LLM:
             per_prompt = list(params)
             if len(per_prompt) != len(prompts):
                 raise ValueError(f"{len(per_prompt)} sampling parameters for {len(prompts)} prompts")
-        requests = []
-        for number, ((_, ids), one) in enumerate(zip(prompts, per_prompt, strict=True)):
-            if not isinstance(one, SamplingParams):
-                raise TypeError(f"prompt {number}: params must be SamplingParams, got {type(one).__name__}")
-            if one.stop and self.tokenizer is None:
-                raise ValueError(f"prompt {number}: stop strings need a tokenizer; use stop_token_ids")
-            max_tokens = one.max_tokens
-            if max_tokens is None:
-                max_tokens = max(self._open_engine().options.max_model_len - len(ids), 1)
-            self._check_length(number, len(ids), max_tokens)
-            seed = one.seed
-            if seed is None:
-                seed = 0 if one.is_greedy else derive_seed(self.seed, next(self._request_numbers))
-            answers = []
-            for index in range(one.n):
-                generation = Generation(ids, self._row(one, sample_seed(seed, index)), max_tokens)
-                answers.append(AnswerText(generation, index, self.tokenizer))
-            requests.append(answers)
-        return requests
+        return [
+            self._request(f"prompt {number}", ids, one)
+            for number, ((_, ids), one) in enumerate(zip(prompts, per_prompt, strict=True))
+        ]
+
+    def _request(self, where: str, ids: list[int], params: SamplingParams) -> list[AnswerText]:
+        """The answers that one prompt asks for; `where` names it in errors."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{where}: params must be SamplingParams, got {type(params).__name__}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"{where}: stop strings need a tokenizer; use stop_token_ids")
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(self._open_engine().options.max_model_len - len(ids), 1)
+        self._check_length(where, len(ids), max_tokens)
+        seed = params.seed
+        if seed is None:
+            seed = 0 if params.is_greedy else derive_seed(self.seed, next(self._request_numbers))
+        answers = []
+        for index in range(params.n):
+            generation = Generation(ids, self._row(params, sample_seed(seed, index)), max_tokens)
+            answers.append(AnswerText(generation, index, self.tokenizer))
+        return answers
 
     def _row(self, params: SamplingParams, seed: int) -> SamplingRow:
         engine = self._open_engine()
@@ -341,13 +410,13 @@ class LLM:
             make_batch([row], self.config.vocab_size)  # raises here rather than among running requests
         return row
 
-    def _check_length(self, number: int, num_prompt: int, max_tokens: int) -> None:
+    def _check_length(self, where: str, num_prompt: int, max_tokens: int) -> None:
         limit = self._open_engine().options.max_model_len
         if num_prompt == 0:
-            raise ValueError(f"prompt {number} is empty: it needs at least 1 token")
+            raise ValueError(f"{where} is empty: it needs at least 1 token")
         if num_prompt + max_tokens > limit:
             raise ValueError(
-                f"prompt {number}: {num_prompt} prompt tokens and max_tokens={max_tokens} make "
+                f"{where}: {num_prompt} prompt tokens and max_tokens={max_tokens} make "
                 f"{num_prompt + max_tokens}, but max_model_len={limit} "
                 f"(the model allows {self.config.max_position_embeddings})"
             )
@@ -386,6 +455,40 @@ class LLM:
                     bar.update()
                     elapsed = bar.format_dict["elapsed"] or 1e-9
                     bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+
+    def _generate_each(
+        self, engine: ContiguousEngine, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
+    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
+        running: dict[int, _Running] = {}  # by the id of each generation
+        try:
+            while True:
+                while len(running) < limit and (request := next(requests, None)) is not None:
+                    key, prompt, params = request
+                    try:
+                        text, ids = self._tokenize(prompt)
+                        answers = self._request("the prompt", ids, params)
+                    except ValueError as error:
+                        yield key, error
+                        continue
+                    one = _Running(key, text, ids, answers, len(answers))
+                    for answer in answers:
+                        running[id(answer.generation)] = one
+                        engine.add(answer.generation)
+                if not running:
+                    return
+                for generation in engine.step():
+                    one = running.get(id(generation))
+                    if one is None:
+                        continue
+                    _advance(engine, next(answer for answer in one.answers if answer.generation is generation))
+                    if generation.finish_reason is None:
+                        continue
+                    del running[id(generation)]
+                    one.num_left -= 1
+                    if one.num_left == 0:
+                        yield one.key, self._output(one.text, one.ids, one.answers)
+        finally:
+            self._abort(engine, [one.answers for one in running.values()])
 
     def _stream(
         self, engine: ContiguousEngine, text: str | None, ids: list[int], answers: list[AnswerText]
@@ -454,6 +557,17 @@ class LLM:
 
 
 _REQUEST_IDS = itertools.count()
+
+
+@dataclass
+class _Running:
+    """A request of `generate_each` with answers that have not ended."""
+
+    key: Any
+    text: str | None
+    ids: list[int]
+    answers: list[AnswerText]
+    num_left: int
 
 
 @dataclass(frozen=True)
