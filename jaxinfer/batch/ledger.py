@@ -108,11 +108,11 @@ class Ledger:
 
     def close(self) -> None:
         """Syncs as far as can be, and unlocks. Files that were only made to be locked go again."""
-        with contextlib.suppress(BatchWriteError):
-            self.sync()
-        for file in reversed(self._files):
-            file.close(keep_if_empty=self._has_begun and file is self._files[0])
-        self._files = []
+        with contextlib.ExitStack() as closing:
+            for file in self._files:
+                closing.callback(file.close, keep_if_empty=self._has_begun and file is self._files[0])
+            with contextlib.suppress(BatchWriteError):
+                self.sync()
 
     def relative_errors(self) -> str:
         """Where the errors are, from where the results are."""

@@ -112,11 +112,13 @@ class ResultsFile:
         """Lets go of the file; closing twice is harmless."""
         if self._fd < 0:
             return
-        if not keep_if_empty and self.is_empty:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
-        os.close(self._fd)
-        self._fd = -1
+        try:
+            if not keep_if_empty and self.is_empty:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
+        finally:
+            os.close(self._fd)
+            self._fd = -1
 
     def _size(self) -> int:
         return os.fstat(self._fd).st_size
