@@ -1,4 +1,6 @@
-"""Requests as a stream: taken as there is room, answered as they end."""
+"""Requests as a stream: taken as there is room, answered as they end; and as a file."""
+
+import json
 
 import jax
 import pytest
@@ -121,3 +123,17 @@ def test_fingerprints_tell_models_apart(llm, params):
         changed = [*leaves]
         changed[index] = leaf.at[(0,) * leaf.ndim].add(0.5)
         assert fingerprint(structure.unflatten(changed)) != same
+
+
+def test_a_file_is_served_and_resumed(llm, tmp_path):
+    path_in, path_out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path_in.write_text("".join(json.dumps({"prompt": [1 + n, 2], "n": 2}) + "\n" for n in range(6)))
+    summary = llm.generate_file(path_in, path_out, params={"max_tokens": 7, "ignore_eos": True}, use_tqdm=False)
+    assert (summary.ok, summary.failed, summary.output_tokens) == (6, 0, 6 * 2 * 7)
+    whole = sorted(path_out.read_text().splitlines())
+    path_out.write_text("".join(path_out.read_text().splitlines(keepends=True)[:2]) + "torn")
+    with pytest.raises(ValueError, match=r"max_tokens \(was 7, is 8\)"):
+        llm.generate_file(path_in, path_out, params={"max_tokens": 8, "ignore_eos": True})
+    summary = llm.generate_file(path_in, path_out, params={"max_tokens": 7, "ignore_eos": True}, use_tqdm=False)
+    assert (summary.ok, summary.resumed) == (6, 2)
+    assert sorted(path_out.read_text().splitlines()) == whole

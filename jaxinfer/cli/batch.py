@@ -1,6 +1,5 @@
 """`jaxinfer batch`: a file of requests in, a file of answers out."""
 
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +50,8 @@ def batch(
 
     A line of IN is OpenAI's batch form, with custom_id, url (/v1/chat/completions or /v1/completions) and body; or
     [bold]{"prompt": "...", "temperature": 0.7}[/bold], or the same with "messages". Sampling options given here are
-    for what a line does not say; --seed is the whole job's, and each line gets its own from it.
+    for what a line does not say; --seed is the whole job's, and each line gets its own from it. Without a length, as
+    with OpenAI, chat may take all that fits and completions 16 tokens.
 
     Run the same command again after a kill, Ctrl-C or a full disk: it goes on where it was, every line is answered
     once, and with the same tokens. The exit code is 3 where some lines failed, 1 where all did.
@@ -97,7 +97,7 @@ def _tell_end(summary: "BatchSummary") -> None:
     else:
         if summary.resumed:
             parts.append(f"{summary.resumed:,} were done before")
-        parts.append(f"{summary.output_tokens:,} tokens")
+        parts.append(f"{summary.output_tokens:,} tokens{' in all' if summary.resumed else ''}")
         parts.append(f"{_duration(summary.seconds)}, {summary.tokens_per_second:.0f} tokens/s")
     parts.append(f"answers in {summary.out}")
     if summary.failed:
@@ -106,4 +106,5 @@ def _tell_end(summary: "BatchSummary") -> None:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else time.strftime("%H:%M:%S", time.gmtime(seconds))
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{seconds:.1f} s" if seconds < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,6 +1,8 @@
 """A job from end to end with a model that computes nothing: what it refuses, resumes, retries and counts."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -201,3 +203,8 @@ def test_the_job_file_says_whose_the_results_are(path_in, run, tmp_path):
     assert (stored["rows"], stored["seed"], stored["model"], stored["format"]) == (24, 0, "fake", 1)
     assert stored["params"]["given"] == {"logit_bias": {"5": 1.0}, "stop": ["x"]}
     run(path_in, params={"stop": ["x"], "logit_bias": {5: 1.0}})  # reads back equal
+
+
+def test_the_package_needs_no_jax():
+    code = "import sys, jaxinfer.batch; print([name for name in ('jax', 'numpy', 'tqdm') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
