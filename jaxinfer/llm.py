@@ -4,10 +4,10 @@ import dataclasses
 import difflib
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,10 @@ from jaxinfer.models import check_taps
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
 
+if TYPE_CHECKING:
+    from jaxinfer.batch import BatchSummary
+
+Key = TypeVar("Key")
 Engine = PagedEngine | ContiguousEngine
 # Answers at once, unless told: on a CPU more of them would wait for its few cores.
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64
@@ -223,6 +227,57 @@ class LLM:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
         return self._stream(self.prepare(prompt, params))
 
+    def generate_each(
+        self, requests: Iterable[tuple[Key, Prompt, SamplingParams]], *, max_queued: int | None = None
+    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
+        """Answers to a stream of requests, in the order in which they finish.
+
+        Args:
+          requests: a key that you choose, a prompt and its parameters; taken only as there is room for them.
+          max_queued: answers that wait or run at once; by default 2 * max_seqs + 4.
+
+        Yields the key with the output, or with the ValueError for which the request was refused; the others go on.
+        Closing the iterator aborts what runs.
+        """
+        limit = 2 * self.engine.options.max_seqs + 4 if max_queued is None else max_queued
+        if limit < 1:
+            raise ValueError(f"max_queued must be at least 1, got {limit}")
+        return self._generate_each(iter(requests), limit)
+
+    def generate_file(
+        self,
+        path_in: str | Path,
+        path_out: str | Path,
+        *,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        errors: str | Path | None = None,
+        resume: bool = True,
+        overwrite: bool = False,
+        retry_errors: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> "BatchSummary":
+        """Serves a file of requests, one JSON object a line, and writes each answer as it finishes.
+
+        A line is `{"prompt": ..., "temperature": ..., ...}`, the same with "messages", or OpenAI's batch form:
+        "custom_id", "url" and "body". Killed at any point, the same call goes on where it was, and every row has the
+        tokens that it would have had. See docs/batch.md.
+
+        Args:
+          params: for what rows do not say, whole or only some fields; its seed, or the LLM's, is the job's.
+          errors: where rows that fail go; by default beside path_out: OUT.errors.jsonl.
+          resume: go on where earlier results end; False refuses them. overwrite: drop them and start anew.
+          retry_errors: try rows again that failed in an earlier run.
+
+        Raises:
+          BatchError: two rows with one custom_id; results of another job; files that another process writes.
+          BatchWriteError: the disk is full, or the like; what was written stays and can be resumed.
+        """
+        from jaxinfer.batch import open_job
+
+        options = {"errors": errors, "resume": resume, "overwrite": overwrite, "retry_errors": retry_errors}
+        with open_job(path_in, path_out, **options) as job:
+            return job.run(self, params, use_tqdm=use_tqdm)
+
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -279,6 +334,15 @@ class LLM:
                 "generation_config ignored": ", ".join(self.ignored_generation_config) or "nothing",
             },
         )
+
+    def fingerprint(self) -> str:
+        """SHA-256 of what answers depend on besides the request: configuration, parameters, tokenizer, length.
+
+        Of the parameters it takes names, shapes, dtypes and a few values of each, not all bytes.
+        """
+        from jaxinfer.batch.identity import model_fingerprint
+
+        return model_fingerprint(self, self.max_model_len)
 
     def close(self) -> None:
         """Frees the device memory of cache and parameters now; live parameters stay. Closing twice is harmless."""
@@ -355,6 +419,35 @@ class LLM:
                     bar.update()
                     elapsed = bar.format_dict["elapsed"] or 1e-9
                     bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+
+    def _generate_each(
+        self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
+    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
+        running: dict[Generation, tuple[Key, Request, AnswerText]] = {}
+        try:
+            while True:
+                while len(running) < limit and (item := next(requests, None)) is not None:
+                    key, prompt, params = item
+                    try:
+                        request = self.prepare(prompt, params)
+                    except ValueError as error:
+                        yield key, error
+                        continue
+                    self.submit(request)
+                    running |= {answer.generation: (key, request, answer) for answer in request.answers}
+                if not running:
+                    return
+                for generation in self.engine.step():
+                    if generation not in running:
+                        continue
+                    key, request, answer = running[generation]
+                    self.advance(answer)
+                    if generation.finish_reason is not None:
+                        del running[generation]
+                        if request.is_finished:
+                            yield key, self.output_of(request)
+        finally:
+            self._abort([request for _, request, _ in running.values()])
 
     def _stream(self, request: Request) -> Iterator[StreamDelta]:
         self.submit(request)

@@ -17,12 +17,17 @@ FLOORS = {
     "jaxinfer.engine": 4,
     "jaxinfer.training": 4,
     "checkpoints_convert": 4,
+    "jaxinfer.batch": 5,
     "jaxinfer.llm": 5,
     "jaxinfer.cli": 6,
 }
 FILES = [path for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert") for path in (ROOT / top).rglob("*.py")]
 # Rooms of one floor that may look into a neighbour.
-BESIDE = {("jaxinfer.cache", "jaxinfer.models")}
+BESIDE = {
+    ("jaxinfer.cache", "jaxinfer.models"),
+    ("jaxinfer.llm", "jaxinfer.batch"),
+    ("jaxinfer.batch", "jaxinfer.llm"),  # for types only
+}
 MAY_IMPORT_CHECKPOINTS = ("jaxinfer.llm", "jaxinfer.cli", "checkpoints_convert")
 
 

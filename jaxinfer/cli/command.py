@@ -67,7 +67,7 @@ def guarded(call: Callable[[], int | None]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:
-        if _is_interrupt(error):
+        if is_interrupt(error):
             return _interrupted()
         if os.environ.get("JAXINFER_TRACEBACK", "0") not in ("", "0"):
             raise
@@ -80,7 +80,7 @@ def _interrupted() -> int:
     return INTERRUPTED
 
 
-def _is_interrupt(error: BaseException | None) -> bool:
+def is_interrupt(error: BaseException | None) -> bool:
     """Whether Ctrl-C is behind an error: what it cuts short may fail in its turn, and JAX's compiler, interrupted in a
     callback, raises an error of its own that only names it."""
     while error is not None:

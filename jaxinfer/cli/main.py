@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxinfer import __version__
+from jaxinfer.cli.batch import batch
 from jaxinfer.cli.chat import chat
 from jaxinfer.cli.command import command
 from jaxinfer.cli.convert import convert
@@ -26,6 +27,8 @@ jaxinfer generate "def read_lines(path):" --model demo --max-tokens 64
 
 jaxinfer generate --model ./checkpoint --file prompts.txt --json > answers.jsonl
 
+jaxinfer batch requests.jsonl answers.jsonl --model ./checkpoint
+
 jaxinfer chat --model ./checkpoint --temperature 0.7
 
 jaxinfer convert ./checkpoint ./converted
@@ -34,7 +37,7 @@ jaxinfer verify ./converted --against ./checkpoint
 
 [bold]Exit codes[/bold]
 
-0 all well · 1 error · 2 wrong usage · 3 some prompts failed · 130 interrupted
+0 all well · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted
 
 An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code.
 """
@@ -51,7 +54,7 @@ app = typer.Typer(
 )
 
 GROUPS = {
-    "Generate": {"demo": demo, "generate": generate, "chat": chat, "score": score},
+    "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score},
     "Checkpoints": {"convert": convert, "verify": verify},
     "This machine": {"doctor": doctor, "train-demo": train_demo},
 }

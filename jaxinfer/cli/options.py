@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 UNLIMITED = "none"
 _MODEL = "Model"
+_ENGINE = "Engine"
 _SAMPLING = "Sampling"
 _LIMITS = "Length and stopping"
 _REPORT = "What is reported"
@@ -55,13 +56,64 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    max_seqs: Annotated[
-        int | None,
-        typer.Option(min=1, help="Answers generated at once; default: 8.", metavar="N", rich_help_panel=_MODEL),
-    ] = None
     revision: Annotated[
         str | None,
         typer.Option(help="Branch, tag or commit of a hub id.", metavar="TEXT", rich_help_panel=_MODEL),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ServingOptions(ModelOptions):
+    """The model, and the engine that serves many requests with it. None is not given."""
+
+    max_seqs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Answers generated at once; default: 64, on a CPU 16.", metavar="N", rich_help_panel=_ENGINE
+        ),
+    ] = None
+    page_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a cache page; default: 16, on a TPU 64.", metavar="N", rich_help_panel=_ENGINE
+        ),
+    ] = None
+    num_pages: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Pages of the cache; default: as --memory-fraction allows.",
+            metavar="N",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Of the device's memory, for weights and cache; default: 0.9.", metavar="X", rich_help_panel=_ENGINE
+        ),
+    ] = None
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt tokens of one step; default: 512.", metavar="N", rich_help_panel=_ENGINE),
+    ] = None
+    deterministic: Annotated[
+        bool | None,
+        typer.Option(
+            "--deterministic",
+            metavar="",
+            help="Every bit of the log-probabilities repeats, whatever else runs. Slower.",
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            metavar="",
+            help="Reuse the beginnings of earlier prompts; default: on.",
+            rich_help_panel=_ENGINE,
+        ),
     ] = None
 
 
@@ -267,14 +319,9 @@ def open_llm(options: ModelOptions, **more: Any) -> "LLM":
 
     if options.revision is not None and Path(options.model).exists():
         raise UsageError(f"--revision is for hub ids, and {options.model} is a folder on this machine")
-    given = {
-        "tokenizer": options.tokenizer,
-        "max_model_len": options.max_model_len,
-        "max_seqs": options.max_seqs,
-        "revision": options.revision,
-    }
+    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "model"}
     arguments = {**more, **{name: value for name, value in given.items() if value is not None}}
     with waiting(f"loading {options.model}"):
         from jaxinfer.llm import LLM
 
-        return LLM(options.model, dtype=options.dtype, **arguments)
+        return LLM(options.model, **arguments)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import LogitOptions, ModelOptions, open_llm, sampling_values
+from jaxinfer.cli.options import LogitOptions, ServingOptions, open_llm, sampling_values
 from jaxinfer.cli.output import brief, console, open_output, plain_cell, write_json
 from jaxinfer.cli.prompts import read_records
 
@@ -18,7 +18,7 @@ Pair = tuple[Any, Any]
 
 
 def score(
-    model_options: ModelOptions,
+    model_options: ServingOptions,
     logit_options: LogitOptions,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What comes before; may be repeated.")

@@ -1,0 +1,275 @@
+"""The job: rows to the model as it takes them, answers to the files as they finish."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from jaxinfer.batch.defaults import Defaults
+from jaxinfer.batch.errors import BatchWriteError, RowError
+from jaxinfer.batch.identity import Identity
+from jaxinfer.batch.ledger import Ledger
+from jaxinfer.batch.requests import Prompt
+from jaxinfer.batch.responses import error_line, result_line, usage
+from jaxinfer.batch.rows import BadRow, Row
+from jaxinfer.batch.scan import Scan, scan
+from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from jaxinfer.engine.request import RequestOutput
+    from jaxinfer.text import Tokenizer
+
+Key = tuple[int, int]  # line, number of the prompt among the row's
+
+
+class Model(Protocol):
+    """What a job needs of an `LLM`."""
+
+    name: str
+    seed: int
+    default_params: SamplingParams
+    tokenizer: "Tokenizer | None"
+
+    def fingerprint(self) -> str: ...
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]: ...
+
+    def generate_each(
+        self, requests: Iterable[tuple[Any, Prompt, SamplingParams]], *, max_queued: int | None = None
+    ) -> Iterator[tuple[Any, "RequestOutput | ValueError"]]: ...
+
+
+@dataclass(frozen=True)
+class BatchSummary:
+    """How a job stands.
+
+    Attributes:
+      rows, ok, failed: of the whole job. resumed: how many of them were there before this run.
+      prompt_tokens, output_tokens: of all rows that went well.
+      seconds, tokens_per_second: of this run; output tokens.
+      out, errors: the two files; the second exists only where rows failed.
+    """
+
+    rows: int
+    ok: int
+    failed: int
+    resumed: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    tokens_per_second: float
+    out: str
+    errors: str
+
+
+@contextlib.contextmanager
+def open_job(
+    path_in: str | Path,
+    path_out: str | Path,
+    *,
+    errors: str | Path | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    retry_errors: bool = False,
+) -> Iterator["Job"]:
+    """Reads the input and what earlier runs left; no model is needed yet, and no results change before `Job.run`.
+
+    Args:
+      errors: where rows that fail go; by default beside the results: OUT.errors.jsonl.
+      resume: go on where earlier results end; False refuses them.
+      overwrite: start anew and drop what the files hold. retry_errors: try rows again that failed.
+
+    Raises:
+      BatchError: two rows with one custom_id; results of another job; files that another process writes.
+    """
+    path_errors = None if errors is None else Path(errors)
+    rows = scan(Path(path_in))
+    ledger = Ledger(rows, Path(path_out), path_errors, resume=resume, overwrite=overwrite, retry_errors=retry_errors)
+    with contextlib.closing(ledger):
+        yield Job(rows, ledger)
+
+
+@dataclass
+class _Pending:
+    """A row whose prompts are running."""
+
+    row: Row
+    params: SamplingParams
+    outputs: list["RequestOutput | None"]
+    num_left: int
+    error: ValueError | None = None
+
+
+class Job:
+    """One input and its files. Use `open_job`."""
+
+    def __init__(self, rows: Scan, ledger: Ledger):
+        self.scan = rows
+        self._ledger = ledger
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def num_rows(self) -> int:
+        return self.scan.num_rows
+
+    @property
+    def num_done(self) -> int:
+        """Rows written, whether they went well or failed."""
+        return self._ledger.num_done
+
+    def run(
+        self,
+        model: Model,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> BatchSummary:
+        """Serves the rows that are left.
+
+        Args:
+          params: for what rows do not say themselves, whole or only some fields. Its seed is the job's: a row without
+            one gets its own, derived from that and from its line number.
+          use_tqdm: a progress bar; None shows one on a terminal, unless JAXINFER_PROGRESS=0.
+
+        Raises:
+          BatchError: the files have results of another job. BatchWriteError: the disk is full, or the like.
+        """
+        self._model = model
+        self._defaults = Defaults.of(model.default_params, params, model.seed)
+        self._identity = Identity(
+            self.scan.sha256,
+            self.num_rows,
+            self._ledger.relative_errors(),
+            model.fingerprint(),
+            self._defaults.seed,
+            self._defaults.to_dict(),
+        )
+        counts = self._ledger.counts
+        started, num_resumed, tokens_before = time.monotonic(), self.num_done, counts.output_tokens
+        try:
+            self._ledger.begin(self._identity, model.name)
+            with self._progress_bar(use_tqdm) as bar:
+                if self.num_done < self.num_rows:
+                    self._serve(bar)
+            self._ledger.sync()
+        except BatchWriteError as error:
+            raise BatchWriteError(
+                f"{error}; {self.num_done} of {self.num_rows} rows are written and whole. "
+                "Make room and run the same again: it goes on from there"
+            ) from error
+        seconds = time.monotonic() - started
+        return BatchSummary(
+            rows=self.num_rows,
+            resumed=num_resumed,
+            seconds=seconds,
+            tokens_per_second=(counts.output_tokens - tokens_before) / max(seconds, 1e-9),
+            out=str(self._ledger.path_out),
+            errors=str(self._ledger.path_errors),
+            **vars(counts),
+        )
+
+    def _serve(self, bar: "tqdm") -> None:
+        counts = self._ledger.counts
+        started, tokens_before = time.monotonic(), counts.output_tokens
+        results = self._model.generate_each(self._requests(bar))
+        try:
+            for (line, index), result in results:
+                self._take(line, index, result, bar)
+                rate = (counts.output_tokens - tokens_before) / max(time.monotonic() - started, 1e-9)
+                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+        finally:
+            results.close()  # type: ignore[attr-defined]
+
+    def _requests(self, bar: "tqdm") -> Iterator[tuple[Key, Prompt, SamplingParams]]:
+        """What is left, read from the input as the model takes it. Rows that cannot be tried are told on the way."""
+        for row in self.scan.rows(self._ledger.done):
+            if isinstance(row, BadRow):
+                self._fail(row, row.error, bar)
+                continue
+            try:
+                params, prompts = self._prompts(row)
+            except ValueError as error:
+                self._fail(row, error, bar)
+                continue
+            self._pending[row.line] = _Pending(row, params, [None] * len(prompts), len(prompts))
+            for index, prompt in enumerate(prompts):
+                yield (row.line, index), prompt, _with_noise_of_its_own(row, params, index)
+
+    def _prompts(self, row: Row) -> tuple[SamplingParams, Sequence[Prompt]]:
+        request = row.request
+        if request.model is not None and request.model != self.scan.model:
+            raise RowError(f"model is {request.model!r:.80}, but the job's is {self.scan.model!r:.80}", "model")
+        params = self._defaults.params(row)
+        if request.messages is None:
+            return params, request.prompts
+        return params, [self._model.chat_prompt(request.messages, tools=request.tools, **request.template_kwargs)]
+
+    def _take(self, line: int, index: int, result: "RequestOutput | ValueError", bar: "tqdm") -> None:
+        """One prompt's result; the row is written with its last one."""
+        pending = self._pending[line]
+        pending.num_left -= 1
+        if isinstance(result, ValueError):
+            pending.error = pending.error or result
+        else:
+            pending.outputs[index] = result
+        if pending.num_left:
+            return
+        del self._pending[line]
+        if pending.error is not None:
+            self._fail(pending.row, pending.error, bar)
+        else:
+            self._finish(pending, [output for output in pending.outputs if output is not None], bar)
+
+    def _finish(self, pending: _Pending, outputs: list["RequestOutput"], bar: "tqdm") -> None:
+        for answer in (answer for output in outputs for answer in output.outputs):
+            if answer.finish_reason not in ("stop", "length"):
+                error = RuntimeError(answer.error or f"the answer ended with {answer.finish_reason!r}")
+                self._fail(pending.row, error, bar, status_code=500)
+                return
+        try:
+            record = result_line(
+                pending.row,
+                outputs,
+                pending.params,
+                job_id=self._identity.job_id,
+                model=self._model.name,
+                fingerprint=self._identity.model_sha256,
+                tokenizer=self._model.tokenizer,
+            )
+        except RowError as error:
+            self._fail(pending.row, error, bar)
+            return
+        self._ledger.add_result(record, usage(outputs))
+        bar.update()
+
+    def _fail(self, row: Row | BadRow, error: Exception, bar: "tqdm", *, status_code: int = 400) -> None:
+        job_id = self._identity.job_id
+        self._ledger.add_error(error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code))
+        bar.update()
+
+    def _progress_bar(self, use_tqdm: bool | None) -> "tqdm":
+        from tqdm.auto import tqdm
+
+        is_off = use_tqdm is False or (use_tqdm is None and os.environ.get("JAXINFER_PROGRESS") == "0")
+        # None leaves it to tqdm, which shows nothing where stderr is not a terminal.
+        disable = True if is_off else None if use_tqdm is None else False
+        return tqdm(total=self.num_rows, initial=self.num_done, unit="row", disable=disable)
+
+
+def _with_noise_of_its_own(row: Row, params: SamplingParams, index: int) -> SamplingParams:
+    """Several prompts of a row share its seed only where the row gives one."""
+    if index == 0 or row.request.sampling.get("seed") is not None:
+        return params
+    return replace(params, seed=derive_seed(params.seed or 0, index))

@@ -1,0 +1,226 @@
+"""What a row asks for: bodies of OpenAI's two endpoints, and the plain form. Every field is applied or refused."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from jaxinfer.batch.errors import RowError
+from jaxinfer.sampling.params import SamplingParams
+
+Prompt = str | Sequence[int]
+Form = Literal["chat", "completions", "plain"]
+
+FORMS_BY_URL: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; in chat it is as many as fit
+
+_SAMPLING = tuple(one.name for one in fields(SamplingParams))
+_CHAT = ("messages", "tools", "chat_template_kwargs")
+_CHAT_BODY = (*_CHAT, "max_completion_tokens", "top_logprobs", "tool_choice", "response_format")
+_COMPLETIONS_BODY = ("prompt", "echo", "best_of")
+_EVERY_BODY = ("model", "user", "return_token_ids")
+
+# Fields of OpenAI's that we do not serve, with the values that change nothing; null never does.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": (),
+    "functions": (),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "stream": (False,),
+    "stream_options": (),
+    "suffix": ("",),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One row's wish, checked as far as can be without the model.
+
+    Attributes:
+      form: which kind of answer is written. model: the name a body gives.
+      prompts: texts or token ids; empty where there are `messages`.
+      messages, tools, template_kwargs: for the chat template.
+      sampling: the fields of `SamplingParams` that the row gives.
+      echo: the answer's text starts with the prompt's. return_token_ids: bodies list token ids too.
+    """
+
+    form: Form
+    prompts: tuple[Prompt, ...] = ()
+    messages: list[Mapping[str, Any]] | None = None
+    tools: list[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    model: str | None = None
+    echo: bool = False
+    return_token_ids: bool = False
+
+
+def read_chat(body: Mapping[str, Any]) -> Request:
+    """A body of /v1/chat/completions. Raises RowError, with the field."""
+    body = _known(body, (*_CHAT_BODY, *_EVERY_BODY, *_SAMPLING))
+    _check_format(body)
+    return Request(
+        "chat",
+        messages=_messages(body),
+        tools=_chosen_tools(body),
+        template_kwargs=_template_kwargs(body),
+        sampling={**_sampling(body), **_chat_max_tokens(body), **_chat_logprobs(body)},
+        **_common(body),
+    )
+
+
+def read_completions(body: Mapping[str, Any]) -> Request:
+    """A body of /v1/completions; several prompts make one group of choices each. Raises RowError, with the field."""
+    body = _known(body, (*_COMPLETIONS_BODY, *_EVERY_BODY, *_SAMPLING))
+    if body.get("best_of", 1) not in (1, body.get("n", 1)):
+        raise RowError("best_of is not supported: n answers are generated and all are returned", "best_of")
+    return Request(
+        "completions",
+        prompts=_prompts(body),
+        sampling=_sampling(body),
+        echo=_flag(body, "echo"),
+        **_common(body),
+    )
+
+
+def read_plain(record: Mapping[str, Any]) -> Request:
+    """`{"prompt": ...}` or `{"messages": [...]}`, sampling parameters beside it. Raises RowError, with the field."""
+    if "messages" in record:
+        _check_known(record, (*_CHAT, *_SAMPLING))
+        return Request(
+            "plain",
+            messages=_messages(record),
+            tools=_tools(record),
+            template_kwargs=_template_kwargs(record),
+            sampling=_sampling(record),
+        )
+    _check_known(record, ("prompt", *_SAMPLING))
+    prompt = record["prompt"]
+    if not (isinstance(prompt, str) or _is_ids(prompt)):
+        raise RowError(f"prompt must be a text or a list of token ids, got {prompt!r:.60}", "prompt")
+    return Request("plain", prompts=(prompt,), sampling=_sampling(record))
+
+
+# Fields.
+
+
+def _known(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """The given fields: null is not given, as OpenAI has it."""
+    _check_known(body, (*known, *_NEUTRAL))
+    for name, neutral in _NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and value not in neutral:
+            reason = "a batch does not stream" if name == "stream" else "it cannot be honoured"
+            raise RowError(f"{name}={value!r:.60} is not supported: {reason}", name)
+    return {name: value for name, value in body.items() if value is not None and name not in _NEUTRAL}
+
+
+def _check_known(record: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in record:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(sorted(known))}"
+            raise RowError(f"unknown field {name!r:.60}; {hint}", name)
+
+
+def _common(body: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("model", "user"):
+        if not isinstance(body.get(name, ""), str):
+            raise RowError(f"{name} must be a string, got {body[name]!r:.60}", name)
+    return {"model": body.get("model"), "return_token_ids": _flag(body, "return_token_ids")}
+
+
+def _sampling(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: record[name] for name in _SAMPLING if name in record}
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise RowError(f"{name} must be true or false, got {value!r:.60}", name)
+    return value
+
+
+def _messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RowError("messages must be a list of at least one message", "messages")
+    return messages
+
+
+def _tools(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    tools = record.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise RowError(f"tools must be a list, got {type(tools).__name__}", "tools")
+    return tools
+
+
+def _chosen_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """With "none" the model does not see the tools; with "auto" its calls stay text, as the model writes them."""
+    tools, choice = _tools(body), body.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise RowError(f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced", "tool_choice")
+    if choice == "auto" and not tools:
+        raise RowError("tool_choice needs tools", "tool_choice")
+    return None if choice == "none" else tools
+
+
+def _template_kwargs(record: Mapping[str, Any]) -> dict[str, Any]:
+    kwargs = record.get("chat_template_kwargs") or {}
+    if not isinstance(kwargs, dict):
+        raise RowError("chat_template_kwargs must be an object", "chat_template_kwargs")
+    for name in ("messages", "tools"):
+        if name in kwargs:
+            raise RowError(f"{name} is a field of its own, not one of chat_template_kwargs", "chat_template_kwargs")
+    return kwargs
+
+
+def _check_format(body: Mapping[str, Any]) -> None:
+    wanted = body.get("response_format")
+    if wanted not in (None, {"type": "text"}):
+        raise RowError(f"response_format={wanted!r:.60} is not supported, only {{'type': 'text'}}", "response_format")
+
+
+def _chat_max_tokens(body: Mapping[str, Any]) -> dict[str, Any]:
+    if "max_completion_tokens" not in body:
+        return {}
+    value = body["max_completion_tokens"]
+    if body.get("max_tokens", value) != value:
+        raise RowError("max_tokens and max_completion_tokens are one limit and differ", "max_completion_tokens")
+    return {"max_tokens": value}
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
+    if "logprobs" not in body:
+        if "top_logprobs" in body:
+            raise RowError('top_logprobs needs "logprobs": true', "top_logprobs")
+        return {}
+    wanted = body["logprobs"]
+    if not isinstance(wanted, bool):
+        raise RowError("logprobs is true or false in chat; top_logprobs says how many", "logprobs")
+    if not wanted and body.get("top_logprobs", 0) != 0:
+        raise RowError('top_logprobs needs "logprobs": true', "top_logprobs")
+    return {"logprobs": body.get("top_logprobs", 0) if wanted else None}
+
+
+def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt, list) and _is_ids(prompt):
+        return (prompt,)
+    if isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_ids(one) for one in prompt):
+        return tuple(prompt)
+    raise RowError(f"prompt must be a text, token ids, or a list of either, got {prompt!r:.60}", "prompt")
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)

@@ -1,0 +1,243 @@
+"""What is written for a row: OpenAI's objects in OpenAI's batch form, a plain one for plain rows, and error lines."""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.batch.errors import RowError
+from jaxinfer.batch.requests import Request
+from jaxinfer.batch.rows import Row
+
+if TYPE_CHECKING:
+    from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
+    from jaxinfer.sampling import SamplingParams
+    from jaxinfer.text import Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
+
+
+def result_line(
+    row: Row,
+    outputs: Sequence["RequestOutput"],
+    params: "SamplingParams",
+    *,
+    job_id: str,
+    model: str,
+    fingerprint: str,
+    tokenizer: "Tokenizer | None",
+) -> dict[str, Any]:
+    """The line of a row that went well; `outputs` are one for each of its prompts."""
+    request = row.request
+    if request.form == "plain":
+        return _plain_line(row, outputs[0], params)
+    answer_id = _hashed(job_id, row.custom_id)
+    is_chat = request.form == "chat"
+    if is_chat:
+        choices = [_chat_choice(one, params, request) for one in outputs[0].outputs]
+    else:
+        choices = _completions_choices(request, outputs, params, tokenizer)
+    body: dict[str, Any] = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{answer_id}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": request.model or model,
+        "system_fingerprint": f"fp_{fingerprint[:12]}",
+        "choices": choices,
+        "usage": usage(outputs),
+        "seed": params.seed,
+    }
+    if is_chat and request.return_token_ids:
+        body["prompt_token_ids"] = outputs[0].prompt_token_ids
+    if is_chat and outputs[0].prompt_logprobs is not None:
+        body["prompt_logprobs"] = _prompt_entries(outputs[0], params)
+    return _line(row.custom_id, answer_id, 200, body, None)
+
+
+def error_line(line: int, custom_id: str, error: Exception, *, job_id: str, status_code: int = 400) -> dict[str, Any]:
+    """The line of a row that failed, in OpenAI's form whatever the row's."""
+    parameter = error.parameter if isinstance(error, RowError) else getattr(error, "parameter", None)
+    kind = "invalid_request_error" if status_code < 500 else "server_error"
+    body = {"error": {"message": str(error), "type": kind, "param": parameter, "code": None}}
+    told = {"code": kind, "message": str(error), "line": line}
+    return _line(custom_id, _hashed(job_id, custom_id), status_code, body, told)
+
+
+def usage(outputs: Sequence["RequestOutput"]) -> dict[str, int]:
+    """Tokens, counted as OpenAI does: a prompt once, however many answers it has."""
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+
+
+def usage_of_line(record: Mapping[str, Any]) -> Mapping[str, int]:
+    """The usage in a line of either form; empty where it has none."""
+    if "outputs" in record:
+        return record.get("usage") or {}
+    return ((record.get("response") or {}).get("body") or {}).get("usage") or {}
+
+
+def _line(custom_id: str, answer_id: str, status_code: int, body: Any, error: Any) -> dict[str, Any]:
+    response = {"status_code": status_code, "request_id": f"req_{answer_id}", "body": body}
+    return {"id": f"batch_req_{answer_id}", "custom_id": custom_id, "response": response, "error": error}
+
+
+def _hashed(job_id: str, custom_id: str) -> str:
+    return hashlib.sha256(f"{job_id} {custom_id}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
+
+
+def _plain_line(row: Row, output: "RequestOutput", params: "SamplingParams") -> dict[str, Any]:
+    request = row.request
+    asked = {"prompt": request.prompts[0]} if request.messages is None else {"messages": request.messages}
+    answers = []
+    for one in output.outputs:
+        answer = {name: value for name, value in vars(one).items() if name not in ("logprobs", "error")}
+        if one.logprobs is not None:
+            answer["cumulative_logprob"] = _finite(one.cumulative_logprob or 0.0)
+            answer["logprobs"] = [_token_entry(entry, params.logprobs or 0) for entry in one.logprobs]
+        else:
+            del answer["cumulative_logprob"]
+        answers.append(answer)
+    record = {"custom_id": row.custom_id, **asked, "outputs": answers, "usage": usage([output])}
+    if output.prompt_logprobs is not None:
+        record["prompt_logprobs"] = _prompt_entries(output, params)
+    return {**record, "error": None}
+
+
+# Choices.
+
+
+def _chat_choice(answer: "CompletionOutput", params: "SamplingParams", request: Request) -> dict[str, Any]:
+    logprobs = None
+    if answer.logprobs is not None:
+        entries = [_token_entry(entry, params.logprobs or 0) for entry in answer.logprobs]
+        logprobs = {"content": entries, "refusal": None}
+    choice = {
+        "index": answer.index,
+        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    return {**choice, "token_ids": answer.token_ids} if request.return_token_ids else choice
+
+
+def _completions_choices(
+    request: Request, outputs: Sequence["RequestOutput"], params: "SamplingParams", tokenizer: "Tokenizer | None"
+) -> list[dict[str, Any]]:
+    choices = []
+    for prompt, output in zip(request.prompts, outputs, strict=True):
+        before = ""
+        if request.echo:
+            before = prompt if isinstance(prompt, str) else _decoded(prompt, tokenizer, params.skip_special_tokens)
+        for answer in output.outputs:
+            logprobs = None
+            if answer.logprobs is not None:
+                logprobs = _completions_logprobs(output, answer, params, request.echo, tokenizer)
+            choice: dict[str, Any] = {
+                "index": len(choices),
+                "text": before + answer.text,
+                "logprobs": logprobs,
+                "finish_reason": answer.finish_reason,
+                "stop_reason": answer.stop_reason,
+            }
+            if request.return_token_ids:
+                choice |= {"token_ids": answer.token_ids, "prompt_token_ids": output.prompt_token_ids}
+            if params.prompt_logprobs is not None and not (request.echo and params.logprobs is not None):
+                choice["prompt_logprobs"] = _prompt_entries(output, params)
+            choices.append(choice)
+    return choices
+
+
+def _decoded(ids: Sequence[int], tokenizer: "Tokenizer | None", skip_special_tokens: bool) -> str:
+    if tokenizer is None:
+        raise RowError("echo of token ids needs a tokenizer, and this model has none", "echo")
+    return tokenizer.decode(ids, skip_special_tokens)
+
+
+# Log-probabilities.
+
+
+def _token_entry(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
+    """A token as OpenAI's chat shows it, with its id and rank; `top_logprobs` are the `num_top` best ones in order."""
+    every = [
+        {
+            "token": _text(token, one.decoded_token),
+            "token_id": token,
+            "logprob": _finite(one.logprob),
+            "rank": one.rank,
+            "bytes": _bytes(one.decoded_token),
+        }
+        for token, one in entry.items()
+    ]
+    best = sorted((one for one in every if one["rank"] <= num_top), key=lambda one: one["rank"])
+    return {**every[0], "top_logprobs": best}
+
+
+def _prompt_entries(output: "RequestOutput", params: "SamplingParams") -> list[dict[str, Any] | None]:
+    entries = output.prompt_logprobs or []
+    return [None if entry is None else _token_entry(entry, params.prompt_logprobs or 0) for entry in entries]
+
+
+def _completions_logprobs(
+    output: "RequestOutput",
+    answer: "CompletionOutput",
+    params: "SamplingParams",
+    echo: bool,
+    tokenizer: "Tokenizer | None",
+) -> dict[str, Any]:
+    """OpenAI's four lists; with echo they start with the prompt's tokens, the first of which has no probability."""
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    if echo:
+        for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+            if entry is not None:
+                _add_entry(entry, params.prompt_logprobs or 0, tokens, token_logprobs, top_logprobs)
+                continue
+            tokens.append(_text(token, None if tokenizer is None else tokenizer.decode([token], False)))
+            token_logprobs.append(None)
+            top_logprobs.append(None)
+    for entry in answer.logprobs or ():
+        _add_entry(entry, params.logprobs or 0, tokens, token_logprobs, top_logprobs)
+    offsets = [0]
+    for token in tokens[:-1]:
+        offsets.append(offsets[-1] + len(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": token_logprobs,
+        "top_logprobs": top_logprobs,
+        "text_offset": offsets[: len(tokens)],
+    }
+
+
+def _add_entry(
+    entry: "TokenLogprob",
+    num_top: int,
+    tokens: list[str],
+    token_logprobs: list[float | None],
+    top_logprobs: list[dict[str, float] | None],
+) -> None:
+    shown = _token_entry(entry, num_top)
+    tokens.append(shown["token"])
+    token_logprobs.append(shown["logprob"])
+    best: dict[str, float] = {}
+    for one in [*shown["top_logprobs"], shown]:  # the chosen token is always among them, as OpenAI has it
+        if one is shown and any(other["token_id"] == shown["token_id"] for other in shown["top_logprobs"]):
+            continue
+        # Two ids can have the same text: halves of characters.
+        best[one["token"] if one["token"] not in best else _text(one["token_id"], None)] = one["logprob"]
+    top_logprobs.append(best)
+
+
+def _text(token: int, decoded: str | None) -> str:
+    return f"token_id:{token}" if decoded is None else decoded
+
+
+def _bytes(decoded: str | None) -> list[int] | None:
+    """None where the token is not whole characters: its text does not say which bytes it is."""
+    return None if decoded is None or "�" in decoded else list(decoded.encode())
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

@@ -1,0 +1,56 @@
+"""Who decides a row's sampling parameters, and its seed."""
+
+import pytest
+
+from jaxinfer.batch.defaults import Defaults
+from jaxinfer.batch.requests import Request
+from jaxinfer.batch.rows import Row
+from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
+from jaxinfer.sampling.seeds import derive_seed
+
+CHECKPOINT = SamplingParams(temperature=0.6, top_k=20, max_tokens=96)
+
+
+def params(given=None, form="plain", line=1, seed=0, echo=False, **sampling):
+    row = Row(line, "a", Request(form, prompts=("x",), sampling=sampling, echo=echo))
+    return Defaults.of(CHECKPOINT, given, seed).params(row)
+
+
+def test_the_row_goes_before_the_job_before_the_checkpoint():
+    found = params({"top_k": 30, "min_p": 0.1}, min_p=0.2)
+    assert (found.temperature, found.top_k, found.min_p) == (0.6, 30, 0.2)
+
+
+@pytest.mark.parametrize(("form", "own"), [("chat", None), ("completions", 16), ("plain", 96)])
+def test_each_form_has_a_length_of_its_own(form, own):
+    assert params(form=form).max_tokens == own
+    assert params({"max_tokens": 5}, form=form).max_tokens == 5
+    assert params({"max_tokens": 5}, form=form, max_tokens=7).max_tokens == 7
+
+
+def test_whole_parameters_replace_the_checkpoints():
+    assert params(SamplingParams()) == SamplingParams(seed=derive_seed(0, 0))
+
+
+def test_a_seed_belongs_to_the_line():
+    assert params(line=3).seed == derive_seed(0, 2)
+    assert params(line=3, seed=9).seed == derive_seed(9, 2)
+    assert params({"seed": 7}, line=3).seed == derive_seed(7, 2)
+    assert params(SamplingParams(seed=7), line=3).seed == derive_seed(7, 2)
+    assert params({"seed": 7}, line=3, seed=4).seed == derive_seed(7, 2)
+
+
+def test_echo_shows_the_prompts_log_probabilities_too():
+    assert params(form="completions", echo=True, logprobs=3).prompt_logprobs == 3
+    assert params({"logprobs": 2}, form="completions", echo=True).prompt_logprobs == 2
+    assert params(form="completions", echo=True, logprobs=3, prompt_logprobs=1).prompt_logprobs == 1
+    assert params(form="completions", logprobs=3).prompt_logprobs is None
+
+
+def test_what_is_out_of_range_is_refused():
+    with pytest.raises(SamplingParamsError, match="top_p"):
+        Defaults.of(CHECKPOINT, {"top_p": 2}, 0)
+    with pytest.raises(SamplingParamsError, match="did you mean 'temperature'"):
+        Defaults.of(CHECKPOINT, {"temprature": 2}, 0)
+    with pytest.raises(SamplingParamsError, match="top_p"):
+        params(top_p=2)

@@ -1,0 +1,89 @@
+"""Bodies: every field is applied or refused by name."""
+
+from dataclasses import fields
+
+import pytest
+
+from jaxinfer.batch.errors import RowError
+from jaxinfer.batch.requests import read_chat, read_completions, read_plain
+from jaxinfer.sampling.params import SamplingParams
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+def test_sampling_fields_pass_in_every_form():
+    values = {field.name: f"value of {field.name}" for field in fields(SamplingParams) if field.name != "logprobs"}
+    assert read_plain({"prompt": "x", **values}).sampling == values
+    assert read_completions({"prompt": "x", **values, "best_of": values["n"]}).sampling == values
+    assert read_chat({"messages": MESSAGES, **values}).sampling == values
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("x", ("x",)),
+        (["x", "y"], ("x", "y")),
+        ([1, 2], ([1, 2],)),
+        ([[1, 2], [3]], ([1, 2], [3])),
+        (["x", [3]], ("x", [3])),
+    ],
+)
+def test_prompts_of_a_completions_body(prompt, prompts):
+    assert read_completions({"prompt": prompt}).prompts == prompts
+
+
+def test_null_is_not_given_in_openai_bodies():
+    nothing = dict.fromkeys(("temperature", "logprobs", "max_tokens", "tools", "stream", "suffix", "echo", "user"))
+    assert read_completions({"prompt": "x", **{k: v for k, v in nothing.items() if k != "tools"}}).sampling == {}
+    chat = read_chat({"messages": MESSAGES, **{k: v for k, v in nothing.items() if k != "echo"}})
+    assert (chat.sampling, chat.tools) == ({}, None)
+    assert read_plain({"prompt": "x", "max_tokens": None}).sampling == {"max_tokens": None}  # as many as fit
+
+
+def test_chat_has_names_of_its_own():
+    assert read_chat({"messages": MESSAGES, "max_completion_tokens": 5}).sampling == {"max_tokens": 5}
+    assert read_chat({"messages": MESSAGES, "logprobs": True}).sampling == {"logprobs": 0}
+    assert read_chat({"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}).sampling == {"logprobs": 3}
+    assert read_chat({"messages": MESSAGES, "logprobs": False}).sampling == {"logprobs": None}
+
+
+def test_tools_are_rendered_unless_none_is_chosen():
+    assert read_chat({"messages": MESSAGES, "tools": TOOLS}).tools == TOOLS
+    assert read_chat({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto"}).tools == TOOLS
+    assert read_chat({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).tools is None
+
+
+@pytest.mark.parametrize(
+    ("read", "body", "parameter", "message"),
+    [
+        (read_chat, {"stream": True}, "stream", "a batch does not stream"),
+        (read_chat, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (read_chat, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "cannot be enforced"),
+        (read_chat, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        (read_chat, {"functions": []}, "functions", "not supported"),
+        (read_chat, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
+        (read_chat, {"logprobs": 3}, "logprobs", "true or false"),
+        (read_chat, {"top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
+        (read_chat, {"temprature": 1}, "temprature", "did you mean 'temperature'"),
+        (read_chat, {"echo": True}, "echo", "unknown field 'echo'"),
+        (read_chat, {"messages": []}, "messages", "at least one"),
+        (read_chat, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "tools is a field of its own"),
+        (read_chat, {"model": 3}, "model", "must be a string"),
+        (read_completions, {"prompt": []}, "prompt", "got \\[\\]"),
+        (read_completions, {"prompt": [1, "x"]}, "prompt", "must be a text, token ids"),
+        (read_completions, {"prompt": [True]}, "prompt", "must be a text, token ids"),
+        (read_completions, {"echo": 1}, "echo", "true or false"),
+        (read_completions, {"suffix": "x"}, "suffix", "not supported"),
+        (read_completions, {"best_of": 3}, "best_of", "not supported"),
+        (read_completions, {"messages": MESSAGES}, "messages", "unknown field 'messages'"),
+        (read_plain, {"prompt": ["x", "y"]}, "prompt", "a text or a list of token ids"),
+        (read_plain, {"model": "m"}, "model", "unknown field 'model'"),
+        (read_plain, {"max_tokns": 1}, "max_tokns", "did you mean 'max_tokens'"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(read, body, parameter, message):
+    needed = {"messages": MESSAGES} if read is read_chat else {"prompt": "x"}
+    with pytest.raises(RowError, match=message) as caught:
+        read({**needed, **body})
+    assert caught.value.parameter == parameter

@@ -1,0 +1,56 @@
+"""The input, read twice."""
+
+import pytest
+
+from jaxinfer.batch.errors import BatchError
+from jaxinfer.batch.scan import scan
+
+
+def test_blank_lines_line_ends_and_a_mark_at_the_start_are_no_rows(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "x"}\r\n\n  \n{"prompt": "y"}')
+    found = scan(path)
+    assert [(row.line, row.custom_id) for row in found.rows()] == [(1, "row-1"), (4, "row-4")]
+    assert (found.num_rows, found.line_of("row-4"), found.line_of("row-2")) == (2, 4, None)
+    assert [row.line for row in found.rows(done={1})] == [4]
+
+
+def test_a_shared_custom_id_names_both_lines(write_rows):
+    path = write_rows(
+        [{"custom_id": "a", "prompt": "x"}, {"prompt": "x"}, "nonsense", {"custom_id": "a", "prompt": ""}]
+    )
+    with pytest.raises(BatchError, match="lines 1 and 4 have the same custom_id 'a'"):
+        scan(path)
+    with pytest.raises(BatchError, match="lines 2 and 3 have the same custom_id 'row-3'"):
+        scan(write_rows([{"prompt": "x"}, {"custom_id": "row-3", "prompt": "x"}, "nonsense"]))
+
+
+def test_bad_rows_are_counted_and_the_first_few_kept(write_rows):
+    found = scan(write_rows([*["nonsense"] * 9, {"prompt": "x"}]))
+    assert (found.num_rows, found.num_bad) == (10, 9)
+    assert [row.line for row in found.bad_rows] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_an_input_without_rows(tmp_path, text):
+    (tmp_path / "in.jsonl").write_text(text)
+    with pytest.raises(BatchError, match="has no rows"):
+        scan(tmp_path / "in.jsonl")
+
+
+def test_an_input_that_is_no_file(tmp_path):
+    with pytest.raises(BatchError, match="must be a file"):
+        scan(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        scan(tmp_path / "in.jsonl")
+
+
+def test_a_line_that_changes_after_the_scan_is_told(write_rows):
+    rows = [{"prompt": "x"}, {"prompt": "y"}]
+    found = scan(write_rows(rows))
+    write_rows([rows[0], {"prompt": "z"}])
+    with pytest.raises(BatchError, match="changed while the job ran, at line 2"):
+        list(found.rows())
+    write_rows([*rows, rows[0]])
+    with pytest.raises(BatchError, match="at line 3"):
+        list(found.rows())

@@ -1,0 +1,211 @@
+"""`jaxinfer batch`: a file in, a file out; killed, interrupted or without room, it goes on as if nothing had been."""
+
+import json
+import random
+import resource
+import signal
+import time
+
+import pytest
+
+from jaxinfer import SamplingParams
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def body(custom_id, url="/v1/chat/completions", **fields):
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": fields}
+
+
+def many_rows(count):
+    """Short and long answers, so that many are always between their first token and their last."""
+    return [
+        body(f"chat-{i}", model="m", messages=[{"role": "user", "content": f"say {i}"}], max_tokens=1 + i * 7 % 30)
+        if i % 2
+        else {"custom_id": f"plain-{i}", "prompt": f"write {i}", "max_tokens": 1 + i * 7 % 30, "temperature": 0.9}
+        for i in range(count)
+    ]
+
+
+def answers(path):
+    """The records by custom_id, none twice, all whole, without the time in them."""
+    data = path.read_bytes() if path.exists() else b""
+    assert not data or data.endswith(b"\n")
+    found = {}
+    for line in data.splitlines():
+        record = json.loads(line)
+        assert record["custom_id"] not in found
+        record.get("response", {}).get("body", {}).pop("created", None)
+        found[record["custom_id"]] = record
+    return found
+
+
+def num_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture
+def batch(jaxinfer, model, tmp_path):
+    """Runs rows to their end in this process."""
+
+    def batch(rows, *options, name="out", seed=0):
+        path_in = write(tmp_path / "in.jsonl", rows)
+        return jaxinfer("batch", path_in, tmp_path / f"{name}.jsonl", "-m", model, "--seed", seed, *options)
+
+    return batch
+
+
+def test_every_form_in_one_file(batch, tmp_path, llm):
+    messages = [{"role": "user", "content": "hi"}]
+    rows = [
+        body("chat", messages=messages, max_tokens=5),
+        body("text", "/v1/completions", prompt="def f(", echo=True, logprobs=2, max_tokens=4),
+        {"prompt": "import os"},
+    ]
+    result = batch(rows, "--json")
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert (summary["rows"], summary["ok"], summary["failed"]) == (3, 3, 0)
+    assert result.stderr.startswith("3 rows: 3 ok, 0 failed · ")
+    found = answers(tmp_path / "out.jsonl")
+    chat = found["chat"]["response"]["body"]
+    expected = llm.chat(messages, SamplingParams(max_tokens=5, seed=chat["seed"]))[0]
+    assert chat["choices"][0]["message"]["content"] == expected.outputs[0].text
+    text = found["text"]["response"]["body"]["choices"][0]
+    assert text["text"].startswith("def f(")
+    assert "".join(text["logprobs"]["tokens"]).startswith("def f(")
+    assert len(found["row-3"]["outputs"][0]["token_ids"]) == 8  # the checkpoint's generation_config
+
+
+def test_rows_without_a_seed_are_sampled_as_generate_samples_them(batch, tmp_path, model):
+    from jaxinfer import LLM
+
+    prompts = [f"prompt {number}" for number in range(6)]
+    assert batch([{"prompt": prompt} for prompt in prompts], seed=5).exit_code == 0
+    found = answers(tmp_path / "out.jsonl")
+    with LLM(model, seed=5) as llm:
+        for number, output in enumerate(llm.generate(prompts), 1):
+            assert found[f"row-{number}"]["outputs"][0]["token_ids"] == output.outputs[0].token_ids
+
+
+def test_options_are_for_what_rows_do_not_say(batch, tmp_path):
+    assert batch([{"prompt": "x", "max_tokens": 3}, {"prompt": "x"}], "--max-tokens", 5, "--ignore-eos").exit_code == 0
+    found = answers(tmp_path / "out.jsonl")
+    assert [len(found[name]["outputs"][0]["token_ids"]) for name in ("row-1", "row-2")] == [3, 5]
+
+
+def test_partial_failure_is_3_and_a_second_run_says_the_same(batch, tmp_path):
+    rows = [{"prompt": "x"}, {"prompt": "x", "max_tokns": 3}, {"prompt": "x" * 200}]
+    for what in ("tokens", "all were done before"):
+        result = batch(rows)
+        assert result.exit_code == 3
+        assert "line 2: unknown field 'max_tokns'; did you mean 'max_tokens'?" in result.stderr
+        assert "3 rows: 1 ok, 2 failed" in result.stderr
+        assert what in result.stderr
+        assert result.stderr.rstrip().endswith(f"errors in {tmp_path / 'out.errors.jsonl'}")
+    assert len(answers(tmp_path / "out.errors.jsonl")) == 2
+
+
+def test_when_all_rows_fail_it_is_1(batch):
+    assert batch([{"prompt": ""}]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "code", "message"),
+    [
+        ([{"custom_id": "a", "prompt": "x"}] * 2, [], 1, "lines 1 and 2 have the same custom_id 'a'"),
+        ([], [], 1, "has no rows"),
+        ([{"prompt": "x"}], ["--top-p", "2"], 2, "top_p must be"),
+        ([{"prompt": "x"}], ["--overwrite", "--retry-errors"], 2, "leave --retry-errors out"),
+        ([{"prompt": "x"}], ["--errors", "nowhere/x"], 1, "there is no folder nowhere"),
+    ],
+)
+def test_what_is_refused_leaves_nothing_behind(batch, tmp_path, rows, options, code, message):
+    result = batch(rows, *options)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_the_wrong_model_is_told_and_the_results_stay(batch, tmp_path, jaxinfer, model_without_template):
+    assert batch([{"prompt": "x"}]).exit_code == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    arguments = ("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", model_without_template)
+    result = jaxinfer(*arguments)
+    assert result.exit_code == 1
+    assert "what differs: the model" in result.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert jaxinfer(*arguments, "--overwrite").exit_code == 0
+
+
+@pytest.fixture
+def start(jaxinfer_process, model, tmp_path):
+    return lambda: jaxinfer_process("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", model, "--seed", 0)
+
+
+def test_ctrl_c_says_how_to_go_on(batch, start, tmp_path):
+    rows = many_rows(400)
+    write(tmp_path / "in.jsonl", rows)
+    with start() as process:
+        while num_lines(tmp_path / "out.jsonl") < 5:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    num_written = num_lines(tmp_path / "out.jsonl")
+    assert (process.returncode, 5 <= num_written < 400) == (130, True), error
+    assert f"{num_written} of 400 rows are written; the same command goes on from there" in error
+    assert error.endswith("interrupted\n")
+    answers(tmp_path / "out.jsonl")
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux, to limit the size of a process's files")
+def test_a_full_disk_keeps_earlier_rows_and_the_job_goes_on_with_room(batch, start, tmp_path):
+    rows = many_rows(60)
+    assert batch(rows, name="whole").exit_code == 0
+    limit = (tmp_path / "whole.jsonl").stat().st_size // 2
+    with start() as process:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
+        output, error = process.communicate(timeout=120)
+    assert (process.returncode, output) == (1, "")
+    written = answers(tmp_path / "out.jsonl")
+    assert 10 < len(written) < 60
+    assert f"out.jsonl: File too large; {len(written)} of 60 rows are written and whole" in error
+    whole = answers(tmp_path / "whole.jsonl")
+    assert written == {name: whole[name] for name in written}
+    assert batch(rows).exit_code == 0
+    assert answers(tmp_path / "out.jsonl") == whole
+
+
+@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_kill_9_at_random_points_of_200_rows(batch, start, tmp_path, num_kills):
+    rows = many_rows(200)
+    assert batch(rows, name="whole").exit_code == 0
+    whole, path_out = answers(tmp_path / "whole.jsonl"), tmp_path / "out.jsonl"
+    assert sorted(whole) == sorted(row["custom_id"] for row in rows)
+    chance = random.Random(num_kills)
+    num_killed = num_killed_at_work = 0
+    while num_killed < num_kills:
+        # So many more rows, then some milliseconds: each kill finds the job at a point of its own, a few in its start.
+        before = num_lines(path_out)
+        target = before + chance.randrange(max(3, 150 // num_kills))
+        with start() as process:
+            while num_lines(path_out) < target and process.poll() is None:
+                time.sleep(0.001)
+            time.sleep(chance.random() * 0.02)
+            process.kill()
+            _, error = process.communicate()
+        if process.returncode == 0:  # it was faster than we
+            assert answers(path_out) == whole
+            path_out.unlink()
+            continue
+        assert process.returncode == -signal.SIGKILL, error
+        num_killed += 1
+        num_killed_at_work += num_lines(path_out) > before
+    assert num_killed_at_work > num_kills // 3
+    result = batch(rows)
+    assert result.exit_code == 0, result.stderr
+    assert answers(path_out) == whole

@@ -1,0 +1,139 @@
+"""Requests as a stream: taken as there is room, answered as they end; and as a file."""
+
+import json
+
+import jax
+import pytest
+
+from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams
+from jaxinfer.models import init_params
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=RopeConfig(rotary_dim=8),
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(CONFIG, jax.random.key(0)))
+
+
+@pytest.fixture(scope="module")
+def llm(params):
+    with LLM((CONFIG, params), max_seqs=2) as llm:
+        yield llm
+
+
+def requests(count):
+    for number in range(count):
+        yield number, [1 + number, 2], SamplingParams(max_tokens=1 + 7 * (number % 3), seed=number, n=1 + number % 2)
+
+
+def test_the_answers_are_those_of_generate(llm):
+    found = dict(llm.generate_each(requests(9)))
+    keys, prompts, params = zip(*requests(9), strict=True)
+    assert sorted(found) == list(keys)
+    for key, output in zip(keys, llm.generate(prompts, params), strict=True):
+        assert [one.token_ids for one in found[key].outputs] == [one.token_ids for one in output.outputs]
+        assert found[key].prompt_token_ids == output.prompt_token_ids
+        assert found[key].finished
+
+
+def test_short_answers_do_not_wait_for_long_ones(llm):
+    stream = [
+        ("long", [1], SamplingParams(max_tokens=60, ignore_eos=True)),
+        ("short", [2], SamplingParams(max_tokens=1)),
+    ]
+    assert [key for key, _ in llm.generate_each(stream)] == ["short", "long"]
+
+
+def test_what_is_refused_is_told_under_its_key_and_the_others_go_on(llm):
+    stream = [
+        ("a", [1], SamplingParams(max_tokens=3)),
+        ("too long", [1] * 60, SamplingParams(max_tokens=30)),
+        ("empty", [], SamplingParams()),
+        ("no such token", [97], SamplingParams()),
+        ("text", "x", SamplingParams()),
+        ("stop", [1], SamplingParams(stop="x")),
+        ("bias", [1], SamplingParams(stop_token_ids=[97])),
+        ("b", [1], SamplingParams(max_tokens=3)),
+    ]
+    found = dict(llm.generate_each(stream))
+    assert len(found) == 8
+    assert not any(isinstance(found[key], ValueError) for key in "ab")
+    messages = {key: str(value) for key, value in found.items() if isinstance(value, ValueError)}
+    assert messages["too long"].startswith("the prompt: 60 prompt tokens and max_tokens=30 make 90")
+    assert len(messages) == 6
+
+
+def test_requests_are_taken_as_there_is_room(llm):
+    num_taken = 0
+
+    def counted():
+        nonlocal num_taken
+        for request in requests(40):
+            num_taken += 1
+            yield request
+
+    answers = llm.generate_each(counted(), max_queued=3)
+    next(answers)
+    assert num_taken <= 4
+    assert len(list(answers)) == 39
+    with pytest.raises(ValueError, match="max_queued must be at least 1"):
+        llm.generate_each([], max_queued=0)
+
+
+def test_leaving_early_frees_the_engine(llm):
+    answers = llm.generate_each(requests(9))
+    next(answers)
+    answers.close()
+    assert not llm.engine.has_work
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=3))[0].finished
+
+
+def test_an_error_among_the_requests_aborts_what_runs(llm):
+    def failing():
+        yield from requests(3)
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        list(llm.generate_each(failing()))
+    assert not llm.engine.has_work
+
+
+def test_fingerprints_tell_models_apart(llm, params):
+    def fingerprint(tree, **options):
+        with LLM((CONFIG, tree), max_seqs=3, **options) as other:
+            return other.fingerprint()
+
+    same = llm.fingerprint()
+    assert fingerprint(params) == same  # whatever max_seqs
+    assert fingerprint(params, max_model_len=32) != same
+    leaves, structure = jax.tree.flatten(params)
+    for index, leaf in enumerate(leaves):
+        changed = [*leaves]
+        changed[index] = leaf.at[(0,) * leaf.ndim].add(0.5)
+        assert fingerprint(structure.unflatten(changed)) != same
+
+
+def test_a_file_is_served_and_resumed(llm, tmp_path):
+    path_in, path_out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    path_in.write_text("".join(json.dumps({"prompt": [1 + n, 2], "n": 2}) + "\n" for n in range(6)))
+    summary = llm.generate_file(path_in, path_out, params={"max_tokens": 7, "ignore_eos": True}, use_tqdm=False)
+    assert (summary.ok, summary.failed, summary.output_tokens) == (6, 0, 6 * 2 * 7)
+    whole = sorted(path_out.read_text().splitlines())
+    path_out.write_text("".join(path_out.read_text().splitlines(keepends=True)[:2]) + "torn")
+    with pytest.raises(ValueError, match=r"max_tokens \(was 7, is 8\)"):
+        llm.generate_file(path_in, path_out, params={"max_tokens": 8, "ignore_eos": True})
+    summary = llm.generate_file(path_in, path_out, params={"max_tokens": 7, "ignore_eos": True}, use_tqdm=False)
+    assert (summary.ok, summary.resumed) == (6, 2)
+    assert sorted(path_out.read_text().splitlines()) == whole
