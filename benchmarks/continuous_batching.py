@@ -1,0 +1,276 @@
+"""Continuous batching next to static batches, prefix reuse next to none, and what the host costs.
+
+Load: requests arrive as a Poisson process; their prompts and answers have log-uniform lengths, as conversations do
+(few are long). Greedy, end of sequence ignored, so that both systems make exactly the same tokens. Throughput is
+answer tokens over the time from the first arrival to the last token; time to first token counts from a request's
+arrival, time per token is the mean gap after the first.
+
+    python -m benchmarks.continuous_batching --json benchmarks/results/continuous_batching.json
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.static_batches import StaticBatches, Timed
+from jaxinfer import SamplingParams, compilation_cache
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.engine.request import Generation
+from jaxinfer.loading import load_model
+from jaxinfer.sampling import SamplingRow
+
+NUM_REQUESTS = 128
+PROMPT_TOKENS, ANSWER_TOKENS = (32, 512), (8, 256)
+ARRIVAL_SECONDS = 4.0  # over which the requests arrive, on average
+STATIC_BATCH = 16
+MAX_SEQS = 64
+PAGE_SIZE = 16
+PREFIX_TOKENS, NUM_SHARING = 1000, 64
+
+
+@dataclass(frozen=True)
+class Load:
+    prompts: list[list[int]]
+    lengths: list[int]
+    arrivals: list[float]
+
+
+def make_load(vocab_size: int, num_requests: int, seed: int = 0) -> Load:
+    numbers = random.Random(seed)
+
+    def log_uniform(low: int, high: int) -> int:
+        return round(math.exp(numbers.uniform(math.log(low), math.log(high))))
+
+    arrivals, now = [], 0.0
+    for _ in range(num_requests):
+        arrivals.append(now)
+        now += numbers.expovariate(num_requests / ARRIVAL_SECONDS)
+    prompts = [
+        [numbers.randrange(2, vocab_size) for _ in range(log_uniform(*PROMPT_TOKENS))] for _ in range(num_requests)
+    ]
+    return Load(prompts, [log_uniform(*ANSWER_TOKENS) for _ in range(num_requests)], arrivals)
+
+
+def generation(prompt: list[int], length: int) -> Generation:
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=length)
+    return Generation(prompt, SamplingRow(params, seed=0), max_tokens=length)
+
+
+def serve(engine: PagedEngine, load: Load) -> tuple[list[Timed], float]:
+    """What each request got and when, and the pages' waste: the share of owned pages' room that holds no token,
+    averaged over the dispatches."""
+    generations = [generation(prompt, length) for prompt, length in zip(load.prompts, load.lengths, strict=True)]
+    times: dict[Generation, list[float]] = {one: [] for one in generations}
+    num_added, wasted = 0, []
+    start = time.perf_counter()
+    while num_added < len(generations) or engine.has_work:
+        now = time.perf_counter() - start
+        while num_added < len(generations) and load.arrivals[num_added] <= now:
+            engine.add(generations[num_added])
+            num_added += 1
+        if not engine.has_work:
+            time.sleep(max(load.arrivals[num_added] - now, 0))
+            continue
+        for one in engine.step():
+            now = time.perf_counter() - start
+            times[one] += [now] * (len(one.output) - len(times[one]))
+        running = engine.scheduler.running
+        if running:
+            stored = sum(one.num_stored for one in running)
+            wasted.append(1 - stored / (PAGE_SIZE * sum(len(one.pages) for one in running)))
+    return [Timed(one.output, times[one]) for one in generations], statistics.mean(wasted)
+
+
+def summary(found: list[Timed], load: Load) -> dict[str, float]:
+    first = [one.times[0] - arrival for one, arrival in zip(found, load.arrivals, strict=True)]
+    gaps = [(one.times[-1] - one.times[0]) / (len(one.times) - 1) for one in found if len(one.times) > 1]
+    seconds = max(one.times[-1] for one in found)
+    return {
+        "tokens_per_second": sum(load.lengths) / seconds,
+        "seconds": seconds,
+        "first_token_p50": percentile(first, 50),
+        "first_token_p99": percentile(first, 99),
+        "per_token_p50": percentile(gaps, 50),
+        "per_token_p99": percentile(gaps, 99),
+    }
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The smallest value that is at least as large as `percent` % of them."""
+    return sorted(values)[max(math.ceil(len(values) * percent / 100) - 1, 0)]
+
+
+def make_engine(model: Any, **options: Any) -> PagedEngine:
+    config, params = model
+    engine = PagedEngine(config, params, EngineOptions(1024, MAX_SEQS, page_size=PAGE_SIZE, **options))
+    engine.warm_up()
+    return engine
+
+
+def measure_batching(model: Any, num_requests: int, rounds: int) -> dict[str, Any]:
+    """Both systems in turn, `rounds` times; the median round of each by throughput."""
+    config, params = model
+    load = make_load(config.vocab_size, num_requests)
+    static = StaticBatches(config, params, STATIC_BATCH, PROMPT_TOKENS[1] + ANSWER_TOKENS[1])
+    static.warm_up()
+    engine = make_engine(model, prefix_cache=False)
+    runs: dict[str, list[dict[str, float]]] = {"static": [], "continuous": []}
+    waste = 0.0
+    for _ in range(rounds):
+        expected = static.serve(load.prompts, load.lengths, load.arrivals)
+        found, waste = serve(engine, load)
+        if [one.tokens for one in expected] != [one.tokens for one in found]:
+            raise SystemExit("the two systems made different tokens")
+        runs["static"].append(summary(expected, load))
+        runs["continuous"].append(summary(found, load))
+    engine.close()
+    middle = {
+        name: sorted(found, key=lambda run: run["tokens_per_second"])[len(found) // 2] for name, found in runs.items()
+    }
+    ratio = middle["continuous"]["tokens_per_second"] / middle["static"]["tokens_per_second"]
+    return {**middle, "ratio": ratio, "page_waste": waste}
+
+
+def measure_prefix(model: Any, rounds: int) -> dict[str, float]:
+    """Prompt tokens per second of requests that share a long beginning, with and without reuse; and the share of the
+    time that looking for prefixes takes when none is found."""
+    config, _ = model
+    numbers = random.Random(1)
+    shared = [numbers.randrange(2, config.vocab_size) for _ in range(PREFIX_TOKENS)]
+    prompts = [[*shared, *(numbers.randrange(2, config.vocab_size) for _ in range(8))] for _ in range(NUM_SHARING)]
+    load = Load(prompts, [1] * NUM_SHARING, [0.0] * NUM_SHARING)
+    num_tokens, seconds = sum(len(prompt) for prompt in prompts), {}
+    for name, is_on in (("without", False), ("with", True)):
+        found = []
+        for _ in range(rounds):
+            engine = make_engine(model, prefix_cache=is_on)  # a new one: nothing is known yet
+            start = time.perf_counter()
+            serve(engine, load)
+            found.append(time.perf_counter() - start)
+            engine.close()
+        seconds[name] = statistics.median(found)
+    cost = prefix_cost(model)
+    return {
+        "with_tokens_per_second": num_tokens / seconds["with"],
+        "without_tokens_per_second": num_tokens / seconds["without"],
+        "ratio": seconds["without"] / seconds["with"],
+        "cost_without_hits": cost,
+    }
+
+
+def prefix_cost(model: Any) -> float:
+    """The share of the serving time spent on keys, look-up, insertion and eviction where no prompt begins alike."""
+    config, _ = model
+    engine, spent = make_engine(model, prefix_cache=True), 0.0
+    scheduler = engine.scheduler
+
+    def timed(function):
+        def call(*args):
+            nonlocal spent
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                spent += time.perf_counter() - start
+
+        return call
+
+    for name in ("_find_known", "_make_known", "_should_wait"):
+        setattr(scheduler, name, timed(getattr(scheduler, name)))
+    load = make_load(config.vocab_size, NUM_REQUESTS, seed=2)
+    start = time.perf_counter()
+    serve(engine, load)
+    total = time.perf_counter() - start
+    engine.close()
+    return spent / total
+
+
+def measure_host(model: Any, num_steps: int = 100) -> dict[str, float]:
+    """Seconds of the host for one decode step of 64 sequences, each step a dispatch of its own: planning and sending
+    (the device is idle before), and taking in the results (the device is done)."""
+    engine = make_engine(model, steps_per_dispatch=1)
+    for i in range(MAX_SEQS):
+        engine.add(generation([2 + i] * 20, num_steps + 40))
+    while any(not one.is_decoding for one in engine.scheduler.running) or len(engine.scheduler.running) < MAX_SEQS:
+        engine.step()
+    while engine._in_flight:
+        engine._commit(engine._in_flight.popleft())
+    sending, reading = [], []
+    for _ in range(num_steps):
+        start = time.perf_counter()
+        plan = engine.scheduler.schedule()
+        if plan is None:
+            raise SystemExit("the pool is too small for this measurement")
+        engine._prepare(plan)
+        flight = engine._dispatch(plan)
+        sending.append(time.perf_counter() - start)
+        jax.block_until_ready(flight.output)
+        start = time.perf_counter()
+        engine._commit(flight)
+        reading.append(time.perf_counter() - start)
+    engine.close()
+    sent, read = statistics.median(sending), statistics.median(reading)
+    return {"plan_and_send": sent, "take_in": read, "per_step": sent + read}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--model", default="demo", help="a checkpoint (default: the embedded model)")
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help=f"default {NUM_REQUESTS}")
+    parser.add_argument("--rounds", type=int, default=3, help="each system runs so often; medians (default 3)")
+    parser.add_argument("--only", choices=("batching", "prefix", "host"), help="one part")
+    options = parser.parse_args()
+    compilation_cache.enable()
+    loaded = load_model(options.model)
+    model = (loaded.config, loaded.params)
+    report: dict[str, Any] = {
+        "model": options.model,
+        "num_requests": options.requests,
+        "num_cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "platform": jax.default_backend(),
+    }
+    if options.only in (None, "batching"):
+        report["batching"] = found = measure_batching(model, options.requests, options.rounds)
+        print(f"{'':<12}{'tokens/s':>10}{'first token p50 / p99':>26}{'per token p50 / p99':>26}")
+        for name in ("static", "continuous"):
+            row = found[name]
+            print(
+                f"{name:<12}{row['tokens_per_second']:>10.1f}"
+                f"{row['first_token_p50']:>15.2f} / {row['first_token_p99']:.2f} s"
+                f"{row['per_token_p50'] * 1e3:>15.1f} / {row['per_token_p99'] * 1e3:.1f} ms"
+            )
+        print(f"continuous / static: {found['ratio']:.2f}; page waste {found['page_waste']:.2%} at {PAGE_SIZE} tokens")
+    if options.only in (None, "prefix"):
+        report["prefix"] = found = measure_prefix(model, options.rounds)
+        print(
+            f"{NUM_SHARING} requests share {PREFIX_TOKENS} tokens: {found['with_tokens_per_second']:.0f} prompt "
+            f"tokens/s with reuse, {found['without_tokens_per_second']:.0f} without: {found['ratio']:.1f}x; "
+            f"without hits it costs {found['cost_without_hits']:.2%} of the time"
+        )
+    if options.only in (None, "host"):
+        report["host"] = found = measure_host(model)
+        print(
+            f"host per decode step of {MAX_SEQS} sequences: {found['per_step'] * 1e3:.2f} ms "
+            f"(plan and send {found['plan_and_send'] * 1e3:.2f}, take in {found['take_in'] * 1e3:.2f})"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
