@@ -1,9 +1,14 @@
-"""A tiny random model whose greedy answers vary, shared by the engine's tests."""
+"""A tiny random model whose greedy answers vary, shared by the engine's tests; lets them import `fake_device`."""
+
+import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
