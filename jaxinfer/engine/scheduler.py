@@ -347,10 +347,10 @@ class Scheduler:
         if not computing:
             return False
         keys = sequence.keys(page_size, len(sequence.tokens) - 1)
-        if not keys:
-            return False
-        shared = max(_num_equal(keys, one.keys(page_size, one.target)) for one in computing)
-        return shared > 0 and shared > self.prefixes.num_known(keys[:shared], sequence.salt)
+        num_wanted = self.prefixes.num_known(keys, sequence.salt) + 1
+        return num_wanted <= len(keys) and any(
+            keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
+        )
 
     def _has_live_leader(self, sequence: Sequence) -> bool:
         """Whether its prompt's pages are, or are going to be, another's. A leader is never behind in rank."""
@@ -441,13 +441,3 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> tuple[bool, int, int]:
     return sequence.rank
-
-
-def _num_equal(a: list[bytes], b: list[bytes]) -> int:
-    """How many leading elements agree."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count

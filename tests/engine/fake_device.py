@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from jaxinfer.engine.scheduler import MAX_PREEMPTIONS, Plan, QueueFullError, Scheduler, SchedulerOptions, Sequence
 
-VOCAB = 29
+VOCAB = 97
 EOS = 0
 GARBAGE = -1  # what a row that failed stores
 MAX_IN_FLIGHT = 2
@@ -166,6 +166,7 @@ class Engine:
         self.num_operations = self.num_schedules = self.num_checks = 0
         self.num_answers = self.num_failed = self.num_refused = 0
         self.num_stored_by_plans = self.num_found_by_plans = 0
+        self.max_preemptions = 0  # of one sequence
 
     # What a user does.
 
@@ -287,15 +288,19 @@ class Engine:
         plan = self.scheduler.schedule(can_preempt=can_preempt)
         gave_way = [count for one, (_, count) in before.items() if one.num_preemptions > count]
         assert can_preempt or not gave_way
+        self.max_preemptions = max(self.max_preemptions, *(count + 1 for count in gave_way), 0)
         if gave_way and max(gave_way) >= MAX_PREEMPTIONS:
             stayed = [one for one in before if one.slot is not None and one.num_preemptions == before[one][1]]
             assert all(one.num_preemptions >= MAX_PREEMPTIONS for one in stayed), "a spared sequence gave way"
         if plan is not None:
-            self._check_writes(plan, {one: num_stored for one, (num_stored, _) in before.items()})
+            self._check_plan(plan, {one: num_stored for one, (num_stored, _) in before.items()})
         return plan
 
-    def _check_writes(self, plan: Plan, before: dict[Sequence, int]) -> None:
-        """Pages that the plan writes are one sequence's own, and nobody else can find them."""
+    def _check_plan(self, plan: Plan, before: dict[Sequence, int]) -> None:
+        """It keeps to the limits; the pages that it writes are one sequence's own, and nobody else can find them."""
+        assert sum(chunk.length for chunk in plan.chunks) <= self.options.prefill_chunk
+        assert 1 <= plan.num_steps <= (1 if plan.chunks else self.options.steps_per_dispatch)
+        assert {one.slot for one in plan.admitted} <= {chunk.sequence.slot for chunk in plan.chunks}
         ranges = [(chunk.sequence, chunk.start, chunk.start + chunk.length) for chunk in plan.chunks]
         ranges += [(one, before[one], one.num_stored) for one in plan.decodes]
         size, pool = self.options.page_size, self.scheduler.pool

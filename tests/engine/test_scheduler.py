@@ -1,18 +1,22 @@
 """The scheduler on a fake device (see `fake_device`): one answer per request, whatever the pool, the batch and the luck.
 
-Oracle: the device's model on the prompt alone. Then properties (hypothesis, and a seeded random driver that is much
-faster per operation), planted faults that the same checks must catch, and examples.
+Oracle: the device's model on the prompt alone. Then properties (seeded random work, which is much faster per operation,
+and hypothesis), planted faults that the same checks must catch, and examples.
 """
 
 import random
+import statistics
 import time
+from dataclasses import replace
 
 import pytest
 from fake_device import MAX_IN_FLIGHT, Engine
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from random_work import RandomWork
 
+from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.scheduler import (
     MAX_PREEMPTIONS,
@@ -23,67 +27,305 @@ from jaxinfer.engine.scheduler import (
     Sequence,
 )
 
-# The seeded random driver.
+
+def options(**changes) -> SchedulerOptions:
+    return replace(SchedulerOptions(num_pages=33, page_size=4, max_seqs=4, prefill_chunk=16), **changes)
 
 
-def random_engine(seed: int) -> Engine:
-    rng = random.Random(seed)
-    max_seqs = rng.choice([1, 2, 3, 4, 8, 16])
-    options = SchedulerOptions(
-        num_pages=rng.choice([3, 4, 6, 9, 14, 24, 60, 200]),
-        page_size=rng.choice([1, 2, 3, 4, 8, 16]),
-        max_seqs=max_seqs,
-        prefill_chunk=rng.choice([1, 2, 3, 5, 8, 16, 64]),
-        steps_per_dispatch=rng.choice([1, 1, 2, 3, 8]),
-        max_waiting=rng.choice([None, None, 3, 40]),
-        reuses_prefixes=rng.random() < 0.9,
-        shuffle_seed=rng.choice([None, rng.randrange(1000)]),
+# Random work.
+
+
+def run_random_work(seeds: range, num_operations: int) -> None:
+    """At least `num_operations` in all, and nothing that the work is meant to meet is missing."""
+    done = preemptions = spared = copies = evictions = failed = refused = 0
+    for seed in seeds:
+        engine = RandomWork(seed).run(num_operations // len(seeds))
+        counters = engine.scheduler.counters
+        done += engine.num_operations
+        preemptions += counters.num_preemptions
+        spared += engine.max_preemptions >= MAX_PREEMPTIONS
+        copies += counters.copied_pages
+        evictions += engine.scheduler.pool.num_evictions
+        failed += engine.num_failed
+        refused += engine.num_refused
+    assert done >= num_operations
+    assert min(preemptions, spared, copies, evictions, failed, refused) > 0
+    print(
+        f"{done} operations: {preemptions} preemptions, {copies} pages copied, {evictions} evicted, {failed} rows failed"
     )
-    return Engine(
-        options,
-        slot_buckets=rng.choice([None, (1, 2, 4, 8)]),
-        seed=seed,
-        failure_rate=rng.choice([0, 0, 0.01, 0.1]),
-        stop_rate=rng.choice([0, 0.02]),
-        known_pages_every=8,
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_random_work_gives_one_answer(part):
+    run_random_work(range(20 * part, 20 * part + 20), 10_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(4))
+def test_a_million_operations_give_one_answer(part):
+    run_random_work(range(1000 + 100 * part, 1100 + 100 * part), 250_000)
+
+
+def run_aborts(num_aborts: int) -> None:
+    """One abort per two steps, in whatever phase a sequence is; sometimes all at once."""
+    count = 0
+    for seed in range(10):
+        work = RandomWork(seed, abort_rate=0.3)
+        engine, pool = work.engine, work.engine.scheduler.pool
+        while work.num_aborts < num_aborts // 10:
+            for _ in range(work.random.randrange(40)):
+                work.step()
+            for victim in list(engine.live):
+                own = [page for page in victim.pages if pool.num_owners(page) == 1]
+                engine.abort(victim)
+                work.num_aborts += 1
+                assert victim.is_finished
+                assert all(pool.num_owners(page) == 0 for page in own)
+            for _ in range(MAX_IN_FLIGHT):
+                engine.step()
+            engine.check_idle()
+            assert not engine.in_flight
+        count += work.num_aborts
+    assert count >= num_aborts
+
+
+def test_a_thousand_aborts_free_their_pages():
+    run_aborts(1000)
+
+
+@pytest.mark.slow
+def test_ten_thousand_aborts_free_their_pages():
+    run_aborts(10_000)
+
+
+class Scheduling(RuleBasedStateMachine):
+    """The same, with requests, dispatches, deliveries and aborts in an order that hypothesis chooses and shrinks."""
+
+    @initialize(
+        num_pages=st.integers(3, 24),
+        page_size=st.integers(1, 16),
+        max_seqs=st.integers(1, 5),
+        prefill_chunk=st.integers(1, 64),
+        steps_per_dispatch=st.integers(1, 8),
+        max_waiting=st.none() | st.integers(1, 5),
+        reuses_prefixes=st.booleans(),
+        shuffle_seed=st.none() | st.integers(0, 9),
+        is_cautious=st.booleans(),
+        failure_rate=st.sampled_from([0.0, 0.1]),
+    )
+    def start(self, is_cautious, failure_rate, **arguments):
+        self.engine = Engine(SchedulerOptions(**arguments), failure_rate=failure_rate)
+        if not is_cautious:
+            self.engine.scheduler._num_spare = lambda: 0
+
+    @rule(
+        beginning=st.integers(0, 1),
+        length=st.integers(1, 24),
+        tail=st.integers(0, 1),
+        max_tokens=st.integers(1, 24),
+        num_answers=st.sampled_from([1, 1, 3]),
+        priority=st.sampled_from([0, 0, 1]),
+        salt=st.sampled_from(["", "1"]),
+        can_reuse=st.booleans(),
+    )
+    def add(self, beginning, length, tail, max_tokens, num_answers, can_reuse, **arguments):
+        capacity = (self.engine.options.num_pages - 1) * self.engine.options.page_size
+        prompt = ([beginning + 1] * (length - 1) + [tail + 3])[-capacity:]
+        max_tokens = min(max_tokens, capacity + 1 - len(prompt))
+        leader = self.engine.add(prompt, max_tokens, can_reuse=can_reuse, **arguments)
+        for _ in range(num_answers - 1 if leader else 0):
+            self.engine.add(prompt, max_tokens, leader=leader, **arguments)
+
+    @precondition(lambda self: len(self.engine.in_flight) < MAX_IN_FLIGHT)
+    @rule()
+    def dispatch(self):
+        self.engine.dispatch()
+
+    @precondition(lambda self: self.engine.in_flight)
+    @rule()
+    def deliver(self):
+        self.engine.deliver()
+
+    @precondition(lambda self: self.engine.live)
+    @rule(data=st.data())
+    def abort(self, data):
+        live = list(self.engine.live)
+        self.engine.abort(live[data.draw(st.integers(0, len(live) - 1))])
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            self.engine.drain()
+
+
+TestScheduling = Scheduling.TestCase
+TestScheduling.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# Nobody starves.
+
+
+@pytest.mark.parametrize("num_small", [1, 4])
+def test_a_large_request_is_not_overtaken_for_ever(num_small):
+    engine = Engine(options(num_pages=17))
+    rng = random.Random(0)
+    for _ in range(8):
+        engine.add([rng.randrange(97) for _ in range(8)], 20)
+    large = engine.add([rng.randrange(97) for _ in range(50)], 10)
+    assert large is not None
+    while not large.is_finished:
+        for _ in range(num_small):
+            engine.add([rng.randrange(97) for _ in range(4)], 12)
+        engine.step()
+        assert engine.num_schedules < 8 * 20 + 50 + 10 + 10
+    engine.drain()
+
+
+def test_a_request_that_waits_for_anothers_prompt_is_not_overtaken_for_ever():
+    """A stream of prompts that share more and more of its beginning: each is worth waiting for, but they end."""
+    engine = Engine(options(num_pages=65, prefill_chunk=4))
+    prompt = list(range(48))
+    engine.add(prompt[:5] + [60], 4)
+    engine.step()
+    patient = engine.add(prompt, 4)
+    assert patient is not None
+    for number in range(200):
+        if patient.is_finished:
+            break
+        engine.add(prompt[: min(4 * number + 8, 44)] + [70 + number % 20], 4)
+        engine.step()
+    assert patient.is_finished
+    engine.drain()
+
+
+# Planted faults: the checks that passed above catch each of them.
+
+
+def forget_copies(monkeypatch):
+    schedule = Scheduler.schedule
+
+    def faulty(self, *args, **kwargs):
+        plan = schedule(self, *args, **kwargs)
+        return plan and replace(plan, copies=[])
+
+    monkeypatch.setattr(Scheduler, "schedule", faulty)
+
+
+def share_what_is_written(monkeypatch):
+    admit = Scheduler._admit
+
+    def faulty(self, sequence, copies):
+        is_admitted = admit(self, sequence, copies)
+        for shared, own in copies:
+            if own in sequence.pages:
+                self.pool.share([shared])
+                self.pool.release([own])
+                sequence.pages[sequence.pages.index(own)] = shared
+        copies.clear()
+        return is_admitted
+
+    monkeypatch.setattr(Scheduler, "_admit", faulty)
+
+
+def make_the_unconfirmed_known(monkeypatch):
+    leave = Scheduler._leave
+
+    def faulty(self, sequence):
+        sequence.num_confirmed = min(sequence.num_stored, len(sequence.tokens))
+        leave(self, sequence)
+
+    monkeypatch.setattr(Scheduler, "_leave", faulty)
+
+
+def follow_before_the_prompt_is_stored(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_has_prompt", lambda self, one: one.slot is not None)
+
+
+def release_twice(monkeypatch):
+    leave = Scheduler._leave
+
+    def faulty(self, sequence):
+        pages = list(sequence.pages)
+        leave(self, sequence)
+        self.pool.release([page for page in pages if self.pool.num_owners(page)])
+
+    monkeypatch.setattr(Scheduler, "_leave", faulty)
+
+
+def release_nothing(monkeypatch):
+    release = PagePool.release
+    monkeypatch.setattr(PagePool, "release", lambda self, pages: release(self, pages[1:]))
+
+
+def release_beginnings_first(monkeypatch):
+    release = PagePool.release
+    monkeypatch.setattr(PagePool, "release", lambda self, pages: release(self, list(pages)[::-1]))
+
+
+def keep_what_was_computed_twice(monkeypatch):
+    def faulty(self, keys, pages, salt=""):
+        known = self.num_known(keys, salt)
+        insert(self, keys, pages[:known] + pages[known:], salt)  # the replacements are lost with the copied list
+
+    insert = PrefixTree.insert
+    monkeypatch.setattr(PrefixTree, "insert", faulty)
+
+
+def ignore_salts(monkeypatch):
+    walk, insert = PrefixTree._walk, PrefixTree.insert
+    monkeypatch.setattr(PrefixTree, "_walk", lambda self, keys, salt: walk(self, keys, ""))
+    monkeypatch.setattr(PrefixTree, "insert", lambda self, keys, pages, salt: insert(self, keys, pages, ""))
+
+
+def match_without_owning(monkeypatch):
+    monkeypatch.setattr(
+        PrefixTree, "match", lambda self, keys, salt="": [node.page for node in self._walk(keys, salt)]
     )
 
 
-def add_random_group(engine: Engine, rng: random.Random, beginnings: list[list[int]]) -> None:
-    """A prompt that starts like others, asked for once or several times."""
-    capacity = min((engine.options.num_pages - 1) * engine.options.page_size, 70)
-    prompt = list(rng.choice(beginnings)[: rng.randint(0, 40)]) + [rng.randrange(29) for _ in range(rng.randint(1, 6))]
-    prompt = prompt[: rng.randint(1, capacity)]
-    arguments = {
-        "max_tokens": rng.randint(1, min(capacity + 1 - len(prompt), 24)),
-        "priority": rng.choice([0, 0, 0, 1, -1]),
-        "salt": rng.choice(["", "", "1", "2"]),
-        "can_reuse": rng.random() < 0.9,
-    }
-    leader = None
-    for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        sequence = engine.add(prompt, leader=leader, **arguments)
-        leader = leader or sequence
-        arguments["can_reuse"] = True
-        if leader is None:
-            return
+def preempt_the_first(monkeypatch):
+    preempt = Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, _: preempt(self, min(self.running, key=lambda one: one.rank)))
 
 
-def run_randomly(seed: int, num_operations: int, abort_rate: float = 0.02) -> Engine:
-    engine, rng = random_engine(seed), random.Random(seed + 1)
-    beginnings = [[rng.randrange(29) for _ in range(40)] for _ in range(3)]
-    num_live_wanted = rng.choice([2, 8, 30])
-    while engine.num_operations < num_operations:
-        for _ in range(rng.choice([3, 40, 200])):
-            if len(engine.live) < num_live_wanted and rng.random() < 0.5:
-                add_random_group(engine, rng, beginnings)
-            if engine.live and rng.random() < abort_rate:
-                engine.abort(rng.choice(list(engine.live)))
-            engine.step()
-        engine.drain()
-    return engine
+def preempt_while_results_are_coming(monkeypatch):
+    schedule = Scheduler.schedule
+    monkeypatch.setattr(Scheduler, "schedule", lambda self, can_preempt: schedule(self))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_random_work_gives_one_answer(seed):
-    run_randomly(seed, 750)
+def store_a_page_too_few(monkeypatch):
+    give_room = Scheduler._give_room
+    monkeypatch.setattr(Scheduler, "_give_room", lambda self, decodes, steps: give_room(self, decodes, steps - 1))
+
+
+def keep_the_slot(monkeypatch):
+    monkeypatch.setattr(
+        Scheduler, "_plan_moves", lambda self, decodes: [(one.slot, one.slot + 1) for one in decodes[:1]]
+    )
+
+
+FAULTS = [
+    forget_copies,
+    share_what_is_written,
+    make_the_unconfirmed_known,
+    follow_before_the_prompt_is_stored,
+    release_twice,
+    release_nothing,
+    release_beginnings_first,
+    keep_what_was_computed_twice,
+    ignore_salts,
+    match_without_owning,
+    preempt_the_first,
+    preempt_while_results_are_coming,
+    store_a_page_too_few,
+    keep_the_slot,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_caught(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)) as caught:
+        for seed in range(60):
+            RandomWork(seed).run(500)
+    print(f"seed {seed}: {caught.value}"[:200])
