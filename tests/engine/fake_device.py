@@ -94,7 +94,8 @@ class Device:
 
     def run_chunk(self, piece: Piece) -> Result:
         row = self.rows[piece.slot]
-        assert row is not None and not row.is_active, "a chunk for a row that was not written"
+        assert row is not None, "a chunk for a row that was not written"
+        assert not row.is_active, "a chunk for a row that decodes"
         assert row.position == piece.start, "a chunk that does not go on where the last one ended"
         row.is_ok &= not piece.must_fail
         for position, token in enumerate(piece.tokens, piece.start):
@@ -200,7 +201,7 @@ class Engine:
             plan = self._schedule(can_preempt=True)
         assert plan is not None
         if plan.is_empty:
-            assert not (plan.admitted or plan.moves or plan.copies)
+            assert not [*plan.admitted, *plan.moves, *plan.copies]
             assert self.in_flight or not self.scheduler.has_work, "work waits for ever"
             return False
         self.in_flight.append(self._run(plan))
@@ -285,7 +286,7 @@ class Engine:
         self.num_operations += 1
         self.num_schedules += 1
         before = {one: (one.num_stored, one.num_preemptions) for one in self.scheduler.running}
-        plan = self.scheduler.schedule(can_preempt=can_preempt)
+        plan = self.scheduler.schedule(self.random.choice([None, None, 1, 3]), can_preempt=can_preempt)
         gave_way = [count for one, (_, count) in before.items() if one.num_preemptions > count]
         assert can_preempt or not gave_way
         self.max_preemptions = max(self.max_preemptions, *(count + 1 for count in gave_way), 0)
@@ -309,7 +310,9 @@ class Engine:
             assert end > start
             assert sequence.slot is not None
             pages = sequence.pages[start // size : -(-end // size)]
-            assert all(pool.num_owners(page) == 1 and not pool.is_kept(page) for page in pages), "a shared page is written"
+            assert all(pool.num_owners(page) == 1 and not pool.is_kept(page) for page in pages), (
+                "a shared page is written"
+            )
             written += pages
         assert len(set(written)) == len(written), "two sequences write the same page"
         assert {page for _, page in plan.copies} <= {page for one in plan.admitted for page in one.pages}

@@ -61,7 +61,11 @@ class RandomWork:
         prompt = rng.choice(self.beginnings)[: rng.randint(0, 40)] + self.tokens(rng.randint(1, 6))
         prompt = prompt[: rng.randint(1, 2 if self.is_thrashed else self.capacity)]
         longest = min(self.capacity + 1 - len(prompt), 60 if self.is_thrashed else rng.choice([2, 24, 60]))
-        max_tokens, priority, salt = rng.randint(1, longest), rng.choice([0, 0, 0, 1, -1]), rng.choice(["", "", "1", "2"])
+        max_tokens, priority, salt = (
+            rng.randint(1, longest),
+            rng.choice([0, 0, 0, 1, -1]),
+            rng.choice(["", "", "1", "2"]),
+        )
         leader = self.engine.add(prompt, max_tokens, priority=priority, salt=salt, can_reuse=rng.random() < 0.9)
         for _ in range(rng.choice([0, 0, 0, 1, 3]) if leader else 0):
             self.engine.add(prompt, max_tokens, priority=priority, salt=salt, leader=leader)
