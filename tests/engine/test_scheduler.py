@@ -447,26 +447,29 @@ def test_a_step_of_64_sequences_costs_little(num_waiting):
     assert seconds < 0.0005
 
 
+def run_prompts(prompts: list[list[int]], reuses_prefixes: bool) -> float:
+    """Seconds of a prompt that has nothing in common with the others, of which one token is sampled."""
+    scheduler = Scheduler(options(num_pages=8192, page_size=16, prefill_chunk=1024, reuses_prefixes=reuses_prefixes))
+    start = time.perf_counter()
+    for prompt in prompts:
+        add(scheduler, prompt, 1)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        assert plan is not None
+        for chunk in plan.chunks:
+            scheduler.confirm(chunk.sequence, chunk.start + chunk.length)
+            if chunk.is_last:
+                scheduler.append(chunk.sequence, 1)
+                scheduler.finish(chunk.sequence)
+    assert scheduler.counters.reused_tokens == 0
+    return (time.perf_counter() - start) / len(prompts)
+
+
 @pytest.mark.timing
 def test_reuse_that_finds_nothing_costs_little():
     rng = random.Random(0)
-    prompts = [[rng.randrange(30000) for _ in range(1000)] for _ in range(200)]
-    seconds = {}
-    for reuses_prefixes in (False, True):
-        scheduler = Scheduler(
-            options(num_pages=8192, page_size=16, prefill_chunk=1024, reuses_prefixes=reuses_prefixes)
-        )
-        start = time.perf_counter()
-        for prompt in prompts:
-            add(scheduler, prompt, 1)
-        while scheduler.has_work:
-            plan = scheduler.schedule()
-            assert plan is not None
-            for chunk in plan.chunks:
-                scheduler.confirm(chunk.sequence, chunk.start + chunk.length)
-                if chunk.is_last:
-                    scheduler.finish(chunk.sequence)
-        seconds[reuses_prefixes] = (time.perf_counter() - start) / len(prompts)
-        assert scheduler.counters.reused_tokens == 0
-    print(f"a prompt of 1000 tokens: {seconds[False] * 1e6:.0f} us, {seconds[True] * 1e6:.0f} us with prefix reuse")
-    assert seconds[True] < 0.001
+    prompts = [[rng.randrange(30000) for _ in range(1000)] for _ in range(100)]
+    # The best of several rounds: a full garbage collection takes longer than a round.
+    without, with_reuse = (min(run_prompts(prompts, reuses) for _ in range(5)) for reuses in (False, True))
+    print(f"a prompt of 1000 tokens: {without * 1e6:.0f} us, {with_reuse * 1e6:.0f} us with prefix reuse")
+    assert with_reuse < 0.001
