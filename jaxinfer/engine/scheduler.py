@@ -132,7 +132,7 @@ class Plan:
     Attributes:
       admitted: sequences that got a slot; their rows of the device's arrays must be written first.
       moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
-      copies: pairs (page, new page) to copy before anything is stored.
+      copies: pairs (page, new page) to copy before anything is stored. Neither moves nor copies depend on their order.
       chunks: pieces of prompts. decodes: sequences that make `num_steps` tokens each, or as many as they have left.
     """
 
@@ -199,7 +199,7 @@ class Scheduler:
         sequence.arrival = next(self._arrivals)
         self.counters.num_added += 1
         self.counters.prompt_tokens += sequence.num_prompt
-        insort(self.waiting, sequence, key=lambda one: one.rank)
+        insort(self.waiting, sequence, key=_rank)
 
     @property
     def has_work(self) -> bool:
