@@ -207,16 +207,8 @@ class PagedEngine:
             self._slots, self._batch = paged_programs.move_slots(self._slots, self._batch, jax.device_put(order))
         for sequence in plan.admitted:
             self._write_slot(sequence)
-        # A page that one copy reads may be where a later one writes; within a program their order is not defined.
-        pairs: list[tuple[int, int]] = []
-        for source, destination in plan.copies:
-            touched = {page for pair in pairs for page in pair}
-            if len(pairs) == COPIES or source in touched or destination in touched:
-                self._copy(pairs)
-                pairs = []
-            pairs.append((source, destination))
-        if pairs:
-            self._copy(pairs)
+        for start in range(0, len(plan.copies), COPIES):
+            self._copy(plan.copies[start : start + COPIES])
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         sources = results.padded([source for source, _ in pairs], COPIES)

@@ -54,6 +54,10 @@ class PagePool:
     def num_owners(self, page: int) -> int:
         return self._owners[page]
 
+    def is_kept(self, page: int) -> bool:
+        """Whether its contents are known, so that nobody may write it."""
+        return page in self._forget
+
     def allocate(self, count: int) -> list[int]:
         """Pages with one owner, the caller. Raises OutOfPagesError and takes none where there are too few."""
         if count > self.num_available:
@@ -118,8 +122,8 @@ class PagePool:
             raise RuntimeError("a page is free or idle twice, or while it is owned, or it is the null page")
         if len(unowned) + sum(count > 0 for count in owners) != self.num_pages - 1:
             raise RuntimeError(f"{self.num_pages - 1} pages, but {len(unowned)} unowned and {self.num_owned} owned")
-        if any(page not in self._forget for page in self._idle):
-            raise RuntimeError("an idle page is kept by nobody")
+        if any(page not in self._forget for page in self._idle) or any(page in self._forget for page in self._free):
+            raise RuntimeError("an idle page is kept by nobody, or a free one is kept")
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)

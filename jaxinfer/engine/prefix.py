@@ -5,6 +5,7 @@ spells the tokens it and the pages before it hold. Plain Python: no JAX here.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from jaxinfer.engine.pages import PagePool
 
@@ -47,6 +48,8 @@ class PrefixTree:
         sequence owns every page on its path, and what it computed twice becomes free. Returns whether it did so.
         """
         is_changed = False
+        if not keys:
+            return is_changed
         node = self._roots.get(salt)
         if node is None:
             node = self._roots[salt] = _Node(b"", -1, None)
@@ -54,7 +57,7 @@ class PrefixTree:
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = _Node(key, pages[index], node)
-                self._pool.keep(child.page, lambda child=child: self._forget(child))
+                self._pool.keep(child.page, partial(self._forget, child, salt))
                 self.num_pages += 1
             elif child.page != pages[index]:
                 self._pool.share([child.page])
@@ -65,14 +68,18 @@ class PrefixTree:
         return is_changed
 
     def check(self) -> None:
-        """Raises RuntimeError where a node's page is known twice or a parent is given away before its child."""
+        """Raises RuntimeError where a page is known twice, or not kept, or could be given away before one after it."""
         stack = list(self._roots.values())
+        if not all(root.children for root in stack):
+            raise RuntimeError("a salt without pages is remembered")
         seen: set[int] = set()
         while stack:
             node = stack.pop()
             for key, child in node.children.items():
                 if child.key != key or child.parent is not node or child.page in seen:
                     raise RuntimeError(f"page {child.page} is known twice or under another key")
+                if not self._pool.is_kept(child.page):
+                    raise RuntimeError(f"page {child.page} is known, but the pool does not keep it")
                 seen.add(child.page)
                 if node.parent is not None and self._pool.num_owners(child.page) > self._pool.num_owners(node.page):
                     raise RuntimeError(f"page {child.page} has more owners than page {node.page} before it")
@@ -91,11 +98,11 @@ class PrefixTree:
             found.append(node)
         return found
 
-    def _forget(self, node: _Node) -> None:
+    def _forget(self, node: _Node, salt: str) -> None:
         parent = node.parent
         if node.children or parent is None:
             raise RuntimeError(f"page {node.page} is given away before the pages that continue it")
         del parent.children[node.key]
         self.num_pages -= 1
         if parent.parent is None and not parent.children:
-            self._roots = {salt: root for salt, root in self._roots.items() if root is not parent}
+            del self._roots[salt]

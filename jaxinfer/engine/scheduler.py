@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.engine.pages import OutOfPagesError, PagePool
+from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix import PrefixTree
 
 MAX_PREEMPTIONS = 3  # after so many a sequence goes first and is spared while any other can give way
@@ -137,7 +137,7 @@ class Plan:
     Attributes:
       admitted: sequences that got a slot; their rows of the device's arrays must be written first.
       moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
-      copies: pairs (page, new page) to copy before anything is stored.
+      copies: pairs (page, new page) to copy before anything is stored. Neither moves nor copies depend on their order.
       chunks: pieces of prompts. decodes: sequences that make `num_steps` tokens each, or as many as they have left.
     """
 
@@ -177,7 +177,7 @@ class Scheduler:
         self.counters = Counters()
         self.waiting: list[Sequence] = []  # sorted by rank
         self.running: list[Sequence] = []
-        self._slot_buckets = tuple(slot_buckets or (options.max_seqs,))
+        self._slot_buckets = sorted({*(slot_buckets or ()), options.max_seqs})
         self._free_slots = list(range(options.max_seqs))
         self._arrivals = itertools.count()
 
@@ -185,6 +185,8 @@ class Scheduler:
 
     def check_fits(self, num_prompt: int, max_tokens: int) -> None:
         """Raises RequestTooLargeError, with both numbers, for a sequence that could never run to its end."""
+        if num_prompt < 1 or max_tokens < 1:
+            raise ValueError(f"a prompt token and max_tokens >= 1 are needed, got {num_prompt} and {max_tokens}")
         needed, available = self._pages_for(num_prompt + max_tokens - 1), self.options.num_pages - 1
         if needed > available:
             raise RequestTooLargeError(
@@ -197,15 +199,14 @@ class Scheduler:
         """Queues a sequence. Raises RequestTooLargeError, or QueueFullError when max_waiting sequences wait."""
         self.check_fits(sequence.num_prompt, sequence.max_tokens)
         limit = self.options.max_waiting
-        num_waiting = len(self.waiting) - len(
-            self._free_slots
-        )  # those for whom a slot is free go on with the next step
+        # Those for whom a slot is free go on with the next step.
+        num_waiting = len(self.waiting) - len(self._free_slots)
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(f"{num_waiting} requests wait already, the limit is max_waiting={limit}")
         sequence.arrival = next(self._arrivals)
         self.counters.num_added += 1
         self.counters.prompt_tokens += sequence.num_prompt
-        insort(self.waiting, sequence, key=lambda one: one.rank)
+        insort(self.waiting, sequence, key=_rank)
 
     @property
     def has_work(self) -> bool:
@@ -217,34 +218,31 @@ class Scheduler:
         The engine then reads all results that are still coming, which may free pages, and asks again: a sequence is
         preempted only when everything that it was given is known, so that it can be computed anew.
         """
-        admitted: list[Sequence] = []
-        copies: dict[Sequence, list[tuple[int, int]]] = {}
         while True:
-            decodes = sorted((one for one in self.running if one.is_decoding and one.num_left > 0), key=_rank)
+            decodes = [one for one in self.running if one.is_decoding and one.num_left > 0]
             is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
-            if self._give_room(decodes, steps, copies):
+            if self._give_room(decodes, steps):
                 break
-            if steps > 1 and self._give_room(decodes, 1, copies):
+            if steps > 1 and self._give_room(decodes, 1):
                 steps = 1
                 break
             if not can_preempt:
-                self._undo(copies)
                 return None
             # The last in rank gives way: the first always goes on, so all come to their end.
-            victim = max(self.running, key=_rank)
-            copies.pop(victim, None)
-            self._preempt(victim)
+            self._preempt(max(self.running, key=_rank))
+        admitted: list[Sequence] = []
+        copies: list[tuple[int, int]] = []
         chunks = self._plan_prompts(admitted, copies)
+        steps = 1 if chunks else steps
         moves = [] if chunks or self.waiting else self._plan_moves(decodes)
         for chunk in chunks:
             chunk.sequence.num_stored += chunk.length
             self.counters.computed_prompt_tokens += chunk.length
         for sequence in decodes:
-            sequence.num_stored += min(1 if chunks else steps, sequence.num_left)
-        pairs = list(itertools.chain.from_iterable(copies.values()))
-        self.counters.copied_pages += len(pairs)
-        return Plan(admitted, moves, pairs, chunks, decodes, 1 if chunks else steps)
+            sequence.num_stored += min(steps, sequence.num_left)
+        self.counters.copied_pages += len(copies)
+        return Plan(admitted, moves, copies, chunks, decodes, steps)
 
     def confirm(self, sequence: Sequence, num_stored: int) -> None:
         """The keys of the sequence's first `num_stored` tokens are in the cache and sound: others may use them."""
@@ -288,6 +286,9 @@ class Scheduler:
         for one in self.running:
             if self._pages_for(one.num_stored) > len(one.pages):
                 raise RuntimeError(f"{one.num_stored} tokens are stored in {len(one.pages)} pages")
+            for page in one.pages[one.num_confirmed // self.options.page_size :]:
+                if self.pool.num_owners(page) > 1 or self.pool.is_kept(page):
+                    raise RuntimeError(f"page {page} is still written, but it is shared or known")
 
     # Planning.
 
@@ -308,39 +309,18 @@ class Scheduler:
         """Pages left for those that run when another is admitted, lest it is preempted at once."""
         return len(self.running)
 
-    def _give_room(self, decodes: list[Sequence], steps: int, copies: dict[Sequence, list[tuple[int, int]]]) -> bool:
-        try:
-            for sequence in decodes:
-                self._make_room(sequence, sequence.num_stored + min(steps, sequence.num_left), copies)
-        except OutOfPagesError:
+    def _give_room(self, decodes: list[Sequence], steps: int) -> bool:
+        """Pages for `steps` more tokens of each; takes none and says no where there are too few for all."""
+        tokens = [one.num_stored + min(steps, one.num_left) for one in decodes]
+        missing = [max(0, self._pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
+        if sum(missing) > self.pool.num_available:
             return False
+        for sequence, count in zip(decodes, missing, strict=True):
+            if count:
+                sequence.pages += self.pool.allocate(count)
         return True
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, copies: dict[Sequence, list[tuple[int, int]]]) -> None:
-        """Pages for the sequence's tokens up to `num_tokens`, of its own where it will write (copy-on-write)."""
-        pages, page_size = sequence.pages, self.options.page_size
-        for index in range(sequence.num_stored // page_size, min(len(pages), self._pages_for(num_tokens))):
-            if self.pool.num_owners(pages[index]) > 1:
-                (own,) = self.pool.allocate(1)
-                copies.setdefault(sequence, []).append((pages[index], own))
-                self.pool.release([pages[index]])
-                pages[index] = own
-                sequence.num_listed = min(sequence.num_listed, index)
-        missing = self._pages_for(num_tokens) - len(pages)
-        if missing > 0:
-            pages += self.pool.allocate(missing)
-
-    def _undo(self, copies: dict[Sequence, list[tuple[int, int]]]) -> None:
-        """Takes back copies that were planned for a dispatch that will not be: nothing was written yet."""
-        for sequence, pairs in copies.items():
-            for shared, own in pairs:
-                self.pool.share([shared])
-                index = sequence.pages.index(own)
-                sequence.pages[index] = shared
-                sequence.num_listed = min(sequence.num_listed, index)
-                self.pool.release([own])
-
-    def _plan_prompts(self, admitted: list[Sequence], copies: dict[Sequence, list[tuple[int, int]]]) -> list[Chunk]:
+    def _plan_prompts(self, admitted: list[Sequence], copies: list[tuple[int, int]]) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.options.prefill_chunk
         for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
@@ -374,10 +354,10 @@ class Scheduler:
         if not computing:
             return False
         keys = sequence.keys(page_size, len(sequence.tokens) - 1)
-        if not keys:
-            return False
-        shared = max(_num_equal(keys, one.keys(page_size, one.target)) for one in computing)
-        return shared > 0 and shared > self.prefixes.num_known(keys[:shared], sequence.salt)
+        num_wanted = self.prefixes.num_known(keys, sequence.salt) + 1
+        return num_wanted <= len(keys) and any(
+            keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
+        )
 
     def _has_live_leader(self, sequence: Sequence) -> bool:
         """Whether its prompt's pages are, or are going to be, another's. A leader is never behind in rank."""
@@ -387,17 +367,19 @@ class Scheduler:
     def _has_prompt(self, sequence: Sequence | None) -> bool:
         return sequence is not None and sequence.slot is not None and sequence.num_confirmed >= sequence.num_prompt
 
-    def _admit(self, sequence: Sequence, copies: dict[Sequence, list[tuple[int, int]]]) -> bool:
+    def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Gives a waiting sequence a slot and pages for all tokens that it has, if there are enough."""
         num_tokens, page_size = len(sequence.tokens), self.options.page_size
         pages, num_known = self._find_known(sequence)
-        sequence.pages, sequence.num_stored = pages, num_known
-        pages_needed = self._pages_for(num_tokens) - num_known // page_size
-        if pages_needed + self._num_spare() > self.pool.num_available:
+        num_whole = num_known // page_size
+        if self._pages_for(num_tokens) - num_whole + self._num_spare() > self.pool.num_available:
             self.pool.release(pages)
-            sequence.pages, sequence.num_stored = [], 0
             return False
-        self._make_room(sequence, num_tokens, copies)
+        own = self.pool.allocate(self._pages_for(num_tokens) - num_whole)
+        # It will write into the page that is known in part, so it gets a copy of its own (copy-on-write).
+        copies += zip(pages[num_whole:], own, strict=False)
+        self.pool.release(pages[num_whole:])
+        sequence.pages, sequence.num_stored = pages[:num_whole] + own, num_known
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
@@ -467,13 +449,3 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> tuple[bool, int, int]:
     return sequence.rank
-
-
-def _num_equal(a: list[bytes], b: list[bytes]) -> int:
-    """How many leading elements agree."""
-    count = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        count += 1
-    return count

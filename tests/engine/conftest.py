@@ -1,4 +1,4 @@
-"""A tiny random model whose greedy answers vary, shared by the engine's tests."""
+"""A tiny random model whose greedy answers vary, shared by the engine's tests; lets them import `fake_device`."""
 
 import sys
 from pathlib import Path

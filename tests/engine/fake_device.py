@@ -1,0 +1,344 @@
+"""A device and an engine for the scheduler's tests: they execute plans and nothing else, but check all they see.
+
+The device stores one number per token: what it is, where it stands and whose salt it has. Its "model" reads all numbers
+of a sequence back from the pages, so a page that was wrongly shared, overwritten, forgotten or not copied changes the
+answer. The same model run on the prompt alone says what the answer must be.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from jaxinfer.engine.scheduler import MAX_PREEMPTIONS, Plan, QueueFullError, Scheduler, SchedulerOptions, Sequence
+
+VOCAB = 97
+EOS = 0
+GARBAGE = -1  # what a row that failed stores
+MAX_IN_FLIGHT = 2
+
+
+def stored(token: int, position: int, salt: str) -> int:
+    """What the cache holds for a token; `salt` is the text of a number."""
+    return (int(salt or 0) << 40) | (position << 16) | token
+
+
+def next_token(history: tuple[int, ...]) -> int:
+    """The model: any change of any number changes the answer. Hashes of tuples of int are the same in every run."""
+    return hash(history) % VOCAB
+
+
+def expected_answer(prompt: list[int], salt: str, max_tokens: int) -> list[int]:
+    """One answer: that of the prompt alone."""
+    history = tuple(stored(token, position, salt) for position, token in enumerate(prompt))
+    answer: list[int] = []
+    while len(answer) < max_tokens and (not answer or answer[-1] != EOS):
+        answer.append(next_token(history))
+        history += (stored(answer[-1], len(history), salt),)
+    return answer
+
+
+@dataclass
+class Row:
+    """A slot's state on the device."""
+
+    salt: str
+    position: int
+    remaining: int
+    newest: int = -1
+    is_active: bool = False
+    is_ok: bool = True
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a dispatch carries for one sequence: everything as it was when the plan was made."""
+
+    sequence: Sequence
+    slot: int
+    pages: tuple[int, ...]
+    tokens: tuple[int, ...] = ()
+    start: int = 0
+    is_last: bool = False
+    must_fail: bool = False
+
+
+@dataclass
+class Result:
+    """What comes back: the end of a chunk (None for a decode), the tokens that were chosen, whether all were sound."""
+
+    sequence: Sequence
+    chunk_end: int | None
+    tokens: list[int] = field(default_factory=list)
+    is_ok: bool = True
+
+
+class Device:
+    def __init__(self, num_pages: int, page_size: int, max_seqs: int):
+        self.page_size = page_size
+        self.contents: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        self.rows: list[Row | None] = [None] * max_seqs
+
+    def move(self, moves: list[tuple[int, int]]) -> None:
+        slots = [slot for pair in moves for slot in pair]
+        assert len(set(slots)) == len(slots), f"moves depend on their order: {moves}"
+        for old, new in moves:
+            self.rows[new], self.rows[old] = self.rows[old], None
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        sources, targets = {page for page, _ in copies}, {page for _, page in copies}
+        assert len(targets) == len(copies), f"copies depend on their order: {copies}"
+        assert not sources & targets, f"copies depend on their order: {copies}"
+        read = [list(self.contents[page]) for page, _ in copies]
+        for (_, page), data in zip(copies, read, strict=True):
+            self.contents[page] = data
+
+    def run_chunk(self, piece: Piece) -> Result:
+        row = self.rows[piece.slot]
+        assert row is not None, "a chunk for a row that was not written"
+        assert not row.is_active, "a chunk for a row that decodes"
+        assert row.position == piece.start, "a chunk that does not go on where the last one ended"
+        row.is_ok &= not piece.must_fail
+        for position, token in enumerate(piece.tokens, piece.start):
+            self._store(piece.pages, position, stored(token, position, row.salt) if row.is_ok else GARBAGE)
+        row.position += len(piece.tokens)
+        result = Result(piece.sequence, row.position, is_ok=row.is_ok)
+        if piece.is_last and row.is_ok:
+            row.is_active = True
+            self._choose(row, piece.pages, result)
+        return result
+
+    def run_decodes(self, pieces: list[Piece], num_steps: int) -> list[Result]:
+        results = [Result(piece.sequence, None) for piece in pieces]
+        for step in range(num_steps):
+            for piece, result in zip(pieces, results, strict=True):
+                row = self.rows[piece.slot]
+                assert row is not None, "a decode in a slot that nobody has"
+                if not row.is_active:
+                    result.is_ok &= row.is_ok
+                    continue
+                if piece.must_fail and step == num_steps - 1:
+                    row.is_ok = row.is_active = result.is_ok = False
+                    self._store(piece.pages, row.position, GARBAGE)
+                    continue
+                self._store(piece.pages, row.position, stored(row.newest, row.position, row.salt))
+                row.position += 1
+                self._choose(row, piece.pages, result)
+        return results
+
+    def _choose(self, row: Row, pages: tuple[int, ...], result: Result) -> None:
+        history: list[int | None] = []
+        for page in pages[: -(-row.position // self.page_size)]:
+            history += self.contents[page]
+        row.newest = next_token(tuple(history[: row.position]))  # type: ignore[arg-type]
+        row.remaining -= 1
+        row.is_active = row.newest != EOS and row.remaining > 0
+        result.tokens.append(row.newest)
+
+    def _store(self, pages: tuple[int, ...], position: int, value: int) -> None:
+        page = pages[position // self.page_size]
+        assert page > 0, "the null page is written"
+        self.contents[page][position % self.page_size] = value
+
+
+class Engine:
+    """Runs a scheduler on the device, up to two results late. Every public method checks what it did.
+
+    `num_operations` counts calls of add, schedule, confirm, append and finish. `failure_rate`: of pieces of a dispatch;
+    `stop_rate`: of tokens after which a sequence ends early, as with a stop string. `known_pages_every`: of how many
+    checks one compares all known pages with the device.
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        slot_buckets: tuple[int, ...] | None = None,
+        seed: int = 0,
+        failure_rate: float = 0.0,
+        stop_rate: float = 0.0,
+        known_pages_every: int = 1,
+    ):
+        self.options = options
+        self.scheduler = Scheduler(options, slot_buckets)
+        self.device = Device(options.num_pages, options.page_size, options.max_seqs)
+        self.random = random.Random(seed)
+        self.failure_rate, self.stop_rate, self.known_pages_every = failure_rate, stop_rate, known_pages_every
+        self.live: dict[Sequence, list[int]] = {}  # with the answer that each must give
+        self.in_flight: deque[list[Result]] = deque()
+        self.num_operations = self.num_schedules = self.num_checks = 0
+        self.num_answers = self.num_failed = self.num_refused = 0
+        self.num_stored_by_plans = self.num_found_by_plans = 0
+        self.max_preemptions = 0  # of one sequence
+
+    # What a user does.
+
+    def add(self, prompt: list[int], max_tokens: int, **arguments) -> Sequence | None:
+        sequence = Sequence(list(prompt), len(prompt), max_tokens, **arguments)
+        self.num_operations += 1
+        try:
+            self.scheduler.add(sequence)
+        except QueueFullError:
+            free = self.options.max_seqs - len(self.scheduler.running)
+            assert len(self.scheduler.waiting) - free >= (self.options.max_waiting or 0)
+            self.num_refused += 1
+            return None
+        self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens)
+        self.check()
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        self._finish(sequence)
+        self.check()
+
+    # What the loop of an engine does.
+
+    def dispatch(self) -> bool:
+        """Plans and runs one dispatch; false when there was nothing to run."""
+        assert len(self.in_flight) < MAX_IN_FLIGHT
+        plan = self._schedule(can_preempt=not self.in_flight)
+        if plan is None:
+            assert self.in_flight, "no plan, though it may preempt"
+            while self.in_flight:
+                self.deliver()
+            plan = self._schedule(can_preempt=True)
+        assert plan is not None
+        if plan.is_empty:
+            assert not [*plan.admitted, *plan.moves, *plan.copies]
+            assert self.in_flight or not self.scheduler.has_work, "work waits for ever"
+            return False
+        self.in_flight.append(self._run(plan))
+        self.check()
+        return True
+
+    def deliver(self) -> None:
+        """Reports the oldest results to the scheduler."""
+        for result in self.in_flight.popleft():
+            sequence = result.sequence
+            if sequence.is_finished:
+                continue
+            if result.chunk_end is not None and result.is_ok:
+                self.num_operations += 1
+                self.scheduler.confirm(sequence, result.chunk_end)
+            for token in result.tokens:
+                self.num_operations += 1
+                self.scheduler.append(sequence, token)
+                answer = sequence.tokens[sequence.num_prompt :]
+                expected = self.live[sequence]
+                assert answer[-1] == expected[len(answer) - 1], f"token {len(answer) - 1} of {sequence} is wrong"
+                is_whole = len(answer) == len(expected)
+                if is_whole or self.random.random() < self.stop_rate:
+                    self.num_answers += is_whole
+                    self._finish(sequence)
+                    break
+            if not result.is_ok and not sequence.is_finished:
+                self.num_failed += 1
+                self._finish(sequence)
+        self.check()
+
+    def step(self) -> None:
+        """A dispatch or a delivery, by chance."""
+        is_full = len(self.in_flight) == MAX_IN_FLIGHT
+        wants_result = self.in_flight and self.random.random() < 0.3
+        if (is_full or wants_result or not self.dispatch()) and self.in_flight:
+            self.deliver()
+
+    def drain(self, max_schedules: int | None = None) -> None:
+        """Runs to the end of all work. The bound: every token of everybody, again after each preemption."""
+        work = sum(len(sequence.tokens) + sequence.max_tokens for sequence in self.live)
+        limit = self.num_schedules + (max_schedules or 50 + (MAX_PREEMPTIONS + 2) * work)
+        while self.scheduler.has_work or self.in_flight:
+            self.step()
+            assert self.num_schedules <= limit, f"{len(self.live)} sequences are still not finished"
+        self.check_idle()
+
+    # What must hold.
+
+    def check(self) -> None:
+        self.scheduler.check()
+        self.num_checks += 1
+        if self.num_checks % self.known_pages_every == 0:
+            self.check_known_pages()
+
+    def check_idle(self) -> None:
+        pool, counters = self.scheduler.pool, self.scheduler.counters
+        assert not self.live
+        assert pool.num_owned == 0
+        assert pool.num_available == self.options.num_pages - 1
+        assert counters.num_added == counters.num_finished
+        assert counters.computed_prompt_tokens == self.num_stored_by_plans
+        assert counters.reused_tokens == self.num_found_by_plans
+        self.check_known_pages()
+
+    def check_known_pages(self) -> None:
+        """The device holds in each known page what the prefix tree says."""
+        width = 4
+        for salt, root in self.scheduler.prefixes._roots.items():
+            stack = [(root, 0)]
+            while stack:
+                node, position = stack.pop()
+                for key, child in node.children.items():
+                    tokens = [int.from_bytes(key[i : i + width], "little") for i in range(0, len(key), width)]
+                    expected = [stored(token, position + i, salt) for i, token in enumerate(tokens)]
+                    assert self.device.contents[child.page] == expected, f"page {child.page} is not what is known of it"
+                    stack.append((child, position + len(tokens)))
+
+    # Inside.
+
+    def _schedule(self, can_preempt: bool) -> Plan | None:
+        self.num_operations += 1
+        self.num_schedules += 1
+        before = {one: (one.num_stored, one.num_preemptions) for one in self.scheduler.running}
+        plan = self.scheduler.schedule(self.random.choice([None, None, 1, 3]), can_preempt=can_preempt)
+        gave_way = [count for one, (_, count) in before.items() if one.num_preemptions > count]
+        assert can_preempt or not gave_way
+        self.max_preemptions = max(self.max_preemptions, *(count + 1 for count in gave_way), 0)
+        if gave_way and max(gave_way) >= MAX_PREEMPTIONS:
+            stayed = [one for one in before if one.slot is not None and one.num_preemptions == before[one][1]]
+            assert all(one.num_preemptions >= MAX_PREEMPTIONS for one in stayed), "a spared sequence gave way"
+        if plan is not None:
+            self._check_plan(plan, {one: num_stored for one, (num_stored, _) in before.items()})
+        return plan
+
+    def _check_plan(self, plan: Plan, before: dict[Sequence, int]) -> None:
+        """It keeps to the limits; the pages that it writes are one sequence's own, and nobody else can find them."""
+        assert sum(chunk.length for chunk in plan.chunks) <= self.options.prefill_chunk
+        assert 1 <= plan.num_steps <= (1 if plan.chunks else self.options.steps_per_dispatch)
+        assert {one.slot for one in plan.admitted} <= {chunk.sequence.slot for chunk in plan.chunks}
+        ranges = [(chunk.sequence, chunk.start, chunk.start + chunk.length) for chunk in plan.chunks]
+        ranges += [(one, before[one], one.num_stored) for one in plan.decodes]
+        size, pool = self.options.page_size, self.scheduler.pool
+        written: list[int] = []
+        for sequence, start, end in ranges:
+            assert end > start
+            assert sequence.slot is not None
+            pages = sequence.pages[start // size : -(-end // size)]
+            assert all(pool.num_owners(page) == 1 and not pool.is_kept(page) for page in pages), (
+                "a shared page is written"
+            )
+            written += pages
+        assert len(set(written)) == len(written), "two sequences write the same page"
+        assert {page for _, page in plan.copies} <= {page for one in plan.admitted for page in one.pages}
+
+    def _run(self, plan: Plan) -> list[Result]:
+        device = self.device
+        device.move(plan.moves)
+        device.copy(plan.copies)
+        for one in plan.admitted:
+            assert one.slot is not None
+            device.rows[one.slot] = Row(one.salt, one.num_reused, one.num_prompt + one.max_tokens - len(one.tokens))
+            self.num_found_by_plans += one.num_reused
+        results = []
+        for chunk in plan.chunks:
+            tokens = tuple(chunk.sequence.tokens[chunk.start : chunk.start + chunk.length])
+            self.num_stored_by_plans += len(tokens)
+            results.append(device.run_chunk(self._piece(chunk.sequence, tokens, chunk.start, chunk.is_last)))
+        return results + device.run_decodes([self._piece(one) for one in plan.decodes], plan.num_steps)
+
+    def _piece(self, one: Sequence, tokens: tuple[int, ...] = (), start: int = 0, is_last: bool = False) -> Piece:
+        assert one.slot is not None
+        must_fail = self.failure_rate > 0 and self.random.random() < self.failure_rate
+        return Piece(one, one.slot, tuple(one.pages), tokens, start, is_last, must_fail)
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.num_operations += 1
+        self.scheduler.finish(sequence)
+        del self.live[sequence]

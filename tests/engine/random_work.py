@@ -1,0 +1,74 @@
+"""Random pools and random requests, from a seed: they drive a fake engine much faster than hypothesis does."""
+
+import random
+
+from fake_device import VOCAB, Engine
+
+from jaxinfer.engine.scheduler import SchedulerOptions
+
+
+class RandomWork:
+    """An engine and what its users do. Half of the engines are thrashed: they admit more than their pages can bear."""
+
+    def __init__(self, seed: int, abort_rate: float = 0.02):
+        self.random = rng = random.Random(seed)
+        self.abort_rate = abort_rate
+        self.num_aborts = 0
+        self.is_thrashed = rng.random() < 0.5
+        self.beginnings = [[rng.randrange(VOCAB) for _ in range(40)] for _ in range(3)]
+        self.num_live_wanted = rng.choice([2, 8, 30])
+        options = SchedulerOptions(
+            num_pages=rng.choice([6, 9, 14, 24, 40] if self.is_thrashed else [3, 4, 6, 9, 14, 24, 60, 200]),
+            page_size=rng.choice([1, 2, 4] if self.is_thrashed else [1, 2, 3, 4, 8, 16]),
+            max_seqs=rng.choice([3, 8, 16] if self.is_thrashed else [1, 2, 3, 4, 8, 16]),
+            prefill_chunk=rng.choice([1, 2, 3, 5, 8, 16, 64]),
+            steps_per_dispatch=rng.choice([1, 1, 2, 3, 8]),
+            max_waiting=rng.choice([None, None, 1, 3]),
+            reuses_prefixes=rng.random() < 0.9,
+            shuffle_seed=rng.choice([None, rng.randrange(1000)]),
+        )
+        self.engine = Engine(
+            options,
+            slot_buckets=rng.choice([None, (1, 2, 4, 8)]),
+            seed=seed + 1,
+            failure_rate=0 if self.is_thrashed else rng.choice([0, 0, 0.01, 0.1]),
+            stop_rate=0 if self.is_thrashed else rng.choice([0, 0.02]),
+            known_pages_every=8,
+        )
+        if self.is_thrashed:
+            self.engine.scheduler._num_spare = lambda: 0
+        self.capacity = min((options.num_pages - 1) * options.page_size, 70)
+
+    def run(self, num_operations: int) -> Engine:
+        """Phases of work; the engine is idle after each."""
+        while self.engine.num_operations < num_operations:
+            for _ in range(self.random.choice([3, 40, 200])):
+                self.step()
+            self.engine.drain()
+        return self.engine
+
+    def step(self) -> None:
+        if len(self.engine.live) < self.num_live_wanted and self.random.random() < 0.5:
+            self.add()
+        if self.engine.live and self.random.random() < self.abort_rate:
+            self.num_aborts += 1
+            self.engine.abort(self.random.choice(list(self.engine.live)))
+        self.engine.step()
+
+    def add(self) -> None:
+        """A prompt that starts like others, asked for once or several times."""
+        rng = self.random
+        prompt = rng.choice(self.beginnings)[: rng.randint(0, 40)] + self.tokens(rng.randint(1, 6))
+        prompt = prompt[: rng.randint(1, 2 if self.is_thrashed else self.capacity)]
+        longest = min(self.capacity + 1 - len(prompt), 60 if self.is_thrashed else rng.choice([2, 24, 60]))
+        max_tokens, priority, salt = (
+            rng.randint(1, longest),
+            rng.choice([0, 0, 0, 1, -1]),
+            rng.choice(["", "", "1", "2"]),
+        )
+        leader = self.engine.add(prompt, max_tokens, priority=priority, salt=salt, can_reuse=rng.random() < 0.9)
+        for _ in range(rng.choice([0, 0, 0, 1, 3]) if leader else 0):
+            self.engine.add(prompt, max_tokens, priority=priority, salt=salt, leader=leader)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(VOCAB) for _ in range(count)]

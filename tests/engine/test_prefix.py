@@ -1,0 +1,194 @@
+"""The prefix tree against a model: a dictionary from the tokens before and in a page to the page."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxinfer.engine.pages import PagePool
+from jaxinfer.engine.prefix import PrefixTree
+
+Path = tuple[bytes, ...]
+KEYS = st.lists(st.sampled_from([b"a", b"b"]), max_size=6)
+SALTS = st.sampled_from(["", "tenant"])
+
+
+class Tree(RuleBasedStateMachine):
+    """Sequences that match what they can, take pages for the rest, make them known and go."""
+
+    @initialize(num_pages=st.integers(2, 16))
+    def start(self, num_pages):
+        self.pool = PagePool(num_pages)
+        self.tree = PrefixTree(self.pool)
+        self.model: dict[tuple[str, Path], int] = {}
+        self.sequences: list[tuple[str, list[bytes], list[int]]] = []
+
+    def known(self, salt: str, keys: list[bytes]) -> list[int]:
+        pages = []
+        for end in range(1, len(keys) + 1):
+            page = self.model.get((salt, tuple(keys[:end])))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def allocate(self, count: int) -> list[int]:
+        """A page that is given away is no longer known."""
+        pages = self.pool.allocate(count)
+        self.model = {path: page for path, page in self.model.items() if page not in pages}
+        return pages
+
+    @rule(keys=KEYS, salt=SALTS, reuses=st.booleans())
+    def admit(self, keys, salt, reuses):
+        expected = self.known(salt, keys)
+        assert self.tree.num_known(keys, salt) == len(expected)
+        pages = self.tree.match(keys, salt) if reuses else []
+        assert pages == (expected if reuses else [])
+        if len(keys) - len(pages) > self.pool.num_available:
+            self.pool.release(pages)
+            return
+        pages += self.allocate(len(keys) - len(pages))
+        self.sequences.append((salt, keys, pages))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def insert(self, data):
+        """Pages become known from the beginning, perhaps not all; those known for the same beginning replace them."""
+        salt, keys, pages = data.draw(st.sampled_from(self.sequences))
+        count = data.draw(st.integers(0, len(keys)))
+        before = list(pages)
+        self.tree.insert(keys[:count], pages, salt)
+        for end in range(1, count + 1):
+            assert pages[end - 1] == self.model.setdefault((salt, tuple(keys[:end])), before[end - 1])
+        assert pages[count:] == before[count:]
+        for page in set(before) - set(pages):
+            assert self.pool.num_owners(page) == 0
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def leave(self, data):
+        _, _, pages = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        self.pool.release(pages)
+
+    @rule()
+    def drop_idle(self):
+        self.pool.drop_idle()
+        self.model = {path: page for path, page in self.model.items() if self.pool.num_owners(page)}
+
+    @invariant()
+    def agrees_with_the_model(self):
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check(pages for _, _, pages in self.sequences)
+        self.tree.check()
+        assert self.tree.num_pages == len(self.model)
+        assert {page for page in range(self.pool.num_pages) if self.pool.is_kept(page)} == set(self.model.values())
+        assert set(self.tree._roots) == {salt for salt, _ in self.model}
+
+
+TestTree = Tree.TestCase
+TestTree.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+# Examples.
+
+
+def known_tree(num_pages: int = 9, salt: str = "") -> tuple[PagePool, PrefixTree, list[int]]:
+    """A tree that knows the pages of b"a", b"b", b"c", which a sequence still owns."""
+    pool = PagePool(num_pages)
+    tree = PrefixTree(pool)
+    pages = pool.allocate(3)
+    tree.insert([b"a", b"b", b"c"], pages, salt)
+    return pool, tree, pages
+
+
+def test_the_longest_known_beginning_is_matched():
+    pool, tree, pages = known_tree()
+    assert tree.match([b"a", b"b", b"x", b"c"]) == pages[:2]
+    assert [pool.num_owners(page) for page in pages] == [2, 2, 1]
+    assert tree.match([b"b", b"c"]) == tree.match([]) == []
+
+
+def test_salts_do_not_share():
+    _, tree, pages = known_tree(salt="one")
+    assert tree.match([b"a"]) == tree.match([b"a"], "two") == []
+    assert tree.match([b"a"], "one") == pages[:1]
+
+
+def test_pages_computed_twice_become_free():
+    pool, tree, pages = known_tree()
+    second = pool.allocate(4)
+    mine = list(second)
+    tree.insert([b"a", b"b", b"c", b"d"], mine)
+    assert mine == [*pages, second[3]]
+    assert [pool.num_owners(page) for page in second] == [0, 0, 0, 1]
+    assert tree.num_pages == 4
+
+
+def test_it_shrinks_from_its_leaves():
+    pool, tree, pages = known_tree(num_pages=4)
+    pool.release(pages)
+    for known in (2, 1, 0):
+        pool.allocate(1)
+        assert tree.num_known([b"a", b"b", b"c"]) == known
+        tree.check()
+    assert pool.num_evictions == 3
+
+
+def test_what_was_used_last_is_kept_longest():
+    pool, tree, pages = known_tree(num_pages=5)
+    other = pool.allocate(1)
+    tree.insert([b"z"], other)
+    pool.release(pages)
+    pool.release(other)
+    pool.release(tree.match([b"a", b"b", b"c"]))
+    pool.allocate(1)
+    assert tree.num_known([b"z"]) == 0
+    assert tree.num_known([b"a", b"b", b"c"]) == 3
+
+
+def test_a_salt_is_forgotten_with_its_last_page():
+    """One salt per user: what is remembered of users must not grow for ever."""
+    pool = PagePool(4)
+    tree = PrefixTree(pool)
+    for user in range(1000):
+        pages = pool.allocate(1)
+        tree.insert([b"a"] if user % 2 else [], pages, str(user))
+        pool.release(pages)
+        assert len(tree._roots) <= 3
+    tree.check()
+
+
+# Planted faults.
+
+
+def test_pages_that_go_before_those_after_them_are_noticed():
+    pool, _, pages = known_tree(num_pages=4)
+    pool.release(pages[::-1])
+    with pytest.raises(RuntimeError, match="before the pages that continue it"):
+        pool.allocate(1)
+
+
+def test_check_sees_an_end_that_outlives_its_beginning():
+    pool, tree, pages = known_tree()
+    pool.share(pages[2:])
+    with pytest.raises(RuntimeError, match="more owners"):
+        tree.check()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda tree: setattr(tree._roots[""].children[b"a"], "page", 2), "known twice"),
+        (lambda tree: setattr(tree._roots[""].children[b"a"], "key", b"b"), "another key"),
+        (lambda tree: setattr(tree._roots[""].children[b"a"], "page", 7), "does not keep it"),
+        (lambda tree: setattr(tree, "num_pages", 4), "4 were counted"),
+        (lambda tree: tree._roots.update(more=type(tree._roots[""])(b"", -1, None)), "a salt without pages"),
+    ],
+)
+def test_check_sees_what_is_spoilt(spoil, message):
+    _, tree, _ = known_tree()
+    tree.check()
+    spoil(tree)
+    with pytest.raises(RuntimeError, match=message):
+        tree.check()
