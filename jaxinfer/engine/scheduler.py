@@ -222,18 +222,18 @@ class Scheduler:
             decodes = [one for one in self.running if one.is_decoding and one.num_left > 0]
             is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
-            if self._give_room(decodes, steps):
-                break
-            if steps > 1 and self._give_room(decodes, 1):
+            if not self._give_room(decodes, steps):
                 steps = 1
-                break
+            if steps > 1 or self._give_room(decodes, 1):
+                admitted: list[Sequence] = []
+                copies: list[tuple[int, int]] = []
+                chunks = self._plan_prompts(admitted, copies)
+                if chunks or decodes or all(one.is_decoding for one in self.running):
+                    break
             if not can_preempt:
                 return None
             # The last in rank gives way: the first always goes on, so all come to their end.
             self._preempt(max(self.running, key=_rank))
-        admitted: list[Sequence] = []
-        copies: list[tuple[int, int]] = []
-        chunks = self._plan_prompts(admitted, copies)
         steps = 1 if chunks else steps
         moves = [] if chunks or self.waiting else self._plan_moves(decodes)
         for chunk in chunks:
@@ -306,8 +306,10 @@ class Scheduler:
         return self._pages_for(len(self.waiting[0].tokens)) + self._num_spare() <= self.pool.num_available
 
     def _num_spare(self) -> int:
-        """Pages left for those that run when another is admitted, lest it is preempted at once."""
-        return len(self.running)
+        """Pages left for those that run when another is admitted, lest it is preempted at once: the rest of their
+        prompts, and one for the next tokens of each."""
+        prompts = (one for one in self.running if not one.is_decoding)
+        return len(self.running) + sum(self._pages_for(one.target) - len(one.pages) for one in prompts)
 
     def _give_room(self, decodes: list[Sequence], steps: int) -> bool:
         """Pages for `steps` more tokens of each; takes none and says no where there are too few for all."""
@@ -337,8 +339,12 @@ class Scheduler:
         return chunks
 
     def _plan_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        length = min(budget, sequence.target - sequence.num_stored)
+        """As much of a prompt as the budget and the pages allow; returns how many tokens."""
+        room = (len(sequence.pages) + self.pool.num_available) * self.options.page_size - sequence.num_stored
+        length = min(budget, sequence.target - sequence.num_stored, room)
         if length > 0:
+            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            sequence.pages += self.pool.allocate(max(missing, 0))
             is_last = sequence.num_stored + length == sequence.target
             chunks.append(Chunk(sequence, sequence.num_stored, length, is_last))
         return length
@@ -368,16 +374,16 @@ class Scheduler:
         return sequence is not None and sequence.slot is not None and sequence.num_confirmed >= sequence.num_prompt
 
     def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Gives a waiting sequence a slot and pages for all tokens that it has, if there are enough."""
+        """Gives a waiting sequence a slot, if there are pages for all tokens that it has; it takes them as it goes."""
         num_tokens, page_size = len(sequence.tokens), self.options.page_size
         pages, num_known = self._find_known(sequence)
         num_whole = num_known // page_size
         if self._pages_for(num_tokens) - num_whole + self._num_spare() > self.pool.num_available:
             self.pool.release(pages)
             return False
-        own = self.pool.allocate(self._pages_for(num_tokens) - num_whole)
-        # It will write into the page that is known in part, so it gets a copy of its own (copy-on-write).
-        copies += zip(pages[num_whole:], own, strict=False)
+        # It will write into a page that is known in part, so it gets a copy of its own (copy-on-write).
+        own = self.pool.allocate(len(pages) - num_whole)
+        copies += zip(pages[num_whole:], own, strict=True)
         self.pool.release(pages[num_whole:])
         sequence.pages, sequence.num_stored = pages[:num_whole] + own, num_known
         self.waiting.remove(sequence)

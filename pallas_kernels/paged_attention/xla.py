@@ -34,7 +34,7 @@ class Blocks:
     keys: int
 
 
-SHORT, LONG = Blocks(tile=8, queries=SHORT_QUERIES, keys=128), Blocks(tile=1, queries=128, keys=128)
+SHORT, LONG = Blocks(tile=8, queries=SHORT_QUERIES, keys=128), Blocks(tile=4, queries=32, keys=128)
 _PROGRAMS = {SHORT_NAME: SHORT, LONG_NAME: LONG}
 
 
