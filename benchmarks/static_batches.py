@@ -18,7 +18,7 @@ from jaxinfer.cache import CachedAttention, init_cache
 from jaxinfer.engine.programs import ProgramModel, Weights, program_model
 from jaxinfer.models import ModelConfig, Params
 
-PROMPT_BUCKETS = (64, 128, 256, 512, 1024)
+PROMPT_BUCKETS = tuple(range(64, 1025, 64))
 
 
 @dataclass(frozen=True)

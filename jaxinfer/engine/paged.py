@@ -15,7 +15,7 @@ from jaxinfer.cache import init_paged_cache, page_bytes
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.paged_programs import DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.paged_programs import NO_TOKEN, NOT_SOUND, DecodeWork, StepOutput, StepWork
 from jaxinfer.engine.request import Generation
 from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, Sequence
 from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
@@ -37,6 +37,12 @@ class _Flight:
     decodes: tuple[tuple[int, Sequence], ...]
     output: StepOutput
     scores: PendingScores | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether anybody asked for more than tokens."""
+        owners = (*(chunk.sequence.owner for _, chunk in self.chunks), *(one.owner for _, one in self.decodes))
+        return any(owner.params.logprobs is not None for owner in owners)
 
 
 class PagedEngine:
@@ -311,14 +317,10 @@ class PagedEngine:
     # Reading results.
 
     def _commit(self, flight: _Flight) -> list[Generation]:
-        samples, produced = flight.output.samples, flight.output.is_produced
-        running = (*((slot, chunk.sequence) for slot, chunk in flight.chunks), *flight.decodes)
-        wants_logprobs = any(sequence.owner.params.logprobs is not None for _, sequence in running)
-        if wants_logprobs:
-            samples, produced = jax.device_get((samples, produced))
-            tokens, ok = samples.tokens, samples.ok
-        else:
-            samples, (tokens, ok, produced) = None, jax.device_get((samples.tokens, samples.ok, produced))
+        samples = None
+        if flight.wants_logprobs:
+            samples = jax.device_get(flight.output.samples)
+        rows = jax.device_get(flight.output.tokens).T.tolist()
         if flight.scores is not None:
             flight.scores.deliver()
         progressed = []
@@ -326,43 +328,37 @@ class PagedEngine:
             sequence = chunk.sequence
             if sequence.is_finished:
                 continue
-            if not ok[0, slot]:
-                self._end(sequence.owner, results.take_error(sequence.owner))
-                progressed.append(sequence.owner)
-                continue
-            self.scheduler.confirm(sequence, chunk.start + chunk.length)
-            if chunk.is_last:
+            token = rows[slot][0]
+            if token != NOT_SOUND:
+                self.scheduler.confirm(sequence, chunk.start + chunk.length)
+                if not chunk.is_last:
+                    continue
                 self._scorer.stop(sequence.owner)
                 sequence.owner.first_token = sequence.owner.first_token or time.monotonic()
-                self._take(sequence, int(tokens[0, slot]), samples, (0, slot))
-                progressed.append(sequence.owner)
-        num_steps = produced.sum(axis=0).tolist()  # a slot's steps are the first ones
-        rows = tokens.T.tolist()
-        oks = ok.T.tolist()
+            self._take(sequence, token, samples, (0, slot))
+            progressed.append(sequence.owner)
         for slot, sequence in flight.decodes:
-            if sequence.is_finished or not num_steps[slot]:
+            if sequence.is_finished:
                 continue
-            for step in range(num_steps[slot]):
-                if not oks[slot][step]:
-                    self._end(sequence.owner, results.take_error(sequence.owner))
-                else:
-                    self._take(sequence, rows[slot][step], samples, (step, slot))
-                if sequence.is_finished:
+            for step, token in enumerate(rows[slot]):
+                if token == NO_TOKEN or sequence.is_finished:
                     break
+                self._take(sequence, token, samples, (step, slot))
             progressed.append(sequence.owner)
         return progressed
 
     def _take(self, sequence: Sequence, token: int, samples: SampleOutput | None, index: tuple[int, int]) -> None:
+        """A token, or NOT_SOUND in its place."""
         generation: Generation = sequence.owner
-        self.scheduler.append(sequence, token)
-        end = results.take_token(generation, token)
-        if samples is not None:
-            results.take_logprobs(generation, samples, index)
+        if token == NOT_SOUND:
+            end = results.take_error(generation)
+        else:
+            self.scheduler.append(sequence, token)
+            end = results.take_token(generation, token)
+            if samples is not None:
+                results.take_logprobs(generation, samples, index)
         if end is not None:
-            self._end(generation, end)
-
-    def _end(self, generation: Generation, end: results.End) -> None:
-        self.finish(generation, *end)
+            self.finish(generation, *end)
 
     # Compiling.
 

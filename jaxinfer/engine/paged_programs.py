@@ -27,6 +27,8 @@ from jaxinfer.sampling import (
 )
 from pallas_kernels import copy_pages as _copy_pages
 
+NO_TOKEN, NOT_SOUND = -1, -2
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -87,12 +89,16 @@ class DecodeWork:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """Leaves of `samples` and is_produced bool are [N, B, ...] over N steps. `is_produced` says which rows ended a
-    step with a token or, where `samples.ok` is false, without one; a prompt that goes on produces nothing, and its
-    `samples.ok` says whether its logits so far are sound."""
+    """What N steps of B slots gave; leaves are [N, B, ...].
 
+    Attributes:
+      tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or NOT_SOUND where its
+        logits hold a NaN or infinity, or leave no token. All that most requests need, in one array.
+      samples: the rest, for requests that ask for log-probabilities.
+    """
+
+    tokens: jax.Array
     samples: SampleOutput
-    is_produced: jax.Array
 
 
 def init_slots(num_slots: int, vocab_size: int) -> tuple[Slots, SamplingBatch]:
@@ -148,7 +154,8 @@ def step(
         ),
         history=advance(slots.history, samples.tokens, took_part),
     )
-    output = jax.tree.map(lambda leaf: leaf[None], StepOutput(samples, is_produced))
+    tokens = _coded(samples, is_produced, took_part=is_produced | work.is_prompt)
+    output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
     return attend.cache, _write_first(all_slots, new_slots), output, hidden
 
 
@@ -186,7 +193,8 @@ def decode(
             is_active=jnp.where(is_decoding, is_going_on, slots.is_active),
             history=advance(slots.history, samples.tokens, took_part),
         )
-        return attend.cache, new_slots, StepOutput(samples, is_decoding)
+        output = StepOutput(_coded(samples, is_decoding, is_decoding), samples)
+        return attend.cache, new_slots, output
 
     def body(carry):
         count, cache, slots, outputs = carry
@@ -200,6 +208,7 @@ def decode(
 
     shapes = jax.eval_shape(lambda cache, slots: one_step(cache, slots)[2], cache, slots)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
+    outputs = replace(outputs, tokens=outputs.tokens + NO_TOKEN)
     _, cache, slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), cache, slots, outputs))
     return cache, _write_first(all_slots, slots), outputs
 
@@ -240,6 +249,12 @@ def copy_pages(cache: PagedCache, source: jax.Array, destination: jax.Array) -> 
     Donates the cache. No page may be both, none twice a destination.
     """
     return _copy_pages(cache, source, destination)
+
+
+def _coded(samples: SampleOutput, is_produced: jax.Array, took_part: jax.Array) -> jax.Array:
+    """`StepOutput.tokens` of one step."""
+    tokens = jnp.where(is_produced, samples.tokens, NO_TOKEN)
+    return jnp.where(took_part & ~samples.ok, NOT_SOUND, tokens)
 
 
 def _first(rows, count: int):

@@ -1,9 +1,8 @@
 """Paged attention in plain JAX: correct on every platform, reads only the pages in use.
 
-Work is a list of items, each a block of queries of one sequence. Items of few queries (decode, verify) are sorted by
-length and run in tiles, so that a long sequence does not make short ones read more; items of many (prefill) run one by
-one. Key blocks start at absolute positions and a masked key adds exactly nothing, so a query's result has the same
-bits whatever its neighbours are.
+Work is a list of items, each a block of queries of one sequence, that runs in tiles; sequences are sorted by length, so
+that a long one does not make short ones read more. Key blocks start at absolute positions and a masked key adds
+exactly nothing, so a query's result has the same bits whatever its neighbours are and however its sequence is cut.
 
 On a CPU keep the cache in float32 or int8: XLA:CPU gathers and scatters no 16 or 8 bit floats, it converts the whole
 cache first (the answer is the same, the time is not).
@@ -34,20 +33,22 @@ class Blocks:
     keys: int
 
 
-SHORT, LONG = Blocks(tile=8, queries=SHORT_QUERIES, keys=128), Blocks(tile=4, queries=32, keys=128)
-_PROGRAMS = {SHORT_NAME: SHORT, LONG_NAME: LONG}
+# On a CPU blocks of 16 queries are as fast as larger ones for long prompts and up to 5 times as fast for short ones.
+SIZES = Blocks(tile=8, queries=SHORT_QUERIES, keys=128)
 
 
 def tunable(spec: PagedSpec) -> dict[str, Blocks]:
-    """The sizes of each program, by the tuner's name for it."""
-    return {name: tuned(heuristic, name, spec.facts) for name, heuristic in _PROGRAMS.items()}
+    """The sizes of the program that this call runs, by the tuner's name for it."""
+    name = LONG_NAME if spec.has_long else SHORT_NAME
+    return {name: tuned(SIZES, name, spec.facts)}
 
 
 def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
     """What the tuner tries for the program that this call runs."""
-    if not spec.has_long or not spec.has_short:
-        return {SHORT_NAME: [replace(SHORT, tile=tile, keys=keys) for tile in (1, 4, 8, 16) for keys in (64, 128, 256)]}
-    return {LONG_NAME: [replace(LONG, queries=queries, keys=keys) for queries in (64, 128, 256) for keys in (128, 256)]}
+    if spec.has_long:
+        sizes = [(8, 16), (4, 32), (2, 64), (1, 128)]
+        return {LONG_NAME: [Blocks(tile, queries, keys) for tile, queries in sizes for keys in (128, 256)]}
+    return {SHORT_NAME: [replace(SIZES, tile=tile, keys=keys) for tile in (1, 4, 8, 16) for keys in (64, 128, 256)]}
 
 
 class Items(NamedTuple):
@@ -58,51 +59,31 @@ class Items(NamedTuple):
     count: jax.Array
 
 
-class XlaSchedule(NamedTuple):
-    short: Items | None
-    long: Items | None
-
-
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
     """Never: both layouts, every dtype and option."""
     return None
 
 
-def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> XlaSchedule:
-    """Which query blocks there are, shared by all layers of a step."""
-    is_short = (query_lengths > 0) & (query_lengths <= SHORT_QUERIES) & spec.has_short
-    short = None
-    if spec.has_short:
-        order = jnp.argsort(jnp.where(is_short, -kv_lengths, 1)).astype(jnp.int32)
-        short = Items(order, jnp.zeros_like(order), is_short.sum().astype(jnp.int32))
-    if not spec.has_long:
-        return XlaSchedule(short, None)
-    queries = _long_sizes(spec).queries
-    counts = jnp.where(is_short, 0, -(-query_lengths // queries))
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> Items:
+    """Which query blocks there are, those of the longest sequences first; shared by all layers of a step."""
+    (sizes,) = tunable(spec).values()
+    order = jnp.argsort(jnp.where(query_lengths > 0, -kv_lengths, 1))
+    counts = -(-query_lengths // sizes.queries)[order]
     ends = jnp.cumsum(counts)
     capacity = min(
-        -(-spec.num_tokens // queries) + spec.num_sequences,
-        spec.num_sequences * -(-spec.max_query_length // queries),
+        -(-spec.num_tokens // sizes.queries) + spec.num_sequences,
+        spec.num_sequences * -(-spec.max_query_length // sizes.queries),
     )
     item = jnp.arange(capacity, dtype=jnp.int32)
-    sequence = jnp.minimum(jnp.searchsorted(ends, item, side="right"), spec.num_sequences - 1).astype(jnp.int32)
-    return XlaSchedule(short, Items(sequence, item - (ends - counts)[sequence], ends[-1].astype(jnp.int32)))
+    rank = jnp.minimum(jnp.searchsorted(ends, item, side="right"), spec.num_sequences - 1)
+    return Items(order[rank].astype(jnp.int32), item - (ends - counts)[rank], ends[-1].astype(jnp.int32))
 
 
-def attention(operands: Operands, spec: PagedSpec, schedule: XlaSchedule) -> tuple[jax.Array, layout.Pages]:
+def attention(operands: Operands, spec: PagedSpec, items: Items) -> tuple[jax.Array, layout.Pages]:
     pages = append_new_tokens(operands, spec)
-    operands = operands._replace(pages=pages)
     out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
-    if schedule.short is not None:
-        out = _run(out, schedule.short, tunable(spec)[SHORT_NAME], operands, spec)
-    if schedule.long is not None:
-        out = _run(out, schedule.long, _long_sizes(spec), operands, spec)
-    return out, pages
-
-
-def _long_sizes(spec: PagedSpec) -> Blocks:
-    """Of the program of many queries; where it takes few ones too, blocks of many would be mostly padding."""
-    return tunable(spec)[LONG_NAME if spec.has_short else SHORT_NAME]
+    (sizes,) = tunable(spec).values()
+    return _run(out, items, sizes, operands._replace(pages=pages), spec), pages
 
 
 def _run(out, items: Items, sizes: Blocks, operands: Operands, spec: PagedSpec) -> jax.Array:

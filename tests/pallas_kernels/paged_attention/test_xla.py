@@ -107,7 +107,7 @@ def test_empty_slots_run_no_tile(monkeypatch):
         )
         out.block_until_ready()
         jax.effects_barrier()
-        assert len(counted) == -(-live // xla.SHORT.tile)
+        assert len(counted) == -(-live // xla.SIZES.tile)
         counted.clear()
 
 

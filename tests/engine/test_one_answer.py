@@ -1,0 +1,214 @@
+"""One answer: the tokens of a request whatever runs beside it, however its prompt is cut, wherever its pages lie.
+
+30 requests of every kind are answered alone over a contiguous cache; every other way must give the same tokens. In
+deterministic mode every bit of the log-probabilities must agree too, and a last test shows that this check can fail.
+"""
+
+import random
+from dataclasses import replace
+
+import jax
+import pytest
+from mixed_requests import mixed_params, random_prompts
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.models import init_params
+
+NUM_PROMPTS = 30
+MAX_MODEL_LEN = 192
+PROMPTS = random_prompts(NUM_PROMPTS, 150, seed=7)
+PARAMS = [replace(mixed_params(number), max_tokens=6 + number) for number in range(NUM_PROMPTS)]
+# One set of shapes for most tests, so that they share their compiled programs.
+OPTIONS = {"max_seqs": 32, "num_pages": 800, "max_model_len": MAX_MODEL_LEN}
+# What differs from the default engine, whose prompts are computed whole, in pages of 16 tokens.
+VARIANTS = {
+    "pages of 64": {"page_size": 64},
+    "chunks of 16": {"prefill_chunk": 16},
+    "chunks of 64": {"prefill_chunk": 64},
+    "chunks of 64, pages of 64": {"prefill_chunk": 64, "page_size": 64},
+    "one step a dispatch": {"steps_per_dispatch": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    config = replace(tiny[0], max_position_embeddings=512)
+    params = init_params(config, jax.random.key(5))
+    return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """Tokens of each prompt alone, over a contiguous cache."""
+    with LLM(model, cache="contiguous", max_seqs=1, max_model_len=MAX_MODEL_LEN) as llm:
+        tokens = [llm.generate(p, one)[0].outputs[0].token_ids for p, one in zip(PROMPTS, PARAMS, strict=True)]
+    assert len({tuple(one) for one in tokens}) > 20  # different enough to tell a mistake
+    return tokens
+
+
+def open_llm(model, **options) -> LLM:
+    return LLM(model, **{**OPTIONS, **options})
+
+
+def shuffle_pages(llm: LLM, seed: int = 3) -> None:
+    random.Random(seed).shuffle(llm.engine.scheduler.pool._free)
+
+
+def hide_pages(llm: LLM, num_left: int) -> None:
+    """Lets the pool have only so many pages: for tests of shortage without programs of another shape."""
+    pool = llm.engine.scheduler.pool
+    pool.allocate(pool.num_available - num_left)
+
+
+def generate(llm: LLM, params=PARAMS):
+    """The answers to all prompts together, and a check that nothing is left behind."""
+    num_hidden = llm.engine.scheduler.pool.num_owned
+    outputs = [one.outputs[0] for one in llm.generate(PROMPTS, params)]
+    assert llm.engine.scheduler.pool.num_owned == num_hidden
+    assert not llm.engine.scheduler.has_work
+    return outputs
+
+
+def with_neighbours(llm: LLM, size: int, params, number: int, numbers: random.Random):
+    """One prompt's answer among size - 1 random neighbours, at a random place."""
+    prompts = random_prompts(size - 1, 120, seed=numbers.randrange(10**6))
+    kinds = [mixed_params(numbers.randrange(1000)) for _ in prompts]
+    place = numbers.randrange(size)
+    prompts.insert(place, PROMPTS[number])
+    kinds.insert(place, params[number])
+    return llm.generate(prompts, kinds)[place].outputs[0]
+
+
+def test_alone(model, expected):
+    with open_llm(model) as llm:
+        found = [llm.generate(p, one)[0].outputs[0].token_ids for p, one in zip(PROMPTS, PARAMS, strict=True)]
+    assert found == expected
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_among_random_neighbours(model, expected, size):
+    numbers = random.Random(size)
+    with open_llm(model) as llm:
+        for number in range(NUM_PROMPTS):
+            assert with_neighbours(llm, size, PARAMS, number, numbers).token_ids == expected[number], number
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_however_it_is_cut_and_stored(model, expected, variant):
+    with open_llm(model, **VARIANTS[variant]) as llm:
+        shuffle_pages(llm)
+        assert [one.token_ids for one in generate(llm)] == expected
+
+
+def test_over_a_contiguous_cache_together(model, expected):
+    with LLM(model, cache="contiguous", max_seqs=4, max_model_len=MAX_MODEL_LEN) as llm:
+        assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def test_with_a_prefix_hit(model, expected):
+    with open_llm(model) as llm:
+        for _ in range(2):
+            assert [one.token_ids for one in generate(llm)] == expected
+        counters = llm.engine.scheduler.counters
+        # Each prompt's full pages, but for its last token, were found; unless its own log-probabilities are wanted.
+        reusing = [prompt for prompt, one in zip(PROMPTS, PARAMS, strict=True) if one.prompt_logprobs is None]
+        assert counters.reused_tokens == sum((len(prompt) - 1) // 16 * 16 for prompt in reusing)
+        # So are those of an answer, when the conversation goes on.
+        before = counters.reused_tokens
+        longer = [*PROMPTS[3], *expected[3]]
+        llm.generate(longer, SamplingParams(max_tokens=2, temperature=0))
+        assert counters.reused_tokens - before == (len(longer) - 1) // 16 * 16
+
+
+def test_with_so_few_pages_that_it_is_preempted(model, expected):
+    with open_llm(model) as llm:
+        hide_pages(llm, 24)
+        assert [one.token_ids for one in generate(llm)] == expected
+        assert llm.engine.scheduler.counters.num_preemptions > 5
+
+
+def test_after_its_neighbours_were_cancelled(model, expected):
+    numbers = random.Random(4)
+    with open_llm(model) as llm:
+        for number in range(NUM_PROMPTS):
+            neighbours = [
+                llm.prepare(prompt, SamplingParams(max_tokens=30, seed=1))
+                for prompt in random_prompts(7, 100, seed=number)
+            ]
+            request = llm.prepare(PROMPTS[number], PARAMS[number])
+            for one in (*neighbours[:4], request, *neighbours[4:]):
+                llm.submit(one)
+            while not request.is_finished:
+                llm.engine.step()
+                for answer in request.answers:
+                    llm.advance(answer)
+                if neighbours and numbers.random() < 0.5:
+                    llm.engine.finish(neighbours.pop().generations[0], "abort")
+            for one in neighbours:
+                llm.engine.finish(one.generations[0], "abort")
+            assert llm.output_of(request).outputs[0].token_ids == expected[number], number
+            llm.engine.scheduler.check()
+            assert llm.engine.scheduler.pool.num_owned == 0
+
+
+# Deterministic: every bit of the log-probabilities.
+
+DETERMINISTIC = [replace(one, logprobs=3) for one in PARAMS]
+
+
+def bits(outputs) -> list:
+    return [(one.token_ids, one.logprobs) for one in outputs]
+
+
+def deterministic(model, **options) -> LLM:
+    return open_llm(model, **{"deterministic": True, "max_seqs": 8, "prefill_chunk": 64, **options})
+
+
+@pytest.fixture(scope="module")
+def expected_bits(model):
+    with deterministic(model) as llm:
+        return bits(llm.generate(p, one)[0].outputs[0] for p, one in zip(PROMPTS, DETERMINISTIC, strict=True))
+
+
+def test_deterministic_tokens_are_the_same(expected, expected_bits):
+    assert [tokens for tokens, _ in expected_bits] == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 64},
+        {"prefill_chunk": 16},
+        {"prefill_chunk": 150},
+        {"num_pages_left": 24},
+        {"steps_per_dispatch": 1},
+    ],
+    ids=str,
+)
+def test_deterministic_bits_do_not_depend_on_pages_chunks_and_preemption(model, expected_bits, options):
+    num_left = options.get("num_pages_left")
+    with deterministic(model, **{name: value for name, value in options.items() if name != "num_pages_left"}) as llm:
+        shuffle_pages(llm)
+        if num_left is not None:
+            hide_pages(llm, num_left)
+        assert bits(generate(llm, DETERMINISTIC)) == expected_bits
+        assert (llm.engine.scheduler.counters.num_preemptions > 5) == (num_left is not None)
+        assert bits(generate(llm, DETERMINISTIC)) == expected_bits
+        assert llm.engine.scheduler.counters.reused_tokens > 0 or num_left is not None
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_deterministic_bits_do_not_depend_on_neighbours(model, expected_bits, size):
+    numbers = random.Random(size)
+    with deterministic(model) as llm:
+        found = [with_neighbours(llm, size, DETERMINISTIC, number, numbers) for number in range(NUM_PROMPTS)]
+    assert bits(found) == expected_bits
+
+
+def test_the_bits_would_tell_a_difference(model, expected_bits):
+    """Without `deterministic` programs of several shapes run: tokens are the same, some bits are not."""
+    with open_llm(model) as llm:
+        found = bits(generate(llm, DETERMINISTIC))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected_bits]
+    assert found != expected_bits
