@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "pallas_kernels": 1,
     "jaxinfer.models": 2,
+    "jaxinfer.parallel": 2,
     "jaxinfer.cache": 2,
     "jaxinfer.compilation_cache": 2,
     "jaxinfer.data": 2,
@@ -22,7 +23,11 @@ FLOORS = {
 }
 FILES = [path for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert") for path in (ROOT / top).rglob("*.py")]
 # Rooms of one floor that may look into a neighbour.
-BESIDE = {("jaxinfer.cache", "jaxinfer.models")}
+BESIDE = {
+    ("jaxinfer.cache", "jaxinfer.models"),
+    ("jaxinfer.cache", "jaxinfer.parallel"),
+    ("jaxinfer.parallel", "jaxinfer.models"),
+}
 MAY_IMPORT_CHECKPOINTS = ("jaxinfer.llm", "jaxinfer.cli", "checkpoints_convert")
 
 
