@@ -93,6 +93,11 @@ class Program:
         if not self.entry:
             raise ValueError("the text has no entry computation; is it compiled HLO?")
 
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        """All of them, fused ones included."""
+        return (instruction for computation in self.computations.values() for instruction in computation.values())
+
     def moves(self, *, takes_branches: bool = False) -> list[Move]:
         """Everything that moves bytes in a run of the program.
 
@@ -104,7 +109,7 @@ class Program:
 
     def made_in_hbm(self, at_least: int) -> list[Instruction]:
         """Instructions, in any branch, with a result of `at_least` bytes in HBM that is not one of their operands."""
-        fused = {i.called for c in self.computations.values() for i in c.values() if i.opcode == "fusion"}
+        fused = {instruction.called for instruction in self.instructions if instruction.opcode == "fusion"}
         return [
             instruction
             for name, computation in self.computations.items()
