@@ -26,6 +26,8 @@ _FREE |= {"add-dependency", "optimization-barrier"}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is the update
 _VIEWS = ("bitcast", "reshape")
+# Later parts of an instruction that runs beside others, which counts where it starts.
+_LATER = ("-done", "-update")
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Program:
             if name not in fused
             for instruction in computation.values()
             if instruction.opcode not in _FREE | {"while", "conditional", "call"}
-            and not instruction.opcode.endswith("-done")
+            and not instruction.opcode.endswith(_LATER)
             and any(a.hbm_bytes >= at_least for a in self._made(instruction, computation))
         ]
 
@@ -163,14 +165,14 @@ class Program:
 
     def _num_bytes(self, instruction: Instruction, computation: dict[str, Instruction]) -> int:
         opcode = instruction.opcode
-        if opcode in _FREE or opcode.endswith("-done"):
+        if opcode in _FREE or opcode.endswith(_LATER):
             return 0
         if opcode == "copy-start":  # (destination, source, context)
             return sum(array.hbm_bytes for array in instruction.results[:2])
         if opcode == "slice-start":  # ((source), destination, context)
             source, destination = instruction.results[:2]
             return destination.num_bytes * (source.in_hbm + destination.in_hbm)
-        if opcode == "custom-call":
+        if opcode in ("custom-call", "custom-call-start"):
             return _custom_call_bytes(instruction)
         sources = [_of(computation, name) for name in instruction.operands]
         if opcode == "fusion":
@@ -276,7 +278,7 @@ def _parameter(instruction: Instruction) -> int:
 
 def _custom_call_bytes(instruction: Instruction) -> int:
     if 'custom_call_target="tpu_custom_call"' not in instruction.text:
-        return 0  # the compiler's own: allocations, joins of buffers that lie side by side
+        return 0  # the compiler's own: allocations, joins of buffers that lie side by side, a sparse core's gathers
     found = _COST.search(instruction.text)
     if found is None:
         raise ValueError(f"{instruction.name} has no cost estimate: its bytes are unknown")
