@@ -36,9 +36,8 @@ class PagedCache:
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
     """Bytes of one page in all layers, padding of the layout included."""
-    shape = PageShape(1, page_size, config.num_kv_heads, config.head_dim, jnp.dtype(dtype).name)
-    leaves = jax.tree.leaves(shape.abstract(layout))
-    return config.num_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    leaves = jax.tree.leaves(abstract_paged_cache(config, 1, page_size, dtype, layout))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def init_paged_cache(

@@ -76,10 +76,14 @@ def model(tiny):
     return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
 
 
+@pytest.fixture(scope="module")
+def alone(model):
+    return run(*model, None, "separate")[0]
+
+
 @pytest.mark.parametrize("layout", ["separate", "interleaved"])
-def test_two_devices_give_the_tokens_of_one(model, layout):
+def test_two_devices_give_the_tokens_of_one(model, alone, layout):
     mesh = jax.make_mesh((2,), (parallel.MODEL,), axis_types=(jax.sharding.AxisType.Auto,))
-    alone, _, _ = run(*model, None, layout)
     cut, cache, slots = run(*model, mesh, layout)
     for one, two in zip(alone, cut, strict=True):
         assert one.samples.ok.all()
