@@ -15,7 +15,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = ")
 _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(r"(?:calls|to_apply|body)=%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -23,6 +23,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"add-dependency", "optimization-barrier"}
+_CALLS = ("call", "call-start", "async-start", "custom-call-start")
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is the update
 _VIEWS = ("bitcast", "reshape")
@@ -117,19 +118,20 @@ class Program:
             for name, computation in self.computations.items()
             if name not in fused
             for instruction in computation.values()
-            if instruction.opcode not in _FREE | {"while", "conditional", "call"}
-            and not instruction.opcode.endswith(_LATER)
+            if instruction.opcode not in _FREE | {"while", "conditional"}
             and any(a.hbm_bytes >= at_least for a in self._made(instruction, computation))
         ]
 
     def _made(self, instruction: Instruction, computation: dict[str, Instruction]) -> tuple[Array, ...]:
         """The results that are not updates of operands in place."""
+        if instruction.opcode in _CALLS or instruction.opcode.endswith(_LATER):
+            return ()
         if instruction.opcode in ("copy-start", "slice-start"):
             return instruction.results[:1] if instruction.opcode == "copy-start" else instruction.results[1:2]
         aliased = set()
         if (found := re.search(r"output_to_operand_aliasing=\{(.*?\)\s*)\}", instruction.text)) is not None:
             aliased = {int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", found.group(1))}
-        is_update = instruction.opcode in _UPDATES or (instruction.opcode.endswith("call-start"))
+        is_update = instruction.opcode in _UPDATES
         if instruction.opcode == "fusion":
             is_update = self._updated(self.computations[instruction.called or ""]) is not None
         if is_update:
@@ -147,7 +149,7 @@ class Program:
                     yield Move(move.instruction, move.num_bytes * trips)
             elif opcode == "conditional":
                 yield from self._branch(instruction, takes_branches)
-            elif opcode in ("call", "call-start", "async-start"):
+            elif opcode in _CALLS and instruction.called is not None:
                 yield from self._moves(instruction.called or "", takes_branches)
             elif num_bytes := self._num_bytes(instruction, computation):
                 yield Move(instruction, num_bytes)
@@ -172,7 +174,7 @@ class Program:
         if opcode == "slice-start":  # ((source), destination, context)
             source, destination = instruction.results[:2]
             return destination.num_bytes * (source.in_hbm + destination.in_hbm)
-        if opcode in ("custom-call", "custom-call-start"):
+        if opcode == "custom-call":
             return _custom_call_bytes(instruction)
         sources = [_of(computation, name) for name in instruction.operands]
         if opcode == "fusion":
@@ -278,7 +280,7 @@ def _parameter(instruction: Instruction) -> int:
 
 def _custom_call_bytes(instruction: Instruction) -> int:
     if 'custom_call_target="tpu_custom_call"' not in instruction.text:
-        return 0  # the compiler's own: allocations, joins of buffers that lie side by side, a sparse core's gathers
+        return 0  # the compiler's own: allocations, joins of buffers that lie side by side
     found = _COST.search(instruction.text)
     if found is None:
         raise ValueError(f"{instruction.name} has no cost estimate: its bytes are unknown")
