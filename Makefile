@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 COMPILERS := $(VENV)/compilers
 WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
 PYTEST := $(BIN)/python -m pytest
+# The tests that compile for chips that are not here.
+COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
@@ -34,12 +36,12 @@ demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embed
 	$(BIN)/jaxinfer demo
 
 test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no torch, no network; compiles for TPU and GPU)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' --ignore tests/pallas_kernels
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' $(addprefix --ignore=,$(COMPILED_TESTS))
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' $(COMPILED_TESTS)
 	$(PYTEST) -q -m timing
 
-test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the kernels' long tests: all shapes interpreted, all compiled
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/pallas_kernels
+test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the long tests of kernels and compiled programs: all shapes, whole models
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow $(COMPILED_TESTS)
 
 # JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
 test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found
@@ -49,7 +51,7 @@ test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is fou
 .PHONY: test-kernels test-kernels-short
 test-kernels-short: $(VENV)/stamp-test $(VENV)/stamp-compilers
 	$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)'
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' tests/pallas_kernels
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' $(COMPILED_TESTS)
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle

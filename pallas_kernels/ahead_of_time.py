@@ -77,8 +77,11 @@ def missing_compiler(chip: str) -> str | None:
 
 
 @functools.cache
-def mesh(chip: str) -> Mesh:
-    """A mesh of one device of `chip`. Raises RuntimeError when its compiler is not installed."""
+def mesh(chip: str, num_devices: int = 1, axis: str = "x") -> Mesh:
+    """A mesh of one axis over devices of `chip`, of which a TPU's slice has four here and a GPU's one.
+
+    Raises RuntimeError when its compiler is not installed, ValueError for more devices than there are.
+    """
     reason = missing_compiler(chip)
     if reason is not None:
         raise RuntimeError(reason)
@@ -95,27 +98,45 @@ def mesh(chip: str) -> Mesh:
             topology = topologies.get_topology_desc(
                 chip, "cuda", target_config=_GPU_TARGET.format(**_GPU_TARGETS[chip]), topology="1x1x1"
             )
-    return Mesh(np.array(topology.devices[:1]), ("x",))
+    if num_devices > len(topology.devices):
+        raise ValueError(f"{num_devices} devices of {chip}: the topology compiled for has {len(topology.devices)}")
+    return Mesh(np.array(topology.devices[:num_devices]), (axis,))
 
 
 @contextlib.contextmanager
-def as_if_on(chip: str) -> Iterator[NamedSharding]:
-    """Tracing inside sees `chip`; yields the sharding that its abstract arguments carry."""
-    chip_mesh = mesh(chip)
+def as_if_on(chip: str, chip_mesh: Mesh | None = None) -> Iterator[NamedSharding]:
+    """Tracing inside sees `chip`, one device of it unless `chip_mesh` has more; yields the sharding of an abstract
+    argument that is whole on each."""
+    chip_mesh = chip_mesh or mesh(chip)
     with jax.set_mesh(chip_mesh):
         yield NamedSharding(chip_mesh, PartitionSpec())
 
 
-def compile_for(chip: str, function: Callable, *arguments, donate_argnums: tuple[int, ...] = ()) -> Compilation:
-    """Compiles `function` for one `chip`; `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s.
+def compile_for(
+    chip: str,
+    function: Callable,
+    *arguments,
+    donate_argnums: tuple[int, ...] = (),
+    chip_mesh: Mesh | None = None,
+) -> Compilation:
+    """Compiles `function` for one `chip`, or for the devices of `chip_mesh`.
 
-    Raises RuntimeError without the chip's compiler, and whatever the compiler raises (out of VMEM, a layout
-    it cannot lower).
+    `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, and whatever a function that is jitted already takes
+    as static; such a function keeps its own `donate_argnums`. On a mesh an argument without a `NamedSharding` is whole
+    on each device. Figures are those of one device. Raises RuntimeError without the chip's compiler, and whatever the
+    compiler raises (out of VMEM, a layout it cannot lower).
     """
-    with as_if_on(chip) as sharding:
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments)
+    with as_if_on(chip, chip_mesh) as whole:
+
+        def abstract(leaf):
+            if not hasattr(leaf, "shape"):
+                return leaf
+            sharding = leaf.sharding if isinstance(getattr(leaf, "sharding", None), NamedSharding) else whole
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        jitted: Any = function if hasattr(function, "lower") else jax.jit(function, donate_argnums=donate_argnums)
         start = time.perf_counter()
-        lowered = jax.jit(function, donate_argnums=donate_argnums).lower(*shapes)
+        lowered = jitted.lower(*jax.tree.map(abstract, arguments))
         # What was compiled without a device cannot be read back from the compilation cache, so it is never written.
         with config.persistent_cache_min_compile_time_secs(math.inf):
             program = lowered.compile()

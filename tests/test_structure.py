@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     "pallas_kernels": 1,
     "jaxinfer.models": 2,
+    "jaxinfer.parallel": 2,
     "jaxinfer.cache": 2,
     "jaxinfer.compilation_cache": 2,
     "jaxinfer.data": 2,
@@ -18,17 +19,22 @@ FLOORS = {
     "jaxinfer.training": 4,
     "checkpoints_convert": 4,
     "jaxinfer.batch": 5,
+    "jaxinfer.loading": 5,
     "jaxinfer.llm": 5,
+    "jaxinfer.async_engine": 6,
     "jaxinfer.cli": 6,
 }
 FILES = [path for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert") for path in (ROOT / top).rglob("*.py")]
 # Rooms of one floor that may look into a neighbour.
 BESIDE = {
     ("jaxinfer.cache", "jaxinfer.models"),
+    ("jaxinfer.llm", "jaxinfer.loading"),
     ("jaxinfer.llm", "jaxinfer.batch"),
     ("jaxinfer.batch", "jaxinfer.llm"),  # for types only
+    ("jaxinfer.cache", "jaxinfer.parallel"),
+    ("jaxinfer.parallel", "jaxinfer.models"),
 }
-MAY_IMPORT_CHECKPOINTS = ("jaxinfer.llm", "jaxinfer.cli", "checkpoints_convert")
+MAY_IMPORT_CHECKPOINTS = ("jaxinfer.loading", "jaxinfer.cli", "checkpoints_convert")
 
 
 def imported(path: Path) -> set[str]:

@@ -1,10 +1,14 @@
 """A cache of pages that sequences own a few of: no memory is held for tokens that may never come."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer import parallel
 from jaxinfer.models import ModelConfig
 from pallas_kernels.paged_attention import (
     Pages,
@@ -12,9 +16,10 @@ from pallas_kernels.paged_attention import (
     Schedule,
     make_schedule,
     make_spec,
-    new_pages,
     paged_attention,
+    platform_layout,
 )
+from pallas_kernels.platform import current_platform
 
 
 @jax.tree_util.register_dataclass
@@ -31,27 +36,52 @@ class PagedCache:
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
     """Bytes of one page in all layers, padding of the layout included."""
-    shape = PageShape(1, page_size, config.num_kv_heads, config.head_dim, jnp.dtype(dtype).name)
-    leaves = jax.tree.leaves(shape.abstract(layout))
-    return config.num_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    leaves = jax.tree.leaves(abstract_paged_cache(config, 1, page_size, dtype, layout))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def init_paged_cache(config: ModelConfig, num_pages: int, page_size: int, dtype, layout: str | None = None):
-    """Zeroed pages of every layer, in the layout of the platform unless named."""
-    name = jnp.dtype(dtype).name
-    return PagedCache(
-        tuple(
-            new_pages(num_pages, page_size, config.num_kv_heads, config.head_dim, name, layout=layout)
-            for _ in range(config.num_layers)
-        )
-    )
+def init_paged_cache(
+    config: ModelConfig,
+    num_pages: int,
+    page_size: int,
+    dtype,
+    layout: str | None = None,
+    mesh: Mesh | None = None,
+) -> PagedCache:
+    """Zeroed pages of every layer, in the layout of the platform unless named, each device of a mesh with its own
+    heads. Raises ValueError as `parallel.check_divides`."""
+    layout = layout or platform_layout(current_platform())
+    cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), cache)
+
+
+def abstract_paged_cache(
+    config: ModelConfig, num_pages: int, page_size: int, dtype, layout: str, mesh: Mesh | None = None
+) -> PagedCache:
+    """The cache as `jax.ShapeDtypeStruct`s, with their shardings where there is a mesh.
+
+    Each device holds its heads as a kernel for just these lays them out, and the array is their concatenation.
+    """
+    whole = PageShape(num_pages, page_size, config.num_kv_heads, config.head_dim, jnp.dtype(dtype).name)
+    if mesh is None:
+        return PagedCache((whole.abstract(layout),) * config.num_layers)
+    parallel.check_divides(mesh, config)
+    num_parts = mesh.shape.get(parallel.RULES["kv_heads"], 1)
+    local = replace(whole, num_kv_heads=config.num_kv_heads // num_parts).abstract(layout)
+
+    def concatenated(leaf, spec: PartitionSpec):
+        shape = tuple(size * num_parts if axis else size for size, axis in zip(leaf.shape, spec, strict=True))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return PagedCache((jax.tree.map(concatenated, local, parallel.page_specs(mesh, local)),) * config.num_layers)
 
 
 class PagedAttention:
     """`attend` for tokens [T] of S sequences side by side: appends to the pages and reads them back.
 
     Arguments as in `pallas_kernels.paged_attention`: page_table int32 [S, P]; query_starts, query_lengths and
-    kv_lengths int32 [S]. `max_query_length` and `is_uniform` are static. After the pass, `cache` is the updated one.
+    kv_lengths int32 [S]. `max_query_length` and `is_uniform` are static. On a mesh each device attends with its own
+    heads: the compiler cannot cut a kernel, so `jax.shard_map` does. After the pass, `cache` is the updated one.
     """
 
     def __init__(
@@ -64,38 +94,72 @@ class PagedAttention:
         *,
         max_query_length: int | None = None,
         is_uniform: bool = False,
+        mesh: Mesh | None = None,
     ):
         self._layers = list(cache.layers)
-        self._page_table, self._query_starts = page_table, query_starts
-        self._query_lengths, self._kv_lengths = query_lengths, kv_lengths
+        self._mesh = mesh
+        self._rows = _Rows(page_table, query_lengths, kv_lengths, query_starts)
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
         self._schedules: dict[int | None, Schedule] = {}
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
         pages = self._layers[layer]
-        options = {**self._options, "window": window}
-        if window not in self._schedules:
-            self._schedules[window] = make_schedule(
-                make_spec(q, k, v, pages, self._page_table, **options),
-                self._page_table,
-                self._query_lengths,
-                self._kv_lengths,
-                query_starts=self._query_starts,
+        attend = partial(_attend, {**self._options, "window": window})
+        if self._mesh is None:
+            schedule = self._schedule(window, q, k, v, pages)
+        else:
+            specs = _specs(self._mesh, pages)
+            schedule = self._schedule(window, *parallel.local_shapes(self._mesh, (q, k, v, pages), specs))
+            attend = jax.shard_map(
+                attend,
+                mesh=self._mesh,
+                in_specs=(*specs, PartitionSpec(), PartitionSpec()),
+                out_specs=(specs[0], specs[3]),
+                check_vma=False,  # a Pallas call does not say over which axes its results vary
             )
-        out, self._layers[layer] = paged_attention(
-            q,
-            k,
-            v,
-            pages,
-            self._page_table,
-            self._query_lengths,
-            self._kv_lengths,
-            query_starts=self._query_starts,
-            schedule=self._schedules[window],
-            **options,
-        )
+        out, self._layers[layer] = attend(q, k, v, pages, self._rows, schedule)
         return out
+
+    def _schedule(self, window: int | None, q: Any, k: Any, v: Any, pages: Any) -> Schedule:
+        """The schedule of the layers of a window, from the shapes of what one device holds."""
+        if window not in self._schedules:
+            rows = self._rows
+            spec = make_spec(q, k, v, pages, rows.page_table, window=window, **self._options)
+            self._schedules[window] = make_schedule(
+                spec, rows.page_table, rows.query_lengths, rows.kv_lengths, query_starts=rows.query_starts
+            )
+        return self._schedules[window]
 
     @property
     def cache(self) -> PagedCache:
         return PagedCache(tuple(self._layers))
+
+
+class _Rows(NamedTuple):
+    """What each device knows of all sequences."""
+
+    page_table: jax.Array
+    query_lengths: jax.Array
+    kv_lengths: jax.Array
+    query_starts: jax.Array
+
+
+def _attend(options: dict[str, Any], q, k, v, pages: Pages, rows: _Rows, schedule: Schedule):
+    return paged_attention(
+        q,
+        k,
+        v,
+        pages,
+        rows.page_table,
+        rows.query_lengths,
+        rows.kv_lengths,
+        query_starts=rows.query_starts,
+        schedule=schedule,
+        **options,
+    )
+
+
+def _specs(mesh: Mesh, pages: Pages) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec, Pages]:
+    """How q, k, v and the pages of a layer are cut."""
+    queries, keys = (parallel.spec(mesh, (None, name, None)) for name in ("heads", "kv_heads"))
+    return queries, keys, keys, parallel.page_specs(mesh, pages)

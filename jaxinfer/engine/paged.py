@@ -15,7 +15,7 @@ from jaxinfer.cache import init_paged_cache, page_bytes
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.paged_programs import NO_TOKEN, NOT_SOUND, DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.paged_programs import NO_TOKEN, NOT_SOUND, WIDE_ROWS, DecodeWork, StepOutput, StepWork
 from jaxinfer.engine.request import Generation
 from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, Sequence
 from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
@@ -25,8 +25,6 @@ from pallas_kernels.paged_attention import Pages, platform_layout
 
 MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
 COPIES = 8  # pages of one copy program
-# A slot's rows over the vocabulary, which only requests with a bias or penalties need.
-WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
 
 
 @dataclass(frozen=True)

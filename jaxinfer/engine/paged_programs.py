@@ -28,6 +28,8 @@ from jaxinfer.sampling import (
 from pallas_kernels import copy_pages as _copy_pages
 
 NO_TOKEN, NOT_SOUND = -1, -2
+# A slot's rows over the vocabulary, which only requests with a bias or penalties need.
+WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
 
 
 @jax.tree_util.register_dataclass
@@ -109,6 +111,17 @@ def init_slots(num_slots: int, vocab_size: int) -> tuple[Slots, SamplingBatch]:
     return slots, jax.tree.map(jnp.array, make_batch([None] * num_slots, vocab_size))
 
 
+def slot_axes(slots: Slots, batch: SamplingBatch) -> tuple[Slots, SamplingBatch]:
+    """The logical name of each dimension of `init_slots`' arrays, for `jaxinfer.parallel`: rows over the vocabulary
+    lie where its logits are, all else is whole on every device."""
+
+    def axes(rows):
+        wide = {name: (None, "vocab") for name in WIDE_ROWS if hasattr(rows, name)}
+        return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
+
+    return replace(axes(slots), history=axes(slots.history)), axes(batch)
+
+
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
 def step(
     model: ProgramModel,
@@ -135,7 +148,10 @@ def step(
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
     decoder = model.bind(weights)
-    attend = PagedAttention(cache, work.page_table, work.query_starts, lengths, starts + lengths, is_uniform=is_uniform)
+    table, kv_lengths = work.page_table, starts + lengths
+    attend = PagedAttention(
+        cache, table, work.query_starts, lengths, kv_lengths, is_uniform=is_uniform, mesh=model.mesh
+    )
     hidden = decoder(tokens, positions, attend)
     last = jnp.clip(work.query_starts + lengths - 1, 0, num_tokens - 1)
     ends = starts + lengths
@@ -180,7 +196,7 @@ def decode(
         is_decoding = slots.is_active & work.is_held
         lengths = is_decoding.astype(jnp.int32)
         kv_lengths = slots.positions + lengths
-        attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1)
+        attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = sample(decoder.logits(hidden), slots.positions + 1, batch, slots.history)
         took_part = is_decoding & samples.ok

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.engine.results import padded
@@ -33,7 +34,8 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
-    """What programs are compiled for: a configuration and the structure of its parameters.
+    """What programs are compiled for: a configuration, the structure of its parameters, and the mesh that they are
+    cut over, None for a single device.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -42,6 +44,7 @@ class ProgramModel:
 
     config: ModelConfig
     structure: Any
+    mesh: Mesh | None = None
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -49,14 +52,15 @@ class ProgramModel:
 
 
 @lru_cache(maxsize=64)
-def _program_model(config: ModelConfig, structure: Any) -> ProgramModel:
-    return ProgramModel(config, structure)
+def _program_model(config: ModelConfig, structure: Any, mesh: Mesh | None) -> ProgramModel:
+    return ProgramModel(config, structure, mesh)
 
 
-def program_model(config: ModelConfig, params: Params) -> tuple[ProgramModel, Weights]:
-    """The static and the array half of a model, as every program takes them."""
+def program_model(config: ModelConfig, params: Params, mesh: Mesh | None = None) -> tuple[ProgramModel, Weights]:
+    """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
+    `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure), tuple(leaves)
+    return _program_model(config, structure, mesh), tuple(leaves)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

@@ -12,7 +12,7 @@ from jaxinfer.sampling.keys import gumbel_noise
 from jaxinfer.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprobs
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.state import SamplingState
-from jaxinfer.sampling.transforms import transform
+from jaxinfer.sampling.transforms import is_transformed, transform
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,12 @@ def sample(logits: jax.Array, positions: jax.Array, batch: SamplingBatch, state:
     of its row's logits, parameters, history, seed and position: neighbours, the row's place and S do not matter. The
     caller advances the state, `advance(state, output.tokens, is_active & output.ok)`.
     """
-    tokens, best = _choose(transform(logits, batch, state), positions, batch)
+    # Nothing of [S, V] leaves the branches: a step in which all rows are plain makes no copy of the logits.
+    tokens, best = lax.cond(
+        jnp.any(is_transformed(batch, state)),
+        lambda: _choose(transform(logits, batch, state), positions, batch),
+        lambda: _largest(logits),
+    )
     ok = jnp.all(logits < jnp.inf, axis=-1) & (best > -jnp.inf)
     tokens = jnp.where(ok, tokens, 0)
     logprobs: TokenLogprobs = lax.cond(
@@ -80,15 +85,18 @@ def is_stop(tokens: jax.Array, batch: SamplingBatch) -> jax.Array:
 
 def _choose(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch) -> tuple[jax.Array, jax.Array]:
     """Tokens int32[S] and the values float32[S] at which they won, -inf where there was nothing to choose."""
-    vocab_size = transformed.shape[1]
 
     def add_noise(x: jax.Array) -> jax.Array:
-        noise = gumbel_noise(batch.seed, positions, vocab_size)
+        noise = gumbel_noise(batch.seed, positions, transformed.shape[1])
         return jnp.where(batch.is_sampled[:, None], x + noise, x)
 
-    scores = lax.cond(jnp.any(batch.is_sampled), add_noise, lambda x: x, transformed)
+    return _largest(lax.cond(jnp.any(batch.is_sampled), add_noise, lambda x: x, transformed))
+
+
+def _largest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The lowest id int32[S] of the largest value of each row, and that value."""
     # Twice as fast on a CPU as argmax, whose (value, index) reduction is not vectorized.
     best = jnp.max(scores, axis=-1)
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    tokens = jnp.min(jnp.where(scores == best[:, None], ids, vocab_size), axis=-1)
+    tokens = jnp.min(jnp.where(scores == best[:, None], ids, scores.shape[1]), axis=-1)
     return tokens, best

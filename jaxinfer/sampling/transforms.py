@@ -26,9 +26,17 @@ def transform(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> 
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")
-    has_processors = batch.has_bias | batch.has_bad_words | (state.num_output < batch.min_tokens) | batch.has_penalties
-    logits = _where_any(has_processors, lambda x: _process(x, batch, state), logits)
+    logits = _where_any(_has_processors(batch, state), lambda x: _process(x, batch, state), logits)
     return _where_any(batch.is_sampled, lambda x: _filter(x, batch), logits)
+
+
+def is_transformed(batch: SamplingBatch, state: SamplingState) -> jax.Array:
+    """bool[S]: the rows whose logits `transform` may change."""
+    return _has_processors(batch, state) | batch.is_sampled
+
+
+def _has_processors(batch: SamplingBatch, state: SamplingState) -> jax.Array:
+    return batch.has_bias | batch.has_bad_words | (state.num_output < batch.min_tokens) | batch.has_penalties
 
 
 def _process(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> jax.Array:

@@ -122,7 +122,7 @@ def test_with_a_prefix_hit(model, expected):
 
 def test_with_so_few_pages_that_it_is_preempted(model, expected):
     with open_llm(model) as llm:
-        hide_pages(llm, 24)
+        hide_pages(llm, 14)
         assert [one.token_ids for one in generate(llm)] == expected
         assert llm.engine.scheduler.counters.num_preemptions > 5
 
@@ -181,7 +181,7 @@ def test_deterministic_tokens_are_the_same(expected, expected_bits):
         {"page_size": 64},
         {"prefill_chunk": 16},
         {"prefill_chunk": 150},
-        {"num_pages_left": 24},
+        {"num_pages_left": 14},
         {"steps_per_dispatch": 1},
     ],
     ids=str,

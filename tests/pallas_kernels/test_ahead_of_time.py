@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.platform import current_platform
@@ -27,6 +28,19 @@ def test_a_matrix_product_is_compiled_and_measured(chip):
     if not chip.startswith("h"):
         assert found.cost["flops"] == pytest.approx(2 * 256 * 512 * 512, rel=0.01)
     assert "ENTRY" in found.program.as_text()
+
+
+def test_a_mesh_compiles_for_all_its_devices_and_counts_one():
+    mesh = ahead_of_time.mesh(compiler("v5e"), 4, "model")
+    cut = NamedSharding(mesh, PartitionSpec("model", None))
+    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+    y = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16, sharding=cut)
+    product = jax.jit(lambda factor, x, y: factor * (x @ y), static_argnums=0)
+    found = ahead_of_time.compile_for("v5e", product, 3, x, y, chip_mesh=mesh)
+    assert found.argument_bytes == 2 * (64 * 4096 + 4096 * 512 // 4)
+    assert "all-reduce" in found.program.as_text()
+    with pytest.raises(ValueError, match=r"5 devices of v5e: .* has 4"):
+        ahead_of_time.mesh("v5e", 5)
 
 
 @pytest.mark.parametrize(("chip", "platform"), [("v6e", "tpu"), ("h100", "gpu")])

@@ -1,0 +1,287 @@
+"""What a program compiled for a TPU moves between HBM and the chip, read off its scheduled HLO.
+
+XLA's own "bytes accessed" counts every branch of every conditional, an embedding table for a gather of a few of its
+rows, and an array twice when it is first copied into vector memory (VMEM) and used there. Here an instruction counts
+what it reads from and writes to HBM; an array in VMEM costs nothing.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\](\{[^}]*\})?")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%(\S+) = ")
+_COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# Bits of an element, where the name does not say it.
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+_FREE |= {"add-dependency", "optimization-barrier"}
+_CALLS = ("call", "call-start", "async-start", "custom-call-start")
+_SLICES = {"slice", "dynamic-slice", "gather"}
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is the update
+_VIEWS = ("bitcast", "reshape")
+# Later parts of an instruction that runs beside others, which counts where it starts.
+_LATER = ("-done", "-update")
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of an instruction's result. Sizes are without the padding of its tiles."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    in_hbm: bool
+
+    @property
+    def num_bytes(self) -> int:
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (_BITS[self.dtype] if bits is None else int(bits.group())) // 8
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.num_bytes if self.in_hbm else 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO: `results` has the leaves of its type, `operands` the names of what it takes."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    text: str
+    is_root: bool
+
+    @cached_property
+    def called(self) -> str | None:
+        """The computation of a fusion, call or loop."""
+        found = _CALLED.search(self.text)
+        return found.group(1) if found else None
+
+    @property
+    def hbm_bytes(self) -> int:
+        return sum(array.hbm_bytes for array in self.results)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Bytes that one execution of an instruction moves, times how often a run of the program executes it."""
+
+    instruction: Instruction
+    num_bytes: int
+
+
+class Program:
+    """A compiled program's HLO text (`compiled.as_text()`), parsed."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = ""
+        current: dict[str, Instruction] = {}
+        for line in text.splitlines():
+            if (header := _COMPUTATION.match(line)) is not None:
+                current = self.computations.setdefault(header.group(2), {})
+                self.entry = header.group(2) if header.group(1) else self.entry
+            elif (start := _INSTRUCTION.match(line)) is not None:
+                instruction = _parse(start.group(2), line[start.end() :], start.group(1) is not None)
+                current[instruction.name] = instruction
+        if not self.entry:
+            raise ValueError("the text has no entry computation; is it compiled HLO?")
+
+    @property
+    def instructions(self) -> Iterator[Instruction]:
+        """All of them, fused ones included."""
+        return (instruction for computation in self.computations.values() for instruction in computation.values())
+
+    def moves(self, *, takes_branches: bool = False) -> list[Move]:
+        """Everything that moves bytes in a run of the program.
+
+        A loop whose trip count the compiler does not know runs once. A conditional runs its first branch, which is the
+        false one of `lax.cond`, or, with `takes_branches`, the one that moves most. Raises ValueError for a Pallas call
+        without a cost estimate.
+        """
+        return list(self._moves(self.entry, takes_branches))
+
+    def made_in_hbm(self, at_least: int) -> list[Instruction]:
+        """Instructions, in any branch, with a result of `at_least` bytes in HBM that is not one of their operands."""
+        fused = {instruction.called for instruction in self.instructions if instruction.opcode == "fusion"}
+        return [
+            instruction
+            for name, computation in self.computations.items()
+            if name not in fused
+            for instruction in computation.values()
+            if instruction.opcode not in _FREE | {"while", "conditional"}
+            and any(a.hbm_bytes >= at_least for a in self._made(instruction, computation))
+        ]
+
+    def _made(self, instruction: Instruction, computation: dict[str, Instruction]) -> tuple[Array, ...]:
+        """The results that are not updates of operands in place."""
+        if instruction.opcode in _CALLS or instruction.opcode.endswith(_LATER):
+            return ()
+        if instruction.opcode in ("copy-start", "slice-start"):
+            return instruction.results[:1] if instruction.opcode == "copy-start" else instruction.results[1:2]
+        aliased = set()
+        if (found := re.search(r"output_to_operand_aliasing=\{(.*?\)\s*)\}", instruction.text)) is not None:
+            aliased = {int(index or 0) for index in re.findall(r"\{(\d*)\}: \(", found.group(1))}
+        is_update = instruction.opcode in _UPDATES
+        if instruction.opcode == "fusion":
+            is_update = self._updated(self.computations[instruction.called or ""]) is not None
+        if is_update:
+            taken = {a for name in instruction.operands if name in computation for a in computation[name].results}
+            return tuple(array for array in instruction.results if array not in taken)
+        return tuple(array for index, array in enumerate(instruction.results) if index not in aliased)
+
+    def _moves(self, name: str, takes_branches: bool) -> Iterator[Move]:
+        computation = self.computations[name]
+        for instruction in computation.values():
+            opcode = instruction.opcode
+            if opcode == "while":
+                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else 1
+                for move in self._moves(instruction.called or "", takes_branches):
+                    yield Move(move.instruction, move.num_bytes * trips)
+            elif opcode == "conditional":
+                yield from self._branch(instruction, takes_branches)
+            elif opcode in _CALLS and instruction.called is not None:
+                yield from self._moves(instruction.called or "", takes_branches)
+            elif num_bytes := self._num_bytes(instruction, computation):
+                yield Move(instruction, num_bytes)
+
+    def _branch(self, instruction: Instruction, takes_branches: bool) -> list[Move]:
+        found = _BRANCHES.search(instruction.text)
+        # A boolean conditional names its true branch first.
+        names = (
+            _NAME.findall(found.group(1))
+            if found
+            else re.findall(r"(?:false|true)_computation=%([\w.\-]+)", instruction.text)[::-1]
+        )
+        branches = [list(self._moves(name, takes_branches)) for name in names]
+        return max(branches, key=lambda moves: sum(m.num_bytes for m in moves)) if takes_branches else branches[0]
+
+    def _num_bytes(self, instruction: Instruction, computation: dict[str, Instruction]) -> int:
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode.endswith(_LATER):
+            return 0
+        if opcode == "copy-start":  # (destination, source, context)
+            return sum(array.hbm_bytes for array in instruction.results[:2])
+        if opcode == "slice-start":  # ((source), destination, context)
+            source, destination = instruction.results[:2]
+            return destination.num_bytes * (source.in_hbm + destination.in_hbm)
+        if opcode == "custom-call":
+            return _custom_call_bytes(instruction)
+        sources = [_of(computation, name) for name in instruction.operands]
+        if opcode == "fusion":
+            return self._fusion_bytes(instruction, sources)
+        if opcode in _SLICES:
+            read = instruction.results[0].num_bytes if any(a.in_hbm for a in sources[0]) else 0
+            return read + instruction.hbm_bytes
+        if opcode in _UPDATES:
+            update = sum(a.num_bytes for a in sources[_UPDATES[opcode]])
+            return 2 * update if instruction.hbm_bytes else 0
+        read = sum(array.hbm_bytes for arrays in sources for array in arrays)
+        return read + instruction.hbm_bytes
+
+    def _fusion_bytes(self, instruction: Instruction, sources: list[tuple[Array, ...]]) -> int:
+        body = self.computations[instruction.called or ""]
+        written = instruction.hbm_bytes
+        updated = self._updated(body)
+        if updated is not None and written:
+            written = updated[1]
+        read = 0
+        for index, arrays in enumerate(sources):
+            if any(array.in_hbm for array in arrays) and not (updated and updated[0] == index):
+                read += self._read(body, index, sum(array.num_bytes for array in arrays))
+        return read + written
+
+    def _updated(self, body: dict[str, Instruction]) -> tuple[int, int] | None:
+        """The parameter that a fusion updates in place, and the bytes of the update; None where it does not."""
+        root = next(instruction for instruction in body.values() if instruction.is_root)
+        while root.opcode in _VIEWS and root.operands[0] in body:
+            root = body[root.operands[0]]
+        if root.opcode == "fusion":
+            inner = self._updated(self.computations[root.called or ""])
+            if inner is None:
+                return None
+            source, size = root.operands[inner[0]], inner[1]
+        elif root.opcode in _UPDATES:
+            source = root.operands[0]
+            size = sum(a.num_bytes for a in _of(body, root.operands[_UPDATES[root.opcode]]))
+        else:
+            return None
+        while body[source].opcode in _VIEWS:
+            source = body[source].operands[0]
+        return (_parameter(body[source]), size) if body[source].opcode == "parameter" else None
+
+    def _read(self, body: dict[str, Instruction], index: int, size: int) -> int:
+        """Bytes of parameter `index`, of `size`, that a fused computation reads: all, or the slices it takes."""
+        name = next(i.name for i in body.values() if i.opcode == "parameter" and _parameter(i) == index)
+        return min(size, self._read_of(body, name, size))
+
+    def _read_of(self, body: dict[str, Instruction], name: str, size: int) -> int:
+        if body[name].is_root:
+            return size
+        total = 0
+        for user in body.values():
+            if user.opcode in ("parameter", "constant") or name not in user.operands:
+                continue
+            if user.opcode in _SLICES and user.operands[0] == name:
+                total += user.results[0].num_bytes
+            elif user.opcode in _VIEWS or (user.opcode == "fusion" and self._is_view(user)):
+                total += self._read_of(body, user.name, size)
+            elif user.opcode == "fusion":
+                total += self._read(self.computations[user.called or ""], user.operands.index(name), size)
+            else:
+                return size
+        return total
+
+    def _is_view(self, fusion: Instruction) -> bool:
+        """Whether a fusion only names its one operand anew."""
+        return all(i.opcode in ("parameter", *_VIEWS) for i in self.computations[fusion.called or ""].values())
+
+
+def _parse(name: str, rest: str, is_root: bool) -> Instruction:
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    start = rest.index("(")
+    operands = rest[start + 1 : (stop := _closing(rest, start))]
+    arrays = tuple(
+        Array(dtype, tuple(int(n) for n in shape.split(",") if n), not re.search(r"S\([1-9]", layout or ""))
+        for dtype, shape, layout in _ARRAY.findall(kind)
+    )
+    is_constant = rest.startswith(("parameter", "constant"))
+    names = (operands,) if is_constant else tuple(_NAME.findall(operands))
+    return Instruction(name, rest[:start], arrays, names, rest[stop + 1 :], is_root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found.group() == "(" else -1
+        if depth == 0:
+            return found.start()
+    raise ValueError(f"unbalanced parentheses in {text[:200]!r}")
+
+
+def _of(computation: dict[str, Instruction], name: str) -> tuple[Array, ...]:
+    return computation[name].results
+
+
+def _parameter(instruction: Instruction) -> int:
+    return int(instruction.operands[0])
+
+
+def _custom_call_bytes(instruction: Instruction) -> int:
+    if 'custom_call_target="tpu_custom_call"' not in instruction.text:
+        return 0  # the compiler's own: allocations, joins of buffers that lie side by side
+    found = _COST.search(instruction.text)
+    if found is None:
+        raise ValueError(f"{instruction.name} has no cost estimate: its bytes are unknown")
+    return int(found.group(1))

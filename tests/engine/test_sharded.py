@@ -1,0 +1,98 @@
+"""The programs on two devices: the tokens of one."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mixed_requests import random_prompts
+
+from jaxinfer import parallel
+from jaxinfer.cache import init_paged_cache
+from jaxinfer.engine import paged_programs as programs
+from jaxinfer.engine.programs import program_model
+from jaxinfer.models import init_params
+from jaxinfer.sampling import SamplingParams, SamplingRow, make_batch, make_state
+
+PAGE, PAGES, NUM_STEPS = 4, 8, 12
+# One of each kind of row; every one reads the vocabulary in its own way.
+PARAMS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, repetition_penalty=1.4, logit_bias={5: 3.0}, logprobs=3),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, seed=7),
+    SamplingParams(temperature=1.1, min_p=0.02, presence_penalty=0.5, seed=8, min_tokens=10),
+)
+LENGTHS = (5, 9, 12, 3)
+
+
+def run(config, params, mesh, layout):
+    """A step that stores four prompts and, but for one, ends them; a step that mixes the rest of that prompt with
+    decoding; then decode steps. Returns the outputs of all three, on the host."""
+    num_slots = len(PARAMS)
+    rows = [SamplingRow(one, seed=one.seed or 0) for one in PARAMS]
+    prompts = random_prompts(num_slots, 90, seed=4)
+    prompts = [[token % 96 for token in prompt * 12][:length] for prompt, length in zip(prompts, LENGTHS, strict=True)]
+    slots, _ = programs.init_slots(num_slots, config.vocab_size)
+    slots = replace(slots, history=jax.tree.map(jnp.array, make_state(prompts, config.vocab_size)))
+    batch = jax.tree.map(jnp.array, make_batch(rows, config.vocab_size))
+    if mesh is not None:
+        params = jax.device_put(params, parallel.parameter_shardings(mesh, config))
+        places = parallel.shardings(mesh, programs.slot_axes(slots, batch))
+        slots, batch = jax.device_put((slots, batch), places)
+    cache = init_paged_cache(config, num_slots * PAGES + 1, PAGE, jnp.float32, layout, mesh)
+    model, weights = program_model(config, params, mesh)
+    table = np.arange(num_slots * PAGES, dtype=np.int32).reshape(num_slots, PAGES) + 1
+
+    first = [prompt[:8] for prompt in prompts]
+    rest = [prompt[8:] for prompt in prompts]
+    outputs = []
+    for chunks, starts in ((first, [0] * num_slots), (rest, [8 if chunk else 0 for chunk in rest])):
+        lengths = np.array([len(chunk) or 1 for chunk in chunks], np.int32)
+        work = programs.StepWork(
+            tokens=np.array([token for chunk in chunks for token in chunk or [0]], np.int32),
+            token_slots=np.repeat(np.arange(num_slots, dtype=np.int32), lengths),
+            query_starts=np.cumsum(lengths, dtype=np.int32) - lengths,
+            query_lengths=lengths,
+            starts=np.array(starts, np.int32),
+            is_prompt=np.array([bool(chunk) for chunk in chunks]),
+            is_last=np.array(
+                [start + len(chunk) == length for start, chunk, length in zip(starts, chunks, LENGTHS, strict=True)]
+            ),
+            remaining=np.full(num_slots, 100, np.int32),
+            page_table=table,
+        )
+        cache, slots, output, _ = programs.step(model, weights, cache, slots, batch, work)
+        outputs.append(output)
+    work = programs.DecodeWork(np.ones(num_slots, bool), table, np.int32(NUM_STEPS))
+    cache, slots, output = programs.decode(model, weights, cache, slots, batch, work, NUM_STEPS)
+    return jax.device_get((*outputs, output)), cache, slots
+
+
+@pytest.fixture(scope="module")
+def model(tiny):
+    config = replace(tiny[0], vocab_size=96)
+    params = init_params(config, jax.random.key(0))
+    return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    return run(*model, None, "separate")[0]
+
+
+@pytest.mark.parametrize("layout", ["separate", "interleaved"])
+def test_two_devices_give_the_tokens_of_one(model, alone, layout):
+    mesh = jax.make_mesh((2,), (parallel.MODEL,), axis_types=(jax.sharding.AxisType.Auto,))
+    cut, cache, slots = run(*model, mesh, layout)
+    for one, two in zip(alone, cut, strict=True):
+        assert one.samples.ok.all()
+        assert two.samples.ok.all()
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.samples.rank, two.samples.rank)
+        np.testing.assert_allclose(one.samples.logprob, two.samples.logprob, rtol=1e-4, atol=1e-4)
+    answers = alone[-1].samples.tokens.T.tolist()
+    assert all(len(set(answer)) > 4 for answer in answers)  # the check could fail: answers vary
+    # What is carried to the next step stayed cut.
+    for leaf in (*jax.tree.leaves(cache), slots.history.output_counts):
+        assert leaf.addressable_shards[0].data.size == leaf.size // 2

@@ -1,0 +1,94 @@
+"""Bytes read off a compiled program: as many as arithmetic says, and a planted waste is found."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import ahead_of_time
+from pallas_kernels.hbm_traffic import Program
+
+# Beyond the vector memory of any chip, so that the compiler leaves it in HBM.
+LARGE = jax.ShapeDtypeStruct((16384, 16384), jnp.bfloat16)
+ROWS = jax.ShapeDtypeStruct((64, 16384), jnp.bfloat16)
+LARGE_BYTES = 2 * 16384**2
+# The small arrays of an example may be in either memory.
+SLACK = 8 * 2 * ROWS.size
+
+
+def compiled(function, *arguments, chip: str = "v6e", **options) -> Program:
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+    return Program(ahead_of_time.compile_for(chip, function, *arguments, **options).program.as_text())
+
+
+def moved(program: Program, **options) -> int:
+    return sum(move.num_bytes for move in program.moves(**options))
+
+
+def test_a_product_reads_its_weight_once():
+    program = compiled(lambda x, w: x @ w, ROWS, LARGE)
+    assert LARGE_BYTES <= moved(program) < LARGE_BYTES + SLACK
+    assert program.made_in_hbm(LARGE_BYTES // 4) == []
+
+
+def test_a_copy_of_a_weight_is_found():
+    order = jax.ShapeDtypeStruct((16384,), jnp.int32)
+    program = compiled(lambda x, w, order: x @ w[order], ROWS, LARGE, order)
+    assert moved(program) > 2.9 * LARGE_BYTES
+    assert program.made_in_hbm(LARGE_BYTES)
+
+
+def test_a_gather_counts_its_rows_and_an_update_in_place_its_values():
+    ids = jax.ShapeDtypeStruct((64,), jnp.int32)
+    assert moved(compiled(lambda w, ids: w[ids], LARGE, ids)) < SLACK
+
+    def write(w, ids, x):
+        return w.at[ids].set(x, mode="drop")
+
+    program = compiled(write, LARGE, ids, ROWS, donate_argnums=(0,))
+    assert moved(program) < SLACK
+    assert program.made_in_hbm(LARGE_BYTES) == []
+    # An argument that is not donated has to be copied first.
+    program = compiled(write, LARGE, ids, ROWS)
+    assert moved(program) > 2 * LARGE_BYTES
+    assert program.made_in_hbm(LARGE_BYTES)
+
+
+def test_a_conditional_runs_its_false_branch_unless_told():
+    is_needed = jax.ShapeDtypeStruct((), jnp.bool_)
+
+    def maybe(is_needed, x, w):
+        return lax.cond(is_needed, lambda: x @ w, lambda: x)
+
+    program = compiled(maybe, is_needed, ROWS, LARGE)
+    assert moved(program) < SLACK
+    assert LARGE_BYTES <= moved(program, takes_branches=True) < LARGE_BYTES + SLACK
+
+
+def test_a_loop_counts_once_whatever_its_length():
+    def many(count, x, w):
+        return lax.while_loop(lambda carry: carry[0] < count, lambda carry: (carry[0] + 1, carry[1] @ w), (0, x))
+
+    program = compiled(many, jax.ShapeDtypeStruct((), jnp.int32), ROWS, LARGE)
+    assert LARGE_BYTES <= moved(program) < LARGE_BYTES + SLACK
+
+
+def test_a_kernel_counts_what_its_estimate_says_and_needs_one():
+    def kernel(x, out):
+        out[...] = x[...] + 1
+
+    def call(estimate):
+        x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+        return compiled(lambda x: pl.pallas_call(kernel, out_shape=x, cost_estimate=estimate)(x), x)
+
+    program = call(pl.CostEstimate(flops=1, transcendentals=0, bytes_accessed=123_456))
+    assert 123_456 in [move.num_bytes for move in program.moves()]
+    with pytest.raises(ValueError, match="no cost estimate"):
+        call(None).moves()
+
+
+def test_other_text_is_refused():
+    with pytest.raises(ValueError, match="entry"):
+        Program("module @jit_f {}")
