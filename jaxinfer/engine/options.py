@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 SLOT_GROWTH = 4  # between the numbers of slots that programs exist for
 MIN_STEP_TOKENS, TOKEN_GROWTH = 32, 4
-UNIFORM_STEP_TOKENS = 64  # with fewer rows, matrix products of XLA:CPU round by their number
+UNIFORM_STEP_TOKENS = 256  # of every step if deterministic: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
 
 
@@ -14,10 +14,10 @@ class EngineOptions:
     max_model_len: tokens of prompt and answer together. max_seqs: answers generated at once.
     page_size: tokens of a page; None is 64 on a TPU and 16 elsewhere. num_pages: pages of the pool; None fills
       memory_fraction of the device's memory (on a CPU no more than max_seqs answers of max_model_len can use).
-    prefill_chunk: prompt tokens of a step; None is 512, or 64 if deterministic.
+    prefill_chunk: prompt tokens of a step; None is 512, or what max_seqs leaves of 256 if deterministic.
     steps_per_dispatch: decode steps of a dispatch when no prompt waits.
-    deterministic: every token goes through one program of one shape, so that log-probabilities keep every bit whatever
-      else is in the batch and however a prompt was cut; slower.
+    deterministic: every token goes through one program of one shape (256 tokens, unless prefill_chunk and max_seqs need
+      more), so that log-probabilities keep every bit whatever else is in the batch and however a prompt is cut. Slower.
     prefix_cache: keep the pages of finished work and reuse them where a prompt begins alike.
     max_waiting: requests that may wait, None for any number. shuffle_seed: orders the pages at random (for tests).
     """
@@ -54,8 +54,10 @@ class EngineOptions:
     @property
     def chunk(self) -> int:
         """Prompt tokens of a step."""
-        chunk = self.prefill_chunk or (UNIFORM_STEP_TOKENS if self.deterministic else DEFAULT_CHUNK)
-        return min(chunk, self.max_model_len)
+        default = DEFAULT_CHUNK
+        if self.deterministic:  # what the decoding answers leave of a step
+            default = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS
+        return min(self.prefill_chunk or default, self.max_model_len)
 
     @property
     def slot_buckets(self) -> tuple[int, ...]:
@@ -68,8 +70,8 @@ class EngineOptions:
     @property
     def token_buckets(self) -> tuple[int, ...]:
         """Numbers of tokens that steps exist for: 32, 128, ... and a whole chunk beside max_seqs decoding slots."""
-        largest = -(-(self.chunk + self.max_seqs) // 16) * 16
         if self.deterministic:
-            return (max(largest, UNIFORM_STEP_TOKENS),)
+            return (-(-(self.chunk + self.max_seqs) // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
+        largest = -(-(self.chunk + self.max_seqs) // 16) * 16
         smaller = (MIN_STEP_TOKENS * TOKEN_GROWTH**i for i in range(16))
         return (*(size for size in smaller if size < largest), largest)

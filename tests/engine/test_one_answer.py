@@ -124,7 +124,7 @@ def test_with_so_few_pages_that_it_is_preempted(model, expected):
     with open_llm(model) as llm:
         hide_pages(llm, 14)
         assert [one.token_ids for one in generate(llm)] == expected
-        assert llm.engine.scheduler.counters.num_preemptions > 5
+        assert llm.engine.scheduler.counters.num_preemptions > 2
 
 
 def test_after_its_neighbours_were_cancelled(model, expected):
@@ -193,7 +193,7 @@ def test_deterministic_bits_do_not_depend_on_pages_chunks_and_preemption(model, 
         if num_left is not None:
             hide_pages(llm, num_left)
         assert bits(generate(llm, DETERMINISTIC)) == expected_bits
-        assert (llm.engine.scheduler.counters.num_preemptions > 5) == (num_left is not None)
+        assert (llm.engine.scheduler.counters.num_preemptions > 2) == (num_left is not None)
         assert bits(generate(llm, DETERMINISTIC)) == expected_bits
         assert llm.engine.scheduler.counters.reused_tokens > 0 or num_left is not None
 
