@@ -16,7 +16,7 @@ import platform
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.request import Generation
 from jaxinfer.loading import load_model
+from jaxinfer.models import init_params
 from jaxinfer.sampling import SamplingRow
 
 NUM_REQUESTS = 128
-PROMPT_TOKENS, ANSWER_TOKENS = (32, 512), (8, 256)
+PROMPT_TOKENS, ANSWER_TOKENS = (40, 640), (8, 256)
 ARRIVAL_SECONDS = 4.0  # over which the requests arrive, on average
 STATIC_BATCH = 16
 MAX_SEQS = 64
@@ -196,19 +197,32 @@ def prefix_cost(model: Any) -> float:
     return spent / total
 
 
-def measure_host(model: Any, num_steps: int = 100) -> dict[str, float]:
-    """Seconds that the host's thread works for one decode step of 64 sequences, each step a dispatch of its own:
-    planning and sending, and taking in the results. Its own processor time: on a CPU the device's threads take the
-    cores as soon as they have work, and a wait for a core is not work of the host."""
-    engine = make_engine(model, steps_per_dispatch=1)
+def measure_host(model: Any) -> dict[str, dict[str, float]]:
+    """What the host does for a decode step, for the model, for one of its structure whose layers are so narrow that
+    they leave the processor's caches to the host, as an accelerator does, and for such a one of 32 layers."""
+    config, _ = model
+    found = {"model, 8 steps a dispatch": host_times(model, steps_per_dispatch=8), "model": host_times(model)}
+    narrow = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    narrow["rope"] = replace(config.rope, rotary_dim=8)
+    for name, num_layers in (("same structure, narrow", config.num_layers), ("32 layers, narrow", 32)):
+        other = replace(config, **narrow, num_layers=num_layers)
+        found[name] = host_times((other, init_params(other, jax.random.key(0))))
+    return found
+
+
+def host_times(model: Any, steps_per_dispatch: int = 1, num_dispatches: int = 50) -> dict[str, float]:
+    """Seconds that the host's thread works for one decode step of 64 sequences: planning and sending, and taking in
+    the results. Its own processor time: on a CPU the device's threads take the cores as soon as they have work, and a
+    wait for a core is not work of the host."""
+    engine = make_engine(model, steps_per_dispatch=steps_per_dispatch)
     for i in range(MAX_SEQS):
-        engine.add(generation([2 + i] * 20, num_steps + 40))
+        engine.add(generation([2 + i] * 20, (num_dispatches + 10) * steps_per_dispatch))
     while any(not one.is_decoding for one in engine.scheduler.running) or len(engine.scheduler.running) < MAX_SEQS:
         engine.step()
     while engine._in_flight:
         engine._commit(engine._in_flight.popleft())
     sending, reading = [], []
-    for _ in range(num_steps):
+    for _ in range(num_dispatches):
         start = time.thread_time()
         plan = engine.scheduler.schedule()
         if plan is None:
@@ -221,7 +235,7 @@ def measure_host(model: Any, num_steps: int = 100) -> dict[str, float]:
         engine._commit(flight)
         reading.append(time.thread_time() - start)
     engine.close()
-    sent, read = statistics.median(sending), statistics.median(reading)
+    sent, read = (statistics.median(seconds) / steps_per_dispatch for seconds in (sending, reading))
     return {"plan_and_send": sent, "take_in": read, "per_step": sent + read}
 
 
@@ -265,10 +279,11 @@ def main() -> None:
         )
     if options.only in (None, "host"):
         report["host"] = found = measure_host(model)
-        print(
-            f"host per decode step of {MAX_SEQS} sequences: {found['per_step'] * 1e3:.2f} ms "
-            f"(plan and send {found['plan_and_send'] * 1e3:.2f}, take in {found['take_in'] * 1e3:.2f})"
-        )
+        for name, row in found.items():
+            print(
+                f"{name:<28} host per decode step of {MAX_SEQS} sequences: {row['per_step'] * 1e3:.2f} ms "
+                f"(plan and send {row['plan_and_send'] * 1e3:.2f}, take in {row['take_in'] * 1e3:.2f})"
+            )
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -68,7 +68,7 @@ def explain_engine(engine: Engine, model: dict[str, Any], sampling: dict[str, An
 
 def _describe_paged(engine: PagedEngine) -> dict[str, dict[str, Any]]:
     options, memory, page_size = engine.options, engine.memory, engine.page_size
-    slots, tokens = options.slot_buckets[-1], options.token_buckets[-1]
+    slots, tokens = options.max_seqs, options.token_buckets[-1]
     pages_per_sequence = -(-options.max_model_len // page_size)
     kernels = {}
     for name, num_tokens, longest in (("decode", slots, 1), ("prompt", tokens, tokens)):
@@ -94,7 +94,8 @@ def _describe_paged(engine: PagedEngine) -> dict[str, dict[str, Any]]:
         },
         "programs": {
             "tokens of a step": ", ".join(str(size) for size in options.token_buckets),
-            "slots": ", ".join(str(size) for size in options.slot_buckets),
+            "slots of a step": ", ".join(str(size) for size in options.step_slots),
+            "slots of decode": ", ".join(str(size) for size in options.decode_slots),
             "prompt tokens of a step": options.chunk,
             "steps per dispatch": 1 if options.deterministic else options.steps_per_dispatch,
             "deterministic": options.deterministic,

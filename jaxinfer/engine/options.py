@@ -1,9 +1,10 @@
 """What an engine over a paged cache is told."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
-SLOT_GROWTH = 4  # between the numbers of slots that programs exist for
-MIN_STEP_TOKENS, TOKEN_GROWTH = 32, 4
+MIN_STEP_TOKENS = 32
 UNIFORM_STEP_TOKENS = 256  # of every step if deterministic: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
 
@@ -59,19 +60,25 @@ class EngineOptions:
             default = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS
         return min(self.prefill_chunk or default, self.max_model_len)
 
-    @property
-    def slot_buckets(self) -> tuple[int, ...]:
-        """Numbers of slots that programs exist for: 1, 4, 16, ... and max_seqs."""
-        if self.deterministic:
-            return (self.max_seqs,)
-        smaller = (SLOT_GROWTH**i for i in range(16))
-        return (*(size for size in smaller if size < self.max_seqs), self.max_seqs)
+    @cached_property
+    def decode_slots(self) -> tuple[int, ...]:
+        """Numbers of slots that decode programs exist for: 1, 4, 8, 16, ... and max_seqs."""
+        return _buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
 
-    @property
+    @cached_property
+    def step_slots(self) -> tuple[int, ...]:
+        """Numbers of slots that steps exist for: there only the sampler's work depends on it."""
+        return (self.max_seqs,) if self.deterministic else _buckets((1,), self.max_seqs)
+
+    @cached_property
     def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of tokens that steps exist for: 32, 128, ... and a whole chunk beside max_seqs decoding slots."""
+        """Numbers of tokens that steps exist for: 32, 128, 256, ... and a whole chunk beside max_seqs slots."""
         if self.deterministic:
             return (-(-(self.chunk + self.max_seqs) // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
         largest = -(-(self.chunk + self.max_seqs) // 16) * 16
-        smaller = (MIN_STEP_TOKENS * TOKEN_GROWTH**i for i in range(16))
-        return (*(size for size in smaller if size < largest), largest)
+        return _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
+
+
+def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
+    """The sizes below the largest one, and that."""
+    return (*(size for size in sizes if size < largest), largest)

@@ -15,7 +15,7 @@ from jaxinfer.cache import init_paged_cache, page_bytes
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.paged_programs import NO_TOKEN, NOT_SOUND, WIDE_ROWS, DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.paged_programs import NOT_SOUND, WIDE_ROWS, DecodeWork, StepOutput, StepWork
 from jaxinfer.engine.request import Generation
 from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, Sequence
 from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
@@ -31,16 +31,10 @@ COPIES = 8  # pages of one copy program
 class _Flight:
     """A dispatch whose results are not read yet, with who was in which slot."""
 
-    chunks: tuple[tuple[int, Chunk], ...]
-    decodes: tuple[tuple[int, Sequence], ...]
+    chunks: list[tuple[int, Chunk]]
+    decodes: list[tuple[int, Sequence]]
     output: StepOutput
     scores: PendingScores | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether anybody asked for more than tokens."""
-        owners = (*(chunk.sequence.owner for _, chunk in self.chunks), *(one.owner for _, one in self.decodes))
-        return any(owner.params.logprobs is not None for owner in owners)
 
 
 class PagedEngine:
@@ -79,7 +73,7 @@ class PagedEngine:
                 reuses_prefixes=options.prefix_cache,
                 shuffle_seed=options.shuffle_seed,
             ),
-            options.slot_buckets,
+            options.decode_slots,
         )
         self._cache = init_paged_cache(config, self.memory.num_pages, self.page_size, self.dtype, layout)
         self._slots, self._batch = paged_programs.init_slots(options.max_seqs, config.vocab_size)
@@ -87,6 +81,7 @@ class PagedEngine:
         self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
         self._scorer = PromptScorer(self.model, self.weights, config.vocab_size)
         self._sequences: dict[Generation, Sequence] = {}
+        self._num_with_logprobs = 0  # of the unfinished ones
         self._in_flight: deque[_Flight] = deque()
         self._deadlines: list[tuple[float, int, Generation]] = []
         self._numbers = itertools.count()
@@ -115,6 +110,7 @@ class PagedEngine:
         )
         self.scheduler.add(sequence)
         self._sequences[generation] = sequence
+        self._num_with_logprobs += generation.params.logprobs is not None
         if generation.deadline is not None:
             heapq.heappush(self._deadlines, (generation.deadline, next(self._numbers), generation))
 
@@ -155,6 +151,7 @@ class PagedEngine:
         if sequence is None:
             return
         self.scheduler.finish(sequence)
+        self._num_with_logprobs -= generation.params.logprobs is not None
         self._scorer.stop(generation)
         generation.finish_reason, generation.stop_reason = reason, stop_reason
         generation.finished = time.monotonic()
@@ -242,19 +239,22 @@ class PagedEngine:
     # Dispatching.
 
     def _dispatch(self, plan: Plan) -> _Flight:
-        chunks = tuple((_slot(chunk.sequence), chunk) for chunk in plan.chunks)
-        decodes = tuple((_slot(sequence), sequence) for sequence in plan.decodes)
-        highest = max(slot for slot, _ in (*chunks, *decodes))
-        num_slots = next(size for size in self.options.slot_buckets if size > highest)
-        table = self._page_table((*(chunk.sequence for chunk in plan.chunks), *plan.decodes), num_slots)
-        if chunks or self.options.deterministic:
+        chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
+        decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
+        slots = [slot for slot, _ in decodes]
+        highest = max(max(slots, default=0), max((slot for slot, _ in chunks), default=0))
+        is_step = bool(chunks) or self.options.deterministic
+        sizes = self.options.step_slots if is_step else self.options.decode_slots
+        num_slots = next(size for size in sizes if size > highest)
+        table = self._page_table(plan, num_slots)
+        if is_step:
             return self._dispatch_step(chunks, decodes, table)
         is_held = np.zeros(num_slots, np.bool_)
-        is_held[[slot for slot, _ in decodes]] = True
-        return _Flight((), decodes, self._run_decode(is_held, table, plan.num_steps))
+        is_held[slots] = True
+        return _Flight(chunks, decodes, self._run_decode(is_held, table, plan.num_steps))
 
     def _dispatch_step(
-        self, chunks: tuple[tuple[int, Chunk], ...], decodes: tuple[tuple[int, Sequence], ...], table: jax.Array
+        self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, Sequence]], table: jax.Array
     ) -> _Flight:
         """One step: the decoding slots' rows come first, then the prompts' tokens."""
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
@@ -298,9 +298,9 @@ class PagedEngine:
         )
         return output
 
-    def _page_table(self, sequences: Iterable[Sequence], num_slots: int) -> jax.Array:
+    def _page_table(self, plan: Plan | None, num_slots: int) -> jax.Array:
         """The first rows of the table on the device; it is sent only when it has changed."""
-        for sequence in sequences:
+        for sequence in plan.sequences if plan is not None else ():
             start, end = sequence.num_listed, len(sequence.pages)
             if start < end:
                 self._table[_slot(sequence), start:end] = sequence.pages[start:end]
@@ -315,10 +315,9 @@ class PagedEngine:
     # Reading results.
 
     def _commit(self, flight: _Flight) -> list[Generation]:
-        samples = None
-        if flight.wants_logprobs:
-            samples = jax.device_get(flight.output.samples)
         rows = jax.device_get(flight.output.tokens).T.tolist()
+        wants_logprobs = self._num_with_logprobs > 0
+        samples = jax.device_get(flight.output.samples) if wants_logprobs else None
         if flight.scores is not None:
             flight.scores.deliver()
         progressed = []
@@ -326,54 +325,53 @@ class PagedEngine:
             sequence = chunk.sequence
             if sequence.is_finished:
                 continue
-            token = rows[slot][0]
-            if token != NOT_SOUND:
+            tokens = rows[slot][:1]
+            if tokens[0] != NOT_SOUND:
                 self.scheduler.confirm(sequence, chunk.start + chunk.length)
                 if not chunk.is_last:
                     continue
                 self._scorer.stop(sequence.owner)
                 sequence.owner.first_token = sequence.owner.first_token or time.monotonic()
-            self._take(sequence, token, samples, (0, slot))
+            self._take(sequence, slot, tokens, samples)
             progressed.append(sequence.owner)
         for slot, sequence in flight.decodes:
-            if sequence.is_finished:
-                continue
-            for step, token in enumerate(rows[slot]):
-                if token == NO_TOKEN or sequence.is_finished:
-                    break
-                self._take(sequence, token, samples, (step, slot))
-            progressed.append(sequence.owner)
+            if not sequence.is_finished:
+                self._take(sequence, slot, rows[slot], samples)
+                progressed.append(sequence.owner)
         return progressed
 
-    def _take(self, sequence: Sequence, token: int, samples: SampleOutput | None, index: tuple[int, int]) -> None:
-        """A token, or NOT_SOUND in its place."""
+    def _take(self, sequence: Sequence, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
+        """A slot's tokens of a dispatch, one each step; NOT_SOUND and NO_TOKEN stand after the last one."""
         generation: Generation = sequence.owner
-        if token == NOT_SOUND:
-            end = results.take_error(generation)
-        else:
+        for step, token in enumerate(tokens):
+            if token < 0:
+                if token == NOT_SOUND:
+                    self.finish(generation, *results.take_error(generation))
+                return
             self.scheduler.append(sequence, token)
             end = results.take_token(generation, token)
             if samples is not None:
-                results.take_logprobs(generation, samples, index)
-        if end is not None:
-            self.finish(generation, *end)
+                results.take_logprobs(generation, samples, (step, slot))
+            if end is not None:
+                self.finish(generation, *end)
+                return
 
     # Compiling.
 
     def _warm_up_calls(self) -> list[Callable[[], object]]:
         """Every program once, with nothing to do."""
         calls: list[Callable[[], object]] = [self._warm_up_slots, partial(self._copy, [])]
-        for num_slots in self.options.slot_buckets:
+        for num_slots in self.options.step_slots:
             calls += [partial(self._warm_up_step, size, num_slots) for size in self.options.token_buckets]
-            if not self.options.deterministic:
-                calls.append(partial(self._warm_up_decode, num_slots))
+        if not self.options.deterministic:
+            calls += [partial(self._warm_up_decode, num_slots) for num_slots in self.options.decode_slots]
         return calls + [partial(self._warm_up_scores, size) for size in self.options.token_buckets]
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
-        self._run_step(_empty_work(size, num_slots), self._page_table((), num_slots))
+        self._run_step(_empty_work(size, num_slots), self._page_table(None, num_slots))
 
     def _warm_up_decode(self, num_slots: int) -> None:
-        self._run_decode(np.zeros(num_slots, np.bool_), self._page_table((), num_slots), 0)
+        self._run_decode(np.zeros(num_slots, np.bool_), self._page_table(None, num_slots), 0)
 
     def _warm_up_slots(self) -> None:
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):

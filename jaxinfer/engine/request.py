@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -60,6 +61,12 @@ class Generation:
     @property
     def params(self) -> SamplingParams:
         return self.row.params
+
+    @cached_property
+    def ending_ids(self) -> frozenset[int]:
+        """Tokens that end the answer."""
+        eos_ids = () if self.params.ignore_eos else self.row.eos_token_ids
+        return frozenset((*self.params.stop_token_ids, *eos_ids))
 
 
 @dataclass(frozen=True)

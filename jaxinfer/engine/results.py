@@ -17,9 +17,8 @@ End = tuple[str, int | None]  # finish reason, and the token that was one
 
 def take_token(generation: Generation, token: int) -> End | None:
     """Appends a token; why the answer ends with it, if it does."""
-    params = generation.params
     generation.output.append(token)
-    if token in params.stop_token_ids or (token in generation.row.eos_token_ids and not params.ignore_eos):
+    if token in generation.ending_ids:
         return "stop", token
     if len(generation.output) >= generation.max_tokens:
         return "length", None

@@ -152,6 +152,11 @@ class Plan:
     def is_empty(self) -> bool:
         return not self.chunks and not self.decodes
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that take part."""
+        return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
+
 
 @dataclass
 class Counters:

@@ -2,7 +2,7 @@
 
 Work is a list of items, each a block of queries of one sequence, that runs in tiles; sequences are sorted by length, so
 that a long one does not make short ones read more. Key blocks start at absolute positions and a masked key adds
-exactly nothing, so a query's result has the same bits whatever its neighbours are and however its sequence is cut.
+exactly nothing, so a query's result has the same bits whatever its neighbours are.
 
 On a CPU keep the cache in float32 or int8: XLA:CPU gathers and scatters no 16 or 8 bit floats, it converts the whole
 cache first (the answer is the same, the time is not).
@@ -38,9 +38,13 @@ SIZES = Blocks(tile=8, queries=SHORT_QUERIES, keys=128)
 
 
 def tunable(spec: PagedSpec) -> dict[str, Blocks]:
-    """The sizes of the program that this call runs, by the tuner's name for it."""
-    name = LONG_NAME if spec.has_long else SHORT_NAME
-    return {name: tuned(SIZES, name, spec.facts)}
+    """The sizes of each program of a call, by the tuner's name for it.
+
+    Sequences of a single new token have a program of their own, in blocks of one query, where others come with them
+    (16 times less to compute), unless the call is uniform.
+    """
+    names = [SHORT_NAME] * (spec.has_short or not spec.has_long) + [LONG_NAME] * spec.has_long
+    return {name: tuned(SIZES, name, spec.facts) for name in names}
 
 
 def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
@@ -49,6 +53,13 @@ def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
         sizes = [(8, 16), (4, 32), (2, 64), (1, 128)]
         return {LONG_NAME: [Blocks(tile, queries, keys) for tile, queries in sizes for keys in (128, 256)]}
     return {SHORT_NAME: [replace(SIZES, tile=tile, keys=keys) for tile in (1, 4, 8, 16) for keys in (64, 128, 256)]}
+
+
+def _programs(spec: PagedSpec) -> list[Blocks]:
+    """The sizes of each program, with blocks no larger than they can be filled."""
+    sizes = tunable(spec)
+    longest = {SHORT_NAME: 1 if spec.has_long else spec.max_query_length, LONG_NAME: spec.max_query_length}
+    return [replace(blocks, queries=min(blocks.queries, longest[name])) for name, blocks in sizes.items()]
 
 
 class Items(NamedTuple):
@@ -64,31 +75,41 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     return None
 
 
-def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> Items:
-    """Which query blocks there are, those of the longest sequences first; shared by all layers of a step."""
-    (sizes,) = tunable(spec).values()
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[Items, ...]:
+    """The work of each program, shared by all layers of a step."""
+    programs = _programs(spec)
+    if len(programs) == 1:
+        return (_items(spec, programs[0].queries, query_lengths, kv_lengths),)
+    singles = jnp.where(query_lengths == 1, 1, 0)
+    split = zip(programs, (singles, query_lengths - singles), strict=True)
+    return tuple(_items(spec, blocks.queries, lengths, kv_lengths) for blocks, lengths in split)
+
+
+def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Items, ...]) -> tuple[jax.Array, layout.Pages]:
+    operands = operands._replace(pages=append_new_tokens(operands, spec))
+    out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
+    for blocks, items in zip(_programs(spec), schedule, strict=True):
+        out = _run(out, items, blocks, operands, spec)
+    return out, operands.pages
+
+
+def _items(spec: PagedSpec, num_queries: int, query_lengths, kv_lengths) -> Items:
+    """Which query blocks there are, those of the longest sequences first."""
     order = jnp.argsort(jnp.where(query_lengths > 0, -kv_lengths, 1))
-    counts = -(-query_lengths // sizes.queries)[order]
+    counts = -(-query_lengths // num_queries)[order]
     ends = jnp.cumsum(counts)
     capacity = min(
-        -(-spec.num_tokens // sizes.queries) + spec.num_sequences,
-        spec.num_sequences * -(-spec.max_query_length // sizes.queries),
+        -(-spec.num_tokens // num_queries) + spec.num_sequences,
+        spec.num_sequences * (1 if num_queries == 1 else -(-spec.max_query_length // num_queries)),
     )
     item = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.minimum(jnp.searchsorted(ends, item, side="right"), spec.num_sequences - 1)
     return Items(order[rank].astype(jnp.int32), item - (ends - counts)[rank], ends[-1].astype(jnp.int32))
 
 
-def attention(operands: Operands, spec: PagedSpec, items: Items) -> tuple[jax.Array, layout.Pages]:
-    pages = append_new_tokens(operands, spec)
-    out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
-    (sizes,) = tunable(spec).values()
-    return _run(out, items, sizes, operands._replace(pages=pages), spec), pages
-
-
 def _run(out, items: Items, sizes: Blocks, operands: Operands, spec: PagedSpec) -> jax.Array:
     """Attends for all `items`, a tile at a time, and writes their rows of `out` [T, Hq, K]."""
-    tile, num_queries = min(sizes.tile, items.sequence.shape[0]), min(sizes.queries, spec.max_query_length)
+    tile, num_queries = min(sizes.tile, items.sequence.shape[0]), sizes.queries
     padding = -items.sequence.shape[0] % tile
     sequences, indices = jnp.pad(items.sequence, (0, padding)), jnp.pad(items.block, (0, padding))
 
