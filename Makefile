@@ -9,7 +9,7 @@ COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-newest test-oracle lint format report bench golden readme clean
+.PHONY: help demo test test-newest test-oracle lint format report bench bench-batching golden readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -73,6 +73,9 @@ report: $(VENV)/stamp-base $(VENV)/stamp-compilers  ## Compile every kernel for 
 
 bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Decode speed next to Transformers, in one run
 	$(BIN)/python -m benchmarks.decode_vs_transformers --json benchmarks/results/decode_vs_transformers.json
+
+bench-batching: $(VENV)/stamp-base  ## Continuous batching next to static batches, prefix reuse, host time
+	$(BIN)/python -m benchmarks.continuous_batching --json benchmarks/results/continuous_batching.json
 
 readme: $(VENV)/stamp-base  ## Print the README's examples again
 	$(BIN)/python docs/update_readme.py
