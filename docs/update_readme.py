@@ -68,9 +68,9 @@ def batching() -> str:
         [
             *rows,
             "",
-            f"That is {found['ratio']:.1f} times the throughput, with {found['page_waste']:.1%} of the pages' room wasted. "
-            f"64 requests that share a beginning of 1,000 tokens: {prefix['ratio']:.0f} times the prompt throughput of no "
-            "reuse.",
+            f"That is {found['ratio']:.1f} times the throughput; {found['page_waste']:.1%} of the pages' room is wasted. "
+            f"64 requests that share their first 1,000 tokens: {prefix['ratio']:.0f} times the prompt throughput of "
+            "no reuse.",
         ]
     )
 
