@@ -68,7 +68,7 @@ def batching() -> str:
         [
             *rows,
             "",
-            f"That is {found['ratio']:.1f} times the throughput; {found['page_waste']:.1%} of the pages' room is wasted. "
+            f"That is {found['ratio']:.1f} times the throughput; {found['page_waste']:.1%} of the pages is empty. "
             f"64 requests that share their first 1,000 tokens: {prefix['ratio']:.0f} times the prompt throughput of "
             "no reuse.",
         ]

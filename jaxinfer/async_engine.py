@@ -34,6 +34,8 @@ class AsyncEngine:
     """
 
     def __init__(self, model: str | Path | LiveModel, **options: Any):
+        if options.get("cache", "paged") != "paged":
+            raise ValueError(f"cache={options['cache']!r}: many clients are served from the paged cache only")
         self.llm = LLM(model, **{"max_waiting": 1024, "steps_per_dispatch": 1, **options})
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Who reads what; touched by the engine's thread only.
@@ -64,7 +66,11 @@ class AsyncEngine:
         terms = Terms(priority, timeout, cache_salt)
         self._check_alive()
         # Not in the event loop: a long text takes a while to tokenize.
-        request = await asyncio.to_thread(self.llm.prepare, prompt, params, terms)
+        try:
+            request = await asyncio.to_thread(self.llm.prepare, prompt, params, terms)
+        except RuntimeError:
+            self._check_alive()  # it may have been closed meanwhile
+            raise
         reader = _Reader(request, asyncio.get_running_loop())
         self._send(lambda: self._add(reader))
         try:
@@ -145,42 +151,67 @@ class AsyncEngine:
         if generation not in self._readers:
             return
         answer, reader = self._readers[generation]
-        text, tokens = self.llm.advance(answer)
-        reason = generation.finish_reason
-        if reason is not None:
-            del self._readers[generation]
-        if text or tokens or reason is not None:
-            reader.put(StreamDelta(answer.index, text, tokens, reason, self._output(reader)))
+        try:
+            text, tokens = self.llm.advance(answer)
+            reason = generation.finish_reason
+            if reason is not None:
+                del self._readers[generation]
+            if text or tokens or reason is not None:
+                reader.put(StreamDelta(answer.index, text, tokens, reason, self._output(reader)))
+        except Exception as error:
+            self._fail(reader, error)
+            return
         if (behind := reader.num_pending_bytes) > MAX_PENDING_BYTES:
             self._abort(reader, f"its reader is {behind:,} bytes behind, {MAX_PENDING_BYTES:,} are allowed")
 
     def _abort(self, reader: "_Reader", why: str) -> None:
         for answer in reader.request.answers:
-            if self._readers.pop(answer.generation, None) is not None:
-                answer.generation.error = why
-                self.llm.engine.finish(answer.generation, "abort")
-                reader.put(StreamDelta(answer.index, "", [], "abort", self._output(reader)))
+            generation = answer.generation
+            if self._readers.pop(generation, None) is not None:
+                if generation.finish_reason is None:
+                    generation.error = why
+                    self.llm.engine.finish(generation, "abort")
+                text, tokens = self.llm.advance(answer)
+                reader.put(StreamDelta(answer.index, text, tokens, generation.finish_reason, self._output(reader)))
+
+    def _fail(self, reader: "_Reader", error: Exception) -> None:
+        """Ends one request whose own processing failed; the others go on."""
+        for generation in reader.request.generations:
+            self._readers.pop(generation, None)
+            self.llm.engine.finish(generation, "abort")
+        reader.fail(error)
 
     def _output(self, reader: "_Reader") -> RequestOutput | None:
-        return self.llm.output_of(reader.request) if reader.request.is_finished else None
+        """The whole request once all of its answers were delivered."""
+        if any(generation in self._readers for generation in reader.request.generations):
+            return None
+        return self.llm.output_of(reader.request)
 
     def _end(self) -> None:
         """Nobody waits any more, and no command is left unanswered."""
         with self._lock:
             self._is_closed = True
-        while not self._commands.empty():
-            command = self._commands.get()
-            if command is not None:
-                command()
-        for _, reader in list(self._readers.values()):
-            if self._death is None:
-                self._abort(reader, "the engine was closed")
-            else:
-                error = EngineDeadError(f"the engine has failed: {self._death}")
-                error.__cause__ = self._death
-                reader.fail(error)
-        self._readers.clear()
-        self.llm.close()
+        try:
+            while not self._commands.empty():
+                command = self._commands.get()
+                if command is not None:
+                    command()
+            for _, reader in list(self._readers.values()):
+                if self._death is None:
+                    self._end_reader(reader)
+                else:
+                    error = EngineDeadError(f"the engine has failed: {self._death}")
+                    error.__cause__ = self._death
+                    reader.fail(error)
+        finally:
+            self._readers.clear()
+            self.llm.close()
+
+    def _end_reader(self, reader: "_Reader") -> None:
+        try:
+            self._abort(reader, "the engine was closed")
+        except Exception as error:
+            reader.fail(error)
 
 
 class _Reader:

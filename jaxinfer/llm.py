@@ -21,6 +21,7 @@ from jaxinfer.engine.output import AnswerText, StreamDelta
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.processor import NO_TERMS, Prompt, Request, RequestProcessor, Terms
 from jaxinfer.engine.request import Generation, RequestOutput, Score
+from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel, load_model
 from jaxinfer.models import check_taps
 from jaxinfer.sampling import SamplingParams
@@ -297,14 +298,21 @@ class LLM:
             self._processor.scored(prompt, continuation, params or SamplingParams(), what=f"pair {number}")
             for number, (prompt, continuation) in enumerate(pairs)
         ]
-        for generation in generations:
-            engine.add(generation)
+        for number, generation in enumerate(generations):
+            self._check_fits(generation, f"pair {number}")
         running = set(generations)
-        with _progress_bar(len(generations), "pair", use_tqdm) as bar:
-            while running:
-                done = {one for one in engine.step() if one.finish_reason is not None} & running
-                running -= done
-                bar.update(len(done))
+        try:
+            for generation in generations:
+                engine.add(generation)
+            with _progress_bar(len(generations), "pair", use_tqdm) as bar:
+                while running:
+                    done = {one for one in engine.step() if one.finish_reason is not None} & running
+                    running -= done
+                    bar.update(len(done))
+        except BaseException:
+            for generation in generations:
+                engine.finish(generation, "abort")
+            raise
         return [_score(generation) for generation in generations]
 
     # Looking after it.
@@ -368,13 +376,25 @@ class LLM:
     ) -> Request:
         """A request that was checked: it can be served, some time."""
         request = self._processor.request(prompt, params or self.default_params, terms, what=what)
-        engine, first = self.engine, request.generations[0]
-        if isinstance(engine, PagedEngine):
+        self._check_fits(request.generations[0], what)
+        options = self.engine.options
+        if not isinstance(options, EngineOptions):
+            for name in ("timeout", "priority", "cache_salt"):
+                if getattr(terms, name) != getattr(NO_TERMS, name):
+                    raise ValueError(f"{what}: {name}={getattr(terms, name)!r} is for cache='paged' only")
+        elif options.max_waiting is not None and len(request.answers) > options.max_seqs + options.max_waiting:
+            raise ValueError(
+                f"{what}: n={len(request.answers)} is more than max_seqs={options.max_seqs} and "
+                f"max_waiting={options.max_waiting} can take together"
+            )
+        return request
+
+    def _check_fits(self, generation: Generation, what: str) -> None:
+        if isinstance(self.engine, PagedEngine):
             try:
-                engine.check_fits(len(first.prompt), first.max_tokens)
+                self.engine.check_fits(len(generation.prompt), generation.max_tokens)
             except ValueError as error:
                 raise type(error)(f"{what}: {error}") from None
-        return request
 
     def submit(self, request: Request) -> None:
         """Queues all answers of a request, or none where the queue is full (QueueFullError)."""
@@ -390,7 +410,8 @@ class LLM:
         delta, tokens, matched = answer.read()
         if matched is not None:
             self.engine.finish(answer.generation, "stop", matched)
-            answer.generation.finish_reason, answer.generation.stop_reason = "stop", matched
+            generation = answer.generation  # which may have ended otherwise after the stop string
+            generation.finish_reason, generation.stop_reason, generation.error = "stop", matched, None
         return delta, tokens
 
     def output_of(self, request: Request) -> RequestOutput:
@@ -424,27 +445,34 @@ class LLM:
         self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
         running: dict[Generation, tuple[Key, Request, AnswerText]] = {}
+        refused: tuple[Key, Prompt, SamplingParams] | None = None
         try:
             while True:
-                while len(running) < limit and (item := next(requests, None)) is not None:
+                while len(running) < limit and (item := refused or next(requests, None)) is not None:
                     key, prompt, params = item
+                    refused = None
                     try:
                         request = self.prepare(prompt, params)
                     except ValueError as error:
                         yield key, error
                         continue
-                    self.submit(request)
+                    try:
+                        self.submit(request)
+                    except QueueFullError:
+                        if not running:
+                            raise
+                        refused = item  # again, once some have ended
+                        break
                     running |= {answer.generation: (key, request, answer) for answer in request.answers}
                 if not running:
                     return
-                for generation in self.engine.step():
-                    if generation not in running:
-                        continue
-                    key, request, answer = running[generation]
+                self.engine.step()
+                # Not what the step returns: in between the caller may have advanced these answers otherwise.
+                for generation, (key, request, answer) in list(running.items()):
                     self.advance(answer)
                     if generation.finish_reason is not None:
                         del running[generation]
-                        if request.is_finished:
+                        if not any(other in running for other in request.generations):
                             yield key, self.output_of(request)
         finally:
             self._abort([request for _, request, _ in running.values()])
@@ -468,9 +496,11 @@ class LLM:
             self._abort([request])
 
     def _abort(self, requests: list[Request]) -> None:
+        if self._engine is None:  # closed, which has ended them
+            return
         for request in requests:
             for generation in request.generations:
-                self.engine.finish(generation, "abort")
+                self._engine.finish(generation, "abort")
 
 
 def _score(generation: Generation) -> Score:

@@ -172,3 +172,26 @@ def test_closing_aborts_what_runs(model):
         return last
 
     assert asyncio.run(run()).finish_reason == "abort"
+
+
+def test_one_request_whose_processing_fails_leaves_the_others_alone(model, monkeypatch):
+    advance = LLM.advance
+
+    def fail_for_one(self, answer):
+        if answer.generation.prompt[0] == 66:
+            raise ValueError("no text for this one")
+        return advance(self, answer)
+
+    monkeypatch.setattr(LLM, "advance", fail_for_one)
+
+    async def run():
+        async with AsyncEngine(model, **OPTIONS) as engine:
+            params = SamplingParams(max_tokens=20, temperature=0)
+            calls = [collect(engine, [first], params) for first in (1, 66, 2)]
+            found = await asyncio.gather(*calls, return_exceptions=True)
+            await until(lambda: is_idle(engine))
+            return found
+
+    first, failed, last = asyncio.run(run())
+    assert isinstance(failed, ValueError)
+    assert len(first[0][0]) == len(last[0][0]) == 20

@@ -137,3 +137,32 @@ def test_a_file_is_served_and_resumed(llm, tmp_path):
     summary = llm.generate_file(path_in, path_out, params={"max_tokens": 7, "ignore_eos": True}, use_tqdm=False)
     assert (summary.ok, summary.resumed) == (6, 2)
     assert sorted(path_out.read_text().splitlines()) == whole
+
+
+def test_several_answers_come_together_once_each_and_whole(params):
+    asked = [(i, [i + 1, 5], SamplingParams(n=3, seed=i, max_tokens=9)) for i in range(6)]
+    for options in ({}, {"prefix_cache": False}):
+        with LLM((CONFIG, params), max_seqs=3, **options) as llm:
+            found = list(llm.generate_each(asked))
+            whole = {key: llm.generate(prompt, one)[0] for key, prompt, one in asked}
+        assert sorted(key for key, _ in found) == list(range(6))
+        for key, output in found:
+            assert [one.token_ids for one in output.outputs] == [one.token_ids for one in whole[key].outputs]
+
+
+def test_the_model_may_be_used_between_two_answers(params):
+    asked = [(i, [i + 1], SamplingParams(temperature=0, max_tokens=4 + i)) for i in range(6)]
+    keys = []
+    with LLM((CONFIG, params), max_seqs=2) as llm:
+        for key, _ in llm.generate_each(asked):
+            keys.append(key)
+            llm.generate([9, 9, key], SamplingParams(temperature=0, max_tokens=12))
+    assert sorted(keys) == list(range(6))
+
+
+def test_a_short_queue_only_slows_it_down(params):
+    asked = [(i, [i + 1], SamplingParams(temperature=0, max_tokens=3)) for i in range(20)]
+    with LLM((CONFIG, params), max_seqs=2, max_waiting=1) as llm:
+        assert sorted(key for key, _ in llm.generate_each(asked)) == list(range(20))
+        with pytest.raises(ValueError, match="n=4 is more than max_seqs=2 and max_waiting=1"):
+            llm.generate([1], SamplingParams(n=4, seed=1))

@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -255,6 +257,41 @@ def test_a_model_without_tokenizer_works_on_ids(model):
             llm.generate("text")
         with pytest.raises(ValueError, match="stop strings need a tokenizer"):
             llm.generate([1], SamplingParams(stop=["x"]))
+
+
+def test_rows_beyond_the_tokenizer_have_no_text(model):
+    """Vocabularies are often padded: the model has more rows than the tokenizer has tokens."""
+    config, _, tokenizer = model
+    config = replace(config, vocab_size=config.vocab_size + 8)
+    beyond = config.vocab_size - 1
+    assert not tokenizer.has_id(beyond)
+    with LLM((config, init_params(config, jax.random.key(0)), tokenizer), max_seqs=2) as llm:
+        params = SamplingParams(allowed_token_ids=[beyond], max_tokens=3, logprobs=1, prompt_logprobs=1, seed=0)
+        output = llm.generate([1, beyond], params)[0]
+    assert (output.outputs[0].token_ids, output.outputs[0].text) == ([beyond] * 3, "")
+    assert output.prompt_logprobs[1][beyond].decoded_token is None
+
+
+def test_a_failing_pair_leaves_nothing_behind(model):
+    with LLM(model, max_seqs=2, num_pages=4) as llm:
+        with pytest.raises(ValueError, match="pair 1: "):
+            llm.score([[1], [2]], [[3], [4] * 60])
+        assert not llm.engine.has_work
+
+
+def test_what_only_the_paged_cache_honours_is_refused(model):
+    with LLM(model, max_seqs=1, cache="contiguous") as llm:
+        for name, value in (("timeout", 1.0), ("priority", 1), ("cache_salt", "a")):
+            with pytest.raises(ValueError, match=f"{name}=.* is for cache='paged' only"):
+                llm.generate([1], SamplingParams(max_tokens=1), **{name: value})
+
+
+def test_a_stream_may_be_closed_after_the_model(model):
+    llm = LLM(model, max_seqs=1)
+    stream = llm.stream([1], SamplingParams(max_tokens=9, temperature=0))
+    next(stream)
+    llm.close()
+    stream.close()
 
 
 def test_explain_says_what_was_allocated(llm):

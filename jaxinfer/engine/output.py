@@ -39,6 +39,7 @@ class AnswerText:
         self.text = ""
         self.num_read = 0
         self.is_closed = False
+        self._tokenizer = tokenizer
         self._detokenizer = None if tokenizer is None else StreamingDetokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
 
@@ -60,6 +61,8 @@ class AnswerText:
             )
             if self._detokenizer is None or (is_stop_token and not params.include_stop_str_in_output):
                 continue
+            if self._tokenizer is None or not self._tokenizer.has_id(token):
+                continue  # a row of the model that is none of the tokenizer's tokens has no text
             text = self._detokenizer.add([token])
             if self._stops is not None and self.num_read > params.min_tokens:
                 result = self._stops.feed(text)

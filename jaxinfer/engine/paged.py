@@ -191,6 +191,9 @@ class PagedEngine:
     def _expire(self) -> list[Generation]:
         expired = []
         now = time.monotonic()
+        if len(self._deadlines) > 2 * len(self._sequences) + 64:  # of generations that have ended long before
+            self._deadlines = [entry for entry in self._deadlines if entry[2] in self._sequences]
+            heapq.heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, generation = heapq.heappop(self._deadlines)
             if generation in self._sequences:

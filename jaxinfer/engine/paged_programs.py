@@ -22,6 +22,7 @@ from jaxinfer.sampling import (
     is_stop,
     make_batch,
     make_state,
+    quiet,
     sample,
     set_row,
 )
@@ -155,7 +156,8 @@ def step(
     hidden = decoder(tokens, positions, attend)
     last = jnp.clip(work.query_starts + lengths - 1, 0, num_tokens - 1)
     ends = starts + lengths
-    samples = sample(decoder.logits(hidden[last]), ends, batch, slots.history)
+    takes_part = is_decoding | work.is_prompt
+    samples = sample(decoder.logits(hidden[last]), ends, quiet(batch, takes_part), slots.history)
 
     is_produced = is_decoding | (work.is_prompt & work.is_last)
     took_part = is_produced & samples.ok
@@ -170,7 +172,7 @@ def step(
         ),
         history=advance(slots.history, samples.tokens, took_part),
     )
-    tokens = _coded(samples, is_produced, took_part=is_produced | work.is_prompt)
+    tokens = _coded(samples, is_produced, takes_part)
     output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
     return attend.cache, _write_first(all_slots, new_slots), output, hidden
 
@@ -198,7 +200,7 @@ def decode(
         kv_lengths = slots.positions + lengths
         attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
         hidden = decoder(slots.tokens, slots.positions, attend)
-        samples = sample(decoder.logits(hidden), slots.positions + 1, batch, slots.history)
+        samples = sample(decoder.logits(hidden), slots.positions + 1, quiet(batch, is_decoding), slots.history)
         took_part = is_decoding & samples.ok
         remaining = slots.remaining - took_part
         is_going_on = took_part & ~is_stop(samples.tokens, batch) & (remaining > 0)
@@ -267,10 +269,10 @@ def copy_pages(cache: PagedCache, source: jax.Array, destination: jax.Array) -> 
     return _copy_pages(cache, source, destination)
 
 
-def _coded(samples: SampleOutput, is_produced: jax.Array, took_part: jax.Array) -> jax.Array:
+def _coded(samples: SampleOutput, is_produced: jax.Array, takes_part: jax.Array) -> jax.Array:
     """`StepOutput.tokens` of one step."""
     tokens = jnp.where(is_produced, samples.tokens, NO_TOKEN)
-    return jnp.where(took_part & ~samples.ok, NOT_SOUND, tokens)
+    return jnp.where(takes_part & ~samples.ok, NOT_SOUND, tokens)
 
 
 def _first(rows, count: int):

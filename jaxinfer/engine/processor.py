@@ -58,7 +58,7 @@ class Terms:
             raise ValueError(f"priority must be an integer, got {self.priority!r}")
         timeout = self.timeout
         if timeout is not None and (
-            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0
+            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf")
         ):
             raise ValueError(f"timeout must be positive seconds or None, got {timeout!r}")
         if not isinstance(self.cache_salt, str):
@@ -194,7 +194,8 @@ class RequestProcessor:
     def _with_text(self, entry: TokenLogprob | None) -> TokenLogprob | None:
         if entry is None or self.tokenizer is None:
             return entry
-        return {
+        known = {token: value for token, value in entry.items() if self.tokenizer.has_id(token)}
+        return entry | {
             token: replace(value, decoded_token=self.tokenizer.decode([token], skip_special_tokens=False))
-            for token, value in entry.items()
+            for token, value in known.items()
         }

@@ -1,10 +1,11 @@
 """The sampling parameters of S slots as arrays, so that one program serves every mix of requests."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -102,6 +103,19 @@ class SamplingBatch:
     @property
     def has_logprobs(self) -> jax.Array:
         return self.num_logprobs >= 0
+
+
+def quiet(batch: SamplingBatch, is_used: jax.Array) -> SamplingBatch:
+    """The batch with rows outside bool[S] asking for nothing, so that no step of the chain runs for their sake. What
+    they give then has no meaning."""
+
+    def masked(leaf: jax.Array, neutral: Any) -> jax.Array:
+        return jnp.where(is_used, leaf, jnp.asarray(neutral, leaf.dtype))
+
+    neutral = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "has_bias": False, "has_bad_words": False}
+    neutral |= {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+    neutral |= {"min_tokens": 0, "num_logprobs": -1}
+    return replace(batch, **{name: masked(getattr(batch, name), value) for name, value in neutral.items()})
 
 
 def make_batch(rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingBatch:

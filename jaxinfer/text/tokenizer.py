@@ -155,10 +155,14 @@ class Tokenizer:
         self.check_ids(ids)
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def has_id(self, token_id: int) -> bool:
+        """Whether the id is a token: a model may have more rows than its tokenizer has tokens."""
+        return 0 <= token_id < self._num_ids and self._backend.id_to_token(token_id) is not None
+
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ValueError, with the id and the vocabulary size, unless every id is a token."""
         for token_id in ids:
-            if not 0 <= token_id < self._num_ids or self._backend.id_to_token(token_id) is None:
+            if not self.has_id(token_id):
                 raise ValueError(
                     f"token id {token_id} is not in the vocabulary of {self.vocab_size} tokens "
                     f"(ids 0 to {self._num_ids - 1})"

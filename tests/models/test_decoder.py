@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import CachedAttention, attend_without_cache, init_cache
-from jaxinfer.engine import programs
+from jaxinfer.engine import paged_programs, programs
 from jaxinfer.models import (
     Decoder,
     ModelConfig,
@@ -123,7 +123,7 @@ def test_no_module_and_no_variable_crosses_the_jit_of_a_serving_program(monkeypa
     def watched(name, program):
         def call(*args):
             traced = program.trace(*args)
-            assert packages((traced.in_avals, traced.out_info)) <= {"builtins", "jaxinfer"}
+            assert packages((traced.in_avals, traced.out_info)) <= {"builtins", "jaxinfer", "pallas_kernels"}
             for leaf in jax.tree.leaves((traced.in_avals, traced.out_info)):
                 assert leaf.dtype in (bool, jnp.int32, jnp.uint32, jnp.float32)
             called.add(name)
@@ -131,11 +131,12 @@ def test_no_module_and_no_variable_crosses_the_jit_of_a_serving_program(monkeypa
 
         return call
 
-    for name in ("prefill", "decode", "score", "hidden_states"):
-        monkeypatch.setattr(programs, name, watched(name, getattr(programs, name)))
+    homes = {paged_programs: ("step", "decode"), programs: ("score", "hidden_states")}
+    for module, name in [(module, name) for module, names in homes.items() for name in names]:
+        monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
     with LLM((PLAIN, initialized(PLAIN)), max_model_len=16, max_seqs=1) as llm:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2, prompt_logprobs=1), taps=["embed"])
-    assert called == {"prefill", "decode", "score", "hidden_states"}
+    assert called == {"step", "decode", "score", "hidden_states"}
 
 
 def test_the_check_finds_a_variable_and_a_module():
