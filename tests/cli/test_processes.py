@@ -18,7 +18,7 @@ def slow_model(tmp_path, model) -> str:
     return str(path)
 
 
-ENDLESS = ["--max-model-len", "100000", "--max-tokens", "none", "--ignore-eos", "--max-num-seqs", "1"]
+ENDLESS = ["--max-model-len", "100000", "--max-tokens", "none", "--ignore-eos", "--max-seqs", "1"]
 
 
 def test_ctrl_c_is_130_with_a_short_message(jaxinfer_process, slow_model):
