@@ -445,23 +445,27 @@ class LLM:
         self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
         running: dict[Generation, tuple[Key, Request, AnswerText]] = {}
-        refused: tuple[Key, Prompt, SamplingParams] | None = None
+        refused: tuple[Key, Request] | None = None
         try:
             while True:
-                while len(running) < limit and (item := refused or next(requests, None)) is not None:
-                    key, prompt, params = item
-                    refused = None
-                    try:
-                        request = self.prepare(prompt, params)
-                    except ValueError as error:
-                        yield key, error
-                        continue
+                while len(running) < limit:
+                    if refused is not None:  # as it was prepared: its seed may be derived from its number
+                        (key, request), refused = refused, None
+                    elif (item := next(requests, None)) is None:
+                        break
+                    else:
+                        key, prompt, params = item
+                        try:
+                            request = self.prepare(prompt, params)
+                        except ValueError as error:
+                            yield key, error
+                            continue
                     try:
                         self.submit(request)
                     except QueueFullError:
                         if not running:
                             raise
-                        refused = item  # again, once some have ended
+                        refused = key, request  # again, once some have ended
                         break
                     running |= {answer.generation: (key, request, answer) for answer in request.answers}
                 if not running:

@@ -161,8 +161,13 @@ def test_the_model_may_be_used_between_two_answers(params):
 
 
 def test_a_short_queue_only_slows_it_down(params):
-    asked = [(i, [i + 1], SamplingParams(temperature=0, max_tokens=3)) for i in range(20)]
-    with LLM((CONFIG, params), max_seqs=2, max_waiting=1) as llm:
-        assert sorted(key for key, _ in llm.generate_each(asked)) == list(range(20))
-        with pytest.raises(ValueError, match="n=4 is more than max_seqs=2 and max_waiting=1"):
-            llm.generate([1], SamplingParams(n=4, seed=1))
+    asked = [(i, [i + 1], SamplingParams(max_tokens=3)) for i in range(20)]  # seeds come from their numbers
+
+    def tokens(**options):
+        with LLM((CONFIG, params), max_seqs=2, **options) as llm:
+            return {key: output.outputs[0].token_ids for key, output in llm.generate_each(asked)}
+
+    assert tokens(max_waiting=1) == tokens()
+    llm = LLM((CONFIG, params), max_seqs=2, max_waiting=1)
+    with llm, pytest.raises(ValueError, match="n=4 is more than max_seqs=2 and max_waiting=1"):
+        llm.generate([1], SamplingParams(n=4, seed=1))

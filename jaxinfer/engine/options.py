@@ -16,7 +16,7 @@ class EngineOptions:
     page_size: tokens of a page; None is 64 on a TPU and 16 elsewhere. num_pages: pages of the pool; None fills
       memory_fraction of the device's memory (on a CPU no more than max_seqs answers of max_model_len can use).
     prefill_chunk: prompt tokens of a step; None is 512, or what max_seqs leaves of 256 if deterministic.
-    steps_per_dispatch: decode steps of a dispatch when no prompt waits.
+    steps_per_dispatch: decode steps of a dispatch when no prompt waits; one if deterministic.
     deterministic: every token goes through one program of one shape (256 tokens, unless prefill_chunk and max_seqs need
       more), so that log-probabilities keep every bit whatever else is in the batch and however a prompt is cut. Slower.
     prefix_cache: keep the pages of finished work and reuse them where a prompt begins alike.

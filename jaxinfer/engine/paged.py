@@ -167,7 +167,8 @@ class PagedEngine:
         for call in progress(iter(calls)) if progress else calls:
             call()
         jax.block_until_ready(self._slots)
-        return len(calls)
+        # The call for the slots runs three programs, and each for scores two.
+        return len(calls) + 2 + len(self.options.token_buckets)
 
     @property
     def num_warm_up_calls(self) -> int:

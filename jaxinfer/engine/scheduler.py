@@ -254,8 +254,7 @@ class Scheduler:
         if sequence.is_finished or sequence.slot is None:
             return
         sequence.num_confirmed = num_stored
-        if num_stored <= sequence.target:
-            self._make_known(sequence)
+        self._make_known(sequence)
 
     def append(self, sequence: Sequence, token: int) -> None:
         """A token was chosen; all tokens before it are stored."""
