@@ -36,9 +36,9 @@ demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embed
 	$(BIN)/jaxinfer demo
 
 test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no torch, no network; compiles for TPU and GPU)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' $(addprefix --ignore=,$(COMPILED_TESTS))
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' $(COMPILED_TESTS)
-	$(PYTEST) -q -m timing
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not alone' $(addprefix --ignore=,$(COMPILED_TESTS))
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not alone' $(COMPILED_TESTS)
+	$(PYTEST) -q -m alone
 
 test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the long tests of kernels and compiled programs: all shapes, whole models
 	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow $(COMPILED_TESTS)
@@ -51,7 +51,7 @@ test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is fou
 .PHONY: test-kernels test-kernels-short
 test-kernels-short: $(VENV)/stamp-test $(VENV)/stamp-compilers
 	$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)'
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not timing' $(COMPILED_TESTS)
+	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not alone' $(COMPILED_TESTS)
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle

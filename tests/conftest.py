@@ -7,6 +7,8 @@ from pathlib import Path
 # Before JAX starts: several CPU devices, as an accelerator host has.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
+# A device that waits for another aborts the process after 40 s unless told otherwise.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=280")
 os.environ.setdefault("JAXINFER_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxinfer-tests-{os.getuid()}"))
 
 import pytest

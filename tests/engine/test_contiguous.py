@@ -72,7 +72,7 @@ def test_options_out_of_range_are_refused(field, value):
         ContiguousOptions(**{"max_model_len": 8, "max_seqs": 1, field: value})
 
 
-@pytest.mark.timing
+@pytest.mark.alone
 def test_host_dispatch_of_a_decode_step_takes_at_most_200_microseconds():
     """400 parameter arrays, the default number of steps in a dispatch.
 
