@@ -15,6 +15,7 @@ FLOORS = {
     "jaxinfer.data": 2,
     "jaxinfer.sampling": 3,
     "jaxinfer.text": 3,
+    "jaxinfer.speculative": 3,
     "jaxinfer.engine": 4,
     "jaxinfer.training": 4,
     "checkpoints_convert": 4,
@@ -33,6 +34,7 @@ BESIDE = {
     ("jaxinfer.batch", "jaxinfer.llm"),  # for types only
     ("jaxinfer.cache", "jaxinfer.parallel"),
     ("jaxinfer.parallel", "jaxinfer.models"),
+    ("jaxinfer.speculative", "jaxinfer.sampling"),
 }
 MAY_IMPORT_CHECKPOINTS = ("jaxinfer.loading", "jaxinfer.cli", "checkpoints_convert")
 

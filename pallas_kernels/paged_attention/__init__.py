@@ -18,9 +18,10 @@ from pallas_kernels.paged_attention.layout import (
     pack,
     unpack,
 )
-from pallas_kernels.paged_attention.specs import PagedSpec, make_spec
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec, make_spec
 
 __all__ = [
+    "MAX_TREE_TOKENS",
     "Choice",
     "InterleavedPages",
     "PageShape",
