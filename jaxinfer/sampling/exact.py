@@ -45,6 +45,15 @@ def largest_threshold(is_enough: Callable[[jax.Array], jax.Array], num_rows: int
     return lax.fori_loop(0, 32, settle_bit, jnp.zeros(num_rows, jnp.uint32))
 
 
+def largest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The lowest id int32[S] of the largest value of each row of float32[S, N], and that value. A row with a NaN gives
+    N, one past the end, or an arbitrary id."""
+    # Twice as fast on a CPU as argmax, whose (value, index) reduction is not vectorized.
+    best = jnp.max(scores, axis=-1)
+    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+    return jnp.min(jnp.where(scores == best[:, None], ids, scores.shape[1]), axis=-1), best
+
+
 def finite_max(x: jax.Array) -> jax.Array:
     """Row maxima float32[S, 1], 0 where a row's is infinite or NaN, so that x - finite_max(x) is not NaN there."""
     largest = jnp.max(x, axis=-1, keepdims=True)

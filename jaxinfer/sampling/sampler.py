@@ -46,7 +46,7 @@ def sample(logits: jax.Array, positions: jax.Array, batch: SamplingBatch, state:
     tokens, best = lax.cond(
         jnp.any(is_transformed(batch, state)),
         lambda: _choose(transform(logits, batch, state), positions, batch),
-        lambda: _largest(logits),
+        lambda: exact.largest(logits),
     )
     ok = jnp.all(logits < jnp.inf, axis=-1) & (best > -jnp.inf)
     tokens = jnp.where(ok, tokens, 0)
@@ -90,13 +90,4 @@ def _choose(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch) 
         noise = gumbel_noise(batch.seed, positions, transformed.shape[1])
         return jnp.where(batch.is_sampled[:, None], x + noise, x)
 
-    return _largest(lax.cond(jnp.any(batch.is_sampled), add_noise, lambda x: x, transformed))
-
-
-def _largest(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The lowest id int32[S] of the largest value of each row, and that value."""
-    # Twice as fast on a CPU as argmax, whose (value, index) reduction is not vectorized.
-    best = jnp.max(scores, axis=-1)
-    ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    tokens = jnp.min(jnp.where(scores == best[:, None], ids, scores.shape[1]), axis=-1)
-    return tokens, best
+    return exact.largest(lax.cond(jnp.any(batch.is_sampled), add_noise, lambda x: x, transformed))
