@@ -4,6 +4,7 @@ Shapes use the legend of jaxinfer/README.md. The host sees the accepted tokens o
 table; rolling back is not counting what was stored too much, since the next round writes there again.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -106,9 +107,9 @@ def speculate(
         )
         *caches, draft_slots, proposal = _propose(drafter, draft, model, *caches, slots.draft, rows)
         proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
-        cache, logits = verify(target, model, caches[0], proposal, rows, drafter)
+        cache, hidden = verify(target, model, caches[0], proposal, rows, drafter)
         state, outputs = walk(
-            logits,
+            _logits_at(target, hidden, drafter),
             proposal,
             rows,
             drafter.tree,
@@ -157,7 +158,7 @@ def speculate(
 def verify(
     target: Decoder, model: ProgramModel, cache: PagedCache, proposal: Proposal, rows: Rows, drafter: Drafter
 ) -> tuple[PagedCache, jax.Array]:
-    """The target's pass over all nodes of all rows: stores them, and returns its logits float32[S, N, V]."""
+    """The target's pass over all nodes of all rows: stores them, and returns its final hidden states [S, N, D]."""
     num_slots, num_nodes = proposal.tokens.shape
     tree, count = drafter.tree, num_slots * num_nodes
     padding = max(drafter.min_rows - count, 0)
@@ -171,14 +172,24 @@ def verify(
         num_nodes * jnp.arange(num_slots, dtype=jnp.int32),
         proposal.num_nodes,
         rows.positions + proposal.num_nodes,
-        max_query_length=num_nodes,
+        max_query_length=None if drafter.is_uniform else num_nodes,
         ancestors=ancestors,
         is_uniform=drafter.is_uniform,
         mesh=model.mesh,
     )
     tokens, positions = (jnp.pad(x, (0, padding)) for x in (proposal.tokens.reshape(-1), positions))
     hidden = target(tokens, positions, attend)
-    return attend.cache, target.logits(hidden[:count]).reshape(num_slots, num_nodes, -1)
+    return attend.cache, hidden[:count].reshape(num_slots, num_nodes, -1)
+
+
+def _logits_at(target: Decoder, hidden: jax.Array, drafter: Drafter) -> Callable[[jax.Array], jax.Array]:
+    """The logits float32[S, V] at a node int32[S] of each row. All nodes' are computed in one pass over the head, unless
+    every bit has to be that of plain decoding, whose product has S rows."""
+    row = jnp.arange(hidden.shape[0])
+    if drafter.is_uniform:
+        return lambda node: target.logits(hidden[row, node])
+    logits = target.logits(hidden)
+    return lambda node: logits[row, node]
 
 
 def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache, draft_cache, slots: DraftSlots, rows):

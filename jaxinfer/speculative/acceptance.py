@@ -49,7 +49,7 @@ Keep = Callable[..., object]
 
 
 def walk(
-    logits: jax.Array,
+    logits_at: Callable[[jax.Array], jax.Array],
     proposal: Proposal,
     rows: Rows,
     tree: TokenTree,
@@ -59,7 +59,8 @@ def walk(
     *,
     is_maximal: bool,
 ):
-    """Chooses tokens down the tree under the target's logits float32[S, N, V]; returns the `Walk` and what was kept.
+    """Chooses tokens down the tree; returns the `Walk` and what was kept. `logits_at` gives the target's logits
+    float32[S, V] at a node int32[S] of each row.
 
     `kept = keep(kept, samples, chose, took_part, num_before)` is called for each depth with the `SampleOutput`.
     """
@@ -73,9 +74,8 @@ def walk(
         tokens = proposal.tokens[row[:, None], jnp.minimum(candidates, tree.num_nodes - 1)]
         positions = rows.positions + depth + 1
         batch = quiet(rows.batch, state.is_going_on)
-        at_node = logits[row, state.node]
         draw = _draw(proposal, state.node, tokens, is_child, batch, positions) if is_maximal else None
-        samples = sample(at_node, positions, batch, state.history, draw)
+        samples = sample(logits_at(state.node), positions, batch, state.history, draw)
         took_part = state.is_going_on & samples.ok
         kept = keep(kept, samples, state.is_going_on, took_part, state.num_tokens)
         is_same = is_child & (tokens == samples.tokens[:, None])
