@@ -13,6 +13,7 @@ from jaxinfer.speculative.proposers import (
     propose_tree,
 )
 from jaxinfer.speculative.slots import DraftSlots, init_draft_slots, record
+from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup, mean_tokens
 from jaxinfer.speculative.tree import TokenTree, chain
 
 __all__ = [
@@ -24,14 +25,18 @@ __all__ = [
     "NgramDraft",
     "Proposal",
     "Rows",
+    "SpeculationStats",
     "TokenTree",
     "Walk",
+    "best_length",
     "catch_up",
     "chain",
     "draft_name",
+    "expected_speedup",
     "first_layers",
     "init_draft_slots",
     "keep_path",
+    "mean_tokens",
     "propose_chain",
     "propose_ngram",
     "propose_tree",
