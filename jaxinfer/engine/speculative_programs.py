@@ -132,8 +132,11 @@ def speculate(
             history=state.history,
             draft=_settle(draft_slots, rows, path, state.newest, positions, nodes),
         )
+        # Where an answer ended with an accepted draft, nobody asked what the target thinks of those after it.
+        is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
+        proposed = jnp.where(is_cut, state.num_accepted, proposal.num_nodes - 1)
         counts = RoundCounts(
-            counts.proposed.at[count].set(jnp.where(is_active, proposal.num_nodes - 1, -1)),
+            counts.proposed.at[count].set(jnp.where(is_active, proposed, -1)),
             counts.accepted.at[count].set(jnp.where(is_active, state.num_accepted, -1)),
         )
         return count + 1, tuple(caches), new_slots, outputs, num_tokens + state.num_tokens, counts
