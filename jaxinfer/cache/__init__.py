@@ -14,5 +14,3 @@ __all__ = [
     "init_paged_cache",
     "page_bytes",
 ]
-def move_tokens(cache, table, sources, destinations):
-    raise NotImplementedError
