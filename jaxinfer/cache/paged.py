@@ -14,11 +14,13 @@ from pallas_kernels.paged_attention import (
     Pages,
     PageShape,
     Schedule,
+    SeparatePages,
     make_schedule,
     make_spec,
     paged_attention,
     platform_layout,
 )
+from pallas_kernels.paged_attention import move_tokens as _move_tokens
 from pallas_kernels.platform import current_platform
 
 
@@ -32,6 +34,11 @@ class PagedCache:
     """
 
     layers: tuple[Pages, ...]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return (self.layers[0].k if isinstance(self.layers[0], SeparatePages) else self.layers[0].kv).shape[1]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
@@ -74,6 +81,13 @@ def abstract_paged_cache(
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     return PagedCache((jax.tree.map(concatenated, local, parallel.page_specs(mesh, local)),) * config.num_layers)
+
+
+def move_tokens(cache: PagedCache, page_table: jax.Array, sources: jax.Array, destinations: jax.Array) -> PagedCache:
+    """Copies the tokens at positions `sources` to positions `destinations` int32 [S, N] of the same sequences, in all
+    layers, as `pallas_kernels.paged_attention.move_tokens`; page_table int32 [S, P]. Pad with P * page. Donate the
+    cache: it is updated in place. On a mesh each device moves what it holds."""
+    return PagedCache(tuple(_move_tokens(pages, page_table, sources, destinations) for pages in cache.layers))
 
 
 class PagedAttention:
