@@ -83,11 +83,23 @@ def abstract_paged_cache(
     return PagedCache((jax.tree.map(concatenated, local, parallel.page_specs(mesh, local)),) * config.num_layers)
 
 
-def move_tokens(cache: PagedCache, page_table: jax.Array, sources: jax.Array, destinations: jax.Array) -> PagedCache:
+def move_tokens(
+    cache: PagedCache, page_table: jax.Array, sources: jax.Array, destinations: jax.Array, *, mesh: Mesh | None = None
+) -> PagedCache:
     """Copies the tokens at positions `sources` to positions `destinations` int32 [S, N] of the same sequences, in all
     layers, as `pallas_kernels.paged_attention.move_tokens`; page_table int32 [S, P]. Pad with P * page. Donate the
     cache: it is updated in place. On a mesh each device moves what it holds."""
-    return PagedCache(tuple(_move_tokens(pages, page_table, sources, destinations) for pages in cache.layers))
+
+    def move(pages: Pages) -> Pages:
+        if mesh is None:
+            return _move_tokens(pages, page_table, sources, destinations)
+        # Left to the compiler, devices would exchange tokens.
+        specs = parallel.page_specs(mesh, pages)
+        whole = (PartitionSpec(),) * 3
+        moved = jax.shard_map(_move_tokens, mesh=mesh, in_specs=(specs, *whole), out_specs=specs)
+        return moved(pages, page_table, sources, destinations)
+
+    return PagedCache(tuple(move(pages) for pages in cache.layers))
 
 
 class PagedAttention:

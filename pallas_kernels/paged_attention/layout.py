@@ -244,15 +244,14 @@ def move_tokens(pages: Pages, page_table: jax.Array, sources: jax.Array, destina
     source, destination = place(sources, 0), place(destinations, num_pages)
 
     def move(array: jax.Array) -> jax.Array:
-        # Row by row: for a scatter of whole tokens the TPU compiler gives a bfloat16 cache another layout, by copying
-        # all of it twice.
+        # Written row by row: for a scatter of whole tokens the TPU compiler gives a bfloat16 cache another layout, by
+        # copying all of it twice.
         is_scales = array.ndim == 3
-        rows = jnp.arange(array.shape[1 if is_scales else 2])
-
-        def at(page: jax.Array, slot: jax.Array):
-            return array.at[(page, rows, slot) if is_scales else (page, slot, rows)]
-
-        return at(*destination).set(at(*source).get(mode="clip"), mode="drop")
+        page, slot = (index[:, 0] for index in source)
+        tokens = array.at[(page, slice(None), slot) if is_scales else (page, slot)].get(mode="clip")
+        page, slot = destination
+        rows = jnp.arange(tokens.shape[1])
+        return array.at[(page, rows, slot) if is_scales else (page, slot, rows)].set(tokens, mode="drop")
 
     return jax.tree.map(move, pages)
 

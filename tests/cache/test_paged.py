@@ -25,7 +25,7 @@ NUM_PAGES, PAGE = 7, 4
 TABLE = np.array([[5, 2, 6], [1, 3, 0]], np.int32)
 SOURCES = np.array([[2, 6, 7, 0], [5, 4, 1, 3]], np.int32)
 DESTINATIONS = np.array([[3, 4, 11, 12], [4, 5, 1, 12]], np.int32)
-move = jax.jit(move_tokens, donate_argnums=0)
+move = jax.jit(move_tokens, static_argnames="mesh", donate_argnums=0)
 
 
 def filled(dtype, layout, mesh=None) -> PagedCache:
@@ -74,9 +74,8 @@ def test_each_device_moves_what_it_holds(dtype, layout):
     mesh = Mesh(np.array(jax.devices()[:2]), (parallel.MODEL,))
     before = filled(dtype, layout, mesh)
     copied = jax.tree.map(jnp.copy, before)
-    with jax.set_mesh(mesh):
-        compiled = move.lower(copied, TABLE, SOURCES, DESTINATIONS).compile()
-        after = compiled(copied, TABLE, SOURCES, DESTINATIONS)
+    compiled = move.lower(copied, TABLE, SOURCES, DESTINATIONS, mesh=mesh).compile()
+    after = compiled(copied, TABLE, SOURCES, DESTINATIONS)
     check(before, after)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
