@@ -120,7 +120,10 @@ def speculate(
         )
         caches = [cache, caches[1]]
         if drafter.tree.max_width > 1:
-            caches = [cache and keep_path(cache, rows, drafter.tree, state.path, state.num_tokens) for cache in caches]
+            moved = (rows, state.path, state.num_tokens)
+            caches[0] = keep_path(caches[0], *moved, model.mesh)
+            if caches[1] is not None and isinstance(drafter.kind, ProgramModel):
+                caches[1] = keep_path(caches[1], *moved, drafter.kind.mesh)
         positions = rows.positions + state.num_tokens
         nodes = jnp.arange(drafter.tree.depth + 1)
         path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
