@@ -25,7 +25,7 @@ from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel, load_draft, load_model
 from jaxinfer.models import check_taps
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.speculative import Draft, ModelDraft
+from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, SpeculationStats
 from jaxinfer.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ Key = TypeVar("Key")
 Engine = PagedEngine | ContiguousEngine
 # Answers at once, unless told: on a CPU more of them would wait for its few cores.
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64
+NGRAM_LENGTHS = (3, 7, 15)
 
 
 class LLM:
@@ -159,6 +160,8 @@ class LLM:
                     None if count == "auto" else count, drafting["draft_tree"], drafting["acceptance"]
                 )
                 draft, is_owned = load(drafting["draft"])
+                if isinstance(draft, NgramDraft):  # drafting costs nothing, and what copies copies much
+                    speculation = replace(speculation, lengths=NGRAM_LENGTHS)
                 if is_owned and isinstance(draft, ModelDraft):
                     self._owned_params.append(draft.params)
             else:
@@ -381,6 +384,11 @@ class LLM:
                 "generation_config ignored": ", ".join(self.ignored_generation_config) or "nothing",
             },
         )
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        """What was drafted and accepted since the start, all answers together; None without a draft."""
+        speculation = self.engine.speculation if isinstance(self.engine, PagedEngine) else None
+        return None if speculation is None else speculation.stats
 
     def fingerprint(self) -> str:
         """SHA-256 of what answers depend on besides the request: configuration, parameters, tokenizer, length.

@@ -1,7 +1,14 @@
 """Where keys and values live."""
 
 from jaxinfer.cache.contiguous import CachedAttention, ContiguousCache, attend_without_cache, init_cache
-from jaxinfer.cache.paged import PagedAttention, PagedCache, abstract_paged_cache, init_paged_cache, page_bytes
+from jaxinfer.cache.paged import (
+    PagedAttention,
+    PagedCache,
+    abstract_paged_cache,
+    init_paged_cache,
+    move_tokens,
+    page_bytes,
+)
 
 __all__ = [
     "CachedAttention",
@@ -12,7 +19,6 @@ __all__ = [
     "attend_without_cache",
     "init_cache",
     "init_paged_cache",
+    "move_tokens",
     "page_bytes",
 ]
-def move_tokens(cache, table, sources, destinations):
-    raise NotImplementedError

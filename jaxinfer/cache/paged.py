@@ -14,11 +14,13 @@ from pallas_kernels.paged_attention import (
     Pages,
     PageShape,
     Schedule,
+    SeparatePages,
     make_schedule,
     make_spec,
     paged_attention,
     platform_layout,
 )
+from pallas_kernels.paged_attention import move_tokens as _move_tokens
 from pallas_kernels.platform import current_platform
 
 
@@ -36,7 +38,7 @@ class PagedCache:
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return jax.tree.leaves(self.layers[0])[0].shape[1]
+        return (self.layers[0].k if isinstance(self.layers[0], SeparatePages) else self.layers[0].kv).shape[1]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
@@ -79,6 +81,25 @@ def abstract_paged_cache(
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     return PagedCache((jax.tree.map(concatenated, local, parallel.page_specs(mesh, local)),) * config.num_layers)
+
+
+def move_tokens(
+    cache: PagedCache, page_table: jax.Array, sources: jax.Array, destinations: jax.Array, *, mesh: Mesh | None = None
+) -> PagedCache:
+    """Copies the tokens at positions `sources` to positions `destinations` int32 [S, N] of the same sequences, in all
+    layers, as `pallas_kernels.paged_attention.move_tokens`; page_table int32 [S, P]. Pad with P * page. Donate the
+    cache: it is updated in place. On a mesh each device moves what it holds."""
+
+    def move(pages: Pages) -> Pages:
+        if mesh is None:
+            return _move_tokens(pages, page_table, sources, destinations)
+        # Left to the compiler, devices would exchange tokens.
+        specs = parallel.page_specs(mesh, pages)
+        whole = (PartitionSpec(),) * 3
+        moved = jax.shard_map(_move_tokens, mesh=mesh, in_specs=(specs, *whole), out_specs=specs)
+        return moved(pages, page_table, sources, destinations)
+
+    return PagedCache(tuple(move(pages) for pages in cache.layers))
 
 
 class PagedAttention:

@@ -9,7 +9,6 @@ from jaxinfer.speculative import TokenTree, chain
 MIN_STEP_TOKENS = 32
 UNIFORM_STEP_TOKENS = 256  # of every step if deterministic: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
-ADAPTIVE_LENGTHS = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,13 @@ class SpeculationOptions:
         to what drafting and verifying cost at the load of the moment, down to none.
       tree: widths per depth of a token tree that is drafted instead of a chain, such as (3, 2, 1).
       acceptance: "exact", the answers of plain decoding; or "maximal", the same distribution with more accepted.
+      lengths: numbers of drafted tokens that are chosen from where they adapt; each has programs of its own.
     """
 
     num_draft_tokens: int | None = None
     tree: tuple[int, ...] | None = None
     acceptance: str = "exact"
+    lengths: tuple[int, ...] = (2, 4, 8)
 
     def __post_init__(self) -> None:
         count = self.num_draft_tokens
@@ -45,7 +46,7 @@ class SpeculationOptions:
         """What rounds are compiled for, the smallest first."""
         if self.tree is not None:
             return (TokenTree(self.tree),)
-        lengths = ADAPTIVE_LENGTHS if self.num_draft_tokens is None else (self.num_draft_tokens,)
+        lengths = self.lengths if self.num_draft_tokens is None else (self.num_draft_tokens,)
         return tuple(chain(length) for length in lengths)
 
     @property

@@ -94,6 +94,7 @@ class AnswerText:
             error=generation.error,
             cumulative_logprob=total,
             logprobs=logprobs,
+            speculation=generation.speculation,
         )
 
     def _close(self, delta: str) -> tuple[str, str | None]:

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,8 @@ class _Flight:
     chunks: list[tuple[int, Chunk]]
     decodes: list[tuple[int, Sequence]]
     output: StepOutput
+    num_slots: int
+    sent_at: float  # seconds of time.perf_counter
     scores: PendingScores | None = None
     rounds: "_Rounds | None" = None
 
@@ -116,6 +118,7 @@ class PagedEngine:
         self._in_flight: deque[_Flight] = deque()
         self._deadlines: list[tuple[float, int, Generation]] = []
         self._numbers = itertools.count()
+        self._read_at = 0.0  # when the last results were read
 
     # What callers do.
 
@@ -129,6 +132,7 @@ class PagedEngine:
         Raises QueueFullError when max_waiting requests wait, RequestTooLargeError for what the pool cannot hold.
         """
         generation.arrival = time.monotonic()
+        generation.rounds = None if self.speculation is None else Counter()
         sequence = Sequence(
             tokens=list(generation.prompt),
             num_prompt=len(generation.prompt),
@@ -182,6 +186,8 @@ class PagedEngine:
         if sequence is None:
             return
         self.scheduler.finish(sequence)
+        if self.speculation is not None:
+            self.speculation.ended(sequence)
         self._num_with_logprobs -= generation.params.logprobs is not None
         self._scorer.stop(generation)
         generation.finish_reason, generation.stop_reason = reason, stop_reason
@@ -226,7 +232,9 @@ class PagedEngine:
         """The next dispatch, and what it drafts if anything."""
         choice = None
         if self.speculation is not None:
-            choice = self.speculation.choose([one for one in self.scheduler.running if one.is_decoding])
+            decodes = [one for one in self.scheduler.running if one.is_decoding and one.num_left > 0]
+            sizes = self.options.step_slots if self.options.deterministic else self.options.decode_slots
+            choice = self.speculation.choose(decodes, next(size for size in sizes if size >= len(decodes)))
         if choice is None:
             return self.scheduler.schedule(max_steps, can_preempt=can_preempt), None
         num_rounds = min(max_steps or choice.max_rounds, choice.max_rounds)
@@ -300,9 +308,9 @@ class PagedEngine:
         is_step = bool(chunks) or (self.options.deterministic and choice is None)
         sizes = self.options.step_slots if is_step or self.options.deterministic else self.options.decode_slots
         num_slots = next(size for size in sizes if size > highest)
-        table = self._page_table(plan, num_slots)
+        table, sent_at = self._page_table(plan, num_slots), time.perf_counter()
         if is_step:
-            return self._dispatch_step(chunks, decodes, table)
+            return self._dispatch_step(chunks, decodes, table, sent_at)
         is_held = np.zeros(num_slots, np.bool_)
         is_held[slots] = True
         if self.speculation is not None and choice is not None:
@@ -311,11 +319,12 @@ class PagedEngine:
             work = {"is_held": is_held, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
             output, counts = self._run_rounds(work, table, choice.tree)
             rounds = _Rounds(plan.num_steps, choice.tree, counts)
-            return _Flight(chunks, decodes, output, rounds=rounds)
-        return _Flight(chunks, decodes, self._run_decode(is_held, table, plan.num_steps))
+            return _Flight(chunks, decodes, output, num_slots, sent_at, rounds=rounds)
+        output = self._run_decode(is_held, table, plan.num_steps)
+        return _Flight(chunks, decodes, output, num_slots, sent_at)
 
     def _dispatch_step(
-        self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, Sequence]], table: jax.Array
+        self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, Sequence]], table: jax.Array, sent_at: float
     ) -> _Flight:
         """One step: the decoding slots' rows come first, then the prompts' tokens."""
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
@@ -337,7 +346,8 @@ class PagedEngine:
             pieces.append(Piece(sequence.owner, row, chunk.start, chunk.length))
             row += chunk.length
         output, hidden = self._run_step(work, table)
-        return _Flight(chunks, decodes, output, self._scorer.score(tuple(pieces), hidden))
+        scores = self._scorer.score(tuple(pieces), hidden)
+        return _Flight(chunks, decodes, output, table.shape[0], sent_at, scores)
 
     def _run_step(self, work: dict[str, np.ndarray], table: jax.Array) -> tuple[StepOutput, jax.Array]:
         device_work = StepWork(**jax.device_put(work), page_table=table)
@@ -389,11 +399,16 @@ class PagedEngine:
 
     def _commit(self, flight: _Flight) -> list[Generation]:
         rows = jax.device_get(flight.output.tokens).T.tolist()
+        # It began when it was sent, or when the one before it had ended.
+        now = time.perf_counter()
+        seconds, self._read_at = now - max(flight.sent_at, self._read_at), now
         wants_logprobs = self._num_with_logprobs > 0
         samples = jax.device_get(flight.output.samples) if wants_logprobs else None
         if flight.scores is not None:
             flight.scores.deliver()
         progressed = []
+        if self.speculation is not None:
+            self._note_decodes(flight, rows, seconds)
         for slot, chunk in flight.chunks:
             sequence = chunk.sequence
             if sequence.is_finished:
@@ -410,23 +425,35 @@ class PagedEngine:
         for slot, sequence in flight.decodes:
             if not sequence.is_finished:
                 self._take(sequence, slot, rows[slot], samples)
+                if self.speculation is not None and flight.rounds is not None:
+                    self.speculation.learn(sequence)
                 progressed.append(sequence.owner)
-        if flight.rounds is not None:
-            self._commit_rounds(flight.rounds, flight.decodes, rows)
         return progressed
 
-    def _commit_rounds(self, rounds: _Rounds, decodes: list[tuple[int, Sequence]], tokens: list[list[int]]) -> None:
-        proposed, accepted = (array.T.tolist() for array in jax.device_get((rounds.counts.proposed, rounds.counts.accepted)))
-        for slot, sequence in decodes:
-            generation: Generation = sequence.owner
-            for pair in zip(proposed[slot], accepted[slot], strict=True):
-                if pair[0] < 0:
-                    break
-                generation.rounds[pair] += 1
-            num_made = sum(token >= 0 for token in tokens[slot])
-            self.scheduler.settle(sequence, rounds.num_rounds, rounds.tree.depth + 1, num_made)
-            if not sequence.is_finished:
-                _checked(self.speculation).learn(sequence)
+    def _note_decodes(self, flight: _Flight, tokens: list[list[int]], seconds: float) -> None:
+        """For the draft's sake: what a dispatch of decoding sequences made, before they take it."""
+        speculation = _checked(self.speculation)
+        num_made = [sum(token >= 0 for token in tokens[slot]) for slot, _ in flight.decodes]
+        rounds = flight.rounds
+        if rounds is None:
+            plain = [(sequence, count) for (_, sequence), count in zip(flight.decodes, num_made, strict=True)]
+            plain += [(chunk.sequence, 1) for slot, chunk in flight.chunks if tokens[slot][0] >= 0]
+            for sequence, count in plain:
+                sequence.owner.num_plain += count
+                speculation.num_plain += count
+            if not flight.chunks:
+                speculation.took_time(flight.num_slots, None, seconds, max(num_made, default=0), 1.0)
+            return
+        counts = jax.device_get((rounds.counts.proposed, rounds.counts.accepted))
+        proposed, accepted = (array.T.tolist() for array in counts)
+        num_rounds = 0
+        for (slot, sequence), count in zip(flight.decodes, num_made, strict=True):
+            pairs = [pair for pair in zip(proposed[slot], accepted[slot], strict=True) if pair[0] >= 0]
+            num_rounds += len(pairs)
+            speculation.took_rounds(sequence, pairs, rounds.tree)
+            self.scheduler.settle(sequence, rounds.num_rounds, rounds.tree.depth + 1, count)
+        most = int((counts[0] >= 0).any(axis=1).sum())
+        speculation.took_time(flight.num_slots, rounds.tree, seconds, most, sum(num_made) / max(num_rounds, 1))
 
     def _take(self, sequence: Sequence, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         """A slot's tokens of a dispatch, one each step; NOT_SOUND and NO_TOKEN stand after the last one."""

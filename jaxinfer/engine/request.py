@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxinfer.sampling import SamplingParams, SamplingRow
+from jaxinfer.speculative.statistics import SpeculationStats
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Generation:
       finish_reason: None while it runs, else one of "stop", "length", "abort", "error".
       stop_reason: the token id that ended it. error: what went wrong, for "error", or why it was aborted.
       arrival, admitted, first_token, finished: monotonic seconds.
-      rounds: how often a speculative round drafted and accepted so many tokens, by (drafted, accepted).
+      rounds: how often a speculative round drafted and accepted so many tokens, by (drafted, accepted); None in an
+        engine without a draft. num_plain: tokens that came without a draft there.
     """
 
     prompt: Sequence[int]
@@ -59,7 +61,8 @@ class Generation:
     admitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
-    rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
+    rounds: Counter[tuple[int, int]] | None = None
+    num_plain: int = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -70,6 +73,14 @@ class Generation:
         """Tokens that end the answer."""
         eos_ids = () if self.params.ignore_eos else self.row.eos_token_ids
         return frozenset((*self.params.stop_token_ids, *eos_ids))
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What came of drafting for it; None in an engine without a draft."""
+        if self.rounds is None:
+            return None
+        num_made = self.num_plain + sum((1 + accepted) * count for (_, accepted), count in self.rounds.items())
+        return SpeculationStats.of_rounds(self.rounds, self.num_plain, num_cut=max(num_made - len(self.output), 0))
 
 
 @dataclass(frozen=True)
@@ -91,6 +102,7 @@ class CompletionOutput:
       finish_reason: "stop" (a stop string, stop id or end-of-sequence id, named by `stop_reason`), "length",
         "abort" or "error" (explained by `error`; None while streaming).
       logprobs: per token, if asked for: its own and the best ones. cumulative_logprob: their sum over own tokens.
+      speculation: what was drafted and accepted, where there is a draft.
     """
 
     index: int
@@ -102,6 +114,7 @@ class CompletionOutput:
     error: str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprob] | None = None
+    speculation: SpeculationStats | None = None
 
 
 @dataclass(frozen=True)

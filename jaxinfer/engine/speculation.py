@@ -1,5 +1,7 @@
 """The engine's side of speculation: the draft's cache, what a dispatch drafts, what came of it."""
 
+from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,18 @@ from jaxinfer.engine.scheduler import Sequence
 from jaxinfer.engine.speculative_programs import Drafter, RoundCounts, SpeculativeWork, speculate
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, first_layers
+from jaxinfer.speculative import (
+    AcceptanceEstimate,
+    Draft,
+    LayersDraft,
+    LengthController,
+    ModelDraft,
+    NgramDraft,
+    SpeculationStats,
+    TokenTree,
+    chain,
+    first_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,14 @@ class Speculation:
             for tree in settings.trees
         }
         self._has_keys = bytearray()  # of each page: whether the draft has stored all of it
+        self.rounds: Counter[tuple[int, int]] = Counter()
+        self.num_plain = 0
+        self._controller = None
+        if settings.is_adaptive:
+            lengths = [tree.depth for tree in settings.trees]
+            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+            self._controller = LengthController(lengths, sum(leaf.nbytes for leaf in self.weights) / num_bytes)
+        self._estimates: dict[Sequence, AcceptanceEstimate] = {}
 
     @property
     def length(self) -> int:
@@ -102,10 +123,49 @@ class Speculation:
 
     # What a dispatch drafts.
 
-    def choose(self, sequences: Sequences[Sequence]) -> RoundChoice | None:
-        """What the next dispatch drafts if these decode; None for nothing."""
-        tree = self.settings.trees[-1]
-        return RoundChoice(tree, dict.fromkeys(sequences, tree.num_nodes - 1), self.max_rounds)
+    def choose(self, sequences: Sequences[Sequence], num_slots: int) -> RoundChoice | None:
+        """What the next dispatch, of a program for `num_slots`, drafts if these decode; None for nothing."""
+        if self._controller is None or not sequences:
+            tree = self.settings.trees[-1]
+            return RoundChoice(tree, dict.fromkeys(sequences, tree.num_nodes - 1), self.max_rounds)
+        for sequence in sequences:
+            if sequence not in self._estimates:
+                self._estimates[sequence] = self._controller.new_estimate()
+        choice = self._controller.choose(
+            num_slots,
+            [self._estimates[sequence] for sequence in sequences],
+            [max(sequence.num_left - 1, 0) for sequence in sequences],
+        )
+        if choice.num_draft_tokens == 0:
+            return None
+        lengths = dict(zip(sequences, choice.lengths, strict=True))
+        return RoundChoice(chain(choice.num_draft_tokens), lengths, min(choice.max_rounds or 2**30, self.max_rounds))
+
+    # What came of it.
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Of all answers since the start; tokens beyond the end of an answer count as well."""
+        return SpeculationStats.of_rounds(self.rounds, self.num_plain)
+
+    def took_rounds(self, sequence: Sequence, rounds: Iterable[tuple[int, int]], tree: TokenTree) -> None:
+        """A sequence's rounds of a dispatch: how many tokens each drafted and accepted. Of a tree, as many drafts count
+        as can be accepted."""
+        estimate = self._estimates.get(sequence)
+        for proposed, accepted in rounds:
+            pair = (min(proposed, tree.depth), accepted)
+            sequence.owner.rounds[pair] += 1
+            self.rounds[pair] += 1
+            if estimate is not None:
+                estimate.observe(*pair)
+
+    def took_time(self, num_slots: int, tree: TokenTree | None, seconds: float, num_rounds: int, tokens: float) -> None:
+        """A dispatch of rounds, or of plain steps (no tree), that made so many tokens in a row's round on average."""
+        if self._controller is not None and num_rounds > 0 and seconds > 0:
+            self._controller.observe_time(num_slots, 0 if tree is None else tree.depth, seconds, num_rounds, tokens)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._estimates.pop(sequence, None)
 
     # On the device.
 

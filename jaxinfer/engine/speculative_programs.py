@@ -120,7 +120,10 @@ def speculate(
         )
         caches = [cache, caches[1]]
         if drafter.tree.max_width > 1:
-            caches = [cache and keep_path(cache, rows, drafter.tree, state.path, state.num_tokens) for cache in caches]
+            moved = (rows, state.path, state.num_tokens)
+            caches[0] = keep_path(caches[0], *moved, model.mesh)
+            if caches[1] is not None and isinstance(drafter.kind, ProgramModel):
+                caches[1] = keep_path(caches[1], *moved, drafter.kind.mesh)
         positions = rows.positions + state.num_tokens
         nodes = jnp.arange(drafter.tree.depth + 1)
         path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
@@ -132,8 +135,11 @@ def speculate(
             history=state.history,
             draft=_settle(draft_slots, rows, path, state.newest, positions, nodes),
         )
+        # Where an answer ended with an accepted draft, nobody asked what the target thinks of those after it.
+        is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
+        proposed = jnp.where(is_cut, state.num_accepted, proposal.num_nodes - 1)
         counts = RoundCounts(
-            counts.proposed.at[count].set(jnp.where(is_active, proposal.num_nodes - 1, -1)),
+            counts.proposed.at[count].set(jnp.where(is_active, proposed, -1)),
             counts.accepted.at[count].set(jnp.where(is_active, state.num_accepted, -1)),
         )
         return count + 1, tuple(caches), new_slots, outputs, num_tokens + state.num_tokens, counts

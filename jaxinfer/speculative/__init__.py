@@ -1,6 +1,7 @@
 """Speculative decoding: what is drafted, and what of it the target keeps."""
 
 from jaxinfer.speculative.acceptance import Walk, walk
+from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController
 from jaxinfer.speculative.drafts import Draft, LayersDraft, ModelDraft, NgramDraft, draft_name, first_layers
 from jaxinfer.speculative.proposers import (
     DraftDecoder,
@@ -13,14 +14,16 @@ from jaxinfer.speculative.proposers import (
     propose_tree,
 )
 from jaxinfer.speculative.slots import DraftSlots, init_draft_slots, record
-from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup, mean_tokens
+from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup
 from jaxinfer.speculative.tree import TokenTree, chain
 
 __all__ = [
+    "AcceptanceEstimate",
     "Draft",
     "DraftDecoder",
     "DraftSlots",
     "LayersDraft",
+    "LengthController",
     "ModelDraft",
     "NgramDraft",
     "Proposal",
@@ -36,7 +39,6 @@ __all__ = [
     "first_layers",
     "init_draft_slots",
     "keep_path",
-    "mean_tokens",
     "propose_chain",
     "propose_ngram",
     "propose_tree",

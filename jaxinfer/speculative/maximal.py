@@ -10,6 +10,8 @@ rejected draws from the p that is left. All noise is addressed by (seed, positio
 not use: what a round throws away used no noise of a position whose token it kept.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -104,7 +106,7 @@ def without(log_q: jax.Array, token: jax.Array) -> jax.Array:
     return exact.log_softmax(jnp.where(ids == token[:, None], -jnp.inf, log_q))
 
 
-def _where(is_needed: jax.Array, step, x: jax.Array) -> jax.Array:
+def _where(is_needed: jax.Array, step: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """`step(x)` in the rows bool[S]; not computed where there is none."""
     return lax.cond(jnp.any(is_needed), lambda x: jnp.where(is_needed[:, None], step(x), x), lambda x: x, x)
 

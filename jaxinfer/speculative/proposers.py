@@ -223,7 +223,7 @@ def propose_tree(
 
 
 def keep_path(
-    cache: PagedCache, rows: Rows, tree: TokenTree, path: jax.Array, num_kept: jax.Array
+    cache: PagedCache, rows: Rows, path: jax.Array, num_kept: jax.Array, mesh: Mesh | None = None
 ) -> PagedCache:
     """Moves the stored nodes on the accepted path int32[S, D + 1] (the root first; `num_kept` int32[S] of them) from
     where the tree has them, position + node, to where the sequence has them, position + depth."""
@@ -232,7 +232,7 @@ def keep_path(
     is_kept = (depths < num_kept[:, None]) & rows.is_active[:, None]
     sources = jnp.where(is_kept, rows.positions[:, None] + path, 0)
     destinations = jnp.where(is_kept, rows.positions[:, None] + depths, end)
-    return move_tokens(cache, rows.page_table, sources, destinations)
+    return move_tokens(cache, rows.page_table, sources, destinations, mesh=mesh)
 
 
 def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: Rows):

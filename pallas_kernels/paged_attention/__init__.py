@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.layout import (
     PageShape,
     SeparatePages,
     empty_pages,
+    move_tokens,
     pack,
     unpack,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "empty_pages",
     "make_schedule",
     "make_spec",
+    "move_tokens",
     "new_pages",
     "pack",
     "paged_attention",

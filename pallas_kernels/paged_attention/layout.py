@@ -213,6 +213,49 @@ def append(pages: Pages, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.
     return InterleavedPages(kv, pages.scales.at[at].set(scales, mode="drop"))
 
 
+def move_tokens(pages: Pages, page_table: jax.Array, sources: jax.Array, destinations: jax.Array) -> Pages:
+    """Copies keys and values of one layer's tokens from positions `sources` to positions `destinations` int32 [S, N] of
+    the same sequences, whose pages are `page_table` int32 [S, P]. All are read before any is written; stored bits are
+    copied. Donate the pages: the result aliases them.
+
+    An entry is dropped where its two positions are the same or either is outside of 0 .. P * page - 1; pad with
+    P * page. The table is read only where an entry is not dropped. No destination may occur twice.
+    Raises ValueError for operands of other shapes or dtypes.
+    """
+    num_pages, page_size = (pages.k if isinstance(pages, SeparatePages) else pages.kv).shape[:2]
+    if page_table.ndim != 2 or page_table.dtype != jnp.int32:
+        raise ValueError(f"page_table is int32 [S, P]; got {page_table.dtype} {page_table.shape}")
+    num_sequences, length = page_table.shape[0], page_table.shape[1] * page_size
+    for name, positions in (("sources", sources), ("destinations", destinations)):
+        is_table = positions.ndim == 2 and positions.shape[0] == num_sequences and positions.dtype == jnp.int32
+        if not is_table or positions.shape != sources.shape:
+            raise ValueError(
+                f"sources and destinations are int32 [{num_sequences}, N]; {name} is {positions.dtype} "
+                f"{positions.shape}, sources {sources.shape}"
+            )
+    is_moved = (sources != destinations) & (sources >= 0) & (sources < length)
+    is_moved &= (destinations >= 0) & (destinations < length)
+
+    def place(positions: jax.Array, dropped_page: int) -> tuple[jax.Array, jax.Array]:
+        positions = jnp.where(is_moved, positions, 0)
+        page = jnp.take_along_axis(page_table, positions // page_size, axis=1)
+        return jnp.where(is_moved, page, dropped_page).reshape(-1, 1), (positions % page_size).reshape(-1, 1)
+
+    source, destination = place(sources, 0), place(destinations, num_pages)
+
+    def move(array: jax.Array) -> jax.Array:
+        # Written row by row: for a scatter of whole tokens the TPU compiler gives a bfloat16 cache another layout, by
+        # copying all of it twice.
+        is_scales = array.ndim == 3
+        page, slot = (index[:, 0] for index in source)
+        tokens = array.at[(page, slice(None), slot) if is_scales else (page, slot)].get(mode="clip")
+        page, slot = destination
+        rows = jnp.arange(tokens.shape[1])
+        return array.at[(page, rows, slot) if is_scales else (page, slot, rows)].set(tokens, mode="drop")
+
+    return jax.tree.map(move, pages)
+
+
 def gather(pages: Pages, ids: jax.Array, shape: PageShape) -> SeparatePages:
     """The pages `ids` [...] in logical form: k, v [..., page, Hkv, K], scales [..., Hkv, page]. Ids must be valid."""
 

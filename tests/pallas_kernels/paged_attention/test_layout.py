@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.paged_attention import InterleavedPages, PageShape, SeparatePages, empty_pages, pack, unpack
+from pallas_kernels import ahead_of_time
+from pallas_kernels.hbm_traffic import Program
+from pallas_kernels.paged_attention import (
+    InterleavedPages,
+    PageShape,
+    SeparatePages,
+    empty_pages,
+    move_tokens,
+    pack,
+    unpack,
+)
 from pallas_kernels.paged_attention.layout import DTYPES, append, from_stored, gather, page_shape, to_stored
 
 
@@ -103,3 +113,114 @@ def test_a_token_is_whole_words():
             assert pages.kv.shape[3] * pages.kv.dtype.itemsize == 4
             assert pages.kv.shape[4] == 128
     assert PageShape(2, 16, 8, 64, "bfloat16").abstract("interleaved").kv.size == 2 * 16 * 8 * 128
+
+
+# Moving tokens
+
+TABLE = np.array([[3, 1, 5], [7, 2, 0], [4, 6, 8]], np.int32)
+NUM_PAGES = 9
+jitted_move = jax.jit(move_tokens, donate_argnums=0)
+
+
+def moved(logical: SeparatePages, sources, destinations) -> SeparatePages:
+    """By the definition, a token at a time, in float32 (which holds every stored value)."""
+    before = SeparatePages(*(None if a is None else np.asarray(a, np.float32) for a in logical))
+    after = SeparatePages(*(None if a is None else a.copy() for a in before))
+    page_size = before.k.shape[1]
+    length = TABLE.shape[1] * page_size
+    for sequence, (row, to_row) in enumerate(zip(sources, destinations, strict=True)):
+        for source, destination in zip(row, to_row, strict=True):
+            if 0 <= source < length and 0 <= destination < length:
+                page, slot = TABLE[sequence, source // page_size], source % page_size
+                to_page, to_slot = TABLE[sequence, destination // page_size], destination % page_size
+                for old, new in zip(before, after, strict=True):
+                    if old is not None and old.ndim == 4:
+                        new[to_page, to_slot] = old[page, slot]
+                    elif old is not None:
+                        new[to_page, :, to_slot] = old[page, :, slot]
+    return after
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 128), (2, 16)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@settings(deadline=None, max_examples=10)
+@given(data=st.data())
+def test_moved_tokens_are_those_of_the_definition(dtype, heads, head_dim, page_size, data):
+    logical = random_pages(PageShape(NUM_PAGES, page_size, heads, head_dim, dtype))
+    length = TABLE.shape[1] * page_size
+    # Any position, also one that is another entry's destination, and some outside of the table.
+    outside = st.sampled_from([-1, -(2**31), length, length + 5, 2**31 - 1])
+    anywhere = st.integers(0, length - 1) | outside
+    sources = np.array([data.draw(st.lists(anywhere, min_size=5, max_size=5)) for _ in TABLE], np.int32)
+    one_each = st.lists(st.integers(0, length - 1), min_size=5, max_size=5, unique=True)
+    destinations = np.array([data.draw(one_each) for _ in TABLE], np.int32)
+    is_dropped = np.array(data.draw(st.lists(st.booleans(), min_size=15, max_size=15))).reshape(3, 5)
+    destinations = np.where(is_dropped, data.draw(outside), destinations).astype(np.int32)
+    wanted = moved(logical, sources, destinations)
+    for layout in ("separate", "interleaved"):
+        pages = jax.tree.map(jnp.copy, pack(logical, layout))
+        assert_equal(unpack(jitted_move(pages, TABLE, sources, destinations), heads, head_dim), wanted)
+
+
+def test_an_accepted_path_is_made_compact():
+    """Nodes 2, 4, 5 of a tree whose root is at position 6: node 4 goes where node 2 was, which went elsewhere."""
+    logical = random_pages(PageShape(NUM_PAGES, 4, 1, 8, "float32"))
+    sources, destinations = np.array([[6, 8, 10, 11]] * 3, np.int32), np.array([[6, 7, 8, 9]] * 3, np.int32)
+    destinations[1:] = 12
+    found = jitted_move(jax.tree.map(jnp.copy, logical), TABLE, sources, destinations)
+    for wanted, position in ((8, 7), (10, 8), (11, 9)):
+        np.testing.assert_array_equal(
+            found.k[TABLE[0, position // 4], position % 4], logical.k[TABLE[0, wanted // 4], wanted % 4]
+        )
+    is_same = (np.asarray(found.k) == np.asarray(logical.k)).all((2, 3))
+    assert sorted(zip(*np.nonzero(~is_same), strict=True)) == [(1, 3), (5, 0), (5, 1)]
+
+
+def test_the_table_of_dropped_entries_may_hold_anything():
+    logical = random_pages(PageShape(NUM_PAGES, 4, 1, 8, "int8"))
+    wild = np.array([[-1, 2**31 - 1, NUM_PAGES]], np.int32)
+    positions = np.array([[0, 5, 11, -4]], np.int32)
+    assert_equal(jitted_move(jax.tree.map(jnp.copy, logical), wild, positions, positions), logical)
+
+
+@pytest.mark.parametrize(
+    ("table", "sources", "destinations", "message"),
+    [
+        ((3, 3), (3, 2), (3, 4), r"destinations is int32 \(3, 4\), sources \(3, 2\)"),
+        ((3, 3), (2, 2), (2, 2), r"int32 \[3, N\]; sources is int32 \(2, 2\)"),
+        ((3,), (3, 2), (3, 2), r"page_table is int32 \[S, P\]; got int32 \(3,\)"),
+    ],
+)
+def test_positions_that_do_not_fit_raise(table, sources, destinations, message):
+    pages = empty_pages(PageShape(NUM_PAGES, 4, 1, 8, "float32"), "separate")
+    with pytest.raises(ValueError, match=message):
+        move_tokens(pages, *(jnp.zeros(shape, jnp.int32) for shape in (table, sources, destinations)))
+    with pytest.raises(ValueError, match="float32"):
+        move_tokens(pages, jnp.zeros((3, 3), jnp.int32), jnp.zeros((3, 2)), jnp.zeros((3, 2)))
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x", "h100"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+def test_tokens_are_moved_in_place_within_a_loop(chip, dtype):
+    """Two layers of Llama-3-8B's cache: no temporary beyond the tokens, and no more moves than they."""
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+    is_tpu = chip != "h100"
+    pages = [PageShape(4097, 64, 8, 128, dtype).abstract("interleaved" if is_tpu else "separate")] * 2
+    num_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
+
+    def loop(layers, table, sources, destinations, num_steps):
+        def body(i, layers):
+            return [move_tokens(pages, table, sources + i, destinations) for pages in layers]
+
+        return jax.lax.fori_loop(0, num_steps, body, layers)
+
+    table, positions = jax.ShapeDtypeStruct((16, 32), jnp.int32), jax.ShapeDtypeStruct((16, 5), jnp.int32)
+    num_steps = jax.ShapeDtypeStruct((), jnp.int32)
+    found = ahead_of_time.compile_for(chip, loop, pages, table, positions, positions, num_steps, donate_argnums=(0,))
+    tokens = num_bytes * 80 // (4097 * 64)
+    assert found.aliased_bytes >= num_bytes
+    assert found.temporary_bytes < 8 * tokens
+    if is_tpu:
+        assert sum(move.num_bytes for move in Program(found.program.as_text()).moves()) < 8 * tokens
