@@ -98,6 +98,11 @@ class EngineOptions:
         for name in ("deterministic", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.deterministic and self.speculation is not None and self.speculation.tree is not None:
+            raise ValueError(
+                f"deterministic=True keeps every bit, and draft_tree={self.speculation.tree} does not: the keys of a "
+                f"tree are added up in another order; use a chain, num_draft_tokens"
+            )
 
     @property
     def chunk(self) -> int:

@@ -159,8 +159,9 @@ def test_deterministic_speculation_keeps_every_bit(tiny, drafts):
 
     plain = bits()
     assert bits(draft=drafts["near"], num_draft_tokens=4) == plain
-    assert bits(draft=drafts["near"], draft_tree=(2, 2)) == plain
     assert bits(draft=drafts["near"], num_draft_tokens=4, deterministic=False) != plain
+    with pytest.raises(ValueError, match="every bit"):
+        bits(draft=drafts["near"], draft_tree=(2, 2))
 
 
 def test_a_planted_off_by_one_is_caught(tiny, drafts, expected, monkeypatch):
