@@ -4,10 +4,10 @@ import dataclasses
 import difflib
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -16,15 +16,16 @@ from tqdm.auto import tqdm
 from jaxinfer import compilation_cache
 from jaxinfer.engine.contiguous import ContiguousEngine, ContiguousOptions
 from jaxinfer.engine.explanation import Explanation, explain_engine
-from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.options import EngineOptions, SpeculationOptions
 from jaxinfer.engine.output import AnswerText, StreamDelta
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.processor import NO_TERMS, Prompt, Request, RequestProcessor, Terms
 from jaxinfer.engine.request import Generation, RequestOutput, Score
 from jaxinfer.engine.scheduler import QueueFullError
-from jaxinfer.loading import LiveModel, load_model
+from jaxinfer.loading import LiveModel, load_draft, load_model
 from jaxinfer.models import check_taps
 from jaxinfer.sampling import SamplingParams
+from jaxinfer.speculative import Draft, ModelDraft
 from jaxinfer.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ class LLM:
       deterministic: log-probabilities keep every bit whatever else runs and however prompts are cut. Slower.
       prefix_cache: reuse the cached beginnings of earlier prompts and answers.
       max_waiting: answers that may wait for their turn, None for any number; beyond it, QueueFullError.
+      draft: what drafts tokens that the model then checks several at a time: a model of the same tokens (as `model`),
+        "ngram" (looks them up in what stands there already) or "layers:4" (the model's own first 4 layers).
+      num_draft_tokens: drafted before each check; "auto" adapts it to what is accepted and to the load, down to none.
+      draft_tree: widths per depth, such as (3, 2, 1): drafts a tree of tokens instead of a chain.
+      acceptance: "exact", the same answers as without a draft; or "maximal", answers of the same distribution with more
+        drafts accepted, which depend on what else runs.
 
     Raises:
       TypeError: an unknown argument, with the nearest known name. ValueError: an option out of range.
@@ -88,6 +95,10 @@ class LLM:
         deterministic: bool = False,
         prefix_cache: bool = True,
         max_waiting: int | None = None,
+        draft: str | Path | LiveModel | None = None,
+        num_draft_tokens: int | Literal["auto"] = "auto",
+        draft_tree: Sequence[int] | None = None,
+        acceptance: str = "exact",
         **unknown: Any,
     ):
         _refuse_unknown(unknown, type(self).__init__)
@@ -101,7 +112,7 @@ class LLM:
             loaded.params,
             loaded.tokenizer,
         )
-        self._owns_params = loaded.is_owned
+        self._owned_params = [loaded.params] if loaded.is_owned else []
         self.default_params: SamplingParams = loaded.default_params
         self.ignored_generation_config = loaded.ignored_defaults
         self.eos_token_ids, self.seed, self.max_model_len = loaded.eos_token_ids, seed, max_model_len
@@ -122,15 +133,43 @@ class LLM:
                 "prefix_cache": prefix_cache,
                 "max_waiting": max_waiting,
             },
+            {
+                "draft": draft,
+                "num_draft_tokens": num_draft_tokens,
+                "draft_tree": None if draft_tree is None else tuple(draft_tree),
+                "acceptance": acceptance,
+            },
+            lambda draft: load_draft(draft, loaded, max_model_len, dtype=dtype),
         )
 
-    def _make_engine(self, cache: str, common: dict[str, Any], paged: dict[str, Any]) -> Engine:
+    def _make_engine(
+        self,
+        cache: str,
+        common: dict[str, Any],
+        paged: dict[str, Any],
+        drafting: dict[str, Any],
+        load: Callable[[str | Path | LiveModel], tuple[Draft, bool]],
+    ) -> Engine:
+        defaults = inspect.signature(type(self)).parameters
         if cache == "paged":
-            return PagedEngine(self.config, self.params, EngineOptions(**common, **paged))
+            speculation, draft = None, None
+            if drafting["draft"] is not None:
+                count = drafting["num_draft_tokens"]
+                speculation = SpeculationOptions(
+                    None if count == "auto" else count, drafting["draft_tree"], drafting["acceptance"]
+                )
+                draft, is_owned = load(drafting["draft"])
+                if is_owned and isinstance(draft, ModelDraft):
+                    self._owned_params.append(draft.params)
+            else:
+                for name, value in drafting.items():
+                    if value != defaults[name].default:
+                        raise ValueError(f"{name}={value!r} needs a draft")
+            options = EngineOptions(**common, **paged, speculation=speculation)
+            return PagedEngine(self.config, self.params, options, draft=draft)
         if cache != "contiguous":
             raise ValueError(f"cache={cache!r} is neither 'paged' nor 'contiguous'")
-        defaults = inspect.signature(type(self)).parameters
-        for name, value in paged.items():
+        for name, value in (paged | drafting).items():
             if value != defaults[name].default:
                 raise ValueError(f"{name}={value!r} is for cache='paged' only")
         return ContiguousEngine(self.config, self.params, ContiguousOptions(**common))
@@ -358,10 +397,9 @@ class LLM:
         if engine is None:
             return
         engine.close()
-        if self._owns_params:
-            for leaf in jax.tree.leaves(self.params):
-                leaf.delete()
-        self.params = {}
+        for leaf in jax.tree.leaves(self._owned_params):
+            leaf.delete()
+        self.params, self._owned_params = {}, []
 
     def __enter__(self) -> "LLM":
         return self

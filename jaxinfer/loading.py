@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params, abstract_params
 from jaxinfer.sampling import SamplingParams, from_generation_config
-from jaxinfer.text import Tokenizer, TokenizerNotFoundError
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
+from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens
 
 DEFAULT_MAX_MODEL_LEN = 4096
 LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
@@ -90,6 +91,38 @@ def load_model(
     return LoadedModel(
         name, config, params, tokenizer, is_owned, defaults.params, defaults.ignored, tuple(sorted(eos_ids))
     )
+
+
+def load_draft(
+    draft: str | Path | LiveModel, target: LoadedModel, max_model_len: int, *, dtype: str = "auto"
+) -> tuple[Draft, bool]:
+    """What drafts for `target`, from "ngram", "layers:N", or a model as `load_model` takes it; and whether its
+    parameters were loaded here.
+
+    Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as `load_model`.
+    """
+    if draft == "ngram":
+        return NgramDraft(), False
+    if isinstance(draft, str) and draft.startswith("layers:"):
+        count = draft.removeprefix("layers:")
+        if not count.isdecimal():
+            raise ValueError(f"draft={draft!r}: layers:N takes the target's first N layers, such as layers:4")
+        first_layers(target.config, target.params, int(count))
+        return LayersDraft(int(count)), False
+    loaded = load_model(draft, dtype=dtype)
+    own, its = target.tokenizer, loaded.tokenizer
+    if own is not None and its is not None:
+        check_same_tokens(own, its, (f"model {target.name!r}", f"draft {loaded.name!r}"))
+    elif target.config.vocab_size != loaded.config.vocab_size:
+        raise ValueError(
+            f"the model has {target.config.vocab_size} tokens and the draft {loaded.config.vocab_size}; without a "
+            f"tokenizer of both nothing says that they are the same"
+        )
+    try:
+        loaded, _ = loaded.for_length(max_model_len)
+    except ValueError as error:
+        raise ValueError(f"draft {loaded.name!r}: {error}") from None
+    return ModelDraft(loaded.name, loaded.config, loaded.params), loaded.is_owned
 
 
 def _tokenizer_of(path: Path) -> Tokenizer | None:

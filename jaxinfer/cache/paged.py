@@ -14,7 +14,6 @@ from pallas_kernels.paged_attention import (
     Pages,
     PageShape,
     Schedule,
-    SeparatePages,
     make_schedule,
     make_spec,
     paged_attention,
@@ -38,7 +37,7 @@ class PagedCache:
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return (self.layers[0].k if isinstance(self.layers[0], SeparatePages) else self.layers[0].kv).shape[1]
+        return jax.tree.leaves(self.layers[0])[0].shape[1]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
@@ -106,7 +105,7 @@ class PagedAttention:
     """`attend` for tokens [T] of S sequences side by side: appends to the pages and reads them back.
 
     Arguments as in `pallas_kernels.paged_attention`: page_table int32 [S, P]; query_starts, query_lengths and
-    kv_lengths int32 [S]. `max_query_length` and `is_uniform` are static. On a mesh each device attends with its own
+    kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh each device attends with its own
     heads: the compiler cannot cut a kernel, so `jax.shard_map` does. After the pass, `cache` is the updated one.
     """
 
@@ -119,12 +118,13 @@ class PagedAttention:
         kv_lengths: jax.Array,
         *,
         max_query_length: int | None = None,
+        ancestors: jax.Array | None = None,
         is_uniform: bool = False,
         mesh: Mesh | None = None,
     ):
         self._layers = list(cache.layers)
         self._mesh = mesh
-        self._rows = _Rows(page_table, query_lengths, kv_lengths, query_starts)
+        self._rows = _Rows(page_table, query_lengths, kv_lengths, query_starts, ancestors)
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
         self._schedules: dict[int | None, Schedule] = {}
 
@@ -150,7 +150,8 @@ class PagedAttention:
         """The schedule of the layers of a window, from the shapes of what one device holds."""
         if window not in self._schedules:
             rows = self._rows
-            spec = make_spec(q, k, v, pages, rows.page_table, window=window, **self._options)
+            options = {**self._options, "window": window, "ancestors": rows.ancestors}
+            spec = make_spec(q, k, v, pages, rows.page_table, **options)
             self._schedules[window] = make_schedule(
                 spec, rows.page_table, rows.query_lengths, rows.kv_lengths, query_starts=rows.query_starts
             )
@@ -168,6 +169,7 @@ class _Rows(NamedTuple):
     query_lengths: jax.Array
     kv_lengths: jax.Array
     query_starts: jax.Array
+    ancestors: jax.Array | None = None
 
 
 def _attend(options: dict[str, Any], q, k, v, pages: Pages, rows: _Rows, schedule: Schedule):
@@ -180,6 +182,7 @@ def _attend(options: dict[str, Any], q, k, v, pages: Pages, rows: _Rows, schedul
         rows.query_lengths,
         rows.kv_lengths,
         query_starts=rows.query_starts,
+        ancestors=rows.ancestors,
         schedule=schedule,
         **options,
     )

@@ -4,9 +4,53 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxinfer.speculative import TokenTree, chain
+
 MIN_STEP_TOKENS = 32
 UNIFORM_STEP_TOKENS = 256  # of every step if deterministic: bits may depend on the shape, so there is one
 DEFAULT_CHUNK = 512
+ADAPTIVE_LENGTHS = (2, 4, 8)
+
+
+@dataclass(frozen=True)
+class SpeculationOptions:
+    """How an engine with a draft speculates.
+
+    Attributes:
+      num_draft_tokens: tokens drafted in a round, 1 to 31; None adapts them, for every sequence, to what is accepted and
+        to what drafting and verifying cost at the load of the moment, down to none.
+      tree: widths per depth of a token tree that is drafted instead of a chain, such as (3, 2, 1).
+      acceptance: "exact", the answers of plain decoding; or "maximal", the same distribution with more accepted.
+    """
+
+    num_draft_tokens: int | None = None
+    tree: tuple[int, ...] | None = None
+    acceptance: str = "exact"
+
+    def __post_init__(self) -> None:
+        count = self.num_draft_tokens
+        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 31):
+            raise ValueError(f"num_draft_tokens must be 1 to 31 or 'auto', got {count!r}")
+        if self.acceptance not in ("exact", "maximal"):
+            raise ValueError(f"acceptance={self.acceptance!r} is neither 'exact' nor 'maximal'")
+        if self.tree is not None:
+            if count is not None:
+                raise ValueError(f"draft_tree={self.tree} says what is drafted, so num_draft_tokens={count} cannot")
+            if not self.tree:
+                raise ValueError("draft_tree has no depth: give widths such as (3, 2, 1)")
+            TokenTree(self.tree)
+
+    @property
+    def trees(self) -> tuple[TokenTree, ...]:
+        """What rounds are compiled for, the smallest first."""
+        if self.tree is not None:
+            return (TokenTree(self.tree),)
+        lengths = ADAPTIVE_LENGTHS if self.num_draft_tokens is None else (self.num_draft_tokens,)
+        return tuple(chain(length) for length in lengths)
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.num_draft_tokens is None and self.tree is None
 
 
 @dataclass(frozen=True)
@@ -21,6 +65,7 @@ class EngineOptions:
       more), so that log-probabilities keep every bit whatever else is in the batch and however a prompt is cut. Slower.
     prefix_cache: keep the pages of finished work and reuse them where a prompt begins alike.
     max_waiting: requests that may wait, None for any number. shuffle_seed: orders the pages at random (for tests).
+    speculation: for an engine with a draft.
     """
 
     max_model_len: int
@@ -34,6 +79,7 @@ class EngineOptions:
     prefix_cache: bool = True
     max_waiting: int | None = None
     shuffle_seed: int | None = None
+    speculation: SpeculationOptions | None = None
 
     def __post_init__(self) -> None:
         optional = ("page_size", "num_pages", "prefill_chunk", "max_waiting")
@@ -74,7 +120,10 @@ class EngineOptions:
     def token_buckets(self) -> tuple[int, ...]:
         """Numbers of tokens that steps exist for: 32, 128, 256, ... and a whole chunk beside max_seqs slots."""
         if self.deterministic:
-            return (-(-(self.chunk + self.max_seqs) // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
+            most = self.chunk + self.max_seqs
+            if self.speculation is not None:
+                most = max(most, self.max_seqs * self.speculation.trees[-1].num_nodes)
+            return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
         largest = -(-(self.chunk + self.max_seqs) // 16) * 16
         return _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,8 +20,11 @@ from jaxinfer.engine.paged_programs import NOT_SOUND, WIDE_ROWS, DecodeWork, Ste
 from jaxinfer.engine.request import Generation
 from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, Sequence
 from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
+from jaxinfer.engine.speculation import RoundChoice, Speculation
+from jaxinfer.engine.speculative_programs import RoundCounts
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SampleOutput, SamplingParams, SamplingRow, make_batch, make_state
+from jaxinfer.speculative import Draft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
 
 MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
@@ -35,30 +39,54 @@ class _Flight:
     decodes: list[tuple[int, Sequence]]
     output: StepOutput
     scores: PendingScores | None = None
+    rounds: "_Rounds | None" = None
+
+
+@dataclass(frozen=True)
+class _Rounds:
+    """What was planned of a speculative dispatch, and what came of it."""
+
+    num_rounds: int
+    tree: TokenTree
+    counts: RoundCounts
 
 
 class PagedEngine:
-    """Runs `Generation`s to their end. Owns its cache (`close` frees it); the parameters belong to the caller.
+    """Runs `Generation`s to their end, with a draft beside the model if there is one. Owns its cache (`close` frees it);
+    the parameters belong to the caller.
 
     Every `step` plans a dispatch, sends it, and reads the one before, so that the device never waits for the host.
     Raises OutOfMemoryError when made, if model and cache do not fit; `available` bytes stand in for the device's own
     figure.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, options: EngineOptions, *, available: int | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        options: EngineOptions,
+        *,
+        draft: Draft | None = None,
+        available: int | None = None,
+    ):
         self.config, self.options = config, options
         self.model, self.weights = programs.program_model(config, params)
         self.dtype = params["embed"].dtype
         self.device = next(iter(self.weights[0].devices()))
         self.page_size = options.page_size or (64 if self.device.platform == "tpu" else 16)
         layout = platform_layout(self.device.platform)
+        self.speculation = None
+        if draft is not None:
+            self.speculation = Speculation(config, params, draft, options, page_size=self.page_size, layout=layout)
         self.memory = plan_pool(
             config,
             options,
             page_size=self.page_size,
-            page_bytes=page_bytes(config, self.page_size, self.dtype, layout),
+            page_bytes=page_bytes(config, self.page_size, self.dtype, layout)
+            + (self.speculation.page_bytes if self.speculation is not None else 0),
             dtype_bytes=self.dtype.itemsize,
-            weights=sum(leaf.nbytes for leaf in self.weights),
+            weights=sum(leaf.nbytes for leaf in self.weights)
+            + (self.speculation.weight_bytes if self.speculation is not None else 0),
             available=available_bytes(self.device) if available is None else available,
             fills_memory=self.device.platform != "cpu",
         )
@@ -76,7 +104,10 @@ class PagedEngine:
             options.decode_slots,
         )
         self._cache = init_paged_cache(config, self.memory.num_pages, self.page_size, self.dtype, layout)
-        self._slots, self._batch = paged_programs.init_slots(options.max_seqs, config.vocab_size)
+        if self.speculation is not None:
+            self.speculation.allocate(self.memory.num_pages)
+        draft_length = None if self.speculation is None else self.speculation.length
+        self._slots, self._batch = paged_programs.init_slots(options.max_seqs, config.vocab_size, draft_length)
         self._table = np.zeros((options.max_seqs, -(-options.max_model_len // self.page_size)), np.int32)
         self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
         self._scorer = PromptScorer(self.model, self.weights, config.vocab_size)
@@ -129,15 +160,15 @@ class PagedEngine:
         `max_steps` shortens the dispatch, for a caller who shows every token as it comes.
         """
         progressed = self._expire()
-        plan = self.scheduler.schedule(max_steps, can_preempt=not self._in_flight)
+        plan, choice = self._plan(max_steps, can_preempt=not self._in_flight)
         if plan is None:
             while self._in_flight:
                 progressed += self._commit(self._in_flight.popleft())
-            plan = self.scheduler.schedule(max_steps)
+            plan, choice = self._plan(max_steps, can_preempt=True)
         if plan is not None:
             self._prepare(plan)
             if not plan.is_empty:
-                self._in_flight.append(self._dispatch(plan))
+                self._in_flight.append(self._dispatch(plan, choice))
                 if len(self._in_flight) < MAX_IN_FLIGHT:
                     return progressed
         if self._in_flight:
@@ -186,8 +217,22 @@ class PagedEngine:
         self._in_flight.clear()
         for leaf in jax.tree.leaves((self._cache, self._slots, self._batch)):
             leaf.delete()
+        if self.speculation is not None:
+            self.speculation.close()
 
     # Before a dispatch.
+
+    def _plan(self, max_steps: int | None, can_preempt: bool) -> tuple[Plan | None, RoundChoice | None]:
+        """The next dispatch, and what it drafts if anything."""
+        choice = None
+        if self.speculation is not None:
+            choice = self.speculation.choose([one for one in self.scheduler.running if one.is_decoding])
+        if choice is None:
+            return self.scheduler.schedule(max_steps, can_preempt=can_preempt), None
+        num_rounds = min(max_steps or choice.max_rounds, choice.max_rounds)
+        width = choice.tree.depth + 1
+        plan = self.scheduler.schedule(num_rounds, can_preempt=can_preempt, tokens_per_step=width)
+        return plan, choice if plan is not None and plan.tokens_per_step > 1 else None
 
     def _expire(self) -> list[Generation]:
         expired = []
@@ -219,7 +264,10 @@ class PagedEngine:
         sources = results.padded([source for source, _ in pairs], COPIES)
         destinations = np.full(COPIES, self.memory.num_pages, np.int32)
         destinations[: len(pairs)] = [destination for _, destination in pairs]
-        self._cache = paged_programs.copy_pages(self._cache, *jax.device_put((sources, destinations)))
+        arguments = jax.device_put((sources, destinations))
+        self._cache = paged_programs.copy_pages(self._cache, *arguments)
+        if self.speculation is not None:
+            self.speculation.copy_pages(*arguments)
 
     def _write_slot(self, sequence: Sequence) -> None:
         generation: Generation = sequence.owner
@@ -239,22 +287,31 @@ class PagedEngine:
         else:
             arguments = jax.device_put((slot, rows, history))
             self._slots, self._batch = paged_programs.write_slot(self._slots, self._batch, *arguments)
+        if self.speculation is not None:
+            self._slots = self.speculation.write_slot(self._slots, _slot(sequence), sequence)
 
     # Dispatching.
 
-    def _dispatch(self, plan: Plan) -> _Flight:
+    def _dispatch(self, plan: Plan, choice: RoundChoice | None) -> _Flight:
         chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
         decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
         slots = [slot for slot, _ in decodes]
         highest = max(max(slots, default=0), max((slot for slot, _ in chunks), default=0))
-        is_step = bool(chunks) or self.options.deterministic
-        sizes = self.options.step_slots if is_step else self.options.decode_slots
+        is_step = bool(chunks) or (self.options.deterministic and choice is None)
+        sizes = self.options.step_slots if is_step or self.options.deterministic else self.options.decode_slots
         num_slots = next(size for size in sizes if size > highest)
         table = self._page_table(plan, num_slots)
         if is_step:
             return self._dispatch_step(chunks, decodes, table)
         is_held = np.zeros(num_slots, np.bool_)
         is_held[slots] = True
+        if self.speculation is not None and choice is not None:
+            num_drafts = np.zeros(num_slots, np.int32)
+            num_drafts[slots] = [choice.length_of(sequence) for _, sequence in decodes]
+            work = {"is_held": is_held, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
+            output, counts = self._run_rounds(work, table, choice.tree)
+            rounds = _Rounds(plan.num_steps, choice.tree, counts)
+            return _Flight(chunks, decodes, output, rounds=rounds)
         return _Flight(chunks, decodes, self._run_decode(is_held, table, plan.num_steps))
 
     def _dispatch_step(
@@ -302,12 +359,24 @@ class PagedEngine:
         )
         return output
 
+    def _run_rounds(
+        self, work: dict[str, Any], table: jax.Array, tree: TokenTree
+    ) -> tuple[StepOutput, RoundCounts]:
+        speculation = _checked(self.speculation)
+        self._cache, self._slots, output, counts = speculation.run(
+            self.model, self.weights, self._cache, self._slots, self._batch, work, table, tree
+        )
+        return output, counts
+
     def _page_table(self, plan: Plan | None, num_slots: int) -> jax.Array:
         """The first rows of the table on the device; it is sent only when it has changed."""
         for sequence in plan.sequences if plan is not None else ():
             start, end = sequence.num_listed, len(sequence.pages)
             if start < end:
                 self._table[_slot(sequence), start:end] = sequence.pages[start:end]
+                if self.speculation is not None:
+                    num_found = sequence.num_reused // self.page_size
+                    self.speculation.forget(sequence.pages[max(start, num_found) : end])
                 sequence.num_listed = end
                 self._sent_table = None
         sent = self._sent_table
@@ -342,7 +411,22 @@ class PagedEngine:
             if not sequence.is_finished:
                 self._take(sequence, slot, rows[slot], samples)
                 progressed.append(sequence.owner)
+        if flight.rounds is not None:
+            self._commit_rounds(flight.rounds, flight.decodes, rows)
         return progressed
+
+    def _commit_rounds(self, rounds: _Rounds, decodes: list[tuple[int, Sequence]], tokens: list[list[int]]) -> None:
+        proposed, accepted = (array.T.tolist() for array in jax.device_get((rounds.counts.proposed, rounds.counts.accepted)))
+        for slot, sequence in decodes:
+            generation: Generation = sequence.owner
+            for pair in zip(proposed[slot], accepted[slot], strict=True):
+                if pair[0] < 0:
+                    break
+                generation.rounds[pair] += 1
+            num_made = sum(token >= 0 for token in tokens[slot])
+            self.scheduler.settle(sequence, rounds.num_rounds, rounds.tree.depth + 1, num_made)
+            if not sequence.is_finished:
+                _checked(self.speculation).learn(sequence)
 
     def _take(self, sequence: Sequence, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         """A slot's tokens of a dispatch, one each step; NOT_SOUND and NO_TOKEN stand after the last one."""
@@ -369,6 +453,13 @@ class PagedEngine:
             calls += [partial(self._warm_up_step, size, num_slots) for size in self.options.token_buckets]
         if not self.options.deterministic:
             calls += [partial(self._warm_up_decode, num_slots) for num_slots in self.options.decode_slots]
+        if self.speculation is not None:
+            sizes = self.options.step_slots if self.options.deterministic else self.options.decode_slots
+            calls += [
+                partial(self._warm_up_rounds, num_slots, tree)
+                for num_slots in sizes
+                for tree in self.speculation.drafters
+            ]
         return calls + [partial(self._warm_up_scores, size) for size in self.options.token_buckets]
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
@@ -376,6 +467,11 @@ class PagedEngine:
 
     def _warm_up_decode(self, num_slots: int) -> None:
         self._run_decode(np.zeros(num_slots, np.bool_), self._page_table(None, num_slots), 0)
+
+    def _warm_up_rounds(self, num_slots: int, tree: TokenTree) -> None:
+        work = {"is_held": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
+        work["num_drafts"] = np.zeros(num_slots, np.int32)
+        self._run_rounds(work, self._page_table(None, num_slots), tree)
 
     def _warm_up_slots(self) -> None:
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
@@ -390,6 +486,12 @@ class PagedEngine:
         self._scorer.start(generation)
         self._scorer.score((Piece(generation, 0, 0, 1),), hidden)
         self._scorer.stop(generation)
+
+
+def _checked(speculation: Speculation | None) -> Speculation:
+    if speculation is None:
+        raise RuntimeError("rounds were planned without a draft")
+    return speculation
 
 
 def _slot(sequence: Sequence) -> int:

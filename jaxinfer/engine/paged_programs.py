@@ -26,6 +26,7 @@ from jaxinfer.sampling import (
     sample,
     set_row,
 )
+from jaxinfer.speculative import DraftSlots, init_draft_slots, record
 from pallas_kernels import copy_pages as _copy_pages
 
 NO_TOKEN, NOT_SOUND = -1, -2
@@ -44,6 +45,7 @@ class Slots:
       is_active: bool[S], whether the slot decodes: its prompt is stored and its answer has not ended.
       history: tokens so far, for penalties. The sampling parameters, a `SamplingBatch`, travel beside: decoding only
         reads them.
+      draft: what drafting needs to know of each slot; None in an engine that never speculates.
     """
 
     tokens: jax.Array
@@ -51,6 +53,7 @@ class Slots:
     remaining: jax.Array
     is_active: jax.Array
     history: SamplingState
+    draft: DraftSlots | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -104,11 +107,13 @@ class StepOutput:
     samples: SampleOutput
 
 
-def init_slots(num_slots: int, vocab_size: int) -> tuple[Slots, SamplingBatch]:
-    """Empty slots, and sampling parameters that do nothing."""
+def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None) -> tuple[Slots, SamplingBatch]:
+    """Empty slots, and sampling parameters that do nothing. `draft_length`: tokens of the longest sequence, in an
+    engine that speculates."""
     counts = (jnp.zeros((num_slots,), jnp.int32) for _ in range(3))
     history = jax.tree.map(jnp.array, make_state([None] * num_slots, vocab_size))
-    slots = Slots(*counts, is_active=jnp.zeros((num_slots,), bool), history=history)
+    draft = None if draft_length is None else init_draft_slots(num_slots, draft_length)
+    slots = Slots(*counts, is_active=jnp.zeros((num_slots,), bool), history=history, draft=draft)
     return slots, jax.tree.map(jnp.array, make_batch([None] * num_slots, vocab_size))
 
 
@@ -139,7 +144,7 @@ def step(
     same arithmetic, whether it comes with its prompt's other tokens or alone.
     """
     num_tokens, num_slots = work.tokens.shape[0], work.query_lengths.shape[0]
-    all_slots, slots, batch = slots, _first(slots, num_slots), _first(batch, num_slots)
+    all_slots, slots, batch = slots, first(slots, num_slots), first(batch, num_slots)
     is_decoding = slots.is_active & ~work.is_prompt & (work.query_lengths > 0)
     lengths = jnp.where(work.is_prompt, work.query_lengths, is_decoding)
     starts = jnp.where(work.is_prompt, work.starts, slots.positions)
@@ -171,10 +176,11 @@ def step(
             is_produced, took_part & ~is_stop(samples.tokens, batch) & (remaining > 0), slots.is_active
         ),
         history=advance(slots.history, samples.tokens, took_part),
+        draft=record(slots.draft, ends, samples.tokens, took_part),
     )
-    tokens = _coded(samples, is_produced, takes_part)
+    tokens = coded(samples, is_produced, takes_part)
     output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
-    return attend.cache, _write_first(all_slots, new_slots), output, hidden
+    return attend.cache, write_first(all_slots, new_slots), output, hidden
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
@@ -191,7 +197,7 @@ def decode(
     device that ends early when none is left. Donates the cache and the slots; nothing passes through the host."""
     decoder = model.bind(weights)
     num_slots = work.is_held.shape[0]
-    all_slots, slots, batch = slots, _first(slots, num_slots), _first(batch, num_slots)
+    all_slots, slots, batch = slots, first(slots, num_slots), first(batch, num_slots)
     rows = jnp.arange(num_slots)
 
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
@@ -210,8 +216,9 @@ def decode(
             remaining=remaining,
             is_active=jnp.where(is_decoding, is_going_on, slots.is_active),
             history=advance(slots.history, samples.tokens, took_part),
+            draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
         )
-        output = StepOutput(_coded(samples, is_decoding, is_decoding), samples)
+        output = StepOutput(coded(samples, is_decoding, is_decoding), samples)
         return attend.cache, new_slots, output
 
     def body(carry):
@@ -228,7 +235,7 @@ def decode(
     outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
     outputs = replace(outputs, tokens=outputs.tokens + NO_TOKEN)
     _, cache, slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), cache, slots, outputs))
-    return cache, _write_first(all_slots, slots), outputs
+    return cache, write_first(all_slots, slots), outputs
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
@@ -254,6 +261,13 @@ def write_plain_slot(
     return slots, write(batch, row)
 
 
+@partial(jax.jit, donate_argnums=0)
+def write_draft_slot(slots: Slots, slot: jax.Array, sequence: jax.Array, num_drafted: jax.Array) -> Slots:
+    """Gives a slot (int32 scalar) its tokens int32[L], and how many leading ones the draft has stored. Donates the
+    slots."""
+    return replace(slots, draft=set_row(slots.draft, slot, DraftSlots(sequence[None], num_drafted[None])))
+
+
 @partial(jax.jit, donate_argnums=(0, 1))
 def move_slots(slots: Slots, batch: SamplingBatch, order: jax.Array) -> tuple[Slots, SamplingBatch]:
     """Row i becomes what row order[i] was, for int32[S]. Donates slots and batch."""
@@ -269,18 +283,18 @@ def copy_pages(cache: PagedCache, source: jax.Array, destination: jax.Array) -> 
     return _copy_pages(cache, source, destination)
 
 
-def _coded(samples: SampleOutput, is_produced: jax.Array, takes_part: jax.Array) -> jax.Array:
+def coded(samples: SampleOutput, is_produced: jax.Array, takes_part: jax.Array) -> jax.Array:
     """`StepOutput.tokens` of one step."""
     tokens = jnp.where(is_produced, samples.tokens, NO_TOKEN)
     return jnp.where(takes_part & ~samples.ok, NOT_SOUND, tokens)
 
 
-def _first(rows, count: int):
+def first(rows, count: int):
     """The first `count` rows; the arrays themselves where that is all."""
     return jax.tree.map(lambda leaf: leaf if leaf.shape[0] == count else leaf[:count], rows)
 
 
-def _write_first(rows, new):
+def write_first(rows, new):
     """`rows` with their first ones replaced."""
     return jax.tree.map(
         lambda leaf, first: first if first.shape == leaf.shape else lax.dynamic_update_slice_in_dim(leaf, first, 0, 0),

@@ -1,5 +1,6 @@
 """What goes into an engine and what comes out. Plain Python: no JAX here."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,7 @@ class Generation:
       finish_reason: None while it runs, else one of "stop", "length", "abort", "error".
       stop_reason: the token id that ended it. error: what went wrong, for "error", or why it was aborted.
       arrival, admitted, first_token, finished: monotonic seconds.
+      rounds: how often a speculative round drafted and accepted so many tokens, by (drafted, accepted).
     """
 
     prompt: Sequence[int]
@@ -57,6 +59,7 @@ class Generation:
     admitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
+    rounds: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     @property
     def params(self) -> SamplingParams:

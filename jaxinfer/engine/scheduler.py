@@ -69,7 +69,8 @@ class Sequence:
       owner: the engine's record of it. leader: a sequence of the same prompt whose pages this one shares once they
         are computed (answers of one request).
       slot: its row in the device's arrays, None while it waits. pages: those that it owns, in order.
-      num_stored: tokens whose keys are in the cache when everything planned has run.
+      num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
+        make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
       num_listed: leading pages that the device's table has; the engine's to raise, ours to lower.
       target: tokens to store before it decodes. num_preemptions: times it gave way.
@@ -87,6 +88,7 @@ class Sequence:
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     num_stored: int = 0
+    num_reserved: int = 0
     num_confirmed: int = 0
     num_reused: int = 0
     num_listed: int = 0
@@ -102,7 +104,12 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens that are still to be planned, once it decodes: its last token is never stored."""
-        return self.num_prompt + self.max_tokens - 1 - self.num_stored
+        return self.num_storable - self.num_stored
+
+    @property
+    def num_storable(self) -> int:
+        """Tokens that are ever stored: all but the last."""
+        return self.num_prompt + self.max_tokens - 1
 
     @property
     def rank(self) -> tuple[bool, int, int]:
@@ -138,7 +145,8 @@ class Plan:
       admitted: sequences that got a slot; their rows of the device's arrays must be written first.
       moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
       copies: pairs (page, new page) to copy before anything is stored. Neither moves nor copies depend on their order.
-      chunks: pieces of prompts. decodes: sequences that make `num_steps` tokens each, or as many as they have left.
+      chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
+        makes a token, or up to `tokens_per_step`.
     """
 
     admitted: list[Sequence]
@@ -147,6 +155,7 @@ class Plan:
     chunks: list[Chunk]
     decodes: list[Sequence]
     num_steps: int
+    tokens_per_step: int = 1
 
     @property
     def is_empty(self) -> bool:
@@ -217,19 +226,23 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def schedule(self, max_steps: int | None = None, *, can_preempt: bool = True) -> Plan | None:
+    def schedule(
+        self, max_steps: int | None = None, *, can_preempt: bool = True, tokens_per_step: int = 1
+    ) -> Plan | None:
         """The next dispatch, or None when pages are short and `can_preempt` is false.
 
         The engine then reads all results that are still coming, which may free pages, and asks again: a sequence is
-        preempted only when everything that it was given is known, so that it can be computed anew.
+        preempted only when everything that it was given is known, so that it can be computed anew. Where steps may make
+        several tokens, report with `settle` how many it were; a plan with prompts, or with few pages left, has none.
         """
         while True:
+            width = tokens_per_step
             decodes = [one for one in self.running if one.is_decoding and one.num_left > 0]
             is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
-            if not self._give_room(decodes, steps):
-                steps = 1
-            if steps > 1 or self._give_room(decodes, 1):
+            if is_busy or not self._give_room(decodes, steps * width):
+                steps = width = 1
+            if steps * width > 1 or self._give_room(decodes, 1):
                 admitted: list[Sequence] = []
                 copies: list[tuple[int, int]] = []
                 chunks = self._plan_prompts(admitted, copies)
@@ -239,15 +252,18 @@ class Scheduler:
                 return None
             # The last in rank gives way: the first always goes on, so all come to their end.
             self._preempt(max(self.running, key=_rank))
-        steps = 1 if chunks else steps
+        if chunks:
+            steps = width = 1
         moves = [] if chunks or self.waiting else self._plan_moves(decodes)
         for chunk in chunks:
             chunk.sequence.num_stored += chunk.length
+            chunk.sequence.num_reserved += chunk.length
             self.counters.computed_prompt_tokens += chunk.length
         for sequence in decodes:
             sequence.num_stored += min(steps, sequence.num_left)
+            sequence.num_reserved += steps * width
         self.counters.copied_pages += len(copies)
-        return Plan(admitted, moves, copies, chunks, decodes, steps)
+        return Plan(admitted, moves, copies, chunks, decodes, steps, width)
 
     def confirm(self, sequence: Sequence, num_stored: int) -> None:
         """The keys of the sequence's first `num_stored` tokens are in the cache and sound: others may use them."""
@@ -260,6 +276,12 @@ class Scheduler:
         """A token was chosen; all tokens before it are stored."""
         sequence.tokens.append(token)
         sequence.num_confirmed = len(sequence.tokens) - 1
+
+    def settle(self, sequence: Sequence, num_steps: int, tokens_per_step: int, num_made: int) -> None:
+        """Of steps that were planned, so many tokens came."""
+        if not sequence.is_finished and sequence.slot is not None:
+            sequence.num_stored = min(sequence.num_stored + num_made - num_steps, sequence.num_storable)
+            sequence.num_reserved -= num_steps * tokens_per_step - num_made
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it is; its slot and pages are free at once."""
@@ -288,8 +310,10 @@ class Scheduler:
         if self.waiting != sorted(self.waiting, key=_rank):
             raise RuntimeError("the queue is out of order")
         for one in self.running:
-            if self._pages_for(one.num_stored) > len(one.pages):
-                raise RuntimeError(f"{one.num_stored} tokens are stored in {len(one.pages)} pages")
+            if self._pages_for(min(one.num_reserved, one.num_storable)) > len(one.pages):
+                raise RuntimeError(f"{one.num_reserved} tokens may be stored in {len(one.pages)} pages")
+            if one.num_stored > min(one.num_reserved, one.num_storable):
+                raise RuntimeError(f"{one.num_stored} tokens are stored, at most {one.num_reserved} are planned")
             for page in one.pages[one.num_confirmed // self.options.page_size :]:
                 if self.pool.num_owners(page) > 1 or self.pool.is_kept(page):
                     raise RuntimeError(f"page {page} is still written, but it is shared or known")
@@ -315,9 +339,9 @@ class Scheduler:
         prompts = (one for one in self.running if not one.is_decoding)
         return len(self.running) + sum(self._pages_for(one.target) - len(one.pages) for one in prompts)
 
-    def _give_room(self, decodes: list[Sequence], steps: int) -> bool:
-        """Pages for `steps` more tokens of each; takes none and says no where there are too few for all."""
-        tokens = [one.num_stored + min(steps, one.num_left) for one in decodes]
+    def _give_room(self, decodes: list[Sequence], num_tokens: int) -> bool:
+        """Pages for so many more tokens of each; takes none and says no where there are too few for all."""
+        tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
         missing = [max(0, self._pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
         if sum(missing) > self.pool.num_available:
             return False
@@ -390,6 +414,7 @@ class Scheduler:
         copies += zip(pages[num_whole:], own, strict=True)
         self.pool.release(pages[num_whole:])
         sequence.pages, sequence.num_stored = pages[:num_whole] + own, num_known
+        sequence.num_reserved = num_known
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
@@ -444,7 +469,7 @@ class Scheduler:
         self.pool.release(sequence.pages)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot, sequence.pages = None, []
-        sequence.num_stored = sequence.num_confirmed = sequence.num_listed = 0
+        sequence.num_stored = sequence.num_reserved = sequence.num_confirmed = sequence.num_listed = 0
 
     def _make_known(self, sequence: Sequence) -> None:
         """Full pages of what is confirmed enter the prefix tree."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxinfer.sampling.keys import gumbel_noise, seed_words, uniform_noise
     from jaxinfer.sampling.logprobs import TokenLogprobs, token_logprobs
     from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
-    from jaxinfer.sampling.sampler import SampleOutput, choose, is_stop, processed_logprobs, sample
+    from jaxinfer.sampling.sampler import SampleOutput, choose, choose_several, is_stop, processed_logprobs, sample
     from jaxinfer.sampling.seeds import derive_seed, sample_seed
     from jaxinfer.sampling.state import SamplingState, advance, make_state, rewind
     from jaxinfer.sampling.transforms import transform
@@ -23,7 +23,7 @@ _HOMES = {
     "keys": ("gumbel_noise", "seed_words", "uniform_noise"),
     "logprobs": ("TokenLogprobs", "token_logprobs"),
     "params": ("SamplingParams", "SamplingParamsError"),
-    "sampler": ("SampleOutput", "choose", "is_stop", "processed_logprobs", "sample"),
+    "sampler": ("SampleOutput", "choose", "choose_several", "is_stop", "processed_logprobs", "sample"),
     "seeds": ("derive_seed", "sample_seed"),
     "state": ("SamplingState", "advance", "make_state", "rewind"),
     "transforms": ("transform",),
@@ -41,6 +41,7 @@ __all__ = [
     "TokenLogprobs",
     "advance",
     "choose",
+    "choose_several",
     "derive_seed",
     "from_generation_config",
     "gumbel_noise",

@@ -1,5 +1,6 @@
 """The one sampler: greedy and sampled rows of any parameters, in one batch and one program."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +14,8 @@ from jaxinfer.sampling.logprobs import TokenLogprobs, no_logprobs, token_logprob
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.state import SamplingState
 from jaxinfer.sampling.transforms import is_transformed, transform
+
+Draw = Callable[[jax.Array], jax.Array]  # float32[S, V] -> int32[S]
 
 
 @jax.tree_util.register_dataclass
@@ -35,17 +38,25 @@ class SampleOutput:
     top_logprobs: jax.Array
 
 
-def sample(logits: jax.Array, positions: jax.Array, batch: SamplingBatch, state: SamplingState) -> SampleOutput:
+def sample(
+    logits: jax.Array,
+    positions: jax.Array,
+    batch: SamplingBatch,
+    state: SamplingState,
+    draw: Draw | None = None,
+) -> SampleOutput:
     """Chooses a token of each row from float32[S, V].
 
     `positions` int32[S] is the absolute index, in prompt plus answer, of the token being chosen. A token is a function
     of its row's logits, parameters, history, seed and position: neighbours, the row's place and S do not matter. The
     caller advances the state, `advance(state, output.tokens, is_active & output.ok)`.
+
+    `draw` may choose the tokens of sampled rows otherwise, from the logits that went through `transform`.
     """
     # Nothing of [S, V] leaves the branches: a step in which all rows are plain makes no copy of the logits.
     tokens, best = lax.cond(
         jnp.any(is_transformed(batch, state)),
-        lambda: _choose(transform(logits, batch, state), positions, batch),
+        lambda: _choose(transform(logits, batch, state), positions, batch, draw),
         lambda: exact.largest(logits),
     )
     ok = jnp.all(logits < jnp.inf, axis=-1) & (best > -jnp.inf)
@@ -69,7 +80,21 @@ def choose(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch) -
     """Tokens int32[S] from logits that went through `transform`: the argmax for greedy rows, and for sampled rows the
     argmax after adding the Gumbel noise of (seed, position), which is a draw from their softmax. The lowest id wins a
     tie. A row without any token to choose gives one past the end or an arbitrary id; `sample` is what flags it."""
-    return _choose(transformed, positions, batch)[0]
+    return _choose(transformed, positions, batch, None)[0]
+
+
+def choose_several(
+    transformed: jax.Array, positions: jax.Array, batch: SamplingBatch, width: int, *, stream: int | None = None
+) -> jax.Array:
+    """The `width` best tokens int32[S, width] as `choose` compares them, the best first; always ids of the vocabulary.
+
+    For sampled rows that is `width` draws without replacement (Kool et al. 2019, Stochastic beams). `stream` names
+    other noise than that of plain sampling.
+    """
+    noisy = _add_noise(transformed, positions, batch, stream)
+    if width == 1:
+        return jnp.minimum(exact.largest(noisy)[0], noisy.shape[1] - 1)[:, None]
+    return lax.top_k(noisy, width)[1]
 
 
 def processed_logprobs(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> jax.Array:
@@ -83,11 +108,22 @@ def is_stop(tokens: jax.Array, batch: SamplingBatch) -> jax.Array:
     return jnp.any(tokens[:, None] == batch.stop_ids, axis=-1)
 
 
-def _choose(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch) -> tuple[jax.Array, jax.Array]:
+def _choose(
+    transformed: jax.Array, positions: jax.Array, batch: SamplingBatch, draw: Draw | None
+) -> tuple[jax.Array, jax.Array]:
     """Tokens int32[S] and the values float32[S] at which they won, -inf where there was nothing to choose."""
+    if draw is None:
+        return exact.largest(_add_noise(transformed, positions, batch, None))
+    tokens, best = exact.largest(transformed)
+    drawn = lax.cond(jnp.any(batch.is_sampled), lambda: draw(transformed), lambda: tokens)
+    return jnp.where(batch.is_sampled, drawn, tokens), best
 
-    def add_noise(x: jax.Array) -> jax.Array:
-        noise = gumbel_noise(batch.seed, positions, transformed.shape[1])
+
+def _add_noise(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch, stream: int | None) -> jax.Array:
+    """Sampled rows with the noise of their seed and position; greedy ones as they are."""
+
+    def add(x: jax.Array) -> jax.Array:
+        noise = gumbel_noise(batch.seed, positions, transformed.shape[1], stream=stream)
         return jnp.where(batch.is_sampled[:, None], x + noise, x)
 
-    return exact.largest(lax.cond(jnp.any(batch.is_sampled), add_noise, lambda x: x, transformed))
+    return lax.cond(jnp.any(batch.is_sampled), add, lambda x: x, transformed)

@@ -1,5 +1,40 @@
 """Speculative decoding: what is drafted, and what of it the target keeps."""
 
+from jaxinfer.speculative.acceptance import Walk, walk
+from jaxinfer.speculative.drafts import Draft, LayersDraft, ModelDraft, NgramDraft, draft_name, first_layers
+from jaxinfer.speculative.proposers import (
+    DraftDecoder,
+    Proposal,
+    Rows,
+    catch_up,
+    keep_path,
+    propose_chain,
+    propose_ngram,
+    propose_tree,
+)
+from jaxinfer.speculative.slots import DraftSlots, init_draft_slots, record
 from jaxinfer.speculative.tree import TokenTree, chain
 
-__all__ = ["TokenTree", "chain"]
+__all__ = [
+    "Draft",
+    "DraftDecoder",
+    "DraftSlots",
+    "LayersDraft",
+    "ModelDraft",
+    "NgramDraft",
+    "Proposal",
+    "Rows",
+    "TokenTree",
+    "Walk",
+    "catch_up",
+    "chain",
+    "draft_name",
+    "first_layers",
+    "init_draft_slots",
+    "keep_path",
+    "propose_chain",
+    "propose_ngram",
+    "propose_tree",
+    "record",
+    "walk",
+]

@@ -6,6 +6,7 @@ from jaxinfer.text.chat_template import (
     ChatTemplateLimitError,
     RenderedChat,
 )
+from jaxinfer.text.compare import check_same_tokens
 from jaxinfer.text.files import TokenizerFiles, TokenizerNotFoundError, read_tokenizer_files
 from jaxinfer.text.stop import StopResult, StopStringMatcher
 from jaxinfer.text.stream import StreamingDetokenizer
@@ -22,5 +23,6 @@ __all__ = [
     "Tokenizer",
     "TokenizerFiles",
     "TokenizerNotFoundError",
+    "check_same_tokens",
     "read_tokenizer_files",
 ]

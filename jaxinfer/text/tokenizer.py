@@ -96,6 +96,10 @@ class Tokenizer:
         """Number of tokens, added ones included. A model's embedding may have more rows."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def tokens_by_id(self) -> dict[int, str]:
+        """Every token as the vocabulary spells it, added ones included."""
+        return {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
+
     @property
     def bos_token_id(self) -> int | None:
         return self._named_id("bos_token")

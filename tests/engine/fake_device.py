@@ -70,6 +70,7 @@ class Result:
     chunk_end: int | None
     tokens: list[int] = field(default_factory=list)
     is_ok: bool = True
+    planned: tuple[int, int] | None = None  # steps, and tokens of each at most
 
 
 class Device:
@@ -107,8 +108,9 @@ class Device:
             self._choose(row, piece.pages, result)
         return result
 
-    def run_decodes(self, pieces: list[Piece], num_steps: int) -> list[Result]:
-        results = [Result(piece.sequence, None) for piece in pieces]
+    def run_decodes(self, pieces: list[Piece], num_steps: int, width: int, chance: random.Random) -> list[Result]:
+        """Each step makes 1 to `width` tokens, and may store more than it keeps."""
+        results = [Result(piece.sequence, None, planned=(num_steps, width)) for piece in pieces]
         for step in range(num_steps):
             for piece, result in zip(pieces, results, strict=True):
                 row = self.rows[piece.slot]
@@ -120,9 +122,14 @@ class Device:
                     row.is_ok = row.is_active = result.is_ok = False
                     self._store(piece.pages, row.position, GARBAGE)
                     continue
-                self._store(piece.pages, row.position, stored(row.newest, row.position, row.salt))
-                row.position += 1
-                self._choose(row, piece.pages, result)
+                drafted = range(row.position, row.position + min(width, row.remaining))
+                for position in drafted:
+                    self._store(piece.pages, position, GARBAGE)
+                for _ in range(chance.randint(1, width)):
+                    if row.is_active:
+                        self._store(piece.pages, row.position, stored(row.newest, row.position, row.salt))
+                        row.position += 1
+                        self._choose(row, piece.pages, result)
         return results
 
     def _choose(self, row: Row, pages: tuple[int, ...], result: Result) -> None:
@@ -145,7 +152,7 @@ class Engine:
 
     `num_operations` counts calls of add, schedule, confirm, append and finish. `failure_rate`: of pieces of a dispatch;
     `stop_rate`: of tokens after which a sequence ends early, as with a stop string. `known_pages_every`: of how many
-    checks one compares all known pages with the device.
+    checks one compares all known pages with the device. `tokens_per_step`: of some dispatches' steps, at most.
     """
 
     def __init__(
@@ -156,12 +163,14 @@ class Engine:
         failure_rate: float = 0.0,
         stop_rate: float = 0.0,
         known_pages_every: int = 1,
+        tokens_per_step: int = 1,
     ):
         self.options = options
         self.scheduler = Scheduler(options, slot_buckets)
         self.device = Device(options.num_pages, options.page_size, options.max_seqs)
         self.random = random.Random(seed)
         self.failure_rate, self.stop_rate, self.known_pages_every = failure_rate, stop_rate, known_pages_every
+        self.tokens_per_step = tokens_per_step
         self.live: dict[Sequence, list[int]] = {}  # with the answer that each must give
         self.in_flight: deque[list[Result]] = deque()
         self.num_operations = self.num_schedules = self.num_checks = 0
@@ -229,6 +238,8 @@ class Engine:
                     self.num_answers += is_whole
                     self._finish(sequence)
                     break
+            if result.planned is not None:
+                self.scheduler.settle(sequence, *result.planned, len(result.tokens))
             if not result.is_ok and not sequence.is_finished:
                 self.num_failed += 1
                 self._finish(sequence)
@@ -287,7 +298,9 @@ class Engine:
         self.num_operations += 1
         self.num_schedules += 1
         before = {one: (one.num_stored, one.num_preemptions) for one in self.scheduler.running}
-        plan = self.scheduler.schedule(self.random.choice([None, None, 1, 3]), can_preempt=can_preempt)
+        width = self.random.choice([1, self.tokens_per_step])
+        max_steps = self.random.choice([None, None, 1, 3])
+        plan = self.scheduler.schedule(max_steps, can_preempt=can_preempt, tokens_per_step=width)
         gave_way = [count for one, (_, count) in before.items() if one.num_preemptions > count]
         assert can_preempt or not gave_way
         self.max_preemptions = max(self.max_preemptions, *(count + 1 for count in gave_way), 0)
@@ -302,9 +315,11 @@ class Engine:
         """It keeps to the limits; the pages that it writes are one sequence's own, and nobody else can find them."""
         assert sum(chunk.length for chunk in plan.chunks) <= self.options.prefill_chunk
         assert 1 <= plan.num_steps <= (1 if plan.chunks else self.options.steps_per_dispatch)
+        assert 1 <= plan.tokens_per_step <= (1 if plan.chunks else self.tokens_per_step)
         assert {one.slot for one in plan.admitted} <= {chunk.sequence.slot for chunk in plan.chunks}
         ranges = [(chunk.sequence, chunk.start, chunk.start + chunk.length) for chunk in plan.chunks]
-        ranges += [(one, before[one], one.num_stored) for one in plan.decodes]
+        # What is planned may begin anywhere between the least and the most that is stored.
+        ranges += [(one, before[one], min(one.num_reserved, one.num_storable)) for one in plan.decodes]
         size, pool = self.options.page_size, self.scheduler.pool
         written: list[int] = []
         for sequence, start, end in ranges:
@@ -331,7 +346,8 @@ class Engine:
             tokens = tuple(chunk.sequence.tokens[chunk.start : chunk.start + chunk.length])
             self.num_stored_by_plans += len(tokens)
             results.append(device.run_chunk(self._piece(chunk.sequence, tokens, chunk.start, chunk.is_last)))
-        return results + device.run_decodes([self._piece(one) for one in plan.decodes], plan.num_steps)
+        decodes = [self._piece(one) for one in plan.decodes]
+        return results + device.run_decodes(decodes, plan.num_steps, plan.tokens_per_step, self.random)
 
     def _piece(self, one: Sequence, tokens: tuple[int, ...] = (), start: int = 0, is_last: bool = False) -> Piece:
         assert one.slot is not None

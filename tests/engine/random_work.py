@@ -34,6 +34,7 @@ class RandomWork:
             failure_rate=0 if self.is_thrashed else rng.choice([0, 0, 0.01, 0.1]),
             stop_rate=0 if self.is_thrashed else rng.choice([0, 0.02]),
             known_pages_every=8,
+            tokens_per_step=rng.choice([1, 2, 5]),
         )
         if self.is_thrashed:
             self.engine.scheduler._num_spare = lambda: 0

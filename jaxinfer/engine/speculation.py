@@ -1,0 +1,169 @@
+"""The engine's side of speculation: the draft's cache, what a dispatch drafts, what came of it."""
+
+from collections.abc import Sequence as Sequences
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer.cache import PagedCache, init_paged_cache, page_bytes
+from jaxinfer.engine import paged_programs, programs, results
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.paged_programs import Slots, StepOutput
+from jaxinfer.engine.scheduler import Sequence
+from jaxinfer.engine.speculative_programs import Drafter, RoundCounts, SpeculativeWork, speculate
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.sampling import SamplingBatch
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, first_layers
+
+
+@dataclass(frozen=True)
+class RoundChoice:
+    """What a dispatch drafts: a tree in each round, of which a sequence takes the first nodes (not the root counted);
+    `max_rounds` rounds at most."""
+
+    tree: TokenTree
+    lengths: dict[Sequence, int]
+    max_rounds: int
+
+    def length_of(self, sequence: Sequence) -> int:
+        return self.lengths.get(sequence, 0)
+
+
+class Speculation:
+    """A draft beside the target of one engine. Owns the draft's cache; parameters belong to the caller.
+
+    Raises ValueError for a draft that cannot draft for the target, or a tree that the draft cannot make.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        draft: Draft,
+        options: EngineOptions,
+        *,
+        page_size: int,
+        layout: str,
+    ):
+        settings = options.speculation
+        if settings is None:
+            raise ValueError("a draft needs EngineOptions.speculation")
+        self.draft, self.options, self.settings = draft, options, settings
+        self.max_rounds = 1 if options.deterministic else max(1, options.steps_per_dispatch // 2)
+        self.weights: programs.Weights = ()
+        self.page_bytes = self.weight_bytes = 0
+        self.cache: PagedCache | None = None
+        self._page_size, self._layout = page_size, layout
+        self._draft_config: ModelConfig | None = None
+        kind: NgramDraft | programs.ProgramModel
+        if isinstance(draft, NgramDraft):
+            if settings.tree is not None:
+                raise ValueError(f"draft='ngram' drafts a chain, it cannot fill draft_tree={settings.tree}")
+            kind = draft
+        else:
+            if isinstance(draft, LayersDraft):
+                draft_config, draft_params = first_layers(config, params, draft.num_layers)
+            else:
+                draft_config, draft_params = draft.config, draft.params
+                self._draft_config, self._dtype = draft_config, draft_params["embed"].dtype
+                self.page_bytes = page_bytes(draft_config, page_size, self._dtype, layout)
+            kind, self.weights = programs.program_model(draft_config, draft_params)
+            if isinstance(draft, ModelDraft):
+                self.weight_bytes = sum(leaf.nbytes for leaf in self.weights)
+        self.drafters = {
+            tree: Drafter(
+                kind,
+                tree,
+                is_maximal=settings.acceptance == "maximal",
+                shares_cache=isinstance(draft, LayersDraft),
+                min_rows=options.token_buckets[-1] if options.deterministic else 0,
+                is_uniform=options.deterministic,
+            )
+            for tree in settings.trees
+        }
+        self._has_keys = bytearray()  # of each page: whether the draft has stored all of it
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence that slots hold."""
+        return self.options.max_model_len + 1
+
+    def allocate(self, num_pages: int) -> None:
+        """The draft's cache, of as many pages as the target's."""
+        self._has_keys = bytearray(num_pages)
+        if self._draft_config is not None:
+            self.cache = init_paged_cache(self._draft_config, num_pages, self._page_size, self._dtype, self._layout)
+
+    def close(self) -> None:
+        for leaf in jax.tree.leaves(self.cache):
+            leaf.delete()
+
+    # What a dispatch drafts.
+
+    def choose(self, sequences: Sequences[Sequence]) -> RoundChoice | None:
+        """What the next dispatch drafts if these decode; None for nothing."""
+        tree = self.settings.trees[-1]
+        return RoundChoice(tree, dict.fromkeys(sequences, tree.num_nodes - 1), self.max_rounds)
+
+    # On the device.
+
+    def write_slot(self, slots: Slots, slot: int, sequence: Sequence) -> Slots:
+        """Gives a slot the tokens of its sequence. Donates the slots."""
+        row = results.padded(sequence.tokens[: self.length], self.length)
+        arguments = jax.device_put((np.int32(slot), row, np.int32(self._num_drafted(sequence))))
+        return paged_programs.write_draft_slot(slots, *arguments)
+
+    def copy_pages(self, sources: jax.Array, destinations: jax.Array) -> None:
+        if self.cache is not None:
+            self.cache = paged_programs.copy_pages(self.cache, sources, destinations)
+
+    def run(
+        self,
+        model: programs.ProgramModel,
+        weights: programs.Weights,
+        cache: PagedCache,
+        slots: Slots,
+        batch: SamplingBatch,
+        work: dict[str, Any],
+        table: jax.Array,
+        tree: TokenTree,
+    ) -> tuple[PagedCache, Slots, StepOutput, RoundCounts]:
+        """One dispatch of rounds. Donates the cache and the slots."""
+        device_work = SpeculativeWork(**jax.device_put(work), page_table=table)
+        cache, self.cache, slots, output, counts = speculate(
+            model,
+            weights,
+            self.drafters[tree],
+            self.weights,
+            cache,
+            self.cache,
+            slots,
+            batch,
+            device_work,
+            self.max_rounds,
+        )
+        return cache, slots, output, counts
+
+    # Which pages the draft knows.
+
+    def forget(self, pages: Sequences[int]) -> None:
+        """The target is about to fill these pages anew."""
+        for page in pages:
+            self._has_keys[page] = 0
+
+    def learn(self, sequence: Sequence) -> None:
+        """After rounds: the draft has stored all but, at most, the last of what the target has."""
+        num_stored = len(sequence.tokens) - 2
+        for page in sequence.pages[: max(num_stored, 0) // self._page_size]:
+            self._has_keys[page] = 1
+
+    def _num_drafted(self, sequence: Sequence) -> int:
+        """Leading tokens whose pages the draft has stored, in some earlier sequence."""
+        count = 0
+        for page in sequence.pages[: sequence.num_reused // self._page_size]:
+            if not self._has_keys[page]:
+                break
+            count += 1
+        return count * self._page_size

@@ -1,0 +1,245 @@
+"""The jitted speculative round: draft, verify, accept, roll back, several times in a dispatch.
+
+Shapes use the legend of jaxinfer/README.md. The host sees the accepted tokens only. Draft and target share the page
+table; rolling back is not counting what was stored too much, since the next round writes there again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.cache import PagedAttention, PagedCache
+from jaxinfer.engine.paged_programs import NO_TOKEN, NOT_SOUND, Slots, StepOutput, first, write_first
+from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.models import Decoder
+from jaxinfer.sampling import SampleOutput, SamplingBatch
+from jaxinfer.speculative import (
+    DraftDecoder,
+    DraftSlots,
+    NgramDraft,
+    Proposal,
+    Rows,
+    TokenTree,
+    catch_up,
+    keep_path,
+    propose_chain,
+    propose_ngram,
+    propose_tree,
+    walk,
+)
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What a round is compiled for beside the target, as a static argument.
+
+    Attributes:
+      kind: an `NgramDraft`; or the draft model; or for the target's own layers the model that they make, with
+        `shares_cache`. tree: what is drafted in a round. is_maximal: how drafts are accepted.
+      min_rows: rows of the target's pass, filled up with padding, so that every pass has the same shape; 0 for no more
+        than there are. is_uniform as in `paged_attention`.
+    """
+
+    kind: NgramDraft | ProgramModel
+    tree: TokenTree
+    is_maximal: bool = False
+    shares_cache: bool = False
+    min_rows: int = 0
+    is_uniform: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SpeculativeWork:
+    """Rounds of B slots: is_held bool[B], the slots that take part if active; page_table int32[B, P]; num_rounds, an
+    int32 scalar; num_drafts int32[B], how many tokens each slot may draft in a round."""
+
+    is_held: jax.Array
+    page_table: jax.Array
+    num_rounds: jax.Array
+    num_drafts: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoundCounts:
+    """Drafted and accepted tokens of each round, int32[R, B]; -1 where the slot took no part."""
+
+    proposed: jax.Array
+    accepted: jax.Array
+
+
+@partial(jax.jit, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6))
+def speculate(
+    model: ProgramModel,
+    weights: Weights,
+    drafter: Drafter,
+    draft_weights: Weights,
+    cache: PagedCache,
+    draft_cache: PagedCache | None,
+    slots: Slots,
+    batch: SamplingBatch,
+    work: SpeculativeWork,
+    max_rounds: int,
+) -> tuple[PagedCache, PagedCache | None, Slots, StepOutput, RoundCounts]:
+    """Up to `work.num_rounds` (at most the static `max_rounds`) rounds for every held, active slot; each makes one
+    token to as many as the tree is deep and one. Donates the caches and the slots.
+
+    A slot's tokens stand together at the beginning of its column of the output, NO_TOKEN after them.
+    """
+    target = model.bind(weights)
+    draft = drafter.kind.bind(draft_weights) if isinstance(drafter.kind, ProgramModel) else None
+    num_slots = work.is_held.shape[0]
+    all_slots, slots, batch = slots, first(slots, num_slots), first(batch, num_slots)
+    num_outputs = max_rounds * (drafter.tree.depth + 1)
+
+    def one_round(carry):
+        count, caches, slots, outputs, num_tokens, counts = carry
+        is_active = slots.is_active & work.is_held
+        # A node is stored where it may stay, so there is never one more than tokens are left.
+        num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, drafter.tree.num_nodes) - 1)
+        rows = Rows(
+            slots.positions, is_active, jnp.where(is_active, num_nodes, 0), work.page_table, batch, slots.history
+        )
+        *caches, draft_slots, proposal = _propose(drafter, draft, model, *caches, slots.draft, rows)
+        proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
+        cache, hidden = verify(target, model, caches[0], proposal, rows, drafter)
+        state, outputs = walk(
+            _logits_at(target, hidden, drafter),
+            proposal,
+            rows,
+            drafter.tree,
+            slots.remaining,
+            partial(_keep, num_tokens),
+            outputs,
+            is_maximal=drafter.is_maximal,
+        )
+        caches = [cache, caches[1]]
+        if drafter.tree.max_width > 1:
+            caches = [cache and keep_path(cache, rows, drafter.tree, state.path, state.num_tokens) for cache in caches]
+        positions = rows.positions + state.num_tokens
+        nodes = jnp.arange(drafter.tree.depth + 1)
+        path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
+        new_slots = Slots(
+            tokens=jnp.where(is_active, state.newest, slots.tokens),
+            positions=positions,
+            remaining=state.remaining,
+            is_active=jnp.where(is_active, state.is_active, slots.is_active),
+            history=state.history,
+            draft=_settle(draft_slots, rows, path, state.newest, positions, nodes),
+        )
+        counts = RoundCounts(
+            counts.proposed.at[count].set(jnp.where(is_active, proposal.num_nodes - 1, -1)),
+            counts.accepted.at[count].set(jnp.where(is_active, state.num_accepted, -1)),
+        )
+        return count + 1, tuple(caches), new_slots, outputs, num_tokens + state.num_tokens, counts
+
+    def keep_going(carry):
+        count, _, slots, *_ = carry
+        return (count < work.num_rounds) & jnp.any(slots.is_active & work.is_held)
+
+    nothing = jnp.full((max_rounds, num_slots), -1, jnp.int32)
+    carry = (
+        jnp.int32(0),
+        (cache, draft_cache),
+        slots,
+        _no_outputs(num_outputs, num_slots, batch.vocab_size),
+        jnp.zeros((num_slots,), jnp.int32),
+        RoundCounts(nothing, nothing),
+    )
+    _, caches, slots, outputs, _, counts = lax.while_loop(keep_going, one_round, carry)
+    return *caches, write_first(all_slots, slots), outputs, counts
+
+
+def verify(
+    target: Decoder, model: ProgramModel, cache: PagedCache, proposal: Proposal, rows: Rows, drafter: Drafter
+) -> tuple[PagedCache, jax.Array]:
+    """The target's pass over all nodes of all rows: stores them, and returns its final hidden states [S, N, D]."""
+    num_slots, num_nodes = proposal.tokens.shape
+    tree, count = drafter.tree, num_slots * num_nodes
+    padding = max(drafter.min_rows - count, 0)
+    positions = (rows.positions[:, None] + tree.depths).reshape(-1)
+    ancestors = None
+    if tree.max_width > 1:
+        ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
+    attend = PagedAttention(
+        cache,
+        rows.page_table,
+        num_nodes * jnp.arange(num_slots, dtype=jnp.int32),
+        proposal.num_nodes,
+        rows.positions + proposal.num_nodes,
+        max_query_length=None if drafter.is_uniform else num_nodes,
+        ancestors=ancestors,
+        is_uniform=drafter.is_uniform,
+        mesh=model.mesh,
+    )
+    tokens, positions = (jnp.pad(x, (0, padding)) for x in (proposal.tokens.reshape(-1), positions))
+    hidden = target(tokens, positions, attend)
+    return attend.cache, hidden[:count].reshape(num_slots, num_nodes, -1)
+
+
+def _logits_at(target: Decoder, hidden: jax.Array, drafter: Drafter) -> Callable[[jax.Array], jax.Array]:
+    """The logits float32[S, V] at a node int32[S] of each row. All nodes' are computed in one pass over the head, unless
+    every bit has to be that of plain decoding, whose product has S rows."""
+    row = jnp.arange(hidden.shape[0])
+    if drafter.is_uniform:
+        return lambda node: target.logits(hidden[row, node])
+    logits = target.logits(hidden)
+    return lambda node: logits[row, node]
+
+
+def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache, draft_cache, slots: DraftSlots, rows):
+    """(target's cache, draft's cache, draft slots, proposal)."""
+    if isinstance(drafter.kind, NgramDraft):
+        return cache, draft_cache, slots, propose_ngram(drafter.kind, slots, rows, drafter.tree)
+    decoder = DraftDecoder(draft, model.config.vocab_size, drafter.is_maximal, drafter.kind.mesh)
+    propose = propose_chain if drafter.tree.max_width <= 1 else propose_tree
+    if drafter.shares_cache:
+        num_layers = drafter.kind.config.num_layers
+        slots = replace(slots, num_drafted=rows.positions)
+        own, slots, proposal = propose(decoder, PagedCache(cache.layers[:num_layers]), slots, rows, drafter.tree)
+        return PagedCache(own.layers + cache.layers[num_layers:]), draft_cache, slots, proposal
+    draft_cache, slots = catch_up(decoder, draft_cache, slots, rows)
+    draft_cache, slots, proposal = propose(decoder, draft_cache, slots, rows, drafter.tree)
+    return cache, draft_cache, slots, proposal
+
+
+def _settle(
+    draft: DraftSlots, rows: Rows, path: jax.Array, newest: jax.Array, positions: jax.Array, depths: jax.Array
+) -> DraftSlots:
+    """The sequence with the accepted path int32[S, D + 1] and the newest token, and what the draft has of it."""
+    row, length = jnp.arange(newest.shape[0]), draft.sequence.shape[1]
+    places = rows.positions[:, None] + depths
+    is_kept = rows.is_active[:, None] & (places < positions[:, None])
+    sequence = draft.sequence.at[row[:, None], jnp.where(is_kept, places, length)].set(path, mode="drop")
+    sequence = sequence.at[row, jnp.where(rows.is_active, positions, length)].set(newest, mode="drop")
+    # Beyond its own drafts' end it has stored nothing, beyond the accepted tokens nothing that counts.
+    return DraftSlots(sequence, jnp.where(rows.is_active, jnp.minimum(draft.num_drafted, positions), draft.num_drafted))
+
+
+def _keep(num_before, outputs: StepOutput, samples: SampleOutput, chose, took_part, num_in_round) -> StepOutput:
+    """Adds one token of each row that chose to its column."""
+    num_rows = outputs.tokens.shape[0]
+    place = jnp.where(chose, num_before + num_in_round, num_rows)
+    row = jnp.arange(place.shape[0])
+    tokens = jnp.where(took_part, samples.tokens, NOT_SOUND)
+
+    def write(all_, new):
+        return all_.at[place, row].set(new, mode="drop")
+
+    return StepOutput(write(outputs.tokens, tokens), jax.tree.map(write, outputs.samples, samples))
+
+
+def _no_outputs(num_rows: int, num_slots: int, vocab_size: int) -> StepOutput:
+    from jaxinfer.sampling.logprobs import no_logprobs
+    from jaxinfer.sampling.params import MAX_LOGPROBS
+
+    empty = no_logprobs(num_slots, MAX_LOGPROBS, vocab_size)
+    leaves = {name: jnp.broadcast_to(leaf, (num_rows, *leaf.shape)) for name, leaf in vars(empty).items()}
+    tokens = jnp.full((num_rows, num_slots), NO_TOKEN, jnp.int32)
+    samples = SampleOutput(tokens=jnp.zeros_like(tokens), ok=jnp.zeros(tokens.shape, bool), **leaves)
+    return StepOutput(tokens, samples)

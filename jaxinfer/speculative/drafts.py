@@ -1,0 +1,54 @@
+"""What may draft: a model, the sequence's own past, or the target's first layers."""
+
+from dataclasses import dataclass, replace
+
+from jaxinfer.models import ModelConfig, Params
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDraft:
+    """A smaller model of the same tokens, with pages of its own in the target's page table."""
+
+    name: str
+    config: ModelConfig
+    params: Params
+
+
+@dataclass(frozen=True)
+class NgramDraft:
+    """Prompt lookup (Saxena 2023): what followed the longest earlier match of the newest tokens, the latest of equal
+    ones.
+
+    Attributes:
+      min_match: tokens that must match. max_match: more do not count.
+    """
+
+    min_match: int = 2
+    max_match: int = 8
+
+
+@dataclass(frozen=True)
+class LayersDraft:
+    """The target's first layers with its final norm and head (Elhoushi et al. 2024, LayerSkip, section 4.3). They share
+    the target's pages: what they store there, the target's own pass writes again."""
+
+    num_layers: int
+
+
+Draft = ModelDraft | NgramDraft | LayersDraft
+
+
+def draft_name(draft: Draft) -> str:
+    """As users name it."""
+    if isinstance(draft, ModelDraft):
+        return draft.name
+    return "ngram" if isinstance(draft, NgramDraft) else f"layers:{draft.num_layers}"
+
+
+def first_layers(config: ModelConfig, params: Params, num_layers: int) -> tuple[ModelConfig, Params]:
+    """The model that the first layers make, over the same arrays. Raises ValueError unless 1 <= num_layers < all."""
+    if not 1 <= num_layers < config.num_layers:
+        raise ValueError(f"draft='layers:{num_layers}': the target has {config.num_layers} layers, use 1 to one less")
+    layers = {name: params["layers"][name] for name in map(str, range(num_layers))}
+    windows = config.sliding_windows[:num_layers]
+    return replace(config, num_layers=num_layers, sliding_windows=windows), {**params, "layers": layers}

@@ -1,0 +1,204 @@
+"""Speculation changes no answer: six drafts, every length, chains and trees, alone and together, with prefix hits and
+preemption give the tokens of plain decoding, for requests of every kind. Inverse tests show that the check can fail."""
+
+import random
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from mixed_requests import mixed_params, random_prompts
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.models import init_params
+
+NUM_PROMPTS = 30
+OPTIONS = {"max_model_len": 128, "num_pages": 400, "steps_per_dispatch": 6}
+PROMPTS = random_prompts(NUM_PROMPTS, 60, seed=3)
+# What is in the answers decides how the sampler sees them: penalties, bad words and min_tokens within the drafts.
+PARAMS = [replace(mixed_params(number), max_tokens=4 + number) for number in range(NUM_PROMPTS)]
+PARAMS[4] = replace(PARAMS[4], prompt_logprobs=None, logprobs=3)
+PARAMS[9] = replace(PARAMS[9], n=2, temperature=0.8, seed=5)
+PARAMS[10] = SamplingParams(max_tokens=40, temperature=0, repetition_penalty=1.5, presence_penalty=0.5)
+PARAMS[11] = SamplingParams(max_tokens=40, temperature=0.3, seed=2, min_tokens=20, stop_token_ids=[3, 4, 5, 6, 7, 8])
+DRAFTS = ("itself", "near", "random", "always wrong", "ngram", "layers:1")
+TREES = ((2, 2), (3, 1, 2))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_program_for_all_loads():
+    """Not a program for each number of slots: they would take minutes to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineOptions, "decode_slots", property(lambda self: (self.max_seqs,)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def drafts(tiny):
+    """The target, and what drafts for it, by name. All models have one configuration, and so the same programs."""
+    config, params = tiny
+
+    def noisy(leaf, key):
+        return leaf + 0.05 * jnp.std(leaf) * jax.random.normal(key, leaf.shape) if leaf.ndim == 2 else leaf
+
+    keys = iter(jax.random.split(jax.random.key(9), 100))
+    others = init_params(config, jax.random.key(1))
+    return {
+        "itself": tiny,
+        "near": (config, jax.tree.map(lambda leaf: noisy(leaf, next(keys)), params)),
+        "random": (config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, others)),
+        "always wrong": (config, {**params, "lm_head": -params["lm_head"]}),
+        "ngram": "ngram",
+        "layers:1": "layers:1",
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(tiny):
+    with LLM(tiny, **OPTIONS, max_seqs=16) as llm:
+        found = answers(llm)
+    assert len({str(one) for one in found}) > 20  # different enough to tell a mistake
+    return found
+
+
+def answers(llm: LLM, count: int = NUM_PROMPTS) -> list:
+    """Tokens and ranks of all answers to the first prompts."""
+    outputs = [one for output in llm.generate(PROMPTS[:count], PARAMS[:count]) for one in output.outputs]
+    assert not llm.engine.scheduler.has_work
+    return [
+        (one.token_ids, one.finish_reason, [[*entry] for entry in one.logprobs or ()]) for one in outputs
+    ]
+
+
+def check_everything(target, draft, expected, **options) -> LLM:
+    """Alone, together, again with prefix hits, and so short of pages that sequences are preempted."""
+    with LLM(target, draft=draft, **OPTIONS, max_seqs=1, **options) as llm:
+        assert answers(llm, 8) == expected[:8]
+    with LLM(target, draft=draft, **OPTIONS, max_seqs=16, **options) as llm:
+        assert answers(llm) == expected
+        reused = llm.engine.scheduler.counters.reused_tokens
+        assert answers(llm) == expected
+        assert llm.engine.scheduler.counters.reused_tokens > reused + 300
+        pool = llm.engine.scheduler.pool
+        pool.drop_idle()
+        random.Random(3).shuffle(pool._free)
+        hidden = pool.allocate(pool.num_available - 8)
+        assert answers(llm) == expected
+        assert llm.engine.scheduler.counters.num_preemptions > 2
+        pool.release(hidden)
+    return llm
+
+
+def lengths(all_lengths, few):
+    return [length if length in few else pytest.param(length, marks=pytest.mark.slow) for length in all_lengths]
+
+
+@pytest.mark.parametrize("length", lengths(range(1, 9), (1, 4)))
+@pytest.mark.parametrize("name", DRAFTS)
+def test_chains_change_no_answer(tiny, drafts, expected, name, length):
+    check_everything(tiny, drafts[name], expected, num_draft_tokens=length)
+
+
+@pytest.mark.parametrize("widths", lengths(TREES, TREES[:1]), ids=str)
+@pytest.mark.parametrize("name", [name for name in DRAFTS if name != "ngram"])
+def test_trees_change_no_answer(tiny, drafts, expected, name, widths):
+    check_everything(tiny, drafts[name], expected, draft_tree=widths)
+
+
+def test_adaptive_lengths_change_no_answer(tiny, drafts, expected):
+    check_everything(tiny, drafts["near"], expected)
+
+
+def rate(llm: LLM) -> float:
+    stats = llm.speculation_stats()
+    assert stats is not None
+    return stats.acceptance_rate
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "maximal"])
+def test_the_target_accepts_all_that_it_drafts_itself(tiny, acceptance):
+    """Greedy and seeded, with every kind of parameters."""
+    with LLM(tiny, draft=tiny, num_draft_tokens=4, acceptance=acceptance, **OPTIONS, max_seqs=16) as llm:
+        answers(llm)
+        stats = llm.speculation_stats()
+        assert stats is not None
+        # A last draft may be cut off by the end of its answer, which is not a rejection.
+        assert stats.num_rejected == 0
+        assert stats.proposed > 300
+
+
+def test_what_drafts_well_is_accepted_more_often(tiny, drafts):
+    rates = {}
+    for name in DRAFTS:
+        with LLM(tiny, draft=drafts[name], num_draft_tokens=4, **OPTIONS, max_seqs=16) as llm:
+            answers(llm)
+            rates[name] = rate(llm)
+    assert rates["near"] > 0.3 > rates["random"]
+    assert rates["always wrong"] < 0.1
+
+
+def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(tiny, drafts, expected):
+    found = {}
+    for acceptance in ("exact", "maximal"):
+        options = {"num_draft_tokens": 4, "acceptance": acceptance, **OPTIONS}
+        with LLM(tiny, draft=drafts["near"], **options, max_seqs=16) as llm:
+            outputs = answers(llm)
+            greedy = [number for number in range(9) if PARAMS[number].is_greedy]
+            assert [outputs[number] for number in greedy] == [expected[number] for number in greedy]
+            found[acceptance] = rate(llm)
+    assert found["maximal"] > found["exact"]
+
+
+def test_deterministic_speculation_keeps_every_bit(tiny, drafts):
+    params = [replace(one, logprobs=2) for one in PARAMS]
+
+    def bits(**options):
+        options = {**OPTIONS, "deterministic": True, "max_seqs": 8, "prefill_chunk": 64, **options}
+        with LLM(tiny, **options) as llm:
+            return [[(one.token_ids, one.logprobs) for one in out.outputs] for out in llm.generate(PROMPTS, params)]
+
+    plain = bits()
+    assert bits(draft=drafts["near"], num_draft_tokens=4) == plain
+    assert bits(draft=drafts["near"], draft_tree=(2, 2)) == plain
+    assert bits(draft=drafts["near"], num_draft_tokens=4, deterministic=False) != plain
+
+
+def test_a_planted_off_by_one_is_caught(tiny, drafts, expected, monkeypatch):
+    """The token after an accepted draft is taken from the logits before it."""
+    from jaxinfer.engine import speculative_programs
+
+    right = speculative_programs._logits_at
+
+    def wrong(target, hidden, drafter):
+        at = right(target, hidden, drafter)
+        return lambda node: at(jnp.maximum(node - 1, 0))
+
+    monkeypatch.setattr(speculative_programs, "_logits_at", wrong)
+    jax.clear_caches()
+    try:
+        with LLM(tiny, draft=drafts["itself"], num_draft_tokens=4, **OPTIONS, max_seqs=16) as llm:
+            assert answers(llm) != expected
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
+
+
+def test_a_planted_error_of_rollback_is_caught(tiny, drafts, expected, monkeypatch):
+    """A rejected draft stays in the cache."""
+    from jaxinfer.engine import speculative_programs
+
+    right = speculative_programs.walk
+
+    def wrong(*arguments, **options):
+        state, kept = right(*arguments, **options)
+        return state._replace(num_tokens=jnp.minimum(state.num_tokens + 1, 2)), kept
+
+    monkeypatch.setattr(speculative_programs, "walk", wrong)
+    jax.clear_caches()
+    try:
+        with LLM(tiny, draft=drafts["random"], num_draft_tokens=4, **OPTIONS, max_seqs=16) as llm:
+            assert answers(llm) != expected
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
