@@ -14,6 +14,7 @@ from jaxinfer.cli.demo import demo
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.score import score
+from jaxinfer.cli.speculate_report import speculate_report
 from jaxinfer.cli.train_demo import train_demo
 from jaxinfer.cli.verify import verify
 
@@ -56,6 +57,7 @@ app = typer.Typer(
 GROUPS = {
     "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score},
     "Checkpoints": {"convert": convert, "verify": verify},
+    "Speculation": {"speculate-report": speculate_report},
     "This machine": {"doctor": doctor, "train-demo": train_demo},
 }
 for group, commands in GROUPS.items():

@@ -1,0 +1,395 @@
+"""`jaxinfer speculate-report`: whether a draft pays on given prompts, how many tokens to draft, and what limits it."""
+
+import importlib.util
+import statistics
+import time
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.options import ModelOptions, ServingOptions
+from jaxinfer.cli.output import console, note, plain_cell, waiting, write_json, write_text
+from jaxinfer.cli.prompts import PromptLine, read_prompts
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+    from jaxinfer.loading import LoadedModel
+    from jaxinfer.sampling import SamplingParams
+    from jaxinfer.speculative import SpeculationStats
+
+LENGTHS = "1,2,4,8"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The prompts with one draft length, 0 for plain decoding.
+
+    Attributes:
+      seconds_per_token: after an answer's first, of its row. host_share: of the time, in which the host's thread
+        worked. answers: token ids. num_tokens: after the first ones, of all repeats. stats: of all repeats; plain
+        decoding has none.
+    """
+
+    num_draft_tokens: int
+    seconds_per_token: float
+    host_share: float
+    answers: list[list[int]]
+    num_tokens: int
+    stats: "SpeculationStats | None" = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One draft length next to plain decoding. `cost_ratio` is what drafting a token takes next to a plain step,
+    `verify_ratio` what the rest of a round takes; `if_perfect` the speedup if one thing cost or lost nothing."""
+
+    num_draft_tokens: int
+    stats: "SpeculationStats"
+    cost_ratio: float
+    verify_ratio: float
+    expected: float
+    measured: float
+    host_share: float
+    num_different: int
+
+    @property
+    def if_perfect(self) -> dict[str, float]:
+        per_round, k = self.verify_ratio + self.num_draft_tokens * self.cost_ratio, self.num_draft_tokens
+        length = self.measured * per_round  # tokens of a round, as far as they came about
+        return {
+            "acceptance": (k + 1) / per_round,
+            "draft cost": length / self.verify_ratio,
+            "verify cost": length / (1 + k * self.cost_ratio),
+            "host": self.measured / (1 - self.host_share),
+        }
+
+    @property
+    def limit(self) -> str:
+        """Which of them would gain most."""
+        return max(self.if_perfect, key=lambda name: self.if_perfect[name])
+
+    def data(self) -> dict[str, Any]:
+        return {
+            "num_draft_tokens": self.num_draft_tokens,
+            "acceptance_rate": self.stats.acceptance_rate,
+            "conditional_rate": self.stats.conditional_rate,
+            "acceptance_by_position": self.stats.acceptance_by_position,
+            "mean_accepted_length": self.stats.mean_accepted_length,
+            "cost_ratio": self.cost_ratio,
+            "verify_ratio": self.verify_ratio,
+            "expected_speedup": self.expected,
+            "measured_speedup": self.measured,
+            "host_share": self.host_share,
+            "num_different_answers": self.num_different,
+            "speedup_if_perfect": self.if_perfect,
+            "limited_by": self.limit,
+        }
+
+
+def speculate_report(
+    model_options: ServingOptions,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="PROMPTS", help='Prompts, one a line; in .jsonl, {"prompt": "...", ...}.'),
+    ],
+    draft: Annotated[
+        str,
+        typer.Option(
+            "--draft",
+            "-d",
+            metavar="DRAFT",
+            help="A checkpoint's folder, a hub id, demo-draft, ngram, or layers:N (the model's own first N layers).",
+        ),
+    ],
+    num_draft_tokens: Annotated[
+        str, typer.Option("--num-draft-tokens", metavar="K,K", help="Tokens drafted before each check.")
+    ] = LENGTHS,
+    max_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of each answer.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the most probable token.")] = 0.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of every answer, where the temperature is not 0.")] = 0,
+    acceptance: Annotated[
+        str, typer.Option(metavar="RULE", help="exact: the answers of plain decoding; maximal: of their distribution.")
+    ] = "exact",
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Times that each is measured; medians are shown.")
+    ] = 3,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Draw acceptance and speedup to this PNG file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
+) -> None:
+    """Measure speculative decoding.
+
+    Runs the prompts plainly and with each number of drafted tokens, one answer at a time unless --max-seqs says
+    otherwise, everything warmed up before. Shows what was accepted, the speedup that Leviathan et al. expect of that,
+    the measured one, what limits it, and which number is best.
+    """
+    lengths = _read_lengths(num_draft_tokens)
+    if acceptance not in ("exact", "maximal"):
+        raise UsageError(f"--acceptance is exact or maximal, got {acceptance!r}")
+    if plot is not None:
+        check_plot(plot)
+    lines = read_prompts((), file)
+    with waiting(f"loading {model_options.model}"):
+        bench = _Bench(model_options, draft, acceptance, lines, repeats)
+        params = bench.params({"temperature": temperature, "seed": seed, "max_tokens": max_tokens})
+    try:
+        rows, plain = bench.measure(lengths, params)
+    finally:
+        bench.close()
+    best = max(rows, key=lambda row: row.measured)
+    report = {
+        "model": model_options.model,
+        "draft": draft,
+        "acceptance": acceptance,
+        "num_prompts": len(lines),
+        "plain_tokens_per_second": 1 / plain.seconds_per_token,
+        **_machine(),
+        "lengths": [row.data() for row in rows],
+        "best_num_draft_tokens": best.num_draft_tokens if best.measured > 1 else 0,
+        "conclusion": conclusion(rows),
+    }
+    if plot is not None:
+        draw(plot, rows, f"{model_options.model}, drafted by {draft}")
+    if as_json:
+        write_json(report)
+        return
+    print_rows(rows)
+    if acceptance == "exact" and temperature == 0:
+        num_different = sum(row.num_different for row in rows)
+        write_text(f"Answers that differ from plain decoding: {num_different} of {len(lines) * len(rows)}.\n")
+    write_text(f"Plain decoding: {report['plain_tokens_per_second']:.0f} tokens/s of each answer.\n")
+    write_text(report["conclusion"] + "\n")
+    if plot is not None:
+        note(f"wrote {plot}")
+
+
+def conclusion(rows: list[Row]) -> str:
+    """What to do, and why it is not faster."""
+    best = max(rows, key=lambda row: row.measured)
+    k, limit = best.num_draft_tokens, best.limit
+    cause = {
+        "acceptance": f"acceptance: {best.stats.conditional_rate:.0%} of the drafted tokens are accepted when those "
+        f"before them were; with all it would be",
+        "draft cost": f"the draft: a token of it takes {best.cost_ratio:.2f} of a plain step; for nothing it would be",
+        "verify cost": f"verifying: a round without its draft takes {best.verify_ratio:.2f} of a plain step; with 1 it "
+        f"would be",
+        "host": f"the host, which works for {best.host_share:.0%} of the time; without it it would be",
+    }[limit]
+    if best.measured > 1:
+        start = f"Use num_draft_tokens={k}: {best.measured:.2f}x plain decoding."
+    else:
+        start = (
+            f"Decode without this draft: at best, with {k} drafted tokens, it is {best.measured:.2f}x plain decoding."
+        )
+    return f"{start} What limits it most is {cause} {best.if_perfect[limit]:.2f}x."
+
+
+class _Bench:
+    """The model, loaded once, in one engine after another. Plain decoding is measured first and last."""
+
+    def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
+        from jaxinfer.loading import load_model
+
+        own = {field.name for field in fields(ModelOptions)}
+        values = {field.name: getattr(options, field.name) for field in fields(options)}
+        self.model = load_model(
+            options.model, tokenizer=options.tokenizer, dtype=options.dtype, revision=options.revision
+        )
+        self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
+        self.draft_model: LoadedModel | None = None
+        if draft != "ngram" and not draft.startswith("layers:"):
+            self.draft_model = load_model(draft, dtype=options.dtype)
+        self.engine: dict[str, Any] = {"max_seqs": 1, "max_model_len": options.max_model_len}
+        self.engine |= {name: value for name, value in values.items() if name not in own and value is not None}
+
+    def params(self, values: dict[str, Any]) -> "list[SamplingParams]":
+        """Of each prompt; live parameters know no end-of-sequence ids, so they are named."""
+        from jaxinfer.sampling import SamplingParams
+
+        values = {**values, "stop_token_ids": list(self.model.eos_token_ids)}
+        return [SamplingParams.from_dict({**values, **line.sampling}) for line in self.lines]
+
+    def measure(self, lengths: list[int], params: "list[SamplingParams]") -> tuple[list[Row], Run]:
+        first = self._run(params, 0)
+        cost = self._draft_seconds(params) / first.seconds_per_token
+        runs = [self._run(params, k, draft=self._draft(), acceptance=self.acceptance) for k in lengths]
+        last = self._run(params, 0)
+        seconds = statistics.mean((first.seconds_per_token, last.seconds_per_token))
+        plain = replace(first, seconds_per_token=seconds)
+        return [compare(run, plain, cost) for run in runs], plain
+
+    def _draft(self) -> Any:
+        return self.draft_name if self.draft_model is None else live(self.draft_model)
+
+    def _draft_seconds(self, params: "list[SamplingParams]") -> float:
+        """Seconds per token of the draft alone; n-grams are looked up for next to nothing."""
+        from jaxinfer.speculative import first_layers
+
+        if self.draft_name == "ngram":
+            return 0.0
+        if self.draft_model is not None:
+            return self._run(params, 0, model=live(self.draft_model)).seconds_per_token
+        count = self.draft_name.removeprefix("layers:")
+        if not count.isdecimal():
+            raise UsageError(f"--draft {self.draft_name}: layers:N takes the model's first N layers, such as layers:4")
+        config, weights = first_layers(self.model.config, self.model.params, int(count))
+        return self._run(params, 0, model=(config, weights, self.model.tokenizer)).seconds_per_token
+
+    def _run(self, params: "list[SamplingParams]", num_draft_tokens: int, model: Any = None, **drafting: Any) -> Run:
+        from jaxinfer.llm import LLM
+
+        if num_draft_tokens:
+            drafting["num_draft_tokens"] = num_draft_tokens
+        what = f"{num_draft_tokens} drafted tokens" if num_draft_tokens else "plain decoding"
+        with (
+            waiting(f"measuring {what}; a first run compiles"),
+            LLM(model or live(self.model), **self.engine, **drafting) as llm,
+        ):
+            return _measured(llm, [line.prompt for line in self.lines], params, num_draft_tokens, self.repeats)
+
+    def close(self) -> None:
+        import jax
+
+        for one in (self.model, self.draft_model):
+            if one is not None:
+                for leaf in jax.tree.leaves(one.params):
+                    leaf.delete()
+
+
+def live(model: "LoadedModel") -> Any:
+    """For `LLM`, which then does not free the parameters."""
+    return model.config, model.params, model.tokenizer
+
+
+def _measured(
+    llm: "LLM", prompts: list[Any], params: "list[SamplingParams]", num_draft_tokens: int, repeats: int
+) -> Run:
+    llm.generate(prompts, params, use_tqdm=False)  # compiles
+    before = llm.speculation_stats()
+    seconds, shares, outputs, total = [], [], [], 0
+    for _ in range(repeats):
+        wall, worked = time.perf_counter(), time.thread_time()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        shares.append((time.thread_time() - worked) / (time.perf_counter() - wall))
+        timings = [one.timings for one in outputs if one.timings is not None]
+        spent = sum(one.total_time - one.time_to_first_token for one in timings)
+        num_tokens = sum(len(one.outputs[0].token_ids) - 1 for one in outputs)
+        if num_tokens < 1:
+            raise UsageError("every answer ends with its first token: nothing to measure; try other prompts")
+        seconds.append(spent / num_tokens)
+        total += num_tokens
+    after = llm.speculation_stats()
+    return Run(
+        num_draft_tokens,
+        statistics.median(seconds),
+        statistics.median(shares),
+        [one.outputs[0].token_ids for one in outputs],
+        total,
+        None if after is None or before is None else after - before,
+    )
+
+
+def compare(run: Run, plain: Run, cost_ratio: float) -> Row:
+    """A run next to the plain one. What a round takes follows from the tokens that it makes: what is not the draft's
+    is called verifying."""
+    from jaxinfer.speculative import SpeculationStats, expected_speedup
+
+    stats, k = run.stats or SpeculationStats(), run.num_draft_tokens
+    measured = plain.seconds_per_token / run.seconds_per_token
+    # Tokens that no round made took a plain step each.
+    steps = run.num_tokens / measured - max(run.num_tokens - stats.num_tokens, 0)
+    per_round = steps / stats.num_rounds if stats.num_rounds else 1.0
+    return Row(
+        num_draft_tokens=k,
+        stats=stats,
+        cost_ratio=cost_ratio,
+        verify_ratio=max(per_round - k * cost_ratio, 0.01),
+        expected=expected_speedup(stats.conditional_rate, k, cost_ratio),
+        measured=measured,
+        host_share=min(run.host_share, 0.99),
+        num_different=sum(mine != its for mine, its in zip(run.answers, plain.answers, strict=True)),
+    )
+
+
+def print_rows(rows: list[Row]) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    names = ("k", "accepted", "given those before", "by position", "tokens a round", "draft token", "verifying")
+    for name in (*names, "expected", "measured", "limited by"):
+        table.add_column(name, justify="left" if name in ("by position", "limited by") else "right")
+    for row in rows:
+        cells = [
+            str(row.num_draft_tokens),
+            f"{row.stats.acceptance_rate:.0%}",
+            f"{row.stats.conditional_rate:.0%}",
+            " ".join(f"{rate:.2f}" for rate in row.stats.acceptance_by_position),
+            f"{row.stats.mean_accepted_length:.2f}",
+            f"{row.cost_ratio:.2f}",
+            f"{row.verify_ratio:.2f}",
+            f"{row.expected:.2f}x",
+            f"{row.measured:.2f}x",
+            row.limit,
+        ]
+        table.add_row(*map(plain_cell, cells))
+    console().print(table)
+
+
+def check_plot(path: Path) -> None:
+    """Raises, before anything is measured, where the plot could not be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install 'jaxinfer[train]'")
+    if path.suffix.lower() != ".png":
+        raise UsageError(f"--plot writes PNG, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot: there is no folder {path.parent}")
+
+
+def draw(path: Path, rows: list[Row], title: str) -> None:
+    """Acceptance by position, and speedup by length, expected and measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for row in rows:
+        rates = row.stats.acceptance_by_position
+        left.plot(range(1, len(rates) + 1), rates, marker="o", label=f"k = {row.num_draft_tokens}")
+    left.set(xlabel="place in the round", ylabel="accepted of those drafted for it", ylim=(0, 1.02))
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.legend(frameon=False)
+    lengths = [row.num_draft_tokens for row in rows]
+    right.plot(lengths, [row.expected for row in rows], marker="o", linestyle="--", color="0.6", label="expected")
+    right.plot(lengths, [row.measured for row in rows], marker="o", color="C0", label="measured")
+    right.axhline(1, color="C3", linewidth=1)
+    right.set(xlabel="drafted tokens (k)", ylabel="speedup over plain decoding", xticks=lengths)
+    right.set_ylim(bottom=0)
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def _read_lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise UsageError(f"--num-draft-tokens: {text!r} is not one or more positive numbers, such as {LENGTHS}")
+    return list(dict.fromkeys(lengths))
+
+
+def _machine() -> dict[str, Any]:
+    import jax
+
+    device = jax.devices()[0]
+    return {"platform": device.platform, "device": device.device_kind, "jax": jax.__version__}
