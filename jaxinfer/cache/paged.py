@@ -37,7 +37,7 @@ class PagedCache:
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return (self.layers[0].k if isinstance(self.layers[0], SeparatePages) else self.layers[0].kv).shape[1]
+        return jax.tree.leaves(self.layers[0])[0].shape[1]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
