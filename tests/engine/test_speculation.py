@@ -68,9 +68,7 @@ def answers(llm: LLM, count: int = NUM_PROMPTS) -> list:
     """Tokens and ranks of all answers to the first prompts."""
     outputs = [one for output in llm.generate(PROMPTS[:count], PARAMS[:count]) for one in output.outputs]
     assert not llm.engine.scheduler.has_work
-    return [
-        (one.token_ids, one.finish_reason, [[*entry] for entry in one.logprobs or ()]) for one in outputs
-    ]
+    return [(one.token_ids, one.finish_reason, [[*entry] for entry in one.logprobs or ()]) for one in outputs]
 
 
 def check_everything(target, draft, expected, **options) -> LLM:
@@ -141,13 +139,13 @@ def test_what_drafts_well_is_accepted_more_often(tiny, drafts):
 
 def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(tiny, drafts, expected):
     found = {}
-    for acceptance in ("exact", "maximal"):
-        options = {"num_draft_tokens": 4, "acceptance": acceptance, **OPTIONS}
+    for rule in ("exact", "maximal"):
+        options = {"num_draft_tokens": 4, "acceptance": rule, **OPTIONS}
         with LLM(tiny, draft=drafts["near"], **options, max_seqs=16) as llm:
             outputs = answers(llm)
             greedy = [number for number in range(9) if PARAMS[number].is_greedy]
             assert [outputs[number] for number in greedy] == [expected[number] for number in greedy]
-            found[acceptance] = rate(llm)
+            found[rule] = rate(llm)
     assert found["maximal"] > found["exact"]
 
 
