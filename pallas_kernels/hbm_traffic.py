@@ -101,14 +101,14 @@ class Program:
         """All of them, fused ones included."""
         return (instruction for computation in self.computations.values() for instruction in computation.values())
 
-    def moves(self, *, takes_branches: bool = False) -> list[Move]:
+    def moves(self, *, takes_branches: bool = False, loop_trips: int = 1) -> list[Move]:
         """Everything that moves bytes in a run of the program.
 
-        A loop whose trip count the compiler does not know runs once. A conditional runs its first branch, which is the
-        false one of `lax.cond`, or, with `takes_branches`, the one that moves most. Raises ValueError for a Pallas call
-        without a cost estimate.
+        A loop whose trip count the compiler does not know runs `loop_trips` times. A conditional runs its first branch,
+        which is the false one of `lax.cond`, or, with `takes_branches`, the one that moves most. Raises ValueError for
+        a Pallas call without a cost estimate.
         """
-        return list(self._moves(self.entry, takes_branches))
+        return list(self._moves(self.entry, takes_branches, loop_trips))
 
     def made_in_hbm(self, at_least: int) -> list[Instruction]:
         """Instructions, in any branch, with a result of `at_least` bytes in HBM that is not one of their operands."""
@@ -139,22 +139,22 @@ class Program:
             return tuple(array for array in instruction.results if array not in taken)
         return tuple(array for index, array in enumerate(instruction.results) if index not in aliased)
 
-    def _moves(self, name: str, takes_branches: bool) -> Iterator[Move]:
+    def _moves(self, name: str, takes_branches: bool, loop_trips: int) -> Iterator[Move]:
         computation = self.computations[name]
         for instruction in computation.values():
             opcode = instruction.opcode
             if opcode == "while":
-                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else 1
-                for move in self._moves(instruction.called or "", takes_branches):
+                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else loop_trips
+                for move in self._moves(instruction.called or "", takes_branches, loop_trips):
                     yield Move(move.instruction, move.num_bytes * trips)
             elif opcode == "conditional":
-                yield from self._branch(instruction, takes_branches)
+                yield from self._branch(instruction, takes_branches, loop_trips)
             elif opcode in _CALLS and instruction.called is not None:
-                yield from self._moves(instruction.called or "", takes_branches)
+                yield from self._moves(instruction.called or "", takes_branches, loop_trips)
             elif num_bytes := self._num_bytes(instruction, computation):
                 yield Move(instruction, num_bytes)
 
-    def _branch(self, instruction: Instruction, takes_branches: bool) -> list[Move]:
+    def _branch(self, instruction: Instruction, takes_branches: bool, loop_trips: int) -> list[Move]:
         found = _BRANCHES.search(instruction.text)
         # A boolean conditional names its true branch first.
         names = (
@@ -162,7 +162,7 @@ class Program:
             if found
             else re.findall(r"(?:false|true)_computation=%([\w.\-]+)", instruction.text)[::-1]
         )
-        branches = [list(self._moves(name, takes_branches)) for name in names]
+        branches = [list(self._moves(name, takes_branches, loop_trips)) for name in names]
         return max(branches, key=lambda moves: sum(m.num_bytes for m in moves)) if takes_branches else branches[0]
 
     def _num_bytes(self, instruction: Instruction, computation: dict[str, Instruction]) -> int:

@@ -14,7 +14,6 @@ from pallas_kernels.paged_attention import (
     Pages,
     PageShape,
     Schedule,
-    SeparatePages,
     make_schedule,
     make_spec,
     paged_attention,
@@ -38,7 +37,7 @@ class PagedCache:
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
-        return (self.layers[0].k if isinstance(self.layers[0], SeparatePages) else self.layers[0].kv).shape[1]
+        return jax.tree.leaves(self.layers[0])[0].shape[1]
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
@@ -106,8 +105,9 @@ class PagedAttention:
     """`attend` for tokens [T] of S sequences side by side: appends to the pages and reads them back.
 
     Arguments as in `pallas_kernels.paged_attention`: page_table int32 [S, P]; query_starts, query_lengths and
-    kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh each device attends with its own
-    heads: the compiler cannot cut a kernel, so `jax.shard_map` does. After the pass, `cache` is the updated one.
+    kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh each
+    device attends with its own heads: the compiler cannot cut a kernel, so `jax.shard_map` does. After the pass,
+    `cache` is the updated one.
     """
 
     def __init__(

@@ -16,8 +16,8 @@ class SpeculationOptions:
     """How an engine with a draft speculates.
 
     Attributes:
-      num_draft_tokens: tokens drafted in a round, 1 to 31; None adapts them, for every sequence, to what is accepted and
-        to what drafting and verifying cost at the load of the moment, down to none.
+      num_draft_tokens: tokens drafted in a round, 1 to 31; None adapts them to what is accepted and to what drafting
+        and verifying cost at the load of the moment, down to none.
       tree: widths per depth of a token tree that is drafted instead of a chain, such as (3, 2, 1).
       acceptance: "exact", the answers of plain decoding; or "maximal", the same distribution with more accepted.
       lengths: numbers of drafted tokens that are chosen from where they adapt; each has programs of its own.
@@ -98,6 +98,11 @@ class EngineOptions:
         for name in ("deterministic", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.deterministic and self.speculation is not None and self.speculation.tree is not None:
+            raise ValueError(
+                f"deterministic=True keeps every bit, and draft_tree={self.speculation.tree} does not: the keys of a "
+                f"tree are added up in another order; use a chain, num_draft_tokens"
+            )
 
     @property
     def chunk(self) -> int:

@@ -54,8 +54,8 @@ class _Rounds:
 
 
 class PagedEngine:
-    """Runs `Generation`s to their end, with a draft beside the model if there is one. Owns its cache (`close` frees it);
-    the parameters belong to the caller.
+    """Runs `Generation`s to their end, with a draft beside the model if there is one. Owns its cache (`close` frees
+    it); the parameters belong to the caller.
 
     Every `step` plans a dispatch, sends it, and reads the one before, so that the device never waits for the host.
     Raises OutOfMemoryError when made, if model and cache do not fit; `available` bytes stand in for the device's own
@@ -239,7 +239,12 @@ class PagedEngine:
             return self.scheduler.schedule(max_steps, can_preempt=can_preempt), None
         num_rounds = min(max_steps or choice.max_rounds, choice.max_rounds)
         width = choice.tree.depth + 1
-        plan = self.scheduler.schedule(num_rounds, can_preempt=can_preempt, tokens_per_step=width)
+        plan = self.scheduler.schedule(
+            num_rounds,
+            can_preempt=can_preempt,
+            tokens_per_step=width,
+            num_scratch=choice.tree.num_nodes - width,
+        )
         return plan, choice if plan is not None and plan.tokens_per_step > 1 else None
 
     def _expire(self) -> list[Generation]:
@@ -369,9 +374,7 @@ class PagedEngine:
         )
         return output
 
-    def _run_rounds(
-        self, work: dict[str, Any], table: jax.Array, tree: TokenTree
-    ) -> tuple[StepOutput, RoundCounts]:
+    def _run_rounds(self, work: dict[str, Any], table: jax.Array, tree: TokenTree) -> tuple[StepOutput, RoundCounts]:
         speculation = _checked(self.speculation)
         self._cache, self._slots, output, counts = speculation.run(
             self.model, self.weights, self._cache, self._slots, self._batch, work, table, tree

@@ -227,20 +227,26 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(
-        self, max_steps: int | None = None, *, can_preempt: bool = True, tokens_per_step: int = 1
+        self,
+        max_steps: int | None = None,
+        *,
+        can_preempt: bool = True,
+        tokens_per_step: int = 1,
+        num_scratch: int = 0,
     ) -> Plan | None:
         """The next dispatch, or None when pages are short and `can_preempt` is false.
 
         The engine then reads all results that are still coming, which may free pages, and asks again: a sequence is
         preempted only when everything that it was given is known, so that it can be computed anew. Where steps may make
         several tokens, report with `settle` how many it were; a plan with prompts, or with few pages left, has none.
+        Such a step may store `num_scratch` tokens more than it keeps, if the sequence may still grow so long.
         """
         while True:
             width = tokens_per_step
             decodes = [one for one in self.running if one.is_decoding and one.num_left > 0]
             is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
-            if is_busy or not self._give_room(decodes, steps * width):
+            if is_busy or not self._give_room(decodes, steps * width + num_scratch):
                 steps = width = 1
             if steps * width > 1 or self._give_room(decodes, 1):
                 admitted: list[Sequence] = []

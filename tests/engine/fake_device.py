@@ -15,6 +15,7 @@ VOCAB = 97
 EOS = 0
 GARBAGE = -1  # what a row that failed stores
 MAX_IN_FLIGHT = 2
+SCRATCH = 3  # tokens that a step of several stores beyond those that it may keep
 
 
 def stored(token: int, position: int, salt: str) -> int:
@@ -122,7 +123,7 @@ class Device:
                     row.is_ok = row.is_active = result.is_ok = False
                     self._store(piece.pages, row.position, GARBAGE)
                     continue
-                drafted = range(row.position, row.position + min(width, row.remaining))
+                drafted = range(row.position, row.position + min(width + SCRATCH * (width > 1), row.remaining))
                 for position in drafted:
                     self._store(piece.pages, position, GARBAGE)
                 for _ in range(chance.randint(1, width)):
@@ -300,7 +301,9 @@ class Engine:
         before = {one: (one.num_stored, one.num_preemptions) for one in self.scheduler.running}
         width = self.random.choice([1, self.tokens_per_step])
         max_steps = self.random.choice([None, None, 1, 3])
-        plan = self.scheduler.schedule(max_steps, can_preempt=can_preempt, tokens_per_step=width)
+        plan = self.scheduler.schedule(
+            max_steps, can_preempt=can_preempt, tokens_per_step=width, num_scratch=SCRATCH * (width > 1)
+        )
         gave_way = [count for one, (_, count) in before.items() if one.num_preemptions > count]
         assert can_preempt or not gave_way
         self.max_preemptions = max(self.max_preemptions, *(count + 1 for count in gave_way), 0)

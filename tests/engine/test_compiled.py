@@ -1,12 +1,12 @@
 """The engine's programs for Llama-3-8B as the TPU's compiler makes them: what they hold and move in HBM.
 
 64 sequences of 2,048 tokens in bfloat16: 16.06 GB of weights and 17.19 GB of pages. One v6e of 32 GiB holds both; a v5e
-has 16 GiB, so four share them.
+has 16 GiB, so four share them. And its speculative rounds of 16 sequences, with Llama-3.2-1B as the draft.
 """
 
 import math
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,8 +17,11 @@ from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
 from jaxinfer.engine import paged_programs
 from jaxinfer.engine.paged_programs import DecodeWork, StepWork
-from jaxinfer.engine.programs import program_model
+from jaxinfer.engine.programs import ProgramModel, program_model
+from jaxinfer.engine.speculative_programs import Drafter, SpeculativeWork, speculate, verify
 from jaxinfer.models import ModelConfig, RopeConfig, abstract_params
+from jaxinfer.sampling import sample
+from jaxinfer.speculative import Proposal, Rows, TokenTree, chain
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Instruction, Program
 
@@ -35,7 +38,17 @@ LLAMA_3_8B = ModelConfig(
     max_position_embeddings=131_072,
     dtype="bfloat16",
 )
+LLAMA_3_1B = replace(
+    LLAMA_3_8B,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    head_dim=64,
+    rope=replace(LLAMA_3_8B.rope, rotary_dim=64, factor=32.0),
+    tie_word_embeddings=True,
+)
 SLOTS, PAGE, CONTEXT, STEP_TOKENS, MAX_STEPS = 64, 64, 2048, 512, 8
+SPECULATING_SLOTS, MAX_ROUNDS, CHAIN = 16, 4, chain(4)
 PAGES = CONTEXT // PAGE
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Arrays of [slots, vocabulary] that live at once where a row asks for top-p: the logits as they were and as they are,
@@ -67,21 +80,10 @@ class Case:
     @cached_property
     def arguments(self) -> tuple[Any, ...]:
         """The program's arguments, from the weights on, as abstract arrays."""
-        params = abstract_params(self.config, jnp.bfloat16)
-        slots, batch = jax.eval_shape(lambda: paged_programs.init_slots(SLOTS, self.config.vocab_size))
-        if self.mesh is not None:
-            params = _placed(params, parallel.parameter_shardings(self.mesh, self.config))
-            axes = paged_programs.slot_axes(slots, batch)
-            slots, batch = _placed((slots, batch), parallel.shardings(self.mesh, axes))
-        model, weights = program_model(self.config, params, self.mesh)
-        num_pages = SLOTS * PAGES + 1
-        cache = abstract_paged_cache(self.config, num_pages, PAGE, jnp.bfloat16, "interleaved", self.mesh)
-        return model, weights, cache, slots, batch, *self._work()
+        model, weights, cache = abstract_model(self.config, SLOTS * PAGES + 1, self.mesh)
+        return model, weights, cache, *abstract_slots(self.config, SLOTS, self.mesh), *self._work()
 
     def _work(self) -> tuple[Any, ...]:
-        def whole(dtype, *shape):
-            return jax.ShapeDtypeStruct(shape, dtype)
-
         table, counts, flags = whole(jnp.int32, SLOTS, PAGES), whole(jnp.int32, SLOTS), whole(jnp.bool_, SLOTS)
         if self.program == "decode":
             return DecodeWork(is_held=flags, page_table=table, num_steps=whole(jnp.int32)), MAX_STEPS
@@ -177,8 +179,152 @@ def test_a_step_of_llama_3_8b_holds_and_moves_what_it_must(case):
     assert bool(exchanged) == (case.num_devices > 1)
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """Llama-3-8B and the draft, with as many layers of each, on some chips. A device's pages are more than its vector
+    memory holds, lest the compiler brings them there."""
+
+    chip: str
+    num_devices: int
+    num_layers: int = LLAMA_3_8B.num_layers
+    num_draft_layers: int = LLAMA_3_1B.num_layers
+    tree: TokenTree = CHAIN
+
+    def __str__(self) -> str:
+        layers = f"{self.num_layers}+{self.num_draft_layers}"
+        return f"{self.chip}x{self.num_devices}-{layers}-{'.'.join(map(str, self.tree.widths))}"
+
+    @cached_property
+    def mesh(self):
+        return ahead_of_time.mesh(self.chip, self.num_devices, parallel.MODEL) if self.num_devices > 1 else None
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return replace(LLAMA_3_8B, num_layers=self.num_layers)
+
+    def model(self, config: ModelConfig):
+        return abstract_model(config, SPECULATING_SLOTS * PAGES * self.num_devices + 1, self.mesh)
+
+    def slots(self, draft_length: int | None = None):
+        return abstract_slots(self.config, SPECULATING_SLOTS, self.mesh, draft_length)
+
+    def compile(self, function, *arguments) -> tuple[ahead_of_time.Compilation, Program]:
+        if (reason := ahead_of_time.missing_compiler(self.chip)) is not None:
+            pytest.skip(reason)
+        found = ahead_of_time.compile_for(self.chip, function, *arguments, chip_mesh=self.mesh)
+        return found, Program(found.program.as_text())
+
+
+SPECULATIONS = [
+    Speculation("v6e", 1, 2, 1),
+    *(
+        pytest.param(speculation, marks=pytest.mark.slow)
+        for speculation in (
+            Speculation("v5e", 4, 2, 1),
+            Speculation("v6e", 1, 2, 1, TokenTree((2, 2))),
+            Speculation("v5e", 4, 2, 1, TokenTree((2, 2))),
+            Speculation("v6e", 1),
+            Speculation("v5e", 4),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SPECULATIONS, ids=str)
+@pytest.mark.timeout(900)
+def test_a_speculative_round_is_one_program_that_updates_all_in_place(case):
+    """Drafting, verifying, accepting and going back lower as one call; nothing is made but rows of tokens."""
+    (model, weights, cache), slots = case.model(case.config), case.slots(draft_length=CONTEXT)
+    draft, draft_weights, draft_cache = case.model(replace(LLAMA_3_1B, num_layers=case.num_draft_layers))
+    counts = whole(jnp.int32, SPECULATING_SLOTS)
+    work = SpeculativeWork(
+        is_held=whole(jnp.bool_, SPECULATING_SLOTS),
+        page_table=whole(jnp.int32, SPECULATING_SLOTS, PAGES),
+        num_rounds=whole(jnp.int32),
+        num_drafts=counts,
+    )
+    drafter = Drafter(draft, case.tree)
+    operands = (model, weights, drafter, draft_weights, cache, draft_cache, *slots, work, MAX_ROUNDS)
+    memory, program = case.compile(speculate, *operands)
+    carried = _num_bytes((cache, draft_cache, slots[0]))
+    print(
+        f"{memory.seconds:.1f} s to compile; bytes of one chip: {_num_bytes(weights):,} and "
+        f"{_num_bytes(draft_weights):,} weights, {_num_bytes(cache):,} and {_num_bytes(draft_cache):,} pages; {memory.aliased_bytes:,} aliased, "
+        f"{memory.temporary_bytes:,} temporaries"
+    )
+    assert memory.aliased_bytes >= carried
+    smallest_pages = min(_num_bytes(layer) for layer in (*cache.layers, *draft_cache.layers))
+    smallest = min(smallest_pages, *(_num_bytes(leaf) for leaf in weights if leaf.ndim == 2))
+    num_rows = SPECULATING_SLOTS * case.tree.num_nodes
+    large = program.made_in_hbm(at_least=smallest)
+    assert [i.name for i in large if not has_rows(i, SPECULATING_SLOTS, num_rows)] == []
+    wide = 4 * num_rows * LLAMA_3_8B.vocab_size // case.num_devices
+    assert memory.temporary_bytes < WIDE_ARRAYS * wide
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("chip", "num_devices"), [("v6e", 1), ("v5e", 4)])
+def test_verifying_moves_little_more_than_decoding_one_token(chip, num_devices):
+    """The target's pass over 5 tokens of each of 16 sequences, and choosing at each of the 5 nodes, against a step of
+    plain decoding: the same weights and pages are read once."""
+    case = Speculation(chip, num_devices)
+    (model, weights, cache), slots = case.model(case.config), case.slots()
+    counts, table = whole(jnp.int32, SPECULATING_SLOTS), whole(jnp.int32, SPECULATING_SLOTS, PAGES)
+    work = DecodeWork(is_held=whole(jnp.bool_, SPECULATING_SLOTS), page_table=table, num_steps=whole(jnp.int32))
+    decoding = case.compile(paged_programs.decode, model, weights, cache, *slots, work, MAX_STEPS)
+    tokens = whole(jnp.int32, SPECULATING_SLOTS, case.tree.num_nodes)
+    operands = (model, weights, Drafter(model, case.tree), cache, *slots, tokens, counts, counts, table)
+    verifying = case.compile(verify_and_choose, *operands)
+    # The choice at the nodes is the one loop.
+    step, verified = (
+        sum(move.num_bytes for move in program.moves(loop_trips=trips))
+        for (_, program), trips in ((decoding, 1), (verifying, case.tree.num_nodes))
+    )
+    weight_bytes, page_bytes = _num_bytes(weights), _num_bytes(cache)
+    print(f"bytes of one chip: {step:,} moved by a step, {verified:,} by verifying: {verified / step:.4f}")
+    assert verified <= 1.05 * step
+    embedding = max(_num_bytes(leaf) for leaf in weights if leaf.ndim == 2)
+    assert step > weight_bytes - embedding + page_bytes // num_devices
+
+
+@partial(jax.jit, static_argnums=(0, 2), donate_argnums=3)
+def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch, tokens, num_nodes, positions, table):
+    """The target's part of a round: all nodes in one pass, then at each the logits and the sampler."""
+    target = model.bind(weights)
+    rows = Rows(positions, num_nodes > 0, num_nodes, table, batch, slots.history)
+    cache, hidden = verify(target, model, cache, Proposal(tokens, num_nodes), rows, drafter)
+    logits = target.logits(hidden)
+
+    def choose(node, chosen):
+        samples = sample(logits[:, node], positions + node + 1, batch, slots.history)
+        return chosen.at[node].set(samples.tokens)
+
+    count = jnp.max(num_nodes)  # not a constant, so that the compiler does not unroll the loop
+    return cache, jax.lax.fori_loop(0, count, choose, jnp.zeros(tokens.shape[::-1], jnp.int32))
+
+
 def has_rows(instruction: Instruction, *counts: int) -> bool:
     return all(array.shape[:1] in [(count,) for count in counts] for array in instruction.results if array.hbm_bytes)
+
+
+def abstract_model(config: ModelConfig, num_pages: int, mesh=None):
+    """The model, its weights and its pages in bfloat16, as a program takes them."""
+    params = abstract_params(config, jnp.bfloat16)
+    if mesh is not None:
+        params = _placed(params, parallel.parameter_shardings(mesh, config))
+    cache = abstract_paged_cache(config, num_pages, PAGE, jnp.bfloat16, "interleaved", mesh)
+    return *program_model(config, params, mesh), cache
+
+
+def abstract_slots(config: ModelConfig, num_slots: int, mesh=None, draft_length: int | None = None):
+    """Slots and sampling parameters."""
+    rows = jax.eval_shape(lambda: paged_programs.init_slots(num_slots, config.vocab_size, draft_length))
+    return rows if mesh is None else _placed(rows, parallel.shardings(mesh, paged_programs.slot_axes(*rows)))
+
+
+def whole(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _placed(arrays: Any, shardings: Any) -> Any:

@@ -67,12 +67,13 @@ def test_a_conditional_runs_its_false_branch_unless_told():
     assert LARGE_BYTES <= moved(program, takes_branches=True) < LARGE_BYTES + SLACK
 
 
-def test_a_loop_counts_once_whatever_its_length():
+def test_a_loop_counts_once_unless_told_its_length():
     def many(count, x, w):
         return lax.while_loop(lambda carry: carry[0] < count, lambda carry: (carry[0] + 1, carry[1] @ w), (0, x))
 
     program = compiled(many, jax.ShapeDtypeStruct((), jnp.int32), ROWS, LARGE)
     assert LARGE_BYTES <= moved(program) < LARGE_BYTES + SLACK
+    assert 3 * LARGE_BYTES <= moved(program, loop_trips=3) < 3 * (LARGE_BYTES + SLACK)
 
 
 def test_a_kernel_counts_what_its_estimate_says_and_needs_one():
