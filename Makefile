@@ -9,7 +9,7 @@ COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-newest test-oracle lint format report bench bench-batching golden readme clean
+.PHONY: help demo test test-newest test-oracle lint format report bench bench-batching bench-speculative golden readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -76,6 +76,9 @@ bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Decode speed next to Transfor
 
 bench-batching: $(VENV)/stamp-base  ## Continuous batching next to static batches, prefix reuse, host time
 	$(BIN)/python -m benchmarks.continuous_batching --json benchmarks/results/continuous_batching.json
+
+bench-speculative: $(VENV)/stamp-base  ## Speculative next to plain decoding: the embedded pair, n-grams, loads
+	$(BIN)/python -m benchmarks.speculative --json benchmarks/results/speculative.json
 
 readme: $(VENV)/stamp-base  ## Print the README's examples again
 	$(BIN)/python docs/update_readme.py

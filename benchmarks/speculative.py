@@ -18,14 +18,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.loading import load_model
 from jaxinfer.speculative import SpeculationStats, expected_speedup
+from jaxinfer.training.copying import with_copying
 from jaxinfer.training.corpus import held_out_files
 
 NUM_FILES, PROMPT_TOKENS, ANSWER_TOKENS = 50, 128, 128
@@ -35,6 +40,7 @@ EDIT_TOKENS, START_TOKENS = (
     200,
     32,
 )  # of the piece of a file that is edited, and of the copy that the model goes on with
+COPYING_GAIN = 15.0  # of a copied token's logit: more than the embedded model gives any other
 LOADS = (1, 4, 8, 16)
 GOALS = {"acceptance": 0.6, "pair": 1.8, "ngram": 2.5, "load": 0.98}
 
@@ -109,9 +115,11 @@ def summary(plain: Sequence[float], drafted: Sequence[float], stats: Speculation
     return data
 
 
-def measured(plain: LLM, batches: Sequence[Sequence[Prompt]], rounds: int, **drafting: Any) -> dict[str, Any]:
+def measured(
+    plain: LLM, model: Any, batches: Sequence[Sequence[Prompt]], rounds: int, **drafting: Any
+) -> dict[str, Any]:
     """Speculation with one way to draft, and the answers' tokens under "answers"."""
-    with LLM("demo", max_seqs=plain.engine.options.max_seqs, **drafting) as drafted:
+    with LLM(model, max_seqs=plain.engine.options.max_seqs, **drafting) as drafted:
         seconds, other, answers = take_turns(plain, drafted, batches, rounds)
         return {**summary(seconds, other, drafted.speculation_stats()), "answers": answers}
 
@@ -120,7 +128,7 @@ def measure_pair(prompts: list[Prompt], rounds: int) -> dict[str, Any]:
     """The embedded pair, one answer at a time; and what the formula expects of its draft's cost, run alone."""
     with LLM("demo", max_seqs=1) as plain:
         found = measured(
-            plain, [[one] for one in prompts], rounds, draft="demo-draft", num_draft_tokens=NUM_DRAFT_TOKENS
+            plain, "demo", [[one] for one in prompts], rounds, draft="demo-draft", num_draft_tokens=NUM_DRAFT_TOKENS
         )
         with LLM("demo-draft", max_seqs=1) as draft:
             ratios = []
@@ -140,17 +148,35 @@ def _decode_seconds(llm: LLM, prompt: Prompt) -> float:
     return timings.time_per_output_token
 
 
-def measure_ngram(edits: list[Edit], rounds: int) -> dict[str, Any]:
-    """N-grams on code edits, one answer at a time. The embedded model is too small to copy a file, which the figures
-    say: how far the answer is the file's text, and how much of it stood there before, in the prompt or in itself."""
-    prompts = [one.prompt for one in edits]
-    with LLM("demo", max_seqs=1) as plain:
-        found = measured(plain, [[one] for one in prompts], rounds, draft="ngram", num_draft_tokens=NGRAM_DRAFT_TOKENS)
+def measure_ngram(model: Any, edits: list[Edit], rounds: int) -> dict[str, Any]:
+    """N-grams on code edits, one answer at a time; how far the answer is the file's text, and how much of it stood
+    there before, in the prompt or in itself."""
+    with LLM(model, max_seqs=1) as plain:
+        batches = [[one.prompt] for one in edits]
+        found = measured(plain, model, batches, rounds, draft="ngram", num_draft_tokens=NGRAM_DRAFT_TOKENS)
     answers = found.pop("answers")
     pairs = list(zip(edits, answers, strict=True))
     found["copied"] = statistics.mean(_num_equal(answer, edit.rest) / len(answer) for edit, answer in pairs)
     found["repeated"] = statistics.mean(repeated(edit.prompt, answer) for edit, answer in pairs)
     return found
+
+
+def copying_model(texts: Sequence[str]) -> Any:
+    """The embedded model with heads that copy (see jaxinfer.training.copying), live: it goes on as its text went on
+    where the last two tokens stood before. The embedded model alone is too small to copy."""
+    loaded = load_model("demo")
+    config, params = loaded.config, loaded.params
+    if loaded.tokenizer is None:
+        raise SystemExit("the model has no tokenizer")
+    shape = (config.hidden_size, config.num_kv_heads, config.head_dim)
+    for layer in params["layers"].values():  # as many key heads as query heads, which changes nothing
+        for name in ("k_proj", "v_proj"):
+            weight = layer["attention"][name]["weight"].reshape(shape)
+            wide = jnp.repeat(weight, config.num_heads // config.num_kv_heads, axis=1)
+            layer["attention"][name] = {"weight": wide.reshape(config.hidden_size, -1)}
+    config = replace(config, num_kv_heads=config.num_heads)
+    tokens = np.array([loaded.tokenizer.encode(text)[:PROMPT_TOKENS] for text in texts[:8]])
+    return (*with_copying(config, params, tokens, gain=COPYING_GAIN), loaded.tokenizer)
 
 
 def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
@@ -194,7 +220,7 @@ def measure_loads(prompts: list[Prompt], rounds: int, num_batches: int) -> dict[
     for load in LOADS:
         batches = [[prompts[(load * i + j) % len(prompts)] for j in range(load)] for i in range(num_batches)]
         with LLM("demo", max_seqs=load) as plain:
-            row = measured(plain, batches, rounds, draft="demo-draft", num_draft_tokens="auto")
+            row = measured(plain, "demo", batches, rounds, draft="demo-draft", num_draft_tokens="auto")
         del row["answers"]
         found[str(load)] = row
     return found
@@ -215,8 +241,8 @@ def report_pair(found: dict[str, Any]) -> None:
     )
 
 
-def report_ngram(found: dict[str, Any]) -> None:
-    print(f"n-grams on code edits, {NGRAM_DRAFT_TOKENS} drafted tokens, one answer at a time:")
+def report_ngram(name: str, found: dict[str, Any]) -> None:
+    print(f"n-grams on code edits, {name}, {NGRAM_DRAFT_TOKENS} drafted tokens, one answer at a time:")
     print(
         f"  {found['speedup']:.2f}x plain decoding (goal {GOALS['ngram']}x), from {found['slowest']:.2f}x to "
         f"{found['fastest']:.2f}x; {found['mean_accepted_length']:.2f} tokens a round"
@@ -241,7 +267,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--files", type=int, default=NUM_FILES, help=f"held-out files (default {NUM_FILES})")
     parser.add_argument("--rounds", type=int, default=3, help="times each prompt runs; medians (default 3)")
-    parser.add_argument("--only", choices=("pair", "ngram", "loads"), help="one part")
+    parser.add_argument("--only", choices=("pair", "ngram", "ngram_copying", "loads"), help="one part")
     options = parser.parse_args()
     texts = [text for _, text in held_out_files(options.files)]
     with ExitStack() as stack:
@@ -262,7 +288,11 @@ def main() -> None:
     report: dict[str, Any] = {"num_files": len(prompts), "num_edits": len(edits), "rounds": options.rounds, **machine}
     parts: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[dict[str, Any]], None]]] = {
         "pair": (lambda: measure_pair(prompts, options.rounds), report_pair),
-        "ngram": (lambda: measure_ngram(edits, options.rounds), report_ngram),
+        "ngram": (lambda: measure_ngram("demo", edits, options.rounds), partial(report_ngram, "the embedded model")),
+        "ngram_copying": (
+            lambda: measure_ngram(copying_model(texts), edits, options.rounds),
+            partial(report_ngram, "the embedded model with copying heads"),
+        ),
         "loads": (lambda: measure_loads(prompts, options.rounds, num_batches=6), report_loads),
     }
     for name, (measure, show) in parts.items():
