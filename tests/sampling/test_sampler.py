@@ -184,7 +184,7 @@ def test_row_independence_can_fail(monkeypatch):
     """The inverse test: noise that depends on the place in the batch is noticed when the rows change places."""
     right = sampler_module.gumbel_noise
 
-    def by_place(seed, position, vocab_size):
+    def by_place(seed, position, vocab_size, *, stream):
         return right(seed, position + jnp.arange(seed.shape[0]), vocab_size)
 
     monkeypatch.setattr(sampler_module, "gumbel_noise", by_place)
