@@ -51,6 +51,7 @@ class _Rounds:
     num_rounds: int
     tree: TokenTree
     counts: RoundCounts
+    num_behind: int  # tokens that the draft caught up with
 
 
 class PagedEngine:
@@ -314,6 +315,9 @@ class PagedEngine:
         sizes = self.options.step_slots if is_step or self.options.deterministic else self.options.decode_slots
         num_slots = next(size for size in sizes if size > highest)
         table, sent_at = self._page_table(plan, num_slots), time.perf_counter()
+        num_behind = 0
+        if self.speculation is not None:
+            num_behind = self.speculation.started(plan.decodes, choice, plan.num_steps)
         if is_step:
             return self._dispatch_step(chunks, decodes, table, sent_at)
         is_held = np.zeros(num_slots, np.bool_)
@@ -323,7 +327,7 @@ class PagedEngine:
             num_drafts[slots] = [choice.length_of(sequence) for _, sequence in decodes]
             work = {"is_held": is_held, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
             output, counts = self._run_rounds(work, table, choice.tree)
-            rounds = _Rounds(plan.num_steps, choice.tree, counts)
+            rounds = _Rounds(plan.num_steps, choice.tree, counts, num_behind)
             return _Flight(chunks, decodes, output, num_slots, sent_at, rounds=rounds)
         output = self._run_decode(is_held, table, plan.num_steps)
         return _Flight(chunks, decodes, output, num_slots, sent_at)
@@ -456,7 +460,8 @@ class PagedEngine:
             speculation.took_rounds(sequence, pairs, rounds.tree)
             self.scheduler.settle(sequence, rounds.num_rounds, rounds.tree.depth + 1, count)
         most = int((counts[0] >= 0).any(axis=1).sum())
-        speculation.took_time(flight.num_slots, rounds.tree, seconds, most, sum(num_made) / max(num_rounds, 1))
+        tokens_per_round = sum(num_made) / max(num_rounds, 1)
+        speculation.took_time(flight.num_slots, rounds.tree, seconds, most, tokens_per_round, rounds.num_behind)
 
     def _take(self, sequence: Sequence, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         """A slot's tokens of a dispatch, one each step; NOT_SOUND and NO_TOKEN stand after the last one."""

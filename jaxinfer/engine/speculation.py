@@ -128,18 +128,27 @@ class Speculation:
         if self._controller is None or not sequences:
             tree = self.settings.trees[-1]
             return RoundChoice(tree, dict.fromkeys(sequences, tree.num_nodes - 1), self.max_rounds)
-        for sequence in sequences:
-            if sequence not in self._estimates:
-                self._estimates[sequence] = self._controller.new_estimate()
-        choice = self._controller.choose(
-            num_slots,
-            [self._estimates[sequence] for sequence in sequences],
-            [max(sequence.num_left - 1, 0) for sequence in sequences],
-        )
+        limits = [max(sequence.num_left - 1, 0) for sequence in sequences]
+        choice = self._controller.choose(num_slots, self._estimates_of(sequences, self._controller), limits)
         if choice.num_draft_tokens == 0:
             return None
         lengths = dict(zip(sequences, choice.lengths, strict=True))
         return RoundChoice(chain(choice.num_draft_tokens), lengths, min(choice.max_rounds or 2**30, self.max_rounds))
+
+    def started(self, sequences: Sequences[Sequence], choice: RoundChoice | None, num_steps: int) -> int:
+        """To be told of every dispatch in which these decode. Returns how many tokens, that came without it, the draft
+        must catch up with."""
+        if self._controller is None or not isinstance(self.draft, ModelDraft):  # others store nothing of their own
+            return 0
+        num_draft_tokens = 0 if choice is None else choice.tree.depth
+        return self._controller.start(self._estimates_of(sequences, self._controller), num_draft_tokens, num_steps)
+
+    def _estimates_of(self, sequences: Sequences[Sequence], controller: LengthController) -> list[AcceptanceEstimate]:
+        for sequence in sequences:
+            if sequence not in self._estimates:
+                num_tokens = len(sequence.tokens) if isinstance(self.draft, ModelDraft) else 0
+                self._estimates[sequence] = controller.new_estimate(num_tokens)
+        return [self._estimates[sequence] for sequence in sequences]
 
     # What came of it.
 
@@ -157,12 +166,25 @@ class Speculation:
             sequence.owner.rounds[pair] += 1
             self.rounds[pair] += 1
             if estimate is not None:
-                estimate.observe(*pair)
+                # Where no n-gram was found, nothing was gained.
+                estimate.observe(tree.depth if isinstance(self.draft, NgramDraft) else pair[0], accepted)
 
-    def took_time(self, num_slots: int, tree: TokenTree | None, seconds: float, num_rounds: int, tokens: float) -> None:
-        """A dispatch of rounds, or of plain steps (no tree), that made so many tokens in a row's round on average."""
+    def took_time(
+        self,
+        num_slots: int,
+        tree: TokenTree | None,
+        seconds: float,
+        num_rounds: int,
+        tokens: float,
+        num_behind: int = 0,
+    ) -> None:
+        """A dispatch of rounds, or of plain steps (no tree), that made so many tokens in a row's round on average.
+        `num_behind` is what `started` said."""
         if self._controller is not None and num_rounds > 0 and seconds > 0:
-            self._controller.observe_time(num_slots, 0 if tree is None else tree.depth, seconds, num_rounds, tokens)
+            num_draft_tokens = 0 if tree is None else tree.depth
+            self._controller.observe_time(
+                num_slots, num_draft_tokens, seconds, num_rounds, tokens, num_behind=num_behind
+            )
 
     def ended(self, sequence: Sequence) -> None:
         self._estimates.pop(sequence, None)

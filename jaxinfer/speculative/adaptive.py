@@ -4,9 +4,10 @@ Plain Python, no JAX. The host asks before each dispatch and reports after it. W
 drafted tokens are accepted, row by row, and what a round of K drafted tokens takes next to a plain decode step, for
 each slot bucket (the number of rows that a program computes).
 
-A purse keeps it safe whatever the model of time and acceptance says: it loses what speculation took longer than
-plain decoding would have, and gets SHARE of all decoding. Where it is empty, decoding is plain. So the whole loss stays
-below SHARE of the time and ALLOWANCE plain steps (compare Wu et al. 2016, Conservative Bandits).
+A purse for each load keeps it safe whatever the model of time and acceptance says: it loses what speculation took
+longer than plain decoding would have, and gets SHARE of all decoding. Where it is empty, decoding is plain. So the
+whole loss stays about SHARE of the time and ALLOWANCE plain steps of each load (compare Wu et al. 2016, Conservative
+Bandits).
 """
 
 from collections import deque
@@ -18,6 +19,8 @@ MARGIN = 0.03  # expected gain below which drafting is not worth it
 SHARE, ALLOWANCE = 0.005, 32.0  # of the purse; the allowance in plain steps
 RESERVE = 8.0  # plain steps that trials leave in the purse for what is known to pay
 TRIAL_ROUNDS = 2  # of a dispatch that only finds something out
+MANY_BEHIND = 32  # tokens that take the draft noticeable time
+MAX_SKIPPED = 4  # measurements in a row in which the draft caught up; where it always does, they count
 IN_FLIGHT = 2  # dispatches after which the outcome of one is known
 FIRST_INTERVAL, LAST_INTERVAL = 32, 512  # dispatches between trials of what is not chosen
 CLOSE_INTERVAL = 8  # of plain decoding, where it may be as good, which costs nothing, or is little known
@@ -44,6 +47,7 @@ class AcceptanceEstimate:
         self._decay = OVERALL_DECAY if overall is None else ROW_DECAY
         self._first = self._later = (0.0, 0.0)  # accepted and all, both decayed
         self.num_rounds = 0
+        self.num_behind = 0  # tokens that the draft has not seen
 
     def observe(self, num_asked: int, num_accepted: int) -> None:
         """A round that was asked for `num_asked` tokens. A draft that had fewer to offer gains as little as one that
@@ -125,12 +129,14 @@ class LengthController:
         self.choices = tuple(sorted(set(choices)))
         self.cost_ratio = cost_ratio
         self.overall = AcceptanceEstimate(prior_rate=prior_rate)
-        self.purse = ALLOWANCE  # plain steps
         self._buckets: dict[int, _Bucket] = {}
+        self._catch_ups: deque[float] = deque(maxlen=WINDOW)  # seconds per token
 
-    def new_estimate(self) -> AcceptanceEstimate:
-        """For a sequence that begins."""
-        return AcceptanceEstimate(self.overall)
+    def new_estimate(self, num_tokens: int = 0) -> AcceptanceEstimate:
+        """For a sequence that begins with so many tokens, which the draft has not seen."""
+        estimate = AcceptanceEstimate(self.overall)
+        estimate.num_behind = num_tokens
+        return estimate
 
     def choose(
         self, num_slots: int, estimates: Sequence[AcceptanceEstimate], limits: Sequence[int] | None = None
@@ -154,16 +160,36 @@ class LengthController:
             best = 0
         if best != bucket.best:
             bucket.best, bucket.interval = best, FIRST_INTERVAL
-        choice = best
-        if (tried := self._trial(bucket, estimates, ratios, tokens)) is not None:
-            choice = tried
+        choice, bucket.again = bucket.again, None
+        is_again = choice is not None
+        if choice is None:
+            choice = self._trial(bucket, estimates, ratios, tokens)
+        choice = best if choice is None else choice
         is_trial = choice != best or (choice > 0 and len(bucket.times(choice).samples) < MIN_SAMPLES)
         is_pending = is_trial and 0 <= bucket.num_dispatches - bucket.times(choice).used_at <= IN_FLIGHT
-        if choice > 0 and (is_pending or self.purse <= (RESERVE if is_trial else 0)):
+        num_behind = sum(one.num_behind for one in estimates)
+        reserve = RESERVE + num_behind * self._catch_up_seconds(plain) / plain if is_trial and not is_again else 0.0
+        is_too_dear = bucket.purse <= reserve
+        if choice > 0 and (is_too_dear or (is_pending and not is_again)):
             choice, is_trial = 0, False
+        max_rounds = TRIAL_ROUNDS if is_trial else None
+        if is_trial and choice > 0 and not is_again and num_behind >= MANY_BEHIND:
+            max_rounds, bucket.again = 1, choice  # first the draft catches up, then comes what is measured
         bucket.times(choice).used_at = bucket.num_dispatches
         lengths = [choice] * len(estimates) if limits is None else [max(min(choice, one), 0) for one in limits]
-        return Choice(choice, tuple(lengths), TRIAL_ROUNDS if is_trial else None)
+        return Choice(choice, tuple(lengths), max_rounds)
+
+    def start(self, estimates: Sequence[AcceptanceEstimate], num_draft_tokens: int, num_rounds: int) -> int:
+        """To be told of every dispatch in which these sequences decode. Returns how many tokens, that came without it,
+        the draft must catch up with."""
+        if num_draft_tokens == 0:
+            for one in estimates:
+                one.num_behind += num_rounds
+            return 0
+        num_behind = sum(one.num_behind for one in estimates)
+        for one in estimates:
+            one.num_behind = 0
+        return num_behind
 
     def observe_time(
         self,
@@ -172,23 +198,41 @@ class LengthController:
         seconds: float,
         num_rounds: int = 1,
         tokens_per_round: float = 1.0,
+        *,
+        num_behind: int = 0,
     ) -> None:
         """A dispatch took `seconds` for `num_rounds` rounds, or plain steps, in each of which a row that took part made
-        `tokens_per_round` tokens on average."""
+        `tokens_per_round` tokens on average. `num_behind` is what `start` said."""
         if num_draft_tokens != 0 and num_draft_tokens not in self.choices:
             raise ValueError(f"{num_draft_tokens} draft tokens are not among {self.choices}")
         if not seconds > 0 or num_rounds < 1:
             raise ValueError(f"{num_rounds} rounds in {seconds!r} s are no measurement")
-        times = self._bucket(num_slots).times(num_draft_tokens)
-        has_plain = bool(self._bucket(num_slots).times(0).samples)
-        estimate = self.seconds(num_slots, num_draft_tokens) if has_plain else None
-        if not times.add(seconds / num_rounds, estimate) or not has_plain:
+        bucket = self._bucket(num_slots)
+        times, per_round = bucket.times(num_draft_tokens), seconds / num_rounds
+        if not bucket.times(0).samples:
+            if num_draft_tokens == 0:
+                times.samples.append(per_round)
             return
-        plain = self.seconds(num_slots, 0)
+        usual = self.seconds(num_slots, num_draft_tokens)
+        is_first, times.is_known = not times.is_known, True
+        is_catching_up = num_draft_tokens > 0 and num_behind >= MANY_BEHIND
+        times.is_strange = per_round > STRANGE * usual and not times.is_strange and (is_first or not is_catching_up)
+        if times.is_strange:
+            return
+        caught_up = 0.0
+        if is_catching_up and times.num_skipped < MAX_SKIPPED:
+            times.num_skipped += 1
+            caught_up = max(seconds - num_rounds * usual, 0.0)
+            self._catch_ups.append(caught_up / num_behind)
+        else:
+            times.num_skipped = 0
+            times.samples.append(per_round)
         num_plain = num_rounds * (tokens_per_round if num_draft_tokens else 1)  # steps that it stands for
-        # By the estimate, not by this measurement: a hiccup would have hit plain decoding as well.
-        lost = num_rounds * self.seconds(num_slots, num_draft_tokens) / plain - num_plain if num_draft_tokens else 0
-        self.purse = min(max(self.purse + SHARE * num_plain - lost, -ALLOWANCE), ALLOWANCE)
+        bucket.purse += SHARE * num_plain
+        if num_draft_tokens:
+            # By what is usual, not by this measurement: a hiccup would have hit plain decoding as well.
+            bucket.purse += num_plain - (num_rounds * usual + caught_up) / self.seconds(num_slots, 0)
+        bucket.purse = min(max(bucket.purse, -ALLOWANCE), ALLOWANCE)
 
     def seconds(self, num_slots: int, num_draft_tokens: int) -> float:
         """The estimate for a round, or for a plain step, which must have been measured."""
@@ -199,6 +243,10 @@ class LengthController:
             return median_low(samples)
         # The guess is one of the values, so that a single measurement that was too long does not stand.
         return median_low([self._guess(num_slots, num_draft_tokens), *samples])
+
+    def purse(self, num_slots: int) -> float:
+        """Plain steps of this load that may still be lost."""
+        return self._bucket(num_slots).purse
 
     # What is not measured.
 
@@ -218,6 +266,10 @@ class LengthController:
         guess = known[below] + (num_draft_tokens - below) * self.cost_ratio * plain
         lower = (self._measured_ratio(size, num_draft_tokens) for size in self._buckets if size < num_slots)
         return max(guess, plain * max(lower, default=0.0))
+
+    def _catch_up_seconds(self, plain: float) -> float:
+        """Of a token that the draft has missed; a guess to begin with."""
+        return median_low(self._catch_ups) if self._catch_ups else self.cost_ratio * plain / 16
 
     def _measured_ratio(self, num_slots: int, num_draft_tokens: int) -> float:
         rounds, plain = (self._bucket(num_slots).times(k).samples for k in (num_draft_tokens, 0))
@@ -243,7 +295,8 @@ class LengthController:
         if best == 0:  # nothing was seen of acceptance for a while: it may have risen half the way to 1
             rate = (1 + self.overall.rate) / 2
             tokens = {k: max(tokens[k], expected_tokens(rate, rate, k)) for k in self.choices}
-            candidates = [k for k in self.choices if tokens[k] > (1 + MARGIN) * TOLERANCE * ratios[k]]
+            needed = 1 + MARGIN if is_new and not is_due else (1 + MARGIN) * TOLERANCE
+            candidates = [k for k in self.choices if tokens[k] > needed * ratios[k]]
         else:
             value = tokens[best] / ratios[best]
             candidates = [k for k in self.choices if tokens[k] > value * TOLERANCE * ratios[k]]
@@ -262,14 +315,9 @@ class _Times:
 
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     used_at: int = -1 - IN_FLIGHT
+    num_skipped: int = 0
+    is_known: bool = False
     is_strange: bool = False  # the last one was
-
-    def add(self, seconds: float, estimate: float | None) -> bool:
-        """Whether it was believed."""
-        self.is_strange = estimate is not None and seconds > STRANGE * estimate and not self.is_strange
-        if not self.is_strange:
-            self.samples.append(seconds)
-        return not self.is_strange
 
 
 @dataclass
@@ -281,6 +329,8 @@ class _Bucket:
     tried_at: int = 0
     interval: int = FIRST_INTERVAL
     best: int = 0
+    again: int | None = None
+    purse: float = ALLOWANCE  # plain steps
 
     def times(self, num_draft_tokens: int) -> _Times:
         return self.all.setdefault(num_draft_tokens, _Times())

@@ -1,7 +1,10 @@
 """The training text of the embedded pair: the Python standard library's own source, on every user's machine."""
 
 import hashlib
+import importlib.util
+import itertools
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +17,8 @@ EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "enc
             "__pycache__", "ensurepip", "lib-dynload")  # fmt: skip
 MAX_FILE_BYTES = 250_000
 HELD_OUT_IN = 40  # one file in this many is never trained on
+HELD_OUT_PACKAGES = ("flax", "jax", "numpy", "optax")
+MIN_HELD_OUT_CHARS = 1000  # enough for a prompt of 128 tokens
 
 
 @dataclass(frozen=True)
@@ -26,24 +31,36 @@ class Corpus:
 
 def standard_library(root: Path | None = None) -> Corpus:
     """Reads every .py file below `root` (default: this interpreter's standard library), tests and tables left out."""
-    root = root or Path(sysconfig.get_path("stdlib"))
+    root = root or _standard_library_root()
     train: list[str] = []
     held_out: list[str] = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        parts = name.split("/")[:-1]
-        if any(part.startswith(EXCLUDED) for part in parts) or path.stat().st_size > MAX_FILE_BYTES:
-            continue
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:  # a few files declare another encoding
-            continue
-        if len(text) > 200:
-            digest = hashlib.sha256(name.encode()).digest()
-            (held_out if digest[0] % HELD_OUT_IN == 0 else train).append(text)
+    for name, text in _python_files(root):
+        (held_out if _is_held_out(name) else train).append(text)
     if not train or not held_out:
         raise FileNotFoundError(f"no Python source under {root}: {len(train)} files to train on")
     return Corpus(tuple(train), tuple(held_out))
+
+
+def held_out_files(count: int) -> list[tuple[str, str]]:
+    """The first `count` files, as (name, text), that the embedded pair never saw: those of the standard library, then
+    the source of packages that jaxinfer needs anyway, in the order of their names' hashes.
+
+    The comment that opens a file is left out: it is the same licence in nearly all of them.
+
+    Raises ValueError if there are fewer.
+    """
+    files = [(f"lib/{name}", text) for name, text in _python_files(_standard_library_root()) if _is_held_out(name)]
+    others: list[tuple[str, str]] = []
+    for package in HELD_OUT_PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            others += [(f"{package}/{name}", text) for name, text in _python_files(Path(folder)) if "test" not in name]
+    files += sorted(others, key=lambda file: hashlib.sha256(file[0].encode()).digest())
+    bodies = ((name, _without_opening_comment(text)) for name, text in files)
+    found = [(name, text) for name, text in bodies if len(text) >= MIN_HELD_OUT_CHARS][:count]
+    if len(found) < count:
+        raise ValueError(f"{count} held-out files asked for, {len(found)} are installed")
+    return found
 
 
 def train_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
@@ -74,6 +91,16 @@ def encode(tokenizer: Tokenizer, texts: tuple[str, ...]) -> np.ndarray:
     return np.concatenate(stream)
 
 
+def rows_at(num_rows: int, step: int, count: int, seed: int) -> np.ndarray:
+    """Numbers of the `count` rows of a step, a function of its number alone; each epoch has an order of its own."""
+    if count > num_rows:
+        raise ValueError(f"{num_rows} rows are too few for a batch of {count}")
+    if count == 0:
+        return np.zeros(0, np.int64)
+    epoch, index = divmod(step, num_rows // count)
+    return np.random.default_rng((seed, 2, epoch)).permutation(num_rows)[index * count :][:count]
+
+
 def batch_at(stream: np.ndarray, step: int, *, batch_size: int, length: int, seed: int) -> np.ndarray:
     """The batch [batch_size, length + 1] of a step, a function of its number alone, so a resumed run sees the same.
 
@@ -87,3 +114,34 @@ def batch_at(stream: np.ndarray, step: int, *, batch_size: int, length: int, see
     offset = int(random.integers(length))
     starts = offset + length * random.permutation(per_epoch * batch_size)[index * batch_size :][:batch_size]
     return stream[starts[:, None] + np.arange(length + 1)]
+
+
+def _standard_library_root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _python_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Names, relative to `root`, and texts, by name; no tests, tables or tiny files."""
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        *folders, file = name.split("/")
+        if any(part.startswith(EXCLUDED) for part in folders) or path.stat().st_size > MAX_FILE_BYTES:
+            continue
+        if file.startswith(("test_", "conftest")) or file.endswith("_test.py"):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:  # a few files declare another encoding
+            continue
+        if len(text) > 200:
+            yield name, text
+
+
+def _is_held_out(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] % HELD_OUT_IN == 0
+
+
+def _without_opening_comment(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    opening = itertools.takewhile(lambda line: line.startswith("#") or not line.strip(), lines)
+    return "".join(lines[len(list(opening)) :])

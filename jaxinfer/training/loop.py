@@ -25,6 +25,7 @@ class TrainOptions:
     num_steps: optimizer steps. learning_rate: its highest value, after `warmup_steps`; the last
       `decay_fraction` of the steps falls linearly to zero (Hu et al. 2024, warmup-stable-decay).
     checkpoint_every: steps between checkpoints. log_every: steps between points of the loss curve.
+    evaluate_every: steps between evaluations, where there is one to make.
     """
 
     num_steps: int
@@ -35,6 +36,7 @@ class TrainOptions:
     max_gradient_norm: float = 1.0
     checkpoint_every: int = 50
     log_every: int = 10
+    evaluate_every: int = 100
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,22 @@ def make_optimizer(options: TrainOptions) -> optax.GradientTransformation:
 def train(
     params: Params,
     objective: Objective,
-    batch_at: Callable[[int], np.ndarray],
+    batch_at: Callable[[int], Any],
     options: TrainOptions,
     *,
     checkpoint_dir: Path,
+    given: tuple[Any, ...] = (),
+    evaluate: Callable[[Params], dict[str, float]] | None = None,
     description: str = "train",
     show_progress: bool = True,
 ) -> TrainResult:
-    """Minimises `objective` from `params` over the batches `batch_at(step)`.
+    """Minimises `objective(params, batch, *given)` from `params` over the batches `batch_at(step)`, pytrees of
+    arrays.
+
+    What `evaluate(params)` returns joins the metrics of its step and stays in the progress bar.
 
     A run finds the checkpoints of an earlier, killed one in `checkpoint_dir` and goes on from the newest: since a
-    batch depends on its step alone, the result is that of a run never stopped. `params` are donated.
+    batch depends on its step alone, the result is that of a run never stopped. `params` are donated, `given` are not.
 
     Raises:
       FloatingPointError: the loss is not finite; names the step. Checkpoints stay as they were.
@@ -101,8 +108,8 @@ def train(
     def start(params):
         return {"params": params, "optimizer": optimizer.init(params)}
 
-    def step_fn(state, tokens):
-        gradients, metrics = jax.grad(objective, has_aux=True)(state["params"], tokens)
+    def step_fn(state, batch, given):
+        gradients, metrics = jax.grad(objective, has_aux=True)(state["params"], batch, *given)
         updates, opt_state = optimizer.update(gradients, state["optimizer"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}, metrics
 
@@ -119,17 +126,23 @@ def train(
         )
         state, first = restored["state"], latest
         history = [(int(step), dict(metrics)) for step, metrics in restored["history"]]
+    shown: dict[str, str] = {}
     with tqdm(total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True) as bar:
         for step in range(first, options.num_steps):
-            state, metrics = step_fn(state, jnp.asarray(batch_at(step)))
+            state, metrics = step_fn(state, jax.tree.map(jnp.asarray, batch_at(step)), given)
             done = step + 1
-            if done % options.log_every == 0 or done == options.num_steps:
+            is_last = done == options.num_steps
+            is_evaluated = evaluate is not None and (done % options.evaluate_every == 0 or is_last)
+            if done % options.log_every == 0 or is_last or is_evaluated:
                 values = {name: float(value) for name, value in metrics.items()}
                 if not all(math.isfinite(value) for value in values.values()):
                     raise FloatingPointError(f"step {step}: {json.dumps(values)}; lower learning_rate")
+                if evaluate is not None and is_evaluated:
+                    values |= evaluate(state["params"])
                 history.append((done, values))
-                bar.set_postfix({name: f"{value:.3f}" for name, value in values.items()}, refresh=False)
-            if done % options.checkpoint_every == 0 or done == options.num_steps:
+                shown |= {name: f"{value:.3f}" for name, value in values.items()}
+                bar.set_postfix(shown, refresh=False)
+            if done % options.checkpoint_every == 0 or is_last:
                 manager.save(
                     done,
                     args=ocp.args.Composite(

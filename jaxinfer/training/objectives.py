@@ -1,4 +1,7 @@
-"""What training minimises. An objective is `loss(params, tokens [B, T + 1]) -> (scalar loss, metrics)`."""
+"""What training minimises. An objective is `loss(params, batch, *given) -> (scalar loss, metrics)`.
+
+`given` are arrays that are neither trained nor donated, such as the target's parameters.
+"""
 
 from collections.abc import Callable
 
@@ -6,21 +9,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, Params, bind
+from jaxinfer.training.attention import attend_by_head
 
-Objective = Callable[[Params, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+Objective = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def sequence_logits(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of int32 tokens [B, T], without a cache."""
     decoder = bind(config, params)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return decoder.logits(decoder(tokens, positions, attend_without_cache))
+    return decoder.logits(decoder(tokens, positions, attend_by_head))
 
 
 def next_token(config: ModelConfig) -> Objective:
-    """Mean cross entropy of the next token, in nats."""
+    """Mean cross entropy of the next token, in nats; a batch is tokens [B, T + 1]."""
 
     def loss(params: Params, tokens: jax.Array):
         logits = sequence_logits(config, params, tokens[:, :-1])
@@ -28,3 +31,50 @@ def next_token(config: ModelConfig) -> Objective:
         return value, {"loss": value}
 
     return loss
+
+
+def forward_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """KL(target || draft) [...] in nats of logits [..., V]: the draft covers all that the target says."""
+    target, draft = jax.nn.log_softmax(target_logits), jax.nn.log_softmax(draft_logits)
+    return jnp.sum(jnp.exp(target) * (target - draft), axis=-1)
+
+
+def reverse_kl(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """KL(draft || target) [...] in nats: the draft keeps to what the target says most."""
+    return forward_kl(draft_logits, target_logits)
+
+
+def total_variation(target_logits: jax.Array, draft_logits: jax.Array) -> jax.Array:
+    """Half the sum of absolute differences [...], in 0..1: one minus the chance that a draft sampled and accepted
+    as by Leviathan et al. 2023 is accepted."""
+    return 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(target_logits) - jax.nn.softmax(draft_logits)), axis=-1)
+
+
+DIVERGENCES = {"fkl": forward_kl, "rkl": reverse_kl, "tv": total_variation}
+
+
+def distillation(target: ModelConfig, draft: ModelConfig, loss: str, temperature: float = 1.0) -> Objective:
+    """Mean divergence of the draft's next-token distribution from the target's.
+
+    A batch is `{"tokens": [B, T], "weights": [B, T]}`: what the choice after each token counts. Given: the target's
+    parameters. The target's logits are divided by `temperature`, the draft's are not: below 1, the draft learns above
+    all which token the target would choose. The metric `agreement` is the weighted share of positions where both choose
+    the same token.
+
+    Raises ValueError for an unknown loss or a temperature that is not positive.
+    """
+    if loss not in DIVERGENCES:
+        raise ValueError(f"loss={loss!r} is none of {', '.join(DIVERGENCES)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    divergence = DIVERGENCES[loss]
+
+    def objective(params: Params, batch: dict[str, jax.Array], target_params: Params):
+        tokens, shares = batch["tokens"], batch["weights"] / batch["weights"].sum()
+        target_logits = jax.lax.stop_gradient(sequence_logits(target, target_params, tokens))
+        draft_logits = sequence_logits(draft, params, tokens)
+        value = jnp.sum(shares * divergence(target_logits / temperature, draft_logits))
+        agrees = jnp.argmax(target_logits, axis=-1) == jnp.argmax(draft_logits, axis=-1)
+        return value, {"loss": value, "agreement": jnp.sum(shares * agrees)}
+
+    return objective

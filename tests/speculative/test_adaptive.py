@@ -173,7 +173,7 @@ def test_a_measurement_far_off_must_be_seen_twice():
     controller = known({0: 1.0, 4: 1.5})
     controller.observe_time(1, 4, 100.0)
     assert controller.seconds(1, 4) == 1.5
-    assert controller.purse == ALLOWANCE
+    assert controller.purse(1) == ALLOWANCE
     for _ in range(30):
         controller.observe_time(1, 4, 100.0)
     assert controller.seconds(1, 4) == 100.0
@@ -213,7 +213,7 @@ def test_an_empty_purse_stops_it():
         assert num_rounds < 1000
     assert num_rounds * 0.5 == pytest.approx(ALLOWANCE, rel=0.1)
     controller.observe_time(1, 0, 100.0, num_rounds=100)
-    assert controller.purse <= 100 * SHARE, "it fills slowly"
+    assert controller.purse(1) <= 100 * SHARE, "it fills slowly"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""How many tokens of a draft its target accepts, from teacher-forced choices alone: nothing is generated."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.training.objectives import sequence_logits
+
+NUM_DRAFT_TOKENS = 4
+ROWS_AT_ONCE = 10
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Of a draft on greedy text of its target, with chains of k draft tokens.
+
+    Attributes:
+      agreement: share of tokens that the draft would have chosen, given the true text before them.
+      num_accepted, num_proposed: draft tokens in all rounds. num_rounds: calls of the target.
+      num_tokens: tokens of the text.
+    """
+
+    agreement: float
+    num_accepted: int
+    num_proposed: int
+    num_rounds: int
+    num_tokens: int
+
+    @property
+    def rate(self) -> float:
+        """Accepted draft tokens per proposed one."""
+        return self.num_accepted / self.num_proposed if self.num_proposed else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens per call of the target, its own included."""
+        return self.num_tokens / self.num_rounds
+
+
+def simulate(agrees: np.ndarray, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> Acceptance:
+    """Speculates over rows of bool [N, T]: whether the draft, given the true text, chooses each token.
+
+    Greedy drafts are accepted while they equal the target's choice, so until the first disagreement the draft has
+    seen the true text, and a round accepts the run of agreements. The target adds a token of its own; the next round
+    starts behind it. At the end of a row no more is drafted than the row has.
+    """
+    if num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
+    if agrees.ndim != 2 or agrees.size == 0:
+        raise ValueError(f"rows of agreements [N, T] are needed, got shape {agrees.shape}")
+    num_accepted = num_proposed = num_rounds = 0
+    for row in agrees:
+        at = 0
+        while at < len(row):
+            proposed = row[at : at + num_draft_tokens]
+            accepted = len(proposed) if proposed.all() else int(np.argmin(proposed))
+            num_accepted, num_proposed, num_rounds = num_accepted + accepted, num_proposed + len(proposed), num_rounds + 1
+            at += accepted + 1
+    return Acceptance(float(agrees.mean()), num_accepted, num_proposed, num_rounds, agrees.size)
+
+
+class AcceptanceMeter:
+    """Measures drafts of one configuration on the target's greedy continuations.
+
+    Args:
+      rows: int32 [N, T]: prompts of `prompt_length` tokens, each with the target's greedy continuation.
+    """
+
+    def __init__(
+        self, config: ModelConfig, rows: np.ndarray, prompt_length: int, num_draft_tokens: int = NUM_DRAFT_TOKENS
+    ):
+        if not 0 < prompt_length < rows.shape[1]:
+            raise ValueError(f"prompt_length={prompt_length} leaves no continuation in rows of {rows.shape[1]} tokens")
+        self._rows, self._prompt_length, self._num_draft_tokens = rows, prompt_length, num_draft_tokens
+        self._choose = jax.jit(lambda params, tokens: jnp.argmax(sequence_logits(config, params, tokens), axis=-1))
+
+    def __call__(self, params: Params) -> Acceptance:
+        before, after = self._rows[:, :-1], self._rows[:, self._prompt_length :]
+        blocks = [before[start : start + ROWS_AT_ONCE] for start in range(0, len(before), ROWS_AT_ONCE)]
+        choices = np.concatenate([np.asarray(self._choose(params, jnp.asarray(block))) for block in blocks])
+        return simulate(choices[:, self._prompt_length - 1 :] == after, self._num_draft_tokens)

@@ -1,0 +1,195 @@
+"""Attention heads that copy, built into a draft before it is trained.
+
+Text a model writes repeats itself, and its prompt; a draft of two layers would need long training to find the two
+steps of copying (Elhage et al. 2021, Olsson et al. 2022: induction heads). So they are set by hand: heads of the first
+layer note for each position the one and the two tokens before it, a head of the second finds the last position with the
+same two notes as the text has now, and brings its token to the output. Training goes on from there with all weights.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import ModelConfig, Params, bind, collect
+from jaxinfer.models.rope import inverse_frequencies
+from jaxinfer.training.attention import attend_by_head
+
+CODE = 18  # dimensions of a token's random code, in which tokens are compared: more than 16 of 4,096 collide less
+ADDED_WIDTH = 80  # a constant and four codes are 73; rows stay multiples of 16 floats
+ADDED_HEADS = 2
+SHARPNESS = 11.0  # of the heads that look back: the neighbour gets e**-16 of the attention
+MATCH = 10.0  # score of one token in common, in nats, against random scores below 4
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Where the added dimensions of the residual stream are: a constant, then codes."""
+
+    constant: int
+    own: slice
+    last: slice
+    second_last: slice
+    output: slice
+
+    @classmethod
+    def after(cls, width: int) -> "_Slots":
+        starts = [width + 1 + CODE * i for i in range(4)]
+        return cls(width, *(slice(start, start + CODE) for start in starts))
+
+
+def with_copying(
+    config: ModelConfig, params: Params, tokens: np.ndarray, *, gain: float = 4.0, seed: int = 0
+) -> tuple[ModelConfig, Params]:
+    """The model, ADDED_WIDTH wider and with ADDED_HEADS more heads in each layer, that also copies; float32.
+
+    Args:
+      tokens: int32 [B, T], text from which the sizes of hidden states are taken.
+      gain: what a copied token's logit gets.
+
+    Its output embedding is its own, so that a token's code in the input is no vote for the token itself.
+
+    Raises ValueError for a model in which the heads cannot be built: one layer, biases, norms of queries, or stretched
+    or partial rotation.
+    """
+    _check(config)
+    random = np.random.default_rng(seed)
+    base = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
+    width = config.hidden_size + ADDED_WIDTH
+    slots = _Slots.after(config.hidden_size)
+    codes = random.normal(size=(config.vocab_size, CODE))
+    codes *= np.sqrt(CODE) / np.linalg.norm(codes, axis=1, keepdims=True)
+    unit = float(_rms(base["embed"].reshape(-1)))  # what stands for 1 in the added dimensions
+    sizes = _sizes(config, params, tokens)
+    # After each sublayer so many added dimensions are in use, the constant, of 2, as four of them.
+    num_used = [4 + CODE] + [4 + 3 * CODE] * (2 * config.num_layers - 1) + [4 + 4 * CODE]
+    new_sizes = [
+        float(np.sqrt((config.hidden_size * size**2 + count * unit**2) / width))
+        for size, count in zip(sizes, num_used, strict=True)
+    ]
+
+    def norm(weight: np.ndarray, index: int, added: float) -> np.ndarray:
+        return np.concatenate([weight * new_sizes[index] / sizes[index], np.full(ADDED_WIDTH, added)])
+
+    # The first norm would scale the constant by each token's own size: all tokens get the same, which it makes of them.
+    embed = np.zeros((config.vocab_size, width))
+    embed[:, : config.hidden_size] = base["embed"] / _rms(base["embed"])[:, None] * sizes[0]
+    embed[:, slots.constant], embed[:, slots.own] = 2 * unit, codes * unit
+    head = np.zeros((width, config.vocab_size))
+    head[: config.hidden_size] = base["embed"].T if config.tie_word_embeddings else base["lm_head"]
+    head[slots.output] = codes.T * unit
+    final = norm(base["final_norm"]["weight"], -1, 0.0)
+    final[slots.output] = gain * new_sizes[-1] / (CODE * unit**2)
+
+    layers = {}
+    for i in range(config.num_layers):
+        old = base["layers"][str(i)]
+        weights = {name: old["attention"][name]["weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        wide = _widened(config, weights)
+        if i == 0:
+            _look_back(config, wide, slots, unit)
+        elif i == 1:
+            _match(config, wide, slots, unit, random)
+        added = ADDED_WIDTH
+        layers[str(i)] = {
+            "attention_norm": {"weight": norm(old["attention_norm"]["weight"], 2 * i, new_sizes[2 * i] / unit)},
+            "attention": {name: {"weight": weight} for name, weight in wide.items()},
+            "mlp_norm": {"weight": norm(old["mlp_norm"]["weight"], 2 * i + 1, new_sizes[2 * i + 1] / unit)},
+            "mlp": {
+                "gate_proj": {"weight": np.pad(old["mlp"]["gate_proj"]["weight"], ((0, added), (0, 0)))},
+                "up_proj": {"weight": np.pad(old["mlp"]["up_proj"]["weight"], ((0, added), (0, 0)))},
+                "down_proj": {"weight": np.pad(old["mlp"]["down_proj"]["weight"], ((0, 0), (0, added)))},
+            },
+        }
+    wide_config = replace(
+        config,
+        hidden_size=width,
+        num_heads=config.num_heads + ADDED_HEADS,
+        num_kv_heads=config.num_kv_heads + ADDED_HEADS,
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    wide_params = {"embed": embed, "lm_head": head, "layers": layers, "final_norm": {"weight": final}}
+    return wide_config, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), wide_params)
+
+
+def _check(config: ModelConfig) -> None:
+    reasons = {
+        f"{config.num_layers} layer: two are needed": config.num_layers < 2,
+        "query heads that share key heads": config.num_heads != config.num_kv_heads,
+        "biases": config.qkv_bias or config.output_bias or config.mlp_bias,
+        "norms of queries and keys": config.qk_norm,
+        f"rope of kind {config.rope.kind}": config.rope.kind != "default",
+        f"{config.rope.rotary_dim} rotated dimensions of {config.head_dim}": config.rope.rotary_dim != config.head_dim,
+        f"heads of {config.head_dim} dimensions, below {4 * CODE // 2}": config.head_dim < 2 * CODE,
+        "windows": any(window is not None for window in config.sliding_windows),
+    }
+    found = [reason for reason, is_so in reasons.items() if is_so]
+    if found:
+        raise ValueError(f"copying heads cannot be built into a draft with {', '.join(found)}")
+
+
+def _look_back(config: ModelConfig, weights: dict[str, np.ndarray], slots: _Slots, unit: float) -> None:
+    """Two heads that attend to the token 1 and 2 before, whatever it is, and note its code.
+
+    Queries and keys are constants; rotation makes their product largest at the distance by which the key was turned.
+    """
+    half = config.head_dim // 2
+    frequencies, _ = inverse_frequencies(config.rope)
+    pairs = np.arange(min(12, half))  # the fastest, which tell neighbours apart
+    for number, (distance, slot) in enumerate(((1, slots.last), (2, slots.second_last))):
+        at = (config.num_heads + number) * config.head_dim
+        size = SHARPNESS / 2  # the constant is 2
+        angles = distance * np.asarray(frequencies)[pairs]
+        weights["q_proj"][slots.constant, at + pairs] = size
+        weights["k_proj"][slots.constant, at + pairs] = size * np.cos(angles)
+        weights["k_proj"][slots.constant, at + half + pairs] = size * np.sin(angles)
+        weights["v_proj"][slots.own, at : at + CODE] = np.eye(CODE)
+        weights["o_proj"][at : at + CODE, slot] = np.eye(CODE) * unit
+
+
+def _match(
+    config: ModelConfig, weights: dict[str, np.ndarray], slots: _Slots, unit: float, random: np.random.Generator
+) -> None:
+    """A head that attends where the two tokens before are the last two of the text, and brings that token's code.
+
+    The codes lie in the slowest pairs of the rotation, so that a match weighs much the same near and far.
+    """
+    half, at = config.head_dim // 2, config.num_heads * config.head_dim
+    size = np.sqrt(MATCH * np.sqrt(config.head_dim) / CODE)
+    slowest, slower = np.arange(half - CODE // 2, half), np.arange(half - CODE, half - CODE // 2)
+    for pairs, query, key in ((slowest, slots.own, slots.last), (slower, slots.last, slots.second_last)):
+        columns = np.concatenate([at + pairs, at + half + pairs])
+        weights["q_proj"][np.arange(query.start, query.stop), columns] = size
+        weights["k_proj"][np.arange(key.start, key.stop), columns] = size
+    weights["v_proj"][slots.own, at : at + CODE] = np.eye(CODE)
+    weights["o_proj"][at : at + CODE, slots.output] = np.eye(CODE) * unit
+    # The rest of the head writes nothing yet, but has something to write.
+    rest = slice(at + CODE, at + config.head_dim)
+    weights["v_proj"][: config.hidden_size, rest] = 0.05 * random.normal(
+        size=(config.hidden_size, config.head_dim - CODE)
+    )
+
+
+def _widened(config: ModelConfig, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same projections of a wider stream with more heads, zeros where nothing was."""
+    more = ADDED_HEADS * config.head_dim
+    return {
+        name: np.pad(weight, ((0, more), (0, ADDED_WIDTH)) if name == "o_proj" else ((0, ADDED_WIDTH), (0, more)))
+        for name, weight in weights.items()
+    }
+
+
+def _sizes(config: ModelConfig, params: Params, tokens: np.ndarray) -> list[float]:
+    """The usual root mean square of what each norm sees: two in each layer, then the final one."""
+    names = ["embed", *(f"layers.{i}.{part}" for i in range(config.num_layers) for part in ("attention", "mlp"))]
+    found, tap = collect(names)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    bind(config, params)(jnp.asarray(tokens), positions, attend_by_head, tap)
+    states = np.cumsum([np.asarray(found[name], np.float32) for name in names], axis=0)
+    return [float(np.median(_rms(state))) for state in states]
+
+
+def _rms(values: np.ndarray) -> np.ndarray:
+    return np.sqrt(np.mean(np.square(values), axis=-1))
