@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -13,6 +13,7 @@ from jaxinfer.cli.output import note, waiting, write_json, write_text
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
     from jaxinfer.models import ModelConfig, Params
+    from jaxinfer.training.acceptance import Acceptance
     from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, TextRequest
 
 _DRAFT = "The draft"
@@ -136,7 +137,7 @@ def distill(
         draft, initial = _initial(llm, divided, kept_layers, layers, width, inner, options, copying=copying)
         result = run(llm, draft, initial, divided, options, work_dir)
         export(llm, result, options, out, dtype=dtype, overwrite=overwrite)
-    report = {"path": out, "num_steps": steps, "before": _figures(result.before), "after": _figures(result.after)}
+    report = {"path": out, "num_steps": steps, "before": figures(result.before), "after": figures(result.after)}
     if as_json:
         write_json(report)
         return
@@ -233,6 +234,15 @@ def export(
     write_draft_card(out, "README.md", llm.name, result, options)
 
 
+def figures(acceptance: "Acceptance") -> dict[str, float]:
+    """What a report says of acceptance."""
+    return {
+        "agreement": acceptance.agreement,
+        "acceptance": acceptance.rate,
+        "tokens_per_round": acceptance.tokens_per_round,
+    }
+
+
 def _encoded(llm: "LLM", documents: list[str]) -> "Documents":
     from jaxinfer.training.distill import Documents
 
@@ -276,11 +286,3 @@ def _read_layers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UsageError(f"--init-layers: {text!r} is not layers with commas between, such as 0,5") from None
-
-
-def _figures(acceptance: Any) -> dict[str, float]:
-    return {
-        "agreement": acceptance.agreement,
-        "acceptance": acceptance.rate,
-        "tokens_per_round": acceptance.tokens_per_round,
-    }

@@ -11,6 +11,7 @@ from jaxinfer.cli.chat import chat
 from jaxinfer.cli.command import command
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.demo import demo
+from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.score import score
@@ -36,6 +37,8 @@ jaxinfer convert ./checkpoint ./converted
 
 jaxinfer verify ./converted --against ./checkpoint
 
+jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
+
 [bold]Exit codes[/bold]
 
 0 all well · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted
@@ -57,7 +60,7 @@ app = typer.Typer(
 GROUPS = {
     "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score},
     "Checkpoints": {"convert": convert, "verify": verify},
-    "Speculation": {"speculate-report": speculate_report},
+    "Speculation": {"speculate-report": speculate_report, "distill": distill},
     "This machine": {"doctor": doctor, "train-demo": train_demo},
 }
 for group, commands in GROUPS.items():

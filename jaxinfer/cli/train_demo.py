@@ -8,11 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from jaxinfer.cli.distill import figures, writer
 from jaxinfer.cli.output import write_json, write_text
 
 if TYPE_CHECKING:
+    from jaxinfer.models import ModelConfig, Params
     from jaxinfer.training.demo import Data, DemoModel, Phase
+    from jaxinfer.training.distill import DistillOptions, DistillResult
 
+NAMES = ("demo", "demo-draft")
+START = "demo-draft-start"
+DRAFT_ORIGIN = """\
+Begun as a model of its own of 2 layers, 128 wide, trained on the Python standard library as `demo` was, which is under
+the PSF License Agreement; then given heads that copy what the text said before (`jaxinfer/training/copying.py`).
+`jaxinfer train-demo` makes it.
+
+"""
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # The model knows no roles, only Python: what a user says becomes a comment, what it answers is the code below.
 CHAT_TEMPLATE = """\
@@ -38,7 +49,7 @@ def train_demo(
         int | None, typer.Option(metavar="N", min=1, help="Training steps of the model. Default: its own number.")
     ] = None,
     draft_steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Training steps of its draft. Default: its own number.")
+        int | None, typer.Option(metavar="N", min=1, help="Steps of its draft's distillation. Default: its own number.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace models that are there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
@@ -51,52 +62,97 @@ def train_demo(
     import jaxinfer.data
 
     out_dir = out or Path(jaxinfer.data.__file__).parent
-    pair = export_pair(work_dir, out_dir, steps, draft_steps, overwrite=overwrite)
+    target, draft = export_pair(work_dir, out_dir, steps, draft_steps, overwrite=overwrite)
     models = [
         {
-            "name": model.name,
-            "path": out_dir / model.name,
-            "num_steps": model.options.num_steps,
-            "num_train_tokens": model.num_train_tokens,
-            "held_out_loss": model.held_out_loss,
-        }
-        for model in pair
+            "name": NAMES[0],
+            "path": out_dir / NAMES[0],
+            "num_steps": target.options.num_steps,
+            "num_train_tokens": target.num_train_tokens,
+            "held_out_loss": target.held_out_loss,
+        },
+        {
+            "name": NAMES[1],
+            "path": out_dir / NAMES[1],
+            "num_steps": draft_options(draft_steps).num_steps,
+            **figures(draft.after),
+        },
     ]
     if as_json:
         write_json({"models": models})
         return
-    for one in models:
-        loss = f"held-out loss {one['held_out_loss']:.3f} nats per token"
-        write_text(f"{one['path']}: {one['num_steps']} steps, {loss}\n")
+    first, second = models
+    loss = f"held-out loss {first['held_out_loss']:.3f} nats per token"
+    write_text(f"{first['path']}: {first['num_steps']} steps, {loss}\n")
+    accepted = f"{second['acceptance']:.1%} of its proposals accepted"
+    write_text(f"{second['path']}: {second['num_steps']} steps, {accepted}\n")
 
 
 def export_pair(
     work_dir: Path, out_dir: Path, target_steps: int | None, draft_steps: int | None, *, overwrite: bool = False
-) -> "tuple[DemoModel, DemoModel]":
-    """Trains both models, or finishes their training, and writes each as a checkpoint to `out_dir`/name.
+) -> "tuple[DemoModel, DistillResult]":
+    """Trains the model, distils its draft, or finishes both, and writes each as a checkpoint to `out_dir`/name.
 
     Raises, before anything is trained, FileExistsError if a model is there already, ImportError without matplotlib.
     """
+    from jaxinfer.llm import LLM
     from jaxinfer.training import demo
 
-    names = ("demo", "demo-draft")
     if importlib.util.find_spec("matplotlib") is None:  # hours before it is needed
         raise ImportError("the model cards need matplotlib: pip install 'jaxinfer[train]'")
-    for name in names:
+    for name in NAMES:
         if (out_dir / name).exists() and not overwrite:
             raise FileExistsError(f"{out_dir / name} exists: --overwrite replaces it")
     data = demo.load_data(work_dir)
-    target = demo.train_model(names[0], demo.TARGET, scaled(demo.TARGET_PHASES, target_steps), data, work_dir)
-    draft = demo.train_model(names[1], demo.DRAFT, scaled(demo.DRAFT_PHASES, draft_steps), data, work_dir)
-    for model in (target, draft):
-        export_model(model, data, work_dir, out_dir / model.name, overwrite=overwrite)
+    target = demo.train_model(NAMES[0], demo.TARGET, scaled(demo.TARGET_PHASES, target_steps), data, work_dir)
+    start = demo.train_model(START, demo.DRAFT_START, demo.DRAFT_PHASES, data, work_dir)
+    export_model(target, data, work_dir, work_dir / "export" / NAMES[0], overwrite=True)
+    options = draft_options(draft_steps)
+    with LLM(work_dir / "export" / NAMES[0], max_model_len=options.length) as llm:
+        generate = writer(llm)
+        draft = demo.distill_draft(
+            llm.config, llm.params, start, data.documents, generate, options, work_dir / NAMES[1]
+        )  # fmt: skip
+    export_model(target, data, work_dir, out_dir / NAMES[0], overwrite=overwrite)
+    export_draft(draft, options, data, work_dir, out_dir / NAMES[1], overwrite=overwrite)
     return target, draft
 
 
+def draft_options(num_steps: int | None) -> "DistillOptions":
+    """The embedded draft's distillation, with another number of steps unless that is None."""
+    from jaxinfer.training.demo import DISTILLATION
+
+    return DISTILLATION if num_steps is None else replace(DISTILLATION, num_steps=num_steps)
+
+
+def export_draft(
+    draft: "DistillResult",
+    options: "DistillOptions",
+    data: "Data",
+    work_dir: Path,
+    destination: Path,
+    *,
+    overwrite: bool,
+) -> None:
+    """Writes the draft as `export_model` does the model."""
+    from jaxinfer.training.card import write_draft_card
+
+    _save(draft.config, draft.params, data, work_dir, destination, overwrite=overwrite)
+    write_draft_card(destination, "MODEL_CARD.md", NAMES[0], draft, options, DRAFT_ORIGIN)
+
+
 def export_model(model: "DemoModel", data: "Data", work_dir: Path, destination: Path, *, overwrite: bool) -> None:
-    """Writes one model in bfloat16 with its tokenizer, in the form of Hugging Face."""
-    import checkpoints_convert
+    """Writes the model in bfloat16 with its tokenizer, in the form of Hugging Face."""
     from jaxinfer.training.card import write_card
+
+    _save(model.config, model.result.params, data, work_dir, destination, overwrite=overwrite)
+    write_card(destination, model, data)
+
+
+def _save(
+    config: "ModelConfig", params: "Params", data: "Data", work_dir: Path, destination: Path, *, overwrite: bool
+) -> None:
+    import checkpoints_convert
 
     end, pad = data.tokenizer.token_to_id(END_OF_TEXT), data.tokenizer.token_to_id(PAD)
     files = {
@@ -121,15 +177,14 @@ def export_model(model: "DemoModel", data: "Data", work_dir: Path, destination: 
     (work_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     destination.parent.mkdir(parents=True, exist_ok=True)
     checkpoints_convert.save_huggingface(
-        model.config,
-        model.result.params,
+        config,
+        params,
         destination,
         dtype="bfloat16",
         extra_files=[work_dir / name for name in ("tokenizer.json", "chat_template.jinja", *files)],
         extra_config={"eos_token_id": end, "pad_token_id": pad},
         overwrite=overwrite,
     )
-    write_card(destination, model, data)
 
 
 def scaled(phases: "tuple[Phase, ...]", num_steps: int | None) -> "tuple[Phase, ...]":

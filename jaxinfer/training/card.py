@@ -1,5 +1,6 @@
-"""The model card of an embedded model: data, steps, loss curve, held-out perplexity."""
+"""Model cards: of an embedded model (data, steps, loss curve, held-out perplexity), and of a distilled draft."""
 
+import importlib.util
 import math
 import platform
 from pathlib import Path
@@ -8,8 +9,10 @@ import jax
 import numpy as np
 
 from jaxinfer.models import abstract_params
+from jaxinfer.training.acceptance import NUM_DRAFT_TOKENS
 from jaxinfer.training.corpus import HELD_OUT_IN
 from jaxinfer.training.demo import CONTEXT, Data, DemoModel
+from jaxinfer.training.distill import DistillOptions, DistillResult
 
 
 def write_card(folder: Path, model: DemoModel, data: Data) -> None:
@@ -70,15 +73,83 @@ Python only, English comments only, no instruction following. Names and argument
 """
 
 
+def write_draft_card(
+    folder: Path, file_name: str, target: str, result: DistillResult, options: DistillOptions, origin: str = ""
+) -> None:
+    """Writes the card of a distilled draft and, where matplotlib is installed, its plot distillation.png.
+
+    `origin` is a paragraph on data and start.
+    """
+    has_plot = importlib.util.find_spec("matplotlib") is not None
+    if has_plot:
+        plot_distillation(folder / "distillation.png", result)
+    (folder / file_name).write_text(draft_card_text(folder.name, target, result, options, origin, has_plot=has_plot))
+
+
+def draft_card_text(
+    name: str, target: str, result: DistillResult, options: DistillOptions, origin: str = "", *, has_plot: bool = True
+) -> str:
+    """Markdown; every figure comes from the run."""
+    config = result.config
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))
+    rows = "\n".join(
+        f"| {when} | {found.agreement:.1%} | {found.rate:.1%} | {found.tokens_per_round:.2f} |"
+        for when, found in (("before distillation", result.before), ("after", result.after))
+    )
+    losses = {"fkl": "forward KL", "rkl": "reverse KL", "tv": "total variation"}
+    plot = "\n![loss and acceptance by step](distillation.png)\n" if has_plot else ""
+    return f"""# {name}
+
+A draft of `{target}`, for speculative decoding: it proposes tokens, the target accepts those it would have chosen
+itself. On its own it is not worth reading.
+
+| | |
+| --- | --- |
+| parameters | {num_params:,} |
+| layers, width, inner width | {config.num_layers}, {config.hidden_size}, {config.intermediate_size} |
+| heads, head width | {config.num_heads}, {config.head_dim} |
+
+Acceptance on greedy text of the target after held-out prompts, {result.after.num_tokens:,} tokens, in rounds of
+{NUM_DRAFT_TOKENS} draft tokens:
+
+| | same choice | accepted of proposed | tokens a round |
+| --- | --- | --- | --- |
+{rows}
+
+## Training
+
+{origin}Distilled from `{target}` by `jaxinfer`: {losses[options.loss]} to the target's distribution at temperature
+{options.temperature:g}, {options.num_steps:,} steps of {options.batch_size} sequences of {options.length} tokens, of
+which {options.num_on_policy} the target wrote: {options.num_texts:,} texts, {options.sampled:.0%} of them sampled at
+temperature {options.sampling_temperature:g}, the others greedy; the rest is data. Muon for the matrices of the layers
+and AdamW for the others, highest learning rate {options.learning_rate:g}.
+{plot}"""
+
+
+def plot_distillation(path: Path, result: DistillResult) -> None:
+    """Training loss, and held-out agreement and acceptance, by step."""
+    pyplot = _pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    left.plot([step for step, _ in result.history], [values["loss"] for _, values in result.history], color="C0")
+    left.set(xlabel="optimizer step", ylabel="loss (nats)", title="distance from the target")
+    measured = [(step, values) for step, values in result.history if "acceptance" in values]
+    steps = [0, *(step for step, _ in measured)]
+    for name, first, label in (
+        ("held_out_agreement", result.before.agreement, "same choice"),
+        ("acceptance", result.before.rate, "accepted of proposed"),
+    ):
+        right.plot(steps, [first, *(values[name] for _, values in measured)], marker="o", label=label)
+    right.set(xlabel="optimizer step", ylim=(0, 1), title="on held-out prompts")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def plot_loss(path: Path, model: DemoModel) -> None:
     """The training loss by step, with its running median and the held-out loss at the end. Needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("plotting needs matplotlib: pip install 'jaxinfer[train]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     steps = np.array([step for step, _ in model.result.history])
     losses = np.array([metrics["loss"] for _, metrics in model.result.history])
     smooth = [float(np.median(losses[max(i - 3, 0) : i + 4])) for i in range(len(losses))]
@@ -93,3 +164,14 @@ def plot_loss(path: Path, model: DemoModel) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _pyplot():
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("plotting needs matplotlib: pip install 'jaxinfer[train]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot

@@ -122,7 +122,7 @@ def _check(config: ModelConfig) -> None:
         "norms of queries and keys": config.qk_norm,
         f"rope of kind {config.rope.kind}": config.rope.kind != "default",
         f"{config.rope.rotary_dim} rotated dimensions of {config.head_dim}": config.rope.rotary_dim != config.head_dim,
-        f"heads of {config.head_dim} dimensions, below {4 * CODE // 2}": config.head_dim < 2 * CODE,
+        f"heads of {config.head_dim} dimensions, below {2 * CODE}": config.head_dim < 2 * CODE,
         "windows": any(window is not None for window in config.sliding_windows),
     }
     found = [reason for reason, is_so in reasons.items() if is_so]

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import ModelConfig, Params, RopeConfig, init_params
 from jaxinfer.training import corpus
+from jaxinfer.training.copying import with_copying
+from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, Generate, distill
 from jaxinfer.training.loop import TrainOptions, TrainResult, mean_loss, train
 from jaxinfer.training.objectives import next_token
 
@@ -28,7 +30,8 @@ TARGET = ModelConfig(
     tie_word_embeddings=True,
     max_position_embeddings=1024,
 )
-DRAFT = replace(TARGET, hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=2)
+# What the draft is distilled from: a model of its own, which learns from the data what the target learned from it.
+DRAFT_START = replace(TARGET, hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=2)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Phase:
 # Short sequences first, since they cost half the attention; the last phase teaches the full context.
 TARGET_PHASES = (Phase(200, 24, 256), Phase(480, 12, 256), Phase(120, 6, 512))
 DRAFT_PHASES = (Phase(700, 12, 256), Phase(100, 6, 512))
+DISTILLATION = DistillOptions(num_steps=500, learning_rate=3e-4, decay_fraction=0.7, temperature=0.6, on_policy=0.92)
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Data:
     train: np.ndarray
     held_out: np.ndarray
     held_out_bytes: int
+    documents: Documents
 
 
 def load_data(work_dir: Path) -> Data:
@@ -87,6 +92,13 @@ def load_data(work_dir: Path) -> Data:
         train=corpus.encode(tokenizer, texts.train),
         held_out=corpus.encode(tokenizer, texts.held_out),
         held_out_bytes=sum(len(text.encode()) for text in texts.held_out),
+        documents=Documents(
+            *(
+                tuple(np.asarray(one.ids, np.int32) for one in tokenizer.encode_batch(list(some)))
+                for some in (texts.train, texts.held_out)
+            ),
+            separator=tokenizer.token_to_id(corpus.END_OF_TEXT),
+        ),
     )
 
 
@@ -114,3 +126,17 @@ def train_model(name: str, config: ModelConfig, phases: tuple[Phase, ...], data:
     )
     held_out = mean_loss(objective, result.params, data.held_out, batch_size=4, length=CONTEXT)
     return DemoModel(name, config, options, phases, result, held_out, len(data.train))
+
+
+def distill_draft(
+    target: ModelConfig,
+    target_params: Params,
+    start: DemoModel,
+    documents: Documents,
+    generate: Generate,
+    options: DistillOptions,
+    work_dir: Path,
+) -> DistillResult:
+    """The embedded draft: the start, with heads that copy, distilled from the target in `work_dir`."""
+    config, initial = with_copying(start.config, start.result.params, documents.stream()[None, : options.length])
+    return distill(target, target_params, config, initial, documents, generate, options, work_dir=work_dir)

@@ -289,7 +289,7 @@ class _TextWriter:
         return self._written("texts", requests), lengths
 
     def held_out(self) -> np.ndarray:
-        """Rows [N, length]: prompts of `held_out_prompt` tokens with greedy text, spread over the held-out documents."""
+        """Rows [N, length]: prompts of `held_out_prompt` tokens, spread over what is held out, and greedy text."""
         length = self._options.held_out_prompt
         pieces = [
             document[start : start + length]

@@ -184,7 +184,7 @@ def test_row_independence_can_fail(monkeypatch):
     """The inverse test: noise that depends on the place in the batch is noticed when the rows change places."""
     right = sampler_module.gumbel_noise
 
-    def by_place(seed, position, vocab_size):
+    def by_place(seed, position, vocab_size, *, stream):
         return right(seed, position + jnp.arange(seed.shape[0]), vocab_size)
 
     monkeypatch.setattr(sampler_module, "gumbel_noise", by_place)
@@ -392,9 +392,9 @@ def test_greedy_batches_never_compute_noise(monkeypatch):
     calls = []
     right = sampler_module.gumbel_noise
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         jax.debug.callback(lambda: calls.append(1))
-        return right(*arguments)
+        return right(*arguments, **options)
 
     monkeypatch.setattr(sampler_module, "gumbel_noise", counted)
     program = jax.jit(lambda *arguments: choose(*arguments))
