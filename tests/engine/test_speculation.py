@@ -164,6 +164,38 @@ def test_deterministic_speculation_keeps_every_bit(tiny, drafts):
         bits(draft=drafts["near"], draft_tree=(2, 2))
 
 
+def test_a_broken_draft_changes_no_answer(tiny, expected):
+    config, params = tiny
+    broken = (config, jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params))
+    with LLM(tiny, draft=broken, num_draft_tokens=4, **OPTIONS, max_seqs=16) as llm:
+        assert answers(llm) == expected
+
+
+@pytest.mark.parametrize("draft", ["itself", "ngram"])
+def test_a_row_of_nan_fails_alone(tiny, expected, draft):
+    """The target's embedding of one token is broken: requests that meet it end with an error, others as ever."""
+    config, params = tiny
+    broken = (config, {**params, "embed": params["embed"].at[13].set(jnp.nan)})
+    draft = tiny if draft == "itself" else draft
+    options = {"draft": draft, "num_draft_tokens": 4, "max_seqs": 16, **OPTIONS}
+    single = [number for number in range(NUM_PROMPTS) if PARAMS[number].n == 1]
+    with LLM(broken, **options) as llm, LLM(tiny, **options) as sound:
+        found, right = llm.generate(PROMPTS, PARAMS), sound.generate(PROMPTS, PARAMS)
+    num_failed = 0
+    for number in single:
+        one, other = found[number].outputs[0], right[number].outputs[0]
+        meets = [*PROMPTS[number], *other.token_ids[:-1]]
+        if 13 not in meets:
+            assert one.token_ids == other.token_ids
+            assert one.finish_reason == other.finish_reason
+        else:
+            num_failed += 1
+            assert one.finish_reason == "error"
+            known = meets.index(13) - len(PROMPTS[number]) + 1
+            assert one.token_ids == other.token_ids[: max(known, 0)]
+    assert 2 < num_failed < len(single) - 2
+
+
 def planted(monkeypatch, module, name, wrong, tiny, draft) -> list:
     """The answers with a mistake in the jitted round."""
     monkeypatch.setattr(module, name, wrong)
