@@ -114,6 +114,7 @@ class LLM:
             loaded.tokenizer,
         )
         self._owned_params = [loaded.params] if loaded.is_owned else []
+        self.acceptance = acceptance
         self.default_params: SamplingParams = loaded.default_params
         self.ignored_generation_config = loaded.ignored_defaults
         self.eos_token_ids, self.seed, self.max_model_len = loaded.eos_token_ids, seed, max_model_len
@@ -313,6 +314,7 @@ class LLM:
 
         Raises:
           BatchError: two rows with one custom_id; results of another job; files that another process writes.
+          ValueError: acceptance="maximal", under which answers depend on what else runs.
           BatchWriteError: the disk is full, or the like; what was written stays and can be resumed.
         """
         from jaxinfer.batch import open_job

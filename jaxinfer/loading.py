@@ -99,7 +99,8 @@ def load_draft(
     """What drafts for `target`, from "ngram", "layers:N", or a model as `load_model` takes it; and whether its
     parameters were loaded here.
 
-    Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as `load_model`.
+    Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
+    `load_model`.
     """
     if draft == "ngram":
         return NgramDraft(), False

@@ -318,3 +318,57 @@ def test_import_is_fast_offline_and_without_torch():
             assert name not in sys.modules, name
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+class TestDrafts:
+    """What may draft, and what is refused with a reason."""
+
+    def test_other_tokens_are_refused(self, model):
+        config = model[0]
+        other = replace(config, vocab_size=config.vocab_size + 1)
+        with pytest.raises(ValueError, match=f"{config.vocab_size} tokens and the draft {other.vocab_size}"):
+            LLM(model[:2], draft=(other, init_params(other, jax.random.key(0))))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"num_draft_tokens": 4}, "num_draft_tokens=4 needs a draft"),
+            ({"acceptance": "maximal"}, "acceptance='maximal' needs a draft"),
+            ({"draft": "ngram", "num_draft_tokens": 0}, "1 to 31"),
+            ({"draft": "ngram", "num_draft_tokens": 32}, "1 to 31"),
+            ({"draft": "ngram", "num_draft_tokens": "many"}, "1 to 31"),
+            ({"draft": "ngram", "acceptance": "loose"}, "'exact' nor 'maximal'"),
+            ({"draft": "ngram", "draft_tree": (2, 2)}, "drafts a chain"),
+            ({"draft": "layers:1", "draft_tree": (9, 9)}, "the limit is 32"),
+            ({"draft": "layers:1", "draft_tree": (2,), "num_draft_tokens": 2}, "draft_tree"),
+            ({"draft": "layers:1", "draft_tree": ()}, "no depth"),
+            ({"draft": "layers:9"}, "the target has 2 layers"),
+            ({"draft": "layers:x"}, "layers:4"),
+            ({"draft": "ngram", "cache": "contiguous"}, "for cache='paged' only"),
+        ],
+    )
+    def test_options_that_do_not_fit(self, model, options, message):
+        with pytest.raises(ValueError, match=message):
+            LLM(model, max_seqs=2, **options)
+
+    def test_a_batch_refuses_what_it_could_not_resume(self, model, tmp_path):
+        (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
+        with (
+            LLM(model, draft="ngram", acceptance="maximal", max_seqs=2) as llm,
+            pytest.raises(ValueError, match="needs 'exact'"),
+        ):
+            llm.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+    def test_it_is_explained_and_counted(self, model):
+        with LLM(model, draft=model, num_draft_tokens=2, max_seqs=2) as llm:
+            output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=10))[0].outputs[0]
+            stats = output.speculation
+            assert stats is not None
+            assert stats.acceptance_rate == 1
+            assert stats.num_tokens + stats.num_plain_tokens == 10
+            facts = llm.explain().to_dict()["speculation"]
+            assert facts["draft"] == "live parameters"
+            assert facts["drafted / accepted tokens"] == f"{stats.proposed} / {stats.accepted}"
+        with LLM(model, max_seqs=2) as llm:
+            assert llm.speculation_stats() is None
+            assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0].speculation is None

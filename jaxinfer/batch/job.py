@@ -145,7 +145,10 @@ class Job:
 
         Raises:
           BatchError: the files have results of another job. BatchWriteError: the disk is full, or the like.
+          ValueError: a model with acceptance="maximal", under which answers depend on what else runs.
         """
+        if getattr(model, "acceptance", "exact") != "exact":
+            raise ValueError("acceptance='maximal' gives a row other tokens when it is resumed: a batch needs 'exact'")
         self._model = model
         self._defaults = Defaults.of(model.default_params, params, model.seed)
         self._identity = Identity(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, is_interrupt, say
-from jaxinfer.cli.options import SamplingOptions, ServingOptions, open_llm, sampling_values
+from jaxinfer.cli.options import DraftedServingOptions, SamplingOptions, open_llm, sampling_values
 from jaxinfer.cli.output import note, write_json
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _FILES = "Files"
 
 
 def batch(
-    model_options: ServingOptions,
+    model_options: DraftedServingOptions,
     sampling_options: SamplingOptions,
     path_in: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one JSON object a line.")],
     path_out: Annotated[Path, typer.Argument(metavar="OUT", help="Answers, one JSON object a line, as they finish.")],

@@ -10,7 +10,7 @@ import typer
 
 from jaxinfer.cli.chat_session import ChatSession, Turn, TurnError
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
-from jaxinfer.cli.options import ModelOptions, SamplingOptions, merge_params, open_llm, sampling_values
+from jaxinfer.cli.options import DraftedModelOptions, SamplingOptions, merge_params, open_llm, sampling_values
 from jaxinfer.cli.output import (
     console,
     describe,
@@ -31,7 +31,7 @@ PROMPT = ">>> "
 
 
 def chat(
-    model_options: ModelOptions,
+    model_options: DraftedModelOptions,
     sampling_options: SamplingOptions,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="JSON lines: one object for each turn.")] = False,

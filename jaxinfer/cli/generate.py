@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, say
-from jaxinfer.cli.options import SamplingOptions, ServingOptions, merge_params, open_llm, sampling_values
+from jaxinfer.cli.options import DraftedServingOptions, SamplingOptions, merge_params, open_llm, sampling_values
 from jaxinfer.cli.output import (
     brief,
     describe,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    model_options: ServingOptions,
+    model_options: DraftedServingOptions,
     sampling_options: SamplingOptions,
     prompts: Annotated[
         list[str] | None,

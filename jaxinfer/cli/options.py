@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 UNLIMITED = "none"
 _MODEL = "Model"
 _ENGINE = "Engine"
+_DRAFT = "Speculative decoding"
 _SAMPLING = "Sampling"
 _LIMITS = "Length and stopping"
 _REPORT = "What is reported"
@@ -115,6 +116,54 @@ class ServingOptions(ModelOptions):
             rich_help_panel=_ENGINE,
         ),
     ] = None
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """A draft beside the model, if one is named."""
+
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="What drafts tokens that the model checks together: a model, ngram, or layers:N.",
+            metavar="DRAFT",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+    num_draft_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafted before each check, 1 to 31; default: auto, as many as pay.",
+            metavar="N",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+    draft_tree: Annotated[
+        str | None,
+        typer.Option(
+            help="A tree of drafts instead of a chain: its widths per depth, such as 3,2,1.",
+            metavar="N,N,...",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            help="exact: the answers without a draft. maximal: of the same distribution, with more accepted.",
+            metavar="RULE",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DraftedServingOptions(DraftOptions, ServingOptions):
+    """The model, the engine, and a draft."""
+
+
+@dataclass(frozen=True)
+class DraftedModelOptions(DraftOptions, ModelOptions):
+    """The model and a draft."""
 
 
 @dataclass(frozen=True)
@@ -296,6 +345,20 @@ def _read_max_tokens(text: str) -> int | None:
         raise UsageError(f"--max-tokens: {text!r} is not a number of tokens or {UNLIMITED!r}") from None
 
 
+def _read_num_draft_tokens(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise UsageError(f"--num-draft-tokens: {text!r} is not a number of tokens or 'auto'") from None
+
+
+def _read_widths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(width) for width in text.split(","))
+    except ValueError:
+        raise UsageError(f"--draft-tree: {text!r} is not a list of widths, such as 3,2,1") from None
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
     "logit_bias": _read_bias,
     "allowed_token_ids": _read_token_ids,
@@ -321,6 +384,9 @@ def open_llm(options: ModelOptions, **more: Any) -> "LLM":
         raise UsageError(f"--revision is for hub ids, and {options.model} is a folder on this machine")
     given = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "model"}
     arguments = {**more, **{name: value for name, value in given.items() if value is not None}}
+    for name, read in (("num_draft_tokens", _read_num_draft_tokens), ("draft_tree", _read_widths)):
+        if isinstance(arguments.get(name), str):
+            arguments[name] = read(arguments[name])
     with waiting(f"loading {options.model}"):
         from jaxinfer.llm import LLM
 

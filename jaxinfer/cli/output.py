@@ -122,7 +122,17 @@ def describe(llm: "LLM", output: "RequestOutput") -> str:
         parts.append(f"first after {output.timings.time_to_first_token:.2f} s")
     if (rate := decode_rate(output)) is not None:
         parts.append(f"then {rate:.0f} tokens/s")
+    if (drafts := _describe_drafts(answers)) is not None:
+        parts.append(drafts)
     return " · ".join([*parts, *dict.fromkeys(_describe_end(llm, answer) for answer in answers)])
+
+
+def _describe_drafts(answers: "list[CompletionOutput]") -> str | None:
+    stats = [answer.speculation for answer in answers if answer.speculation is not None]
+    if not stats:
+        return None
+    proposed, accepted = sum(one.proposed for one in stats), sum(one.accepted for one in stats)
+    return f"{accepted} of {proposed} drafted tokens accepted" if proposed else "no tokens drafted"
 
 
 def _describe_end(llm: "LLM", answer: "CompletionOutput") -> str:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer import compilation_cache
-from jaxinfer.engine import contiguous_programs, paged_programs, programs
+from jaxinfer.engine import contiguous_programs, paged_programs, programs, speculative_programs
 from jaxinfer.engine.contiguous import ContiguousEngine
 from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.engine.speculation import Speculation
+from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.flash_attention import explain
 from pallas_kernels.paged_attention import Choice, PagedSpec, choose, make_spec
 
@@ -102,6 +104,29 @@ def _describe_paged(engine: PagedEngine) -> dict[str, dict[str, Any]]:
             **_compiled(paged_programs, ("step", "decode")),
         },
         "kernels": {**kernels, **_products(engine)},
+        **({} if engine.speculation is None else {"speculation": _describe_speculation(engine.speculation)}),
+    }
+
+
+def _describe_speculation(speculation: Speculation) -> dict[str, Any]:
+    settings, draft, stats = speculation.settings, speculation.draft, speculation.stats
+    model = {}
+    if isinstance(draft, ModelDraft):
+        model = {
+            "layers": draft.config.num_layers,
+            "parameter bytes": speculation.weight_bytes,
+            "bytes per page (in the page's)": speculation.page_bytes,
+        }
+    lengths = ", ".join(str(tree.depth) for tree in settings.trees)
+    drafted = f"a tree of widths {settings.tree}" if settings.tree is not None else f"{lengths} tokens"
+    return {
+        "draft": draft_name(draft),
+        **model,
+        "drafted in a round": f"{drafted}{', adaptive' if settings.is_adaptive else ''}",
+        "rounds per dispatch": speculation.max_rounds,
+        "acceptance": settings.acceptance,
+        "drafted / accepted tokens": f"{stats.proposed} / {stats.accepted}",
+        **_compiled(speculative_programs, ("speculate",)),
     }
 
 

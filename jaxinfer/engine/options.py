@@ -16,8 +16,8 @@ class SpeculationOptions:
     """How an engine with a draft speculates.
 
     Attributes:
-      num_draft_tokens: tokens drafted in a round, 1 to 31; None adapts them, for every sequence, to what is accepted and
-        to what drafting and verifying cost at the load of the moment, down to none.
+      num_draft_tokens: tokens drafted in a round, 1 to 31; None adapts them to what is accepted and to what drafting
+        and verifying cost at the load of the moment, down to none.
       tree: widths per depth of a token tree that is drafted instead of a chain, such as (3, 2, 1).
       acceptance: "exact", the answers of plain decoding; or "maximal", the same distribution with more accepted.
       lengths: numbers of drafted tokens that are chosen from where they adapt; each has programs of its own.

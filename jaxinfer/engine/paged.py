@@ -54,8 +54,8 @@ class _Rounds:
 
 
 class PagedEngine:
-    """Runs `Generation`s to their end, with a draft beside the model if there is one. Owns its cache (`close` frees it);
-    the parameters belong to the caller.
+    """Runs `Generation`s to their end, with a draft beside the model if there is one. Owns its cache (`close` frees
+    it); the parameters belong to the caller.
 
     Every `step` plans a dispatch, sends it, and reads the one before, so that the device never waits for the host.
     Raises OutOfMemoryError when made, if model and cache do not fit; `available` bytes stand in for the device's own

@@ -17,6 +17,8 @@ from jaxinfer.engine.paged_programs import NO_TOKEN, NOT_SOUND, Slots, StepOutpu
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import SampleOutput, SamplingBatch
+from jaxinfer.sampling.logprobs import no_logprobs
+from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.speculative import (
     DraftDecoder,
     DraftSlots,
@@ -98,16 +100,18 @@ def speculate(
     num_outputs = max_rounds * (drafter.tree.depth + 1)
 
     def one_round(carry):
-        count, caches, slots, outputs, num_tokens, counts = carry
+        count, (cache, draft_cache), slots, outputs, num_tokens, counts = carry
         is_active = slots.is_active & work.is_held
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, drafter.tree.num_nodes) - 1)
         rows = Rows(
             slots.positions, is_active, jnp.where(is_active, num_nodes, 0), work.page_table, batch, slots.history
         )
-        *caches, draft_slots, proposal = _propose(drafter, draft, model, *caches, slots.draft, rows)
+        cache, draft_cache, draft_slots, proposal = _propose(
+            drafter, draft, model, cache, draft_cache, slots.draft, rows
+        )
         proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
-        cache, hidden = verify(target, model, caches[0], proposal, rows, drafter)
+        cache, hidden = verify(target, model, cache, proposal, rows, drafter)
         state, outputs = walk(
             _logits_at(target, hidden, drafter),
             proposal,
@@ -118,12 +122,11 @@ def speculate(
             outputs,
             is_maximal=drafter.is_maximal,
         )
-        caches = [cache, caches[1]]
         if drafter.tree.max_width > 1:
             moved = (rows, state.path, state.num_tokens)
-            caches[0] = keep_path(caches[0], *moved, model.mesh)
-            if caches[1] is not None and isinstance(drafter.kind, ProgramModel):
-                caches[1] = keep_path(caches[1], *moved, drafter.kind.mesh)
+            cache = keep_path(cache, *moved, model.mesh)
+            if draft_cache is not None and isinstance(drafter.kind, ProgramModel):
+                draft_cache = keep_path(draft_cache, *moved, drafter.kind.mesh)
         positions = rows.positions + state.num_tokens
         nodes = jnp.arange(drafter.tree.depth + 1)
         path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
@@ -142,7 +145,7 @@ def speculate(
             counts.proposed.at[count].set(jnp.where(is_active, proposed, -1)),
             counts.accepted.at[count].set(jnp.where(is_active, state.num_accepted, -1)),
         )
-        return count + 1, tuple(caches), new_slots, outputs, num_tokens + state.num_tokens, counts
+        return count + 1, (cache, draft_cache), new_slots, outputs, num_tokens + state.num_tokens, counts
 
     def keep_going(carry):
         count, _, slots, *_ = carry
@@ -189,8 +192,8 @@ def verify(
 
 
 def _logits_at(target: Decoder, hidden: jax.Array, drafter: Drafter) -> Callable[[jax.Array], jax.Array]:
-    """The logits float32[S, V] at a node int32[S] of each row. All nodes' are computed in one pass over the head, unless
-    every bit has to be that of plain decoding, whose product has S rows."""
+    """The logits float32[S, V] at a node int32[S] of each row. All nodes' are computed in one pass over the head,
+    unless every bit has to be that of plain decoding, whose product has S rows."""
     row = jnp.arange(hidden.shape[0])
     if drafter.is_uniform:
         return lambda node: target.logits(hidden[row, node])
@@ -202,6 +205,8 @@ def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache
     """(target's cache, draft's cache, draft slots, proposal)."""
     if isinstance(drafter.kind, NgramDraft):
         return cache, draft_cache, slots, propose_ngram(drafter.kind, slots, rows, drafter.tree)
+    if draft is None:
+        raise ValueError("a draft model needs its parameters")
     decoder = DraftDecoder(draft, model.config.vocab_size, drafter.is_maximal, drafter.kind.mesh)
     propose = propose_chain if drafter.tree.max_width <= 1 else propose_tree
     if drafter.shares_cache:
@@ -241,9 +246,6 @@ def _keep(num_before, outputs: StepOutput, samples: SampleOutput, chose, took_pa
 
 
 def _no_outputs(num_rows: int, num_slots: int, vocab_size: int) -> StepOutput:
-    from jaxinfer.sampling.logprobs import no_logprobs
-    from jaxinfer.sampling.params import MAX_LOGPROBS
-
     empty = no_logprobs(num_slots, MAX_LOGPROBS, vocab_size)
     leaves = {name: jnp.broadcast_to(leaf, (num_rows, *leaf.shape)) for name, leaf in vars(empty).items()}
     tokens = jnp.full((num_rows, num_slots), NO_TOKEN, jnp.int32)

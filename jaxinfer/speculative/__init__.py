@@ -14,7 +14,7 @@ from jaxinfer.speculative.proposers import (
     propose_tree,
 )
 from jaxinfer.speculative.slots import DraftSlots, init_draft_slots, record
-from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup, mean_tokens
+from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup
 from jaxinfer.speculative.tree import TokenTree, chain
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "first_layers",
     "init_draft_slots",
     "keep_path",
-    "mean_tokens",
     "propose_chain",
     "propose_ngram",
     "propose_tree",

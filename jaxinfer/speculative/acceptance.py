@@ -4,8 +4,8 @@ Both rules walk down the token tree, all rows at once: at each node the target's
 with the history up to it; where a drafted child is that token, the walk goes on at the child. So penalties, bad words
 and min_tokens count within the drafted run, and log-probabilities are the target's.
 
-  exact    the token is chosen as plain decoding chooses it, with the noise of its seed and position (Daliri et al. 2024,
-           drafter-invariant decoding): the answer is that of plain decoding, whatever was drafted.
+  exact    the token is chosen as plain decoding chooses it, with the noise of its seed and position (Daliri et al.
+           2024, drafter-invariant decoding): the answer is that of plain decoding, whatever was drafted.
   maximal  sampled rows accept a draft by rejection sampling (Leviathan et al. 2023): the same distribution, other
            tokens, and more drafts are kept. Greedy rows are the same.
 """
@@ -126,5 +126,3 @@ def _draw(
         return accept(target, draft, tokens, is_child, batch.seed, positions)[0]
 
     return draw
-
-

@@ -163,7 +163,7 @@ def propose_chain(
         draft = DraftSlots(sequence, position + lengths)
         return attend.cache, draft, advance(history, tokens, is_drafting), scores
 
-    cache, draft, history, scores = lax.while_loop(
+    cache, draft, _, scores = lax.while_loop(
         lambda carry: jnp.any(is_feeding(carry[1])), feed, (cache, draft, rows.history, scores)
     )
     nodes = jnp.arange(tree.num_nodes)
@@ -210,9 +210,7 @@ def propose_tree(
             for ancestor in path:
                 history = advance(history, tokens[:, ancestor], is_drafting)
             batch = quiet(rows.batch, is_drafting)
-            chosen, found = _children(
-                model, hidden[:, node], rows.positions + depth + 1, batch, history, len(children)
-            )
+            chosen, found = _children(model, hidden[:, node], rows.positions + depth + 1, batch, history, len(children))
             if path:
                 drafted = jnp.where(is_drafting[:, None], tokens[:, jnp.array(path)], rows.batch.vocab_size)
                 history = rewind(history, rows.history, drafted, jnp.zeros((num_slots,), jnp.int32))
