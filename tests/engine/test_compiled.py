@@ -49,6 +49,9 @@ LLAMA_3_1B = replace(
 )
 SLOTS, PAGE, CONTEXT, STEP_TOKENS, MAX_STEPS = 64, 64, 2048, 512, 8
 SPECULATING_SLOTS, MAX_ROUNDS, CHAIN = 16, 4, chain(4)
+# As many as fit beside both models. Of fewer, a layer of the draft's fits in vector memory, and the compiler brings it
+# there and back, by way of another 67 MB of HBM.
+SPECULATING_PAGES = {"v6e": 1100, "v5e": 4200}
 PAGES = CONTEXT // PAGE
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Arrays of [slots, vocabulary] that live at once where a row asks for top-p: the logits as they were and as they are,
@@ -181,8 +184,7 @@ def test_a_step_of_llama_3_8b_holds_and_moves_what_it_must(case):
 
 @dataclass(frozen=True)
 class Speculation:
-    """Llama-3-8B and the draft, with as many layers of each, on some chips. A device's pages are more than its vector
-    memory holds, lest the compiler brings them there."""
+    """Llama-3-8B and the draft, with some of the layers of each, on some chips."""
 
     chip: str
     num_devices: int
@@ -203,7 +205,7 @@ class Speculation:
         return replace(LLAMA_3_8B, num_layers=self.num_layers)
 
     def model(self, config: ModelConfig):
-        return abstract_model(config, SPECULATING_SLOTS * PAGES * self.num_devices + 1, self.mesh)
+        return abstract_model(config, SPECULATING_PAGES[self.chip], self.mesh)
 
     def slots(self, draft_length: int | None = None):
         return abstract_slots(self.config, SPECULATING_SLOTS, self.mesh, draft_length)
@@ -247,19 +249,24 @@ def test_a_speculative_round_is_one_program_that_updates_all_in_place(case):
     operands = (model, weights, drafter, draft_weights, cache, draft_cache, *slots, work, MAX_ROUNDS)
     memory, program = case.compile(speculate, *operands)
     carried = _num_bytes((cache, draft_cache, slots[0]))
+    sizes = " and ".join(f"{_num_bytes(leaves):,}" for leaves in (weights, draft_weights))
+    pages = " and ".join(f"{_num_bytes(leaves):,}" for leaves in (cache, draft_cache))
     print(
-        f"{memory.seconds:.1f} s to compile; bytes of one chip: {_num_bytes(weights):,} and "
-        f"{_num_bytes(draft_weights):,} weights, {_num_bytes(cache):,} and {_num_bytes(draft_cache):,} pages; {memory.aliased_bytes:,} aliased, "
-        f"{memory.temporary_bytes:,} temporaries"
+        f"{memory.seconds:.1f} s to compile; bytes of one chip: {sizes} of weights, {pages} of pages; "
+        f"{memory.aliased_bytes:,} aliased, {memory.temporary_bytes:,} temporaries"
     )
     assert memory.aliased_bytes >= carried
     smallest_pages = min(_num_bytes(layer) for layer in (*cache.layers, *draft_cache.layers))
     smallest = min(smallest_pages, *(_num_bytes(leaf) for leaf in weights if leaf.ndim == 2))
     num_rows = SPECULATING_SLOTS * case.tree.num_nodes
-    large = program.made_in_hbm(at_least=smallest)
-    assert [i.name for i in large if not has_rows(i, SPECULATING_SLOTS, num_rows)] == []
-    wide = 4 * num_rows * LLAMA_3_8B.vocab_size // case.num_devices
-    assert memory.temporary_bytes < WIDE_ARRAYS * wide
+    large = [i for i in program.made_in_hbm(at_least=smallest) if not has_rows(i, SPECULATING_SLOTS, num_rows)]
+    assert [i.name for i in large if not is_eviction(i)] == []
+    wide = 4 * SPECULATING_SLOTS * case.config.vocab_size // case.num_devices
+    rows = 2 * num_rows * (case.config.hidden_size + case.config.intermediate_size // case.num_devices)
+    # Beside the sampler's arrays the logits of all nodes, and what the compiler counts for each layer: 1.5 MB where, as
+    # seen above, nothing large is made.
+    num_layers = case.num_layers + case.num_draft_layers
+    assert memory.temporary_bytes < (WIDE_ARRAYS + case.tree.num_nodes) * wide + 8 * rows + 2**21 * num_layers
 
 
 @pytest.mark.slow
@@ -281,11 +288,11 @@ def test_verifying_moves_little_more_than_decoding_one_token(chip, num_devices):
         sum(move.num_bytes for move in program.moves(loop_trips=trips))
         for (_, program), trips in ((decoding, 1), (verifying, case.tree.num_nodes))
     )
-    weight_bytes, page_bytes = _num_bytes(weights), _num_bytes(cache)
     print(f"bytes of one chip: {step:,} moved by a step, {verified:,} by verifying: {verified / step:.4f}")
     assert verified <= 1.05 * step
     embedding = max(_num_bytes(leaf) for leaf in weights if leaf.ndim == 2)
-    assert step > weight_bytes - embedding + page_bytes // num_devices
+    read_bytes = _num_bytes(cache) * SPECULATING_SLOTS * PAGES // SPECULATING_PAGES[chip]
+    assert step > _num_bytes(weights) - embedding + read_bytes
 
 
 @partial(jax.jit, static_argnums=(0, 2), donate_argnums=3)
@@ -302,6 +309,12 @@ def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch
 
     count = jnp.max(num_nodes)  # not a constant, so that the compiler does not unroll the loop
     return cache, jax.lax.fori_loop(0, count, choose, jnp.zeros(tokens.shape[::-1], jnp.int32))
+
+
+def is_eviction(instruction: Instruction) -> bool:
+    """Whether it copies from vector memory back to HBM what the compiler kept there over a loop, as it does with a
+    small weight or two of models of few layers."""
+    return instruction.opcode == "copy-start" and not instruction.results[1].in_hbm
 
 
 def has_rows(instruction: Instruction, *counts: int) -> bool:
