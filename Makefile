@@ -9,7 +9,7 @@ COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-newest test-oracle lint format report bench bench-batching bench-speculative golden readme clean
+.PHONY: help demo test test-speculation test-newest test-oracle lint format report bench bench-batching bench-speculative golden readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -42,6 +42,9 @@ test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no
 
 test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the long tests of kernels and compiled programs: all shapes, whole models
 	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow $(COMPILED_TESTS)
+
+test-speculation: $(VENV)/stamp-test  ## Run the long tests of speculation: every draft with every length
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/engine/test_speculation.py
 
 # JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
 test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found

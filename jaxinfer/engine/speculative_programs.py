@@ -118,7 +118,7 @@ def speculate(
             rows,
             drafter.tree,
             slots.remaining,
-            partial(_keep, num_tokens),
+            partial(_keep, num_tokens, batch.has_logprobs & work.is_held),
             outputs,
             is_maximal=drafter.is_maximal,
         )
@@ -232,17 +232,24 @@ def _settle(
     return DraftSlots(sequence, jnp.where(rows.is_active, jnp.minimum(draft.num_drafted, positions), draft.num_drafted))
 
 
-def _keep(num_before, outputs: StepOutput, samples: SampleOutput, chose, took_part, num_in_round) -> StepOutput:
-    """Adds one token of each row that chose to its column."""
-    num_rows = outputs.tokens.shape[0]
-    place = jnp.where(chose, num_before + num_in_round, num_rows)
-    row = jnp.arange(place.shape[0])
+def _keep(
+    num_before, has_logprobs, outputs: StepOutput, samples: SampleOutput, chose, took_part, num_in_round
+) -> StepOutput:
+    """Adds one token of each row that chose to its column; the rest of its sample where anybody wants it."""
+    rows = jnp.arange(outputs.tokens.shape[0])[:, None]
+    is_here = (rows == num_before + num_in_round) & chose
     tokens = jnp.where(took_part, samples.tokens, NOT_SOUND)
 
     def write(all_, new):
-        return all_.at[place, row].set(new, mode="drop")
+        return jnp.where(is_here.reshape(*is_here.shape, *(1,) * (new.ndim - 1)), new, all_)
 
-    return StepOutput(write(outputs.tokens, tokens), jax.tree.map(write, outputs.samples, samples))
+    kept = lax.cond(
+        jnp.any(has_logprobs),
+        lambda all_: jax.tree.map(write, all_, samples),
+        lambda all_: all_,
+        outputs.samples,
+    )
+    return StepOutput(write(outputs.tokens, tokens), kept)
 
 
 def _no_outputs(num_rows: int, num_slots: int, vocab_size: int) -> StepOutput:
