@@ -189,6 +189,50 @@ def test_a_first_measurement_that_compiled_does_not_stand():
     assert controller.seconds(1, 4) == 1.5
 
 
+def test_what_the_draft_has_missed_is_counted():
+    controller = known({0: 1.0, 4: 1.5})
+    old, new = controller.new_estimate(), controller.new_estimate(100)
+    assert controller.start([old], 0, 8) == 0
+    assert controller.start([old, new], 4, 4) == 108
+    assert controller.start([old, new], 4, 4) == 0
+
+
+def test_catching_up_is_paid_for_but_is_no_measurement():
+    controller = known({0: 1.0, 4: 1.5})
+    for _ in range(3):
+        controller.observe_time(1, 4, 9.5, 1, 2.5, num_behind=100)
+    assert controller.seconds(1, 4) == 1.5
+    assert controller.purse(1) == pytest.approx(ALLOWANCE - 3 * 8 + 3 * (2.5 - 1.5) + 3 * SHARE * 2.5, abs=2)
+    for _ in range(200):
+        controller.observe_time(1, 4, 9.5, 1, 2.5, num_behind=100)
+    assert controller.seconds(1, 4) == 9.5, "where it always catches up, that is what a round takes"
+
+
+def test_a_trial_begins_with_catching_up():
+    controller = LengthController((4,))
+    for _ in range(3):
+        controller.observe_time(1, 0, 1.0)
+    estimate = controller.new_estimate(500)
+    first = controller.choose(1, [estimate])
+    assert (first.num_draft_tokens, first.max_rounds) == (4, 1)
+    assert controller.start([estimate], 4, 1) == 500
+    second = controller.choose(1, [estimate])
+    assert (second.num_draft_tokens, second.max_rounds) == (4, TRIAL_ROUNDS)
+    assert controller.start([estimate], 4, 2) == 0
+    assert controller.choose(1, [estimate]).num_draft_tokens == 0, "until the outcome is known"
+
+
+def test_no_trial_that_must_catch_up_with_more_than_the_purse_holds():
+    controller = known({0: 1.0, 2: 1.3}, num_slots=4)
+    for _ in range(5):
+        controller.observe_time(4, 2, 101.0, 1, 1.0, num_behind=100)  # a step for each token
+    estimate = estimate_of(controller, 0.0)
+    estimate.num_behind = 10_000
+    for _ in range(1000):
+        controller.observe_time(4, 0, 8.0, 8)
+        assert controller.choose(4, [estimate]).num_draft_tokens == 0
+
+
 def test_what_is_not_measured_is_guessed():
     controller = LengthController(CHOICES, cost_ratio=0.1)
     for num_slots in (1, 4):
