@@ -1,1 +1,1 @@
-"""Training: the embedded pair, and later drafts distilled from a target."""
+"""Training: the embedded pair, and drafts distilled from a target."""

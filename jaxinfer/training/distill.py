@@ -276,17 +276,18 @@ class _TextWriter:
         num_texts = options.num_texts if options.num_on_policy else 0
         if not documents and num_texts:
             raise ValueError(f"no document of the data has the {options.max_prompt} tokens of a prompt")
-        shares = np.array([len(one) for one in documents], float) / sum(map(len, documents)) if documents else None
+        lengths = np.array([len(one) for one in documents], float)
         requests = []
         for number in range(num_texts):
             random = np.random.default_rng((options.seed, 1, number))
             length = int(random.integers(options.min_prompt, options.max_prompt + 1))
             is_start, is_sampled = random.random() < options.at_start, random.random() < options.sampled
-            document = documents[random.integers(len(documents)) if is_start else random.choice(len(shares), p=shares)]
+            by_length = None if is_start else lengths / lengths.sum()  # every place is as likely
+            document = documents[random.choice(len(documents), p=by_length)]
             start = 0 if is_start else int(random.integers(len(document) - length + 1))
             requests.append(self._request(document[start : start + length], is_sampled, number))
-        lengths = np.array([len(request.prompt) for request in requests], np.int32)
-        return self._written("texts", requests), lengths
+        prompt_lengths = np.array([len(request.prompt) for request in requests], np.int32)
+        return self._written("texts", requests), prompt_lengths
 
     def held_out(self) -> np.ndarray:
         """Rows [N, length]: prompts of `held_out_prompt` tokens, spread over what is held out, and greedy text."""

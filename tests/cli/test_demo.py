@@ -85,7 +85,9 @@ def quick_training(monkeypatch):
 
     from jaxinfer.models import ModelConfig, RopeConfig, init_params
     from jaxinfer.training import demo
+    from jaxinfer.training.acceptance import Acceptance
     from jaxinfer.training.corpus import train_tokenizer
+    from jaxinfer.training.distill import DistillResult, Documents
     from jaxinfer.training.loop import TrainOptions, TrainResult
 
     config = ModelConfig(
@@ -99,21 +101,27 @@ def quick_training(monkeypatch):
         head_dim=16,
         rope=RopeConfig(rotary_dim=16),
         tie_word_embeddings=True,
-        max_position_embeddings=64,
+        max_position_embeddings=256,
     )
 
     def load_data(work_dir):
         work_dir.mkdir(parents=True, exist_ok=True)
         tokenizer = train_tokenizer(("def f(x):\n    return x\n" * 9,), 300)
         tokenizer.save(str(work_dir / "tokenizer.json"))
-        return demo.Data(tokenizer, np.zeros(9, np.int32), np.zeros(9, np.int32), 9)
+        empty = np.zeros(9, np.int32)
+        return demo.Data(tokenizer, empty, empty, 9, Documents((empty,), (empty,)))
 
     def train_model(name, _, phases, data, work_dir):
         params = init_params(config, jax.random.key(0))
         options = TrainOptions(sum(phase.num_steps for phase in phases))
         return demo.DemoModel(name, config, options, phases, TrainResult(params, ()), 1.5, len(data.train))
 
+    def distill_draft(target, target_params, start, documents, generate, options, work_dir):
+        acceptance = Acceptance(0.75, 6, 10, 4, 12)
+        return DistillResult(start.config, start.result.params, ((1, {"loss": 1.0}),), acceptance, acceptance)
+
     monkeypatch.setattr(demo, "load_data", load_data)
+    monkeypatch.setattr(demo, "distill_draft", distill_draft)
     monkeypatch.setattr(demo, "train_model", train_model)
 
 
@@ -131,4 +139,6 @@ def test_train_demo_writes_models_that_load(jaxinfer, json_lines, quick_training
     again = jaxinfer(*arguments)
     assert (again.exit_code, again.stdout) == (1, "")
     assert "--overwrite replaces it" in again.stderr
-    assert "held-out loss 1.500" in jaxinfer(*arguments, "--overwrite").stdout
+    told = jaxinfer(*arguments, "--overwrite").stdout
+    assert "held-out loss 1.500" in told
+    assert "60.0% of its proposals accepted" in told

@@ -1,0 +1,87 @@
+"""`jaxinfer distill`: a draft that loads, from a target and a folder of texts."""
+
+import json
+
+import pytest
+
+from jaxinfer import LLM
+from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.distill import read_documents
+
+# The checkpoint of these tests has heads of 8 dimensions, in which codes do not fit.
+SMALL = ["--no-copying", "--layers", 1, "--width", 16, "--steps", 4, "--texts", 8, "--length", 16, "--batch-size", 4]
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(f"line {number} of text\n" * 5)
+    (folder / "image.png").write_bytes(b"\x89PNG\xff")
+    (folder / ".hidden").write_text("no")
+    return folder
+
+
+def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
+    arguments = ["distill", "--target", model, "--data", data, "--out", tmp_path / "draft", *SMALL]
+    result = jaxinfer(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    [report] = json_lines(result.stdout)
+    assert report["num_steps"] == 4
+    assert set(report["after"]) == {"agreement", "acceptance", "tokens_per_round"}
+    assert 0 <= report["after"]["acceptance"] <= 1
+    with LLM(model) as target, LLM(tmp_path / "draft") as draft:
+        assert (draft.config.num_layers, draft.config.hidden_size) == (1, 16)
+        assert draft.config.vocab_size == target.config.vocab_size
+        assert draft.tokenizer.encode("text") == target.tokenizer.encode("text")
+        assert draft.eos_token_ids == target.eos_token_ids
+    card = (tmp_path / "draft" / "README.md").read_text()
+    for words in ("forward KL", "accepted of proposed", "4 steps of 4 sequences of 16 tokens"):
+        assert words in card
+    assert (tmp_path / "draft.training" / "distill.json").exists()
+
+    again = jaxinfer(*arguments)
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "--overwrite replaces it" in again.stderr
+    repeated = jaxinfer(*arguments, "--overwrite")  # all is there already
+    assert repeated.exit_code == 0
+    assert "tokens a round" in repeated.stdout
+    other = jaxinfer(*arguments, "--overwrite", "--loss", "tv")
+    assert other.exit_code == 1
+    assert "of a run with loss='fkl', not 'tv'" in other.stderr
+
+
+def test_layers_of_the_target_are_a_start(jaxinfer, json_lines, model, data, tmp_path):
+    out = tmp_path / "draft"
+    arguments = ["distill", "--target", model, "--data", data, "--out", out, *SMALL[5:], "--init-layers", "1"]
+    result = jaxinfer(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (["--init-layers", "0,x"], 2, "'0,x' is not layers with commas between"),
+        (["--init-layers", "5"], 1, "no layer 5: the target has layers 0..1"),
+        (["--width", "12"], 1, "width 12 is not a multiple of the target's head width 8"),
+        (["--on-policy", "2"], 1, "on_policy must be in 0..1, got 2.0"),
+        (["--copying"], 2, "--no-copying does without"),
+        (["--loss", "js"], 2, "'js' is not one of"),
+        (["--data", "missing"], 2, "--data missing: there is no such file or folder"),
+    ],
+)
+def test_wrong_use_is_told(jaxinfer, model, data, tmp_path, change, code, words):
+    result = jaxinfer("distill", "--target", model, "--data", data, "--out", tmp_path / "draft", *SMALL, *change)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert words in result.stderr
+    assert not (tmp_path / "draft").exists()
+
+
+def test_documents_are_files_of_text(data):
+    assert len(read_documents([data])) == 6
+    assert read_documents([data / "3.txt"]) == ["line 3 of text\n" * 5]
+    with pytest.raises(UsageError, match="is not text in UTF-8"):
+        read_documents([data / "image.png"])

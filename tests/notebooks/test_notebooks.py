@@ -1,0 +1,48 @@
+"""Every notebook runs from top to bottom, and its two forms say the same."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent.parent / "notebooks").glob("*.py"))
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs_from_top_to_bottom(path, tmp_path):
+    pytest.importorskip("matplotlib", reason="notebooks plot: pip install 'jaxinfer[notebooks]'")
+    environment = {**os.environ, "MPLBACKEND": "Agg", "JAX_NUM_CPU_DEVICES": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_two_forms_agree(path):
+    jupytext = pytest.importorskip("jupytext", reason="pairs are read by jupytext: pip install 'jaxinfer[notebooks]'")
+    script, notebook = jupytext.read(path), jupytext.read(path.with_suffix(".ipynb"))
+    assert [(cell.cell_type, cell.source) for cell in script.cells] == [
+        (cell.cell_type, cell.source) for cell in notebook.cells
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_no_output_but_plots_is_kept(path):
+    notebook = json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            assert "image/png" in output.get("data", {}), cell["source"]
