@@ -342,12 +342,12 @@ def print_rows(rows: list[Row]) -> None:
 
 def check_plot(path: Path) -> None:
     """Raises, before anything is measured, where the plot could not be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install 'jaxinfer[train]'")
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot writes PNG, got {path.name!r}")
     if not path.parent.is_dir():
         raise UsageError(f"--plot: there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install 'jaxinfer[train]'")
 
 
 def draw(path: Path, rows: list[Row], title: str) -> None:

@@ -18,7 +18,9 @@ def test_there_are_notebooks():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path, tmp_path):
     pytest.importorskip("matplotlib", reason="notebooks plot: pip install 'jaxinfer[notebooks]'")
+    root = str(path.parent.parent)  # a process of its own: found where the package is not installed, too
     environment = {**os.environ, "MPLBACKEND": "Agg", "JAX_NUM_CPU_DEVICES": "1", "TMPDIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, str(path)],
         env=environment,
