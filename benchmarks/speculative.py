@@ -34,12 +34,9 @@ from jaxinfer.training.copying import with_copying
 from jaxinfer.training.corpus import held_out_files
 
 NUM_FILES, PROMPT_TOKENS, ANSWER_TOKENS = 50, 128, 128
-NUM_DRAFT_TOKENS = 4
+PAIR_DRAFT_TOKENS: tuple[int | str, ...] = (4, 8, "auto")
 NGRAM_DRAFT_TOKENS = 8
-EDIT_TOKENS, START_TOKENS = (
-    200,
-    32,
-)  # of the piece of a file that is edited, and of the copy that the model goes on with
+EDIT_TOKENS, START_TOKENS = 200, 32  # of the piece of a file that is edited, and of the copy that comes after it
 COPYING_GAIN = 15.0  # of a copied token's logit: more than the embedded model gives any other
 LOADS = (1, 4, 8, 16)
 GOALS = {"acceptance": 0.6, "pair": 1.8, "ngram": 2.5, "load": 0.98}
@@ -125,19 +122,24 @@ def measured(
 
 
 def measure_pair(prompts: list[Prompt], rounds: int) -> dict[str, Any]:
-    """The embedded pair, one answer at a time; and what the formula expects of its draft's cost, run alone."""
+    """The embedded pair, one answer at a time, with each number of drafted tokens; and what the formula expects of its
+    draft's cost, run alone."""
     with LLM("demo", max_seqs=1) as plain:
-        found = measured(
-            plain, "demo", [[one] for one in prompts], rounds, draft="demo-draft", num_draft_tokens=NUM_DRAFT_TOKENS
-        )
+        lengths = {}
+        for k in PAIR_DRAFT_TOKENS:
+            batches = [[one] for one in prompts]
+            row = measured(plain, "demo", batches, rounds, draft="demo-draft", num_draft_tokens=k)
+            del row["answers"]
+            lengths[str(k)] = row
         with LLM("demo-draft", max_seqs=1) as draft:
             ratios = []
             for _ in range(2):  # the first round compiles
                 ratios = [_decode_seconds(draft, one) / _decode_seconds(plain, one) for one in prompts[:8]]
     cost = statistics.median(ratios)
-    found |= {"cost_ratio": cost, "expected": expected_speedup(found["conditional_rate"], NUM_DRAFT_TOKENS, cost)}
-    del found["answers"]
-    return found
+    for k, row in lengths.items():
+        if k != "auto":
+            row["expected"] = expected_speedup(row["conditional_rate"], int(k), cost)
+    return {"cost_ratio": cost, "lengths": lengths}
 
 
 def _decode_seconds(llm: LLM, prompt: Prompt) -> float:
@@ -227,18 +229,17 @@ def measure_loads(prompts: list[Prompt], rounds: int, num_batches: int) -> dict[
 
 
 def report_pair(found: dict[str, Any]) -> None:
-    by_position = " ".join(f"{rate:.2f}" for rate in found["acceptance_by_position"])
-    print(f"embedded pair, {NUM_DRAFT_TOKENS} drafted tokens, one answer at a time:")
     print(
-        f"  accepted {found['acceptance_rate']:.1%} of the drafted tokens (goal {GOALS['acceptance']:.0%}), "
-        f"{found['conditional_rate']:.1%} given those before; by position {by_position}; "
-        f"{found['mean_accepted_length']:.2f} tokens a round"
+        f"embedded pair, one answer at a time (goals: {GOALS['acceptance']:.0%} of 4 drafted tokens accepted, "
+        f"{GOALS['pair']}x); drafting a token costs {found['cost_ratio']:.2f} of a plain step:"
     )
-    print(
-        f"  {found['speedup']:.2f}x plain decoding (goal {GOALS['pair']}x), from {found['slowest']:.2f}x to "
-        f"{found['fastest']:.2f}x; the formula expects {found['expected']:.2f}x at a draft cost of "
-        f"{found['cost_ratio']:.2f}"
-    )
+    print(f"  {'drafted':<9}{'accepted':>10}{'tokens a round':>16}{'speedup':>10}{'from':>8}{'to':>8}{'formula':>10}")
+    for k, row in found["lengths"].items():
+        expected = f"{row['expected']:.2f}x" if "expected" in row else ""
+        print(
+            f"  {k:<9}{row['acceptance_rate']:>10.1%}{row['mean_accepted_length']:>16.2f}{row['speedup']:>9.2f}x"
+            f"{row['slowest']:>7.2f}x{row['fastest']:>7.2f}x{expected:>10}"
+        )
 
 
 def report_ngram(name: str, found: dict[str, Any]) -> None:
