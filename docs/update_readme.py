@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "benchmarks" / "results" / "decode_vs_transformers.json"
 BATCHING = ROOT / "benchmarks" / "results" / "continuous_batching.json"
+SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels_compiled.json"
 PROMPTS = (
     "def read_lines(path):",
@@ -75,6 +76,30 @@ def batching() -> str:
     )
 
 
+def speculation() -> str:
+    report = json.loads(SPECULATIVE.read_text(encoding="utf-8"))
+    rows = ["| draft | accepted | tokens a round | speedup, median | from, to |", "| --- | --- | --- | --- | --- |"]
+
+    def add(name: str, row: dict) -> None:
+        accepted, length = f"{row['acceptance_rate']:.0%}", f"{row['mean_accepted_length']:.1f}"
+        spread = f"{row['slowest']:.2f}x, {row['fastest']:.2f}x"
+        rows.append(f"| {name} | {accepted} | {length} | {row['speedup']:.2f}x | {spread} |")
+
+    for length, row in report["pair"]["lengths"].items():
+        add(f"`demo-draft`, {'adaptive' if length == 'auto' else length + ' tokens'}", row)
+    add("n-grams on code edits", report["ngram"])
+    add("n-grams on code edits, a model that copies", report["ngram_copying"])
+    loads = ", ".join(f"{row['speedup']:.2f}x at {load}" for load, row in report["loads"].items())
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"{report['num_files']} held-out Python files, greedy, {report['num_cores']} cores, JAX {report['jax']}. "
+            f"With adaptive lengths and several answers at once: {loads}.",
+        ]
+    )
+
+
 def kernels() -> str:
     """What `make report` compiled: a row for each chip, kernel, model and cache."""
     report = json.loads(KERNELS.read_text(encoding="utf-8"))
@@ -111,7 +136,13 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
-        ROOT / "README.md": {"demo": demo, "completions": completions, "bench": bench, "batching": batching},
+        ROOT / "README.md": {
+            "demo": demo,
+            "completions": completions,
+            "bench": bench,
+            "batching": batching,
+            "speculation": speculation,
+        },
         ROOT / "docs" / "kernels.md": {"kernels": kernels},
     }
     for path, blocks in documents.items():

@@ -1,0 +1,169 @@
+"""`QuantizedArray`: the leaf that stands where a weight stood."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Kind = Literal["int", "codebook", "float"]
+STORED = {"int": ("int4", "int8"), "codebook": ("int4",), "float": ("float8_e4m3fn", "float8_e5m2")}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the values of a `QuantizedArray` are read.
+
+    Attributes:
+      kind: "int": (value - zero) * scale; "codebook": codebook[value + 8] * scale (NF4, FP4, MXFP4); "float": value *
+        scale (FP8).
+      bits: of a value as it was quantized, 2 to 8; a value of 2 or 3 bits is stored in 4.
+      block: (inputs, outputs) that share a scale: (K, 1) per output channel, (128, 1) group-wise, (128, 128) a block,
+        (1, D) a row of an embedding, (K, N) the whole. The last block of an axis may be cut off.
+      activations: None multiplies by floating-point activations; "int8" and "fp8" quantize each token on the way
+        (W8A8), and multiply in that type.
+    """
+
+    kind: Kind
+    bits: int
+    block: tuple[int, int]
+    activations: Literal["int8", "fp8"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in STORED:
+            raise ValueError(f"kind must be one of {', '.join(STORED)}, got {self.kind!r}")
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"bits must be 2 to 8, got {self.bits}")
+        if len(self.block) != 2 or min(self.block) < 1:
+            raise ValueError(f"block must be two positive numbers, got {self.block}")
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["codes", "table", "outer", "offset"], meta_fields=["inner"])
+@dataclass(frozen=True)
+class NestedScales:
+    """Scales that are quantized themselves (Dettmers et al. 2023, QLoRA, section 3: double quantization).
+
+    scale[k, n] = table[codes[k, n]] * outer[(n * codes.shape[-2] + k) // inner] + offset: blocks of `inner` scales run
+    along the inputs of one output, then on to the next output.
+
+    Attributes:
+      codes: uint8 [..., K blocks, N blocks]. table: float32 [256]. outer: float32 [..., ceil(blocks / inner)].
+      offset: float32 [...].
+    """
+
+    codes: jax.Array
+    table: jax.Array
+    outer: jax.Array
+    offset: jax.Array
+    inner: int = 256
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes.shape
+
+    def dequantize(self) -> jax.Array:
+        """float32 [..., K blocks, N blocks]."""
+        rows, columns = self.codes.shape[-2:]
+        index = (jnp.arange(columns) * rows + jnp.arange(rows)[:, None]) // self.inner
+        return self.table[self.codes] * self.outer[..., index] + self.offset[..., None, None]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["values", "scales", "zeros", "codebook", "permutation"],
+    meta_fields=["scheme"],
+)
+@dataclass(frozen=True)
+class QuantizedArray:
+    """A weight [..., K, N] (inputs, outputs) of few bits; leading axes are experts.
+
+    Invariants, which `check` verifies:
+      values [..., K, N]: int4 or int8 where the kind is "int" (int4 up to 4 bits), signed: unsigned codes of a file
+        are stored less 2^(bits-1); int4 where it is "codebook" (index - 8); float8_e4m3fn or float8_e5m2 where it is
+        "float".
+      scales [..., ceil(K / block[0]), ceil(N / block[1])], floating point, finite; or `NestedScales` of that shape.
+      zeros: int8, shaped as scales, in the units of values; None where the scheme is symmetric.
+      codebook: float32 [16]; None unless the kind is "codebook".
+      permutation: int32 [K] or [..., K], a permutation: row i of values belongs to input permutation[i], so that
+        x @ w = x[..., permutation] @ values (GPTQ's act-order). None where it is the identity.
+    """
+
+    values: jax.Array
+    scales: jax.Array | NestedScales
+    zeros: jax.Array | None = None
+    codebook: jax.Array | None = None
+    permutation: jax.Array | None = None
+    scheme: Scheme = field(default_factory=lambda: Scheme("int", 8, (1, 1)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device, where two 4-bit values share a byte."""
+        return sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(self))
+
+    def dequantize(self, dtype=jnp.float32) -> jax.Array:
+        """The weight [..., K, N], its rows in the order of the inputs; computed in float32, then rounded to `dtype`."""
+        scales = self.scales.dequantize() if isinstance(self.scales, NestedScales) else self.scales
+        scales = self._spread(scales.astype(jnp.float32))
+        if self.scheme.kind == "codebook":
+            if self.codebook is None:
+                raise ValueError("a scheme with a codebook needs one")
+            weight = self.codebook[self.values.astype(jnp.int32) + 8]
+        else:
+            weight = self.values.astype(jnp.float32)
+            if self.zeros is not None:
+                weight = weight - self._spread(self.zeros.astype(jnp.float32))
+        weight = weight * scales
+        if self.permutation is not None:
+            order = jnp.argsort(self.permutation, axis=-1)
+            weight = jnp.take_along_axis(weight, jnp.broadcast_to(order[..., None], weight.shape), axis=-2)
+        return weight.astype(dtype)
+
+    def _spread(self, of_blocks: jax.Array) -> jax.Array:
+        """What belongs to each block, [..., K blocks, N blocks], at each of its values."""
+        for axis, size in ((-2, self.scheme.block[0]), (-1, self.scheme.block[1])):
+            length = self.values.shape[axis]
+            if of_blocks.shape[axis] == 1 and size >= length:
+                continue
+            of_blocks = jnp.repeat(of_blocks, size, axis=axis)
+            of_blocks = jax.lax.slice_in_dim(of_blocks, 0, length, axis=axis)
+        return jnp.broadcast_to(of_blocks, self.values.shape)
+
+
+def check(array: QuantizedArray, name: str) -> None:
+    """Raises ValueError, with `name` and what is wrong, unless the invariants of `QuantizedArray` hold.
+
+    Reads the scales and the permutation, so the arrays must be concrete.
+    """
+    scheme, values = array.scheme, array.values
+    if values.ndim < 2:
+        raise ValueError(f"{name}: quantized values need at least two axes, got shape {values.shape}")
+    if values.dtype.name not in STORED[scheme.kind] or (scheme.kind == "int" and scheme.bits > 4) != (
+        values.dtype == jnp.int8
+    ):
+        raise ValueError(f"{name}: {values.dtype.name} does not hold {scheme.bits}-bit {scheme.kind} values")
+    blocks = tuple(-(-size // block) for size, block in zip(values.shape[-2:], scheme.block, strict=True))
+    expected = (*values.shape[:-2], *blocks)
+    if array.scales.shape != expected:
+        raise ValueError(f"{name}: scales {array.scales.shape}, expected {expected} for blocks of {scheme.block}")
+    scales = array.scales.dequantize() if isinstance(array.scales, NestedScales) else array.scales
+    bad = int((~np.isfinite(np.asarray(scales, np.float32))).sum())
+    if bad:
+        raise ValueError(f"{name}: {bad} of {scales.size} scales are not finite")
+    if array.zeros is not None and (array.zeros.shape != expected or array.zeros.dtype != jnp.int8):
+        raise ValueError(f"{name}: zeros {array.zeros.dtype.name} {array.zeros.shape}, expected int8 {expected}")
+    if (array.codebook is not None) != (scheme.kind == "codebook"):
+        raise ValueError(f"{name}: a codebook belongs to the kind 'codebook' and to no other")
+    if array.permutation is not None:
+        order = np.sort(np.asarray(array.permutation), axis=-1)
+        if order.shape[-1] != values.shape[-2] or not (order == np.arange(values.shape[-2])).all():
+            raise ValueError(f"{name}: the permutation does not hold each of {values.shape[-2]} inputs once")
