@@ -34,7 +34,7 @@ from jaxinfer.training.copying import with_copying
 from jaxinfer.training.corpus import held_out_files
 
 NUM_FILES, PROMPT_TOKENS, ANSWER_TOKENS = 50, 128, 128
-PAIR_DRAFT_TOKENS: tuple[int | str, ...] = (4, 8, "auto")
+PAIR_DRAFT_TOKENS: tuple[int | str, ...] = (4, 9, "auto")
 NGRAM_DRAFT_TOKENS = 8
 EDIT_TOKENS, START_TOKENS = 200, 32  # of the piece of a file that is edited, and of the copy that comes after it
 COPYING_GAIN = 15.0  # of a copied token's logit: more than the embedded model gives any other
