@@ -52,7 +52,7 @@ def hidden_states(params, config=CONFIG):
     return bind(config, params)(tokens, jnp.arange(40)[None], attend_without_cache)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4-g32-asym", "nf4-dq", "mxfp4", "fp8-block"])
+@pytest.mark.parametrize("recipe", ["int8", "int4-g32-asym", "nf4-dq"])
 def test_a_model_computes_what_the_dequantized_one_does(params, recipe):
     quantized = quantize_params(params, recipe)
     np.testing.assert_allclose(
@@ -75,7 +75,7 @@ def test_copies_on_a_cpu(params):
         explanation = str(llm.explain())
         weights = llm.engine.weights
         assert llm.params is quantized
-    assert {leaf.dtype for leaf in weights} == {jnp.float32}
+    assert {leaf.dtype.name for leaf in weights} == {"float32"}
     assert "21 of 23 matrices in int8, a scale per output" in explanation
     assert "21 of 21 weights" in explanation
     one = 4 * 64 * 64
@@ -91,10 +91,8 @@ def test_copies_on_a_cpu(params):
 def test_rounded_while_it_is_loaded(params):
     """`quantize=` of a live model is `quantize_params`; of a checkpoint the same, tensor by tensor."""
     with LLM("demo", max_seqs=1, max_model_len=64) as plain, LLM("demo", quantize="int8", max_seqs=1) as llm:
-        weight, expected = (
-            one["layers"]["0"]["mlp"]["up_proj"]["weight"]
-            for one in (llm.params, quantize_params(plain.params, "int8"))
-        )
+        weight = llm.params["layers"]["0"]["mlp"]["up_proj"]["weight"]
+        expected = quantize_params(plain.params, "int8")["layers"]["0"]["mlp"]["up_proj"]["weight"]
         assert isinstance(weight, QuantizedArray)
         np.testing.assert_array_equal(weight.values, expected.values)
         assert llm.fingerprint() != plain.fingerprint()
@@ -164,7 +162,7 @@ def test_shardings(params):
 
 def test_what_needs_floating_point_parameters_says_so(params, tmp_path):
     quantized = quantize_params(params, "int8")
-    options = TrainOptions(steps=1, batch_size=1, length=4)
+    options = TrainOptions(num_steps=1)
     with pytest.raises(ValueError, match=r"training needs floating-point parameters, but layers\.0\..* is quantized"):
         train(quantized, lambda params, batch: (0.0, {}), lambda step: {}, options, checkpoint_dir=tmp_path)
     with pytest.raises(ValueError, match=r"a draft cut from its target needs floating-point parameters"):

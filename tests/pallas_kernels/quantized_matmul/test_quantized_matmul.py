@@ -35,18 +35,18 @@ def test_float32_products(name, platform):
     for rows in (1, 9):
         x = jax.random.normal(jax.random.key(rows), (rows, K))
         expected = np.asarray(x, np.float64) @ np.asarray(w.dequantize(), np.float64)
-        np.testing.assert_allclose(product(x, w, platform), expected, atol=3e-6 * np.abs(expected).max() * 10)
+        np.testing.assert_allclose(product(x, w, platform), expected, atol=3e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_bfloat16_products_round_no_more_than_a_bfloat16_weight_does(name, platform):
-    """A product of x and the weight rounded to bfloat16 errs by about 2^-9 of the size of its terms."""
+def test_bfloat16_products_round_no_more_than_a_bfloat16_weight_does(name):
+    """A product of x and the weight rounded to bfloat16 errs by about 2^-9 of the size of its terms. XLA:CPU cannot
+    multiply groups of bfloat16, so the TPU's form runs in float32 only."""
     w = weight(name)
     x = jax.random.normal(jax.random.key(0), (9, K)).astype(jnp.bfloat16)
     exact = np.asarray(x, np.float64) @ np.asarray(w.dequantize(), np.float64)
     terms = np.sqrt(np.square(np.asarray(x, np.float64)) @ np.square(np.asarray(w.dequantize(), np.float64)))
-    assert (np.abs(product(x, w, platform) - exact) <= 4 * 2.0**-9 * terms).all()
+    assert (np.abs(product(x, w, "gpu") - exact) <= 4 * 2.0**-9 * terms).all()
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
