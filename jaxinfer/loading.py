@@ -12,6 +12,7 @@ from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params, abstract_params
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_cpu import Copies, float32_copies
+from jaxinfer.quantization.on_gpu import outputs_together
 from jaxinfer.quantization.tree import describe, is_quantized, weights
 from jaxinfer.sampling import SamplingParams, from_generation_config
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
@@ -91,6 +92,8 @@ def load_model(
         own_tokenizer = _tokenizer_of(path)
         generation_config = checkpoints_convert.generation_config(path)
         eos_ids |= set(checkpoints_convert.eos_token_ids(path))
+    if jax.default_backend() == "gpu":
+        params = outputs_together(params, donate=is_owned)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = Tokenizer.from_dir(tokenizer)
     tokenizer = tokenizer or own_tokenizer

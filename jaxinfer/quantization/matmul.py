@@ -62,13 +62,13 @@ def _plain(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
     return jnp.matmul(x, weight, precision=precision, preferred_element_type=out_dtype or x.dtype)
 
 
-def _quantized(x: jax.Array, weight: QuantizedArray, out_dtype) -> jax.Array:
+def _quantized(x: jax.Array, weight: QuantizedArray, out_dtype, implementation: str | None = None) -> jax.Array:
     """With experts, [..., K, N], x is [..., T, K]."""
     if isinstance(weight.scales, NestedScales):
         weight = replace(weight, scales=weight.scales.dequantize())
     if weight.ndim > 2:
         codebook = None if weight.codebook is None else jnp.broadcast_to(weight.codebook, (weight.shape[0], 16))
-        return jax.vmap(lambda x, w: _quantized(x, w, out_dtype))(x, replace(weight, codebook=codebook))
+        return jax.vmap(lambda x, w: _quantized(x, w, out_dtype, "xla"))(x, replace(weight, codebook=codebook))
     if weight.permutation is not None:
         x = x[..., weight.permutation]
     return quantized_matmul(
@@ -80,4 +80,5 @@ def _quantized(x: jax.Array, weight: QuantizedArray, out_dtype) -> jax.Array:
         block=weight.scheme.block,
         activations=weight.scheme.activations,
         out_dtype=out_dtype,
+        implementation=implementation,
     )

@@ -4,11 +4,11 @@ import jax
 
 from pallas_kernels.choice import Choice, pick
 from pallas_kernels.platform import current_platform
-from pallas_kernels.quantized_matmul import xla
+from pallas_kernels.quantized_matmul import pallas_gpu, xla
 from pallas_kernels.quantized_matmul.specs import MatmulSpec, make_spec
 
-_MODULES = {"xla": xla}
-_BY_PLATFORM = {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("xla",)}
+_MODULES = {"xla": xla, "pallas_gpu": pallas_gpu}
+_BY_PLATFORM = {"tpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
 IMPLEMENTATIONS = tuple(_MODULES)
 
 
@@ -31,7 +31,8 @@ def quantized_matmul(
       block: inputs and outputs that share a scale; block[0] >= K is one scale per output.
       activations: None multiplies by x as it is; "int8" and "fp8" quantize each token first (W8A8).
       out_dtype: of the result; x's by default.
-      implementation: None picks by platform and shape, or "xla".
+      implementation: None picks by platform and shape, "xla" or "pallas_gpu" (Hopper: groups of
+        integers, dequantized in registers).
 
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown name. NotImplementedError: what the named implementation
