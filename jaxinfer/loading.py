@@ -10,6 +10,10 @@ import jax.numpy as jnp
 
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params, abstract_params
+from jaxinfer.quantization import Selection, check, quantize_params
+from jaxinfer.quantization.on_cpu import Copies, float32_copies
+from jaxinfer.quantization.on_gpu import outputs_together
+from jaxinfer.quantization.tree import describe, is_quantized, weights
 from jaxinfer.sampling import SamplingParams, from_generation_config
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens
@@ -34,6 +38,12 @@ class LoadedModel:
     ignored_defaults: Sequence[str]
     eos_token_ids: tuple[int, ...]
 
+    def runnable(self) -> tuple[Params, Copies | None]:
+        """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes."""
+        if not describe(self.params) or jax.default_backend() != "cpu":
+            return self.params, None
+        return float32_copies(self.params)
+
     def for_length(self, max_model_len: int | None) -> tuple["LoadedModel", int]:
         """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
 
@@ -55,16 +65,22 @@ def load_model(
     tokenizer: Tokenizer | str | Path | None = None,
     dtype: str = "auto",
     revision: str | None = None,
+    quantize: str | None = None,
 ) -> LoadedModel:
     """Loads a folder, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
+
+    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
     """
+    chosen = None if quantize is None else Selection(quantize)
     generation_config, eos_ids, is_owned = {}, set(), not isinstance(model, tuple)
     if isinstance(model, tuple):
         name = "live parameters"
         config, params, own_tokenizer = _check_live(model, dtype)
+        if chosen is not None:
+            params = quantize_params(params, chosen.recipe)
     else:
         import checkpoints_convert
 
@@ -72,10 +88,12 @@ def load_model(
         path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
         if dtype == "auto" and jax.default_backend() == "cpu":
             dtype = "float32"
-        config, params = checkpoints_convert.load(path, dtype=dtype)
+        config, params = checkpoints_convert.load(path, dtype=dtype, convert=chosen)
         own_tokenizer = _tokenizer_of(path)
         generation_config = checkpoints_convert.generation_config(path)
         eos_ids |= set(checkpoints_convert.eos_token_ids(path))
+    if jax.default_backend() == "gpu":
+        params = outputs_together(params, donate=is_owned)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = Tokenizer.from_dir(tokenizer)
     tokenizer = tokenizer or own_tokenizer
@@ -123,7 +141,7 @@ def load_draft(
         loaded, _ = loaded.for_length(max_model_len)
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
-    return ModelDraft(loaded.name, loaded.config, loaded.params), loaded.is_owned
+    return ModelDraft(loaded.name, loaded.config, loaded.runnable()[0]), loaded.is_owned
 
 
 def _tokenizer_of(path: Path) -> Tokenizer | None:
@@ -138,7 +156,7 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
     config, params = model[0], model[1]
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
-    given = jax.tree.map(jnp.shape, params)
+    given = jax.tree.map(jnp.shape, params, is_leaf=is_quantized)
     if wanted != given:
         flat = dict(jax.tree_util.tree_leaves_with_path(wanted, is_leaf=lambda x: isinstance(x, tuple)))
         other = dict(jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda x: isinstance(x, tuple)))
@@ -147,9 +165,14 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
             f"params do not fit the config at {jax.tree_util.keystr(path)}: "
             f"shape {other.get(path, 'missing')}, the config makes it {flat.get(path, 'absent')}"
         )
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+        if is_quantized(leaf):
+            check(leaf, jax.tree_util.keystr(path))
+    dtypes = {leaf.dtype for leaf in weights(params) if not is_quantized(leaf)}
     if len(dtypes) != 1:
         raise ValueError(f"params mix dtypes {', '.join(sorted(str(dtype) for dtype in dtypes))}: cast them to one")
     if dtype not in ("auto", str(next(iter(dtypes)))):
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        params = jax.tree.map(
+            lambda leaf: leaf if is_quantized(leaf) else leaf.astype(dtype), params, is_leaf=is_quantized
+        )
     return config, params, model[2] if len(model) == 3 else None

@@ -1,7 +1,8 @@
-"""Attention kernels for TPU, GPU and CPU: raw arrays in, raw arrays out; imports nothing from jaxinfer."""
+"""Attention, and products with quantized weights, on TPU, GPU and CPU: raw arrays in, raw arrays out; imports nothing from jaxinfer."""
 
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.page_copy import copy_pages
 from pallas_kernels.paged_attention import new_pages, paged_attention
+from pallas_kernels.quantized_matmul import quantized_matmul
 
-__all__ = ["copy_pages", "flash_attention", "new_pages", "paged_attention"]
+__all__ = ["copy_pages", "flash_attention", "new_pages", "paged_attention", "quantized_matmul"]

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax._src import config
 from jax.experimental import topologies
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # The smallest slice of each generation that the TPU compiler accepts as a topology.
@@ -122,7 +123,8 @@ def compile_for(
     """Compiles `function` for one `chip`, or for the devices of `chip_mesh`.
 
     `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, and whatever a function that is jitted already takes
-    as static; such a function keeps its own `donate_argnums`. On a mesh an argument without a `NamedSharding` is whole
+    as static; such a function keeps its own `donate_argnums`. The layout of an abstract array with a
+    `jax.experimental.layout.Format` is kept. On a mesh an argument without a `NamedSharding` is whole
     on each device. Figures are those of one device. Raises RuntimeError without the chip's compiler, and whatever the
     compiler raises (out of VMEM, a layout it cannot lower).
     """
@@ -132,7 +134,9 @@ def compile_for(
             if not hasattr(leaf, "shape"):
                 return leaf
             sharding = leaf.sharding if isinstance(getattr(leaf, "sharding", None), NamedSharding) else whole
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            layout = getattr(getattr(leaf, "format", None), "layout", None)
+            place = sharding if layout is None else Format(layout, sharding)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
         jitted: Any = function if hasattr(function, "lower") else jax.jit(function, donate_argnums=donate_argnums)
         start = time.perf_counter()

@@ -1,0 +1,162 @@
+"""Products with group-wise int4 and int8 weights on Hopper (Pallas Mosaic GPU): dequantized in registers.
+
+wgmma takes one operand from registers, its left one, so the product is computed transposed, weight.T @ x.T: the 64 rows
+of a tile are outputs, and a batch of 8 wastes nothing. A block of one warpgroup keeps several steps of weights and
+activations in flight by TMA. A step is a group of inputs: the weights' integers go to bfloat16 in registers, exactly,
+and the tensor cores' sum is scaled as it joins the total. Where the outputs' tiles are too few for the chip, blocks
+share the groups of a tile, and their totals are added afterwards.
+
+Each output's weights must lie side by side, [N, K] in memory; `jaxinfer.quantization.on_gpu` places them so. From
+another layout XLA copies them on every call.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_gpu_compat as compat
+from pallas_kernels.quantized_matmul.specs import MatmulSpec
+
+TILE_OUTPUTS = 64
+MAX_TILE_ROWS = 128
+GROUPS = (64, 128)
+STAGES = 4
+# Blocks that fill the chip: two for each of its 132 multiprocessors.
+ENOUGH_BLOCKS = 264
+# Fewer steps than these would leave a block's copies nothing to hide behind.
+FEWEST_STEPS = 8
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def unsupported(spec: MatmulSpec, platform: str) -> str | None:
+    if platform != "gpu":
+        return f"this kernel runs on a Hopper GPU, this is a {platform}"
+    if spec.values_dtype not in ("int4", "int8") or spec.has_codebook:
+        return "the GPU kernel is for integers"
+    if spec.activations is not None:
+        return "the GPU kernel multiplies floating-point activations"
+    if not spec.is_grouped:
+        return "XLA fuses products with a scale per output"
+    if spec.block[0] not in GROUPS or spec.block[1] != 1:
+        return f"the GPU kernel takes groups of 64 or 128 inputs, not blocks of {spec.block}"
+    if spec.x_dtype != "bfloat16":
+        return f"the GPU kernel takes bfloat16, not {spec.x_dtype}"
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return "weights are cut over several devices, where only XLA divides its own products"
+    if spec.inputs % spec.block[0] or spec.outputs % TILE_OUTPUTS:
+        return (
+            f"the GPU kernel takes whole groups and outputs in multiples of {TILE_OUTPUTS}, "
+            f"not {spec.inputs} x {spec.outputs}"
+        )
+    return compat.not_hopper()
+
+
+def form(spec: MatmulSpec, platform: str) -> str:
+    """How the product is computed, in words for people."""
+    return "weights converted in registers, a product per group, then scale and sum"
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of x that a block takes."""
+    return next(size for size in (8, 16, 32, 64, MAX_TILE_ROWS) if size >= min(rows, MAX_TILE_ROWS))
+
+
+def num_splits(spec: MatmulSpec) -> int:
+    """Blocks that share the groups of a tile."""
+    steps, splits = spec.inputs // spec.block[0], 1
+    blocks = spec.outputs // TILE_OUTPUTS * pl.cdiv(spec.rows, tile_rows(spec.rows))
+    while blocks * splits < ENOUGH_BLOCKS and steps % (2 * splits) == 0 and steps // (2 * splits) >= FEWEST_STEPS:
+        splits *= 2
+    return splits
+
+
+def matmul(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
+    """float32 [rows, N] of x [rows, K]."""
+    size, splits, group = tile_rows(spec.rows), num_splits(spec), spec.block[0]
+    x = jnp.pad(x, ((0, -spec.rows % size), (0, 0)))
+    inputs = [x, values.T, scales.astype(jnp.float32)]
+    if zeros is not None:
+        sums = x.reshape(len(x), -1, group).sum(-1, dtype=jnp.float32).T
+        inputs += [zeros.astype(jnp.float32), sums]
+    weight_bits = 4 if spec.values_dtype == "int4" else 8
+    cost = pl.CostEstimate(
+        flops=2 * len(x) * spec.inputs * spec.outputs,
+        bytes_accessed=spec.inputs * spec.outputs * weight_bits // 8
+        + x.nbytes * spec.outputs // TILE_OUTPUTS
+        + splits * len(x) * spec.outputs * 4,
+        transcendentals=0,
+    )
+    found = compat.kernel(
+        partial(_kernel, group=group, size=size, num_steps=spec.inputs // group // splits),
+        out_type=jax.ShapeDtypeStruct((splits, spec.outputs, len(x)), jnp.float32),
+        grid=(spec.outputs // TILE_OUTPUTS, len(x) // size, splits),
+        grid_names=("output", "row", "split"),
+        cost_estimate=cost,
+        name="quantized_matmul",
+    )(*inputs)
+    return found.sum(0).T[: spec.rows]
+
+
+def _kernel(x_ref, w_ref, scales_ref, *refs, group: int, size: int, num_steps: int):
+    bits = jax.dtypes.itemsize_bits(w_ref.dtype)
+    stages = min(STAGES, num_steps)
+    swizzle = min(group * bits // 8, 128)
+    w_transforms = (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
+    x_transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    scratch = {
+        "x": plgpu.SMEM((stages, size, group), x_ref.dtype, transforms=x_transforms),
+        "w": plgpu.SMEM((stages, TILE_OUTPUTS, group), w_ref.dtype, transforms=w_transforms),
+        "out": plgpu.SMEM((TILE_OUTPUTS, size), jnp.float32),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "done": plgpu.Barrier(),
+    }
+
+    def with_scratch(*values):
+        smem = dict(zip(scratch, values, strict=True))
+        _tile(x_ref, w_ref, scales_ref, refs[:-1], refs[-1], smem, group, size, stages, num_steps)
+
+    pl.run_scoped(with_scratch, *scratch.values())
+
+
+def _tile(x_ref, w_ref, scales_ref, zero_refs, out_ref, smem, group: int, size: int, stages: int, num_steps: int):
+    outputs = pl.ds(lax.axis_index("output") * TILE_OUTPUTS, TILE_OUTPUTS)
+    rows = pl.ds(lax.axis_index("row") * size, size)
+    split = lax.axis_index("split")
+    first = split * num_steps
+    shape = (TILE_OUTPUTS, size)
+
+    def load(step):
+        slot, inputs = lax.rem(step, jnp.int32(stages)), pl.ds((first + step) * group, group)
+        plgpu.copy_gmem_to_smem(w_ref.at[outputs, inputs], smem["w"].at[slot], smem["full"].at[slot])
+        plgpu.copy_gmem_to_smem(x_ref.at[rows, inputs], smem["x"].at[slot], smem["full"].at[slot])
+
+    def step(index, total):
+        slot, of_group = lax.rem(index, jnp.int32(stages)), first + index
+        # From memory directly, and before the wait: they arrive while the copies do.
+        scale = lax.broadcast_in_dim(compat.load(scales_ref, (of_group, outputs), _ROW), shape, (0,))
+        excess = None
+        if zero_refs:
+            zero = lax.broadcast_in_dim(compat.load(zero_refs[0], (of_group, outputs), _ROW), shape, (0,))
+            sums = lax.broadcast_in_dim(compat.load(zero_refs[1], (of_group, rows), _COLUMN), shape, (1,))
+            excess = zero * sums
+        plgpu.barrier_wait(smem["full"].at[slot])
+        product = compat.wgmma(smem["w"][slot].astype(x_ref.dtype), smem["x"].at[slot], transpose_b=True)
+        if excess is not None:
+            product = product - excess
+        # All warps are done with the slot before it is filled again.
+        plgpu.barrier_arrive(smem["done"])
+        plgpu.barrier_wait(smem["done"])
+        pl.when(index + stages < num_steps)(lambda: load(index + stages))
+        return total + product * scale
+
+    lax.fori_loop(0, stages, lambda index, _: load(index), None)
+    total = lax.fori_loop(0, num_steps, step, compat.cast_layout(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA))
+    smem["out"][...] = total
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem["out"], out_ref.at[split, outputs, rows])
+    plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,113 @@
+"""The GPU kernel: in the interpreter against float64, and by the real compiler: no weight is written anywhere."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format
+
+from jaxinfer.quantization import quantize, quantize_params
+from jaxinfer.quantization.matmul import matmul
+from jaxinfer.quantization.on_gpu import OUTPUTS_TOGETHER, outputs_together
+from pallas_kernels import ahead_of_time
+from pallas_kernels import mosaic_gpu_compat as compat
+from pallas_kernels.quantized_matmul import choose, make_spec, pallas_gpu, quantized_matmul
+
+# [K, N] of Llama-3-8B's layers: queries and outputs, keys and values, gate and up, down.
+LLAMA_3_8B = [(4096, 4096), (4096, 1024), (4096, 14_336), (14_336, 4096)]
+
+
+@pytest.fixture
+def gpu_interpreter():
+    """Fails when two accesses of the last kernel race."""
+    compat.reset_interpreter()
+    try:
+        with compat.interpreted():
+            yield
+            assert not compat.races_found()
+    finally:
+        compat.reset_interpreter()
+
+
+# Splits of the groups, zeros, rows that are padded, more stages than steps, several tiles of rows and of outputs.
+@pytest.mark.parametrize(
+    ("name", "rows", "inputs", "outputs", "splits"),
+    [
+        ("int4-g64", 3, 512, 128, 1),
+        ("int4-g128-asym", 20, 2048, 64, 2),
+        ("int8-g128", 130, 256, 64, 1),
+        ("int3-g64-asym", 1, 1024, 64, 2),
+    ],
+)
+def test_products(name, rows, inputs, outputs, splits, gpu_interpreter):
+    w = quantize(jax.random.normal(jax.random.key(1), (inputs, outputs)) * 0.02, name)
+    x = jax.random.normal(jax.random.key(0), (rows, inputs)).astype(jnp.bfloat16)
+    spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
+    assert pallas_gpu.num_splits(spec) == splits
+    found = pallas_gpu.matmul(x, w.values, w.scales, w.zeros, None, spec, "gpu")
+    expected = np.asarray(x, np.float64) @ np.asarray(w.dequantize(), np.float64)
+    # The integers are exact in bfloat16, so only sums are rounded, in float32.
+    np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 512])
+@pytest.mark.parametrize("name", ["int4-g128", "int4-g128-asym", "int4-g64", "int8-g128"])
+def test_compiled_for_hopper_no_weight_is_written(name, rows):
+    if (reason := ahead_of_time.missing_compiler("h100")) is not None:
+        pytest.skip(reason)
+    for inputs, outputs in LLAMA_3_8B:
+        x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16)
+        w = jax.eval_shape(partial(quantize, how=name), jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16))
+        with ahead_of_time.as_if_on("h100") as whole:
+            place = Format(OUTPUTS_TOGETHER, whole)
+            w = replace(w, values=jax.ShapeDtypeStruct(w.shape, w.values.dtype, sharding=place))
+        found = ahead_of_time.compile_for("h100", matmul, x, w)
+        spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
+        sums = 4 * pallas_gpu.num_splits(spec) * rows * outputs
+        print(
+            f"{name} {inputs} x {outputs}, {rows} rows: {found.temporary_bytes:,} bytes of temporaries, "
+            f"{w.num_bytes:,} of weights, {pallas_gpu.num_splits(spec)} splits"
+        )
+        assert "mosaic_gpu" in found.program.as_text()
+        # Beside the kernel's sums: padded rows, and scales and sums of the groups as float32.
+        assert found.temporary_bytes <= 3 * sums + 8 * 2 * inputs + 9 * (w.num_bytes - w.values.size // 2) + 2**16
+        if rows <= 64:
+            assert found.temporary_bytes < w.values.size // 2
+
+
+def test_values_are_laid_out_for_the_kernel():
+    params = {"layers": {"0": {"up": {"weight": jax.random.normal(jax.random.key(0), (128, 64))}}}}
+    for name, order in (("int4-g64", (1, 0)), ("int8", (0, 1)), ("nf4", (0, 1))):
+        quantized = quantize_params(params, name)
+        placed = outputs_together(quantized)["layers"]["0"]["up"]["weight"]
+        assert placed.values.format.layout.major_to_minor == order
+        np.testing.assert_array_equal(placed.dequantize(), quantized["layers"]["0"]["up"]["weight"].dequantize())
+
+
+def test_what_it_refuses():
+    def reason(name, dtype=jnp.bfloat16, inputs=256, outputs=64, platform="gpu"):
+        w = jax.eval_shape(partial(quantize, how=name), jax.ShapeDtypeStruct((inputs, outputs), jnp.bfloat16))
+        x = jax.ShapeDtypeStruct((1, inputs), dtype)
+        spec = make_spec(x, w.values, w.zeros, w.codebook, block=w.scheme.block, activations=w.scheme.activations)
+        return pallas_gpu.unsupported(spec, platform)
+
+    with compat.interpreted():
+        assert reason("int4-g128") is None
+        assert reason("int4-g128", platform="tpu") == "this kernel runs on a Hopper GPU, this is a tpu"
+        assert reason("int8") == "XLA fuses products with a scale per output"
+        assert "integers" in reason("nf4")
+        assert "floating-point activations" in reason("w8a8")
+        assert "groups of 64 or 128 inputs, not blocks of (32, 1)" in reason("int4-g32")
+        assert "bfloat16, not float32" in reason("int4-g128", jnp.float32)
+        assert "not 256 x 100" in reason("int4-g128", outputs=100)
+
+
+def test_named_on_another_platform():
+    w = quantize(jnp.ones((128, 64)), "int4-g64")
+    with pytest.raises(NotImplementedError, match="pallas_gpu cannot run this: this kernel runs on a Hopper GPU"):
+        quantized_matmul(jnp.ones((1, 128)), w.values, w.scales, block=(64, 1), implementation="pallas_gpu")
+    spec = make_spec(jnp.ones((1, 128)), w.values, None, None, block=(64, 1), activations=None)
+    assert choose(spec, platform="cpu").implementation == "xla"
