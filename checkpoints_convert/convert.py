@@ -170,20 +170,20 @@ def _to_huggingface(source: Source, destination: Path, bar: Progress, overwrite:
         data = huggingface_config(source.config)
         copied = partial / CONFIG
         original = read_json(copied) if copied.exists() else {}
-        write_json(copied, data | {name: original.get(name) for name in _SPECIAL_TOKENS})
         tensors = _in_order(source, bar)
 
-        def read(path: ParamPath) -> np.ndarray:
+        def read(path: ParamPath) -> np.ndarray | QuantizedArray:
             found, array = next(tensors)
             assert found == path
             return array
 
-        write_shards(source.config, partial, read)
+        quantization = write_shards(source.config, partial, read, source.param_bytes, kv_scales=source.kv_scales)
+        write_json(copied, data | {name: original.get(name) for name in _SPECIAL_TOKENS} | quantization)
     return source.cast_errors
 
 
-def _in_order(source: Source, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray]]:
+def _in_order(source: Source, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
     for unit in source.units():
         for path, array in source.read(unit):
             yield path, array
-            bar.advance(".".join(path), array.nbytes)
+            bar.advance(".".join(path), source.param_bytes(path))

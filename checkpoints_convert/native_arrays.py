@@ -48,7 +48,7 @@ def rebuild(description: Description, parts: Mapping[str, np.ndarray]) -> Quanti
     """The inverse of `flatten`."""
     fields: dict[str, Any] = {part: parts[part] for part in _PARTS if part in parts}
     if description["inner"] is not None:
-        nested = {name: parts[f"scales.{name}"] for name in _NESTED}
+        nested: dict[str, Any] = {name: parts[f"scales.{name}"] for name in _NESTED}
         fields["scales"] = NestedScales(**nested, inner=int(description["inner"]))
     return QuantizedArray(**fields, scheme=_scheme(description))
 

@@ -153,9 +153,7 @@ def _modules(sources: set[str], headers: Mapping[str, TensorHeader]) -> dict[str
     return modules
 
 
-def _format_problem(
-    error: FormatError, module: str, tensors: set[str], file_of: Callable[[str], str] | None
-) -> str:
+def _format_problem(error: FormatError, module: str, tensors: set[str], file_of: Callable[[str], str] | None) -> str:
     if error.suffix is None:
         return f"module {module!r} {error}"
     name = f"{module}.{error.suffix}"

@@ -22,6 +22,7 @@ from checkpoints_convert.formats.module import (
     Tensors,
     flag,
     has_shape,
+    host_quantized,
     positive_int,
 )
 from checkpoints_convert.safetensors_index import TensorHeader
@@ -72,11 +73,11 @@ def awq(data: Mapping[str, Any]) -> Awq:
 def _read(outputs: int, size: int, tensors: Tensors) -> QuantizedArray:
     codes = transposed(_outputs_first(tensors["qweight"], outputs))
     zeros = (_outputs_first(tensors["qzeros"], outputs).T - np.uint8(8)).view(np.int8)
-    return QuantizedArray(
-        values=signed(codes, 4),
-        scales=tensors["scales"],
+    return host_quantized(
+        Scheme("int", 4, (size, 1)),
+        signed(codes, 4),
+        tensors["scales"],
         zeros=np.ascontiguousarray(zeros) if zeros.any() else None,
-        scheme=Scheme("int", 4, (size, 1)),
     )
 
 

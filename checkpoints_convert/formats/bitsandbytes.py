@@ -19,7 +19,7 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import parse_json
 from checkpoints_convert.formats.bits import transposed
-from checkpoints_convert.formats.module import FormatError, Method, ModuleReader, Tensors, has_shape
+from checkpoints_convert.formats.module import FormatError, Method, ModuleReader, Tensors, has_shape, host_quantized
 from checkpoints_convert.safetensors_file import DTYPE_BITS
 from checkpoints_convert.safetensors_index import TensorHeader
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
@@ -104,11 +104,11 @@ def _read_four_bit(state: str, shape: tuple[int, ...], tensors: Tensors) -> Quan
     if inputs % size:
         absmax = np.repeat(_absmax(fields, state, tensors), size)[: codes.size].reshape(codes.shape)
         return transposed(tensors["weight.quant_map"][codes] * absmax)
-    return QuantizedArray(
-        values=(transposed(codes) ^ np.uint8(8)).view(ml_dtypes.int4),
-        scales=_scales(fields, state, outputs, tensors),
+    return host_quantized(
+        Scheme("codebook", 4, (size, 1)),
+        (transposed(codes) ^ np.uint8(8)).view(ml_dtypes.int4),
+        _scales(fields, state, outputs, tensors),
         codebook=tensors["weight.quant_map"],
-        scheme=Scheme("codebook", 4, (size, 1)),
     )
 
 
@@ -135,7 +135,9 @@ def _nested(fields: Mapping[str, Any], state: str, tensors: Tensors) -> tuple[np
         raise FormatError(f"says nested_offset {offset!r}", state)
     outer = tensors["weight.nested_absmax"]
     if outer.size != -(-num_blocks // inner):
-        raise FormatError(f"has {outer.size} values for {num_blocks} absmax in blocks of {inner}", "weight.nested_absmax")
+        raise FormatError(
+            f"has {outer.size} values for {num_blocks} absmax in blocks of {inner}", "weight.nested_absmax"
+        )
     return outer, np.float32(offset), inner
 
 
@@ -168,8 +170,8 @@ def _eight_bit(shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> M
 def _read_eight_bit(inputs: int, tensors: Tensors) -> QuantizedArray:
     if "weight_format" in tensors and (layout := int(tensors["weight_format"].reshape(()))):
         raise FormatError(f"is {layout}: only 0, rows as they are, is supported", "weight_format")
-    return QuantizedArray(
-        values=transposed(tensors["weight"]),
-        scales=(tensors["SCB"] / np.float32(127))[None],
-        scheme=Scheme("int", 8, (inputs, 1)),
+    return host_quantized(
+        Scheme("int", 8, (inputs, 1)),
+        transposed(tensors["weight"]),
+        (tensors["SCB"] / np.float32(127))[None],
     )

@@ -117,7 +117,12 @@ def _weights(name: str, data: Any) -> Weights:
     bits, kind = data.get("num_bits", 8), data.get("type", "int")
     group_size, structure = data.get("group_size"), data.get("block_structure")
     strategy = data.get("strategy") or ("group" if group_size and group_size > 0 else "tensor")
-    if kind not in ("int", "float") or type(bits) is not int or not 2 <= bits <= 8 or (kind == "float" and bits not in (4, 8)):
+    if (
+        kind not in ("int", "float")
+        or type(bits) is not int
+        or not 2 <= bits <= 8
+        or (kind == "float" and bits not in (4, 8))
+    ):
         raise FormatError(f"{where} of {bits!r}-bit {kind!r} are not supported")
     if strategy not in _STRATEGIES:
         raise FormatError(f"{where} of strategy {strategy!r} are not supported, {', '.join(_STRATEGIES)} are")
@@ -125,12 +130,18 @@ def _weights(name: str, data: Any) -> Weights:
         raise FormatError(f"{where}: group_size must be a positive integer, got {group_size!r}")
     block = None
     if strategy == "block":
-        if not isinstance(structure, list) or len(structure) != 2 or not all(type(n) is int and n > 0 for n in structure):
+        if (
+            not isinstance(structure, list)
+            or len(structure) != 2
+            or not all(type(n) is int and n > 0 for n in structure)
+        ):
             raise FormatError(f"{where}: block_structure must be two positive integers, got {structure!r}")
         block = (structure[0], structure[1])
     if data.get("dynamic"):
         raise FormatError(f"{where} are dynamic, which no stored weight is")
-    return Weights(bits, kind, flag(data, "symmetric", True), strategy, group_size if strategy == "group" else None, block)
+    return Weights(
+        bits, kind, flag(data, "symmetric", True), strategy, group_size if strategy == "group" else None, block
+    )
 
 
 def _activations(name: str, data: Any) -> Activations | None:

@@ -22,6 +22,7 @@ from checkpoints_convert.formats.module import (
     ModuleReader,
     Tensors,
     has_shape,
+    host_quantized,
     order_of_groups,
 )
 from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_weight
@@ -74,26 +75,30 @@ def module_reader(
     if form == "mxfp4-pack-quantized":
         return _mxfp4(weights, shape, headers)
     outputs, inputs = shape
-    size = {"tensor": inputs, "channel": inputs, "group": min(weights.group_size or inputs, inputs)}.get(weights.strategy)
+    size = {"tensor": inputs, "channel": inputs, "group": min(weights.group_size or inputs, inputs)}.get(
+        weights.strategy
+    )
     block = (size, outputs if weights.strategy == "tensor" else 1) if size else (weights.block or (0, 0))[::-1]
     scales = (-(-outputs // block[1]), -(-inputs // block[0]))
     quantized, notes = _quantized_activations(weights, activations)
     layout = _Layout(form, weights, Scheme(weights.kind, weights.bits, block, quantized), shape, scales)
-    scale_shapes = (scales, (), (1,)) if weights.strategy == "tensor" else (scales, scales[:1]) if scales[1] == 1 else (scales,)
+    scale_shapes = (
+        (scales, (), (1,)) if weights.strategy == "tensor" else (scales, scales[:1]) if scales[1] == 1 else (scales,)
+    )
     has_shape(headers, "weight_scale", FLOATS, *scale_shapes)
     if form == "pack-quantized":
         layout, suffixes = _packed(layout, headers)
     else:
         suffixes = _plain(layout, headers)
     static = tuple(suffix for suffix in _ACTIVATION_TENSORS if suffix in headers)
-    if activations is not None and not activations.is_dynamic:
-        notes += ("static scales of activations are not applied",)
     return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), notes=notes)
 
 
 def _packed(layout: _Layout, headers: Mapping[str, TensorHeader]) -> tuple[_Layout, tuple[str, ...]]:
     if layout.weights.kind != "int":
-        raise FormatError(f"pack-quantized holds integers, the configuration says {layout.weights.kind}", "weight_packed")
+        raise FormatError(
+            f"pack-quantized holds integers, the configuration says {layout.weights.kind}", "weight_packed"
+        )
     (outputs, inputs), bits = layout.shape, layout.weights.bits
     per_word = 32 // bits
     # Until 2025 a word held whole values, and left bits over for 3, 5, 6 and 7.
@@ -138,11 +143,14 @@ def _quantized_activations(
     """What a `Scheme` says of the activations, and what it cannot say. Static ones are quantized per token instead."""
     if activations is None:
         return None, ()
-    is_alike = (weights.bits, weights.kind) == (activations.bits, activations.kind) == (8, weights.kind)
-    if is_alike and weights.strategy in ("tensor", "channel"):
-        return ("int8" if weights.kind == "int" else "fp8"), ()
-    kind = f"{activations.bits}-bit {activations.kind}"
-    return None, (f"activations declared as {kind} stay floating-point with {weights.bits}-bit {weights.strategy} weights",)
+    notes = () if activations.is_dynamic else ("static scales of activations are not applied: each token has its own",)
+    if (weights.kind, activations.kind, activations.bits) == ("int", "int", 8):
+        return "int8", notes
+    if (weights.kind, activations.kind, activations.bits, weights.bits) == ("float", "float", 8, 8):
+        if activations.strategy in ("token", "tensor"):
+            return "fp8", notes
+    kind = f"{activations.bits}-bit {activations.kind} ({activations.strategy})"
+    return None, (f"activations declared as {kind} stay floating-point with {weights.bits}-bit {weights.kind} weights",)
 
 
 def _read(layout: _Layout, tensors: Tensors) -> QuantizedArray:
@@ -151,7 +159,9 @@ def _read(layout: _Layout, tensors: Tensors) -> QuantizedArray:
     order = None
     if layout.form == "pack-quantized":
         if tensors["weight_shape"].tolist() != [outputs, inputs]:
-            raise FormatError(f"says {tensors['weight_shape'].tolist()}, config.json {[outputs, inputs]}", "weight_shape")
+            raise FormatError(
+                f"says {tensors['weight_shape'].tolist()}, config.json {[outputs, inputs]}", "weight_shape"
+            )
         codes = _unpacked(tensors["weight_packed"], layout, inputs, axis=1).T
         group = tensors.get("weight_g_idx")
         if group is not None and layout.scheme.block[0] < inputs and not (group == -1).all():
@@ -159,7 +169,7 @@ def _read(layout: _Layout, tensors: Tensors) -> QuantizedArray:
         values = signed(np.ascontiguousarray(codes) if order is None else codes[order], weights.bits)
     else:
         values = _narrowed(transposed(tensors["weight"]), weights)
-    return QuantizedArray(values, scales, _zeros(layout, tensors), permutation=order, scheme=layout.scheme)
+    return host_quantized(layout.scheme, values, scales, zeros=_zeros(layout, tensors), permutation=order)
 
 
 def _unpacked(words: np.ndarray, layout: _Layout, count: int, *, axis: int) -> np.ndarray:

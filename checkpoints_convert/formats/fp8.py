@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.formats.bits import transposed
-from checkpoints_convert.formats.module import FLOATS, FormatError, Method, ModuleReader, Tensors, has_shape
+from checkpoints_convert.formats.module import (
+    FLOATS,
+    FormatError,
+    Method,
+    ModuleReader,
+    Tensors,
+    has_shape,
+    host_quantized,
+)
 from checkpoints_convert.safetensors_index import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -57,12 +65,12 @@ class Fp8(Method):
         static = tuple(suffix for suffix in _ACTIVATION_SCALES if suffix in headers)
         for name in static:
             has_shape(headers, name, FLOATS, (), (1,), (1, 1))
-        activations = "fp8" if self.is_dynamic and not static and self.block is None else None
-        notes = ("scales of activations are not applied: the products of these layers are floating-point",)
+        activations = "fp8" if self.is_dynamic and not static and self.block is None and self.fmt == "e4m3" else None
+        notes = ("declared scales of activations are not applied: the products of these layers are floating-point",)
         return ModuleReader(
             ("weight", suffix, *static),
             partial(read_fp8, suffix, Scheme("float", 8, block, activations)),
-            notes=notes if static else (),
+            notes=notes if activations is None else (),
         )
 
 
@@ -106,7 +114,7 @@ def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
     inputs, outputs = weight.shape[::-1]
     blocks = (-(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
     scales = np.ascontiguousarray(scales.reshape(blocks[::-1]).T)
-    return QuantizedArray(values=transposed(weight), scales=scales, scheme=scheme)
+    return host_quantized(scheme, transposed(weight), scales)
 
 
 def _powers_of_two(exponents: np.ndarray, suffix: str) -> np.ndarray:

@@ -25,6 +25,7 @@ from checkpoints_convert.formats.module import (
     Tensors,
     flag,
     has_shape,
+    host_quantized,
     order_of_groups,
     positive_int,
 )
@@ -169,12 +170,12 @@ def _read(settings: GptqSettings, shape: tuple[int, ...], size: int, module: str
     elif settings.desc_act and size < inputs:
         raise FormatError("is all zero, and desc_act is true", "g_idx")
     zeros = _zeros(tensors["qzeros"], settings, outputs, module)
-    return QuantizedArray(
-        values=signed(codes if order is None else codes[order], settings.bits),
-        scales=tensors["scales"],
+    return host_quantized(
+        Scheme("int", settings.bits, (size, 1)),
+        signed(codes if order is None else codes[order], settings.bits),
+        tensors["scales"],
         zeros=zeros if zeros.any() else None,
         permutation=order,
-        scheme=Scheme("int", settings.bits, (size, 1)),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
 from checkpoints_convert.safetensors_index import TensorHeader
-from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization import QuantizedArray, Scheme
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -73,6 +73,13 @@ def has_shape(headers: Mapping[str, TensorHeader], suffix: str, dtypes: Iterable
     if shape not in shapes:
         raise FormatError(f"has shape {list(shape)}, not {' or '.join(str(list(wanted)) for wanted in shapes)}", suffix)
     return shapes.index(shape)
+
+
+def host_quantized(
+    scheme: Scheme, values: Any, scales: Any, *, zeros: Any = None, codebook: Any = None, permutation: Any = None
+) -> QuantizedArray:
+    """A `QuantizedArray` of numpy arrays, as readers give it and `jax.device_put` takes it."""
+    return QuantizedArray(values, scales, zeros, codebook, permutation, scheme)
 
 
 FLOATS = tuple(name for name in FLOAT_DTYPES if name != "F64")

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.formats.module import FormatError
+from checkpoints_convert.formats.module import FormatError, host_quantized
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 BLOCK = 32
@@ -26,11 +26,11 @@ def mxfp4_weight(packed: np.ndarray, exponents: np.ndarray) -> QuantizedArray:
     codes[..., 0::2], codes[..., 1::2] = packed & 15, packed >> 4
     # The bits of 2^(e - 127) in bfloat16: e is its exponent; e = 0 is the subnormal 2^-127.
     bits = np.where(exponents == 0, np.uint16(0x40), exponents.astype(np.uint16) << 7)
-    return QuantizedArray(
-        values=np.ascontiguousarray(np.swapaxes(codes ^ np.uint8(8), -1, -2)).view(ml_dtypes.int4),
-        scales=np.ascontiguousarray(np.swapaxes(bits, -1, -2)).view(ml_dtypes.bfloat16),
+    return host_quantized(
+        Scheme("codebook", 4, (BLOCK, 1)),
+        np.ascontiguousarray(np.swapaxes(codes ^ np.uint8(8), -1, -2)).view(ml_dtypes.int4),
+        np.ascontiguousarray(np.swapaxes(bits, -1, -2)).view(ml_dtypes.bfloat16),
         codebook=E2M1.copy(),
-        scheme=Scheme("codebook", 4, (BLOCK, 1)),
     )
 
 

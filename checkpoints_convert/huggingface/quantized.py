@@ -7,6 +7,7 @@ import numpy as np
 from checkpoints_convert.arrays import count_nonfinite
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.formats import FormatError
+from checkpoints_convert.formats.module import host_quantized
 from checkpoints_convert.plan import QuantizedPlan
 from checkpoints_convert.safetensors_file import NUMPY_DTYPES
 from checkpoints_convert.safetensors_index import SafetensorsIndex
@@ -33,9 +34,9 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
     try:
         weight = reader.read(tensors)
     except FormatError as error:
-        suffix = error.suffix if error.suffix in plan.sources else next(iter(plan.sources))
-        name = f"{plan.module}.{error.suffix or suffix}"
-        raise CheckpointError(index.path_of(plan.sources[suffix]), f"tensor {name!r} {error}") from None
+        known = error.suffix if error.suffix in plan.sources else next(iter(plan.sources))
+        what = f"module {plan.module!r}" if error.suffix is None else f"tensor '{plan.module}.{error.suffix}'"
+        raise CheckpointError(index.path_of(plan.sources[known or ""]), f"{what} {error}") from None
     if not plan.transpose:
         weight = weight.T if isinstance(weight, np.ndarray) else _transposed(weight, plan, index)
     if isinstance(weight, np.ndarray):
@@ -65,9 +66,9 @@ def _transposed(weight: QuantizedArray, plan: QuantizedPlan, index: SafetensorsI
     if weight.permutation is not None or isinstance(weight.scales, NestedScales):
         where = index.path_of(next(iter(plan.sources.values())))
         raise CheckpointError(where, f"module {plan.module!r} is an embedding: permuted or nested scales are not read")
+    scheme = replace(weight.scheme, block=weight.scheme.block[::-1], activations=None)
     values, scales, zeros = (
         None if array is None else np.ascontiguousarray(np.asarray(array).T)
         for array in (weight.values, weight.scales, weight.zeros)
     )
-    scheme = replace(weight.scheme, block=weight.scheme.block[::-1], activations=None)
-    return replace(weight, values=values, scales=scales, zeros=zeros, scheme=scheme)
+    return host_quantized(scheme, values, scales, zeros=zeros, codebook=weight.codebook)

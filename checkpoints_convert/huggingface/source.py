@@ -94,7 +94,9 @@ def _untied_if_heads_differ(hf_config: dict[str, Any], index: SafetensorsIndex) 
     embed = embed if embed in headers else embed.removeprefix("model.")
     is_tied = hf_config.get("tie_word_embeddings") is True
     if is_tied and any(name in headers for name in ("lm_head.qweight", "lm_head.weight_packed")):
-        _LOG.warning("%s: tie_word_embeddings is true, but the head is quantized by itself; using both", index.directory)
+        _LOG.warning(
+            "%s: tie_word_embeddings is true, but the head is quantized by itself; using both", index.directory
+        )
         return {**hf_config, "tie_word_embeddings": False}
     is_copy_stored = is_tied and {head, embed} <= set(headers)
     if not is_copy_stored or (headers[head] == headers[embed] and _same_bytes(index, head, embed)):
