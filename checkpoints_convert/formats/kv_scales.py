@@ -11,7 +11,7 @@ from checkpoints_convert.formats.module import FLOATS, FormatError
 from checkpoints_convert.safetensors_index import TensorHeader
 
 _LOG = logging.getLogger(__name__)
-# compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files; queries are never quantized here.
+# compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files.
 _NAME = re.compile(
     r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
     r"|v_proj\.output_scale)"
@@ -45,11 +45,15 @@ def read_kv_scales(
 ) -> tuple[KVScales, ...]:
     """The scales of every layer, () where there are none.
 
-    A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a warning.
+    A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a
+    warning. Scales of queries, which are never quantized here, are named in a warning too.
     """
     found: list[dict[str, tuple[float, ...]]] = [{} for _ in range(num_layers)]
     for name, (layer, kind) in kv_scale_names(headers).items():
-        if kind == "q_scale" or layer >= num_layers:
+        if layer >= num_layers:
+            raise FormatError(f"tensor {name!r} is of layer {layer}, the model has {num_layers}")
+        if kind == "q_scale":
+            _LOG.warning("%s: queries are not quantized, the scale is not applied", name)
             continue
         values = tuple(float(value) for value in read(name).astype(np.float32).reshape(-1))
         sides = "kv" if kind == "kv_scale" else "k" if kind in _KEY else "v"

@@ -56,21 +56,21 @@ def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
 
 
 def quantization_config(
-    modules: Mapping[str, Stored], linears: list[str], *, has_kv_scales: str | None
+    modules: Mapping[str, Stored], linears: list[str], *, kv_strategy: str | None
 ) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     Args:
       modules: how each quantized module is stored, by name. linears: every Linear of the model; those that are not
         quantized are listed as ignored.
-      has_kv_scales: "tensor" or "attn_head" where the checkpoint has scales of the key-value cache.
+      kv_strategy: "tensor" or "attn_head" where the checkpoint has scales of the key-value cache.
     """
     groups: dict[Stored, list[str]] = {}
     for module, stored in modules.items():
         groups.setdefault(stored, []).append(module)
     is_uniform = len(groups) == 1 and set(modules) <= set(linears)
     formats = {stored.format for stored in groups}
-    kv_cache = {"num_bits": 8, "type": "float", "strategy": has_kv_scales, "symmetric": True, "dynamic": False}
+    kv_cache = {"num_bits": 8, "type": "float", "strategy": kv_strategy, "symmetric": True, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -80,7 +80,7 @@ def quantization_config(
             for number, (stored, names) in enumerate(groups.items())
         },
         "ignore": [module for module in linears if module not in modules],
-        "kv_cache_scheme": kv_cache if has_kv_scales else None,
+        "kv_cache_scheme": kv_cache if kv_strategy else None,
     }
 
 
