@@ -9,6 +9,7 @@ import numpy as np
 
 from checkpoints_convert.formats.module import FLOATS, FormatError
 from checkpoints_convert.safetensors_index import TensorHeader
+from jaxinfer.models import ModelConfig
 
 _LOG = logging.getLogger(__name__)
 # compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files.
@@ -33,11 +34,13 @@ def kv_scale_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
     return {name: (int(match[1]), match[2]) for name in names if (match := _NAME.fullmatch(name))}
 
 
-def check_kv_scale(header: TensorHeader, num_kv_heads: int) -> None:
-    """Raises FormatError unless a tensor can hold scales of the cache."""
+def check_kv_scale(header: TensorHeader, layer: int, config: ModelConfig) -> None:
+    """Raises FormatError unless a tensor can hold scales of that layer's cache."""
     dtype, shape = header
-    if dtype not in FLOATS or int(np.prod(shape, dtype=np.int64)) not in (1, num_kv_heads):
-        raise FormatError(f"is {dtype}{list(shape)}, not one number or one for each of {num_kv_heads} heads")
+    if layer >= config.num_layers:
+        raise FormatError(f"is of layer {layer}, the model has {config.num_layers}")
+    if dtype not in FLOATS or int(np.prod(shape, dtype=np.int64)) not in (1, config.num_kv_heads):
+        raise FormatError(f"is {dtype}{list(shape)}, not one number or one for each of {config.num_kv_heads} heads")
 
 
 def read_kv_scales(
@@ -50,8 +53,6 @@ def read_kv_scales(
     """
     found: list[dict[str, tuple[float, ...]]] = [{} for _ in range(num_layers)]
     for name, (layer, kind) in kv_scale_names(headers).items():
-        if layer >= num_layers:
-            raise FormatError(f"tensor {name!r} is of layer {layer}, the model has {num_layers}")
         if kind == "q_scale":
             _LOG.warning("%s: queries are not quantized, the scale is not applied", name)
             continue
