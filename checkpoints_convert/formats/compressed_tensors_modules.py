@@ -163,10 +163,8 @@ def _read(layout: _Layout, tensors: Tensors) -> QuantizedArray:
     scales = np.ascontiguousarray(tensors["weight_scale"].reshape(layout.scales).T)
     order = None
     if layout.form == "pack-quantized":
-        if tensors["weight_shape"].tolist() != [outputs, inputs]:
-            raise FormatError(
-                f"says {tensors['weight_shape'].tolist()}, config.json {[outputs, inputs]}", "weight_shape"
-            )
+        if (says := tensors["weight_shape"].tolist()) != [outputs, inputs]:
+            raise FormatError(f"says {says}, config.json makes it {[outputs, inputs]}", "weight_shape")
         codes = _unpacked(tensors["weight_packed"], layout, inputs, axis=1).T
         group = tensors.get("weight_g_idx")
         if group is not None and layout.scheme.block[0] < inputs and not (group == -1).all():
