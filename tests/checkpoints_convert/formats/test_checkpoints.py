@@ -4,6 +4,7 @@ import json
 
 import encoders
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -20,8 +21,10 @@ from checkpoints_convert import (
 )
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.formats import KVScales
+from jaxinfer.models import bind
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
+from pallas_kernels.flash_attention import flash_attention
 
 UP = "model.layers.1.mlp.up_proj"
 WITHOUT_COMPRESSED_TENSORS = ("nf4", "nf4-nested", "fp4")
@@ -93,19 +96,33 @@ def dense_twin(checkpoint, directory):
     return tiny.Tiny(tiny.CONFIG, checkpoint.weights, checkpoint.weights).write(directory)
 
 
-@pytest.mark.parametrize("name", ["gptq-act-order", "nf4-nested"])
-def test_the_engine_runs_what_it_opens(name, tmp_path):
-    """LLM("folder"): greedy tokens of the quantized model are those of the same weights in float32."""
-    checkpoint = tiny.tiny(name)
-    directories = (checkpoint.write(tmp_path / name), dense_twin(checkpoint, tmp_path / "dense"))
-    params = jaxinfer.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    answers = []
-    for directory in directories:
-        with jaxinfer.LLM(str(directory), max_model_len=32, max_num_seqs=1) as llm:
-            outputs = llm.generate([[5, 17, 33, 2, 61, 7]], params, use_tqdm=False)
-            answers.append(outputs[0].outputs[0].token_ids)
-    assert len(answers[0]) == 8
-    assert answers[0] == answers[1]
+def greedy(directory, prompt, num_tokens):
+    """The most likely tokens, by a forward pass over all for each."""
+    config, params = load(directory)
+
+    @jax.jit
+    def logits(tokens):
+        def attend(layer, q, k, v, window):
+            return flash_attention(q, k, v, window=window)
+
+        model = bind(config, params)
+        return model.logits(model(tokens[None], jnp.arange(len(tokens))[None], attend)[0])
+
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        padded = jnp.array(tokens + [0] * (len(prompt) + num_tokens - len(tokens)))
+        tokens.append(int(logits(padded)[len(tokens) - 1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_the_engine_runs_what_it_opens(tmp_path):
+    """LLM("folder-with-gptq"): its greedy tokens are those of the same weights in float32."""
+    checkpoint = tiny.tiny("gptq-act-order")
+    directory = checkpoint.write(tmp_path / "gptq")
+    prompt, params = [5, 17, 33, 2, 61, 7], jaxinfer.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with jaxinfer.LLM(str(directory), max_model_len=32, max_seqs=1) as llm:
+        answer = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
+    assert list(answer) == greedy(dense_twin(checkpoint, tmp_path / "dense"), prompt, 8)
 
 
 @pytest.mark.parametrize(
