@@ -108,15 +108,16 @@ def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
 
 def _strategy(weight: QuantizedArray) -> str:
     (inputs, outputs), (bk, bn) = weight.shape[-2:], weight.scheme.block
-    if bn >= outputs > 1 and bk >= inputs:
+    is_float = weight.scheme.kind == "float"
+    if (bk, bn) == (inputs, outputs) or (not is_float and bk >= inputs and bn >= outputs):
         return "tensor"
     if bn == 1 and bk >= inputs:
         return "channel"
-    if bn == 1:
+    if bn == 1 and not is_float:
         if inputs % bk:
             raise ValueError(f"groups of {bk} inputs with {inputs % bk} left over: {_INSTEAD}")
         return "group"
-    if weight.scheme.kind != "float":
+    if not is_float:
         raise ValueError(f"blocks of {bk} inputs and {bn} outputs of integers: {_INSTEAD}")
     return "block"
 
@@ -152,7 +153,7 @@ def _int8(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[d
 def _float(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
     _check_unpermuted(weight)
     values = np.asarray(weight.values)
-    if values.dtype != ml_dtypes.float8_e4m3fn or stored.strategy == "group":
+    if values.dtype != ml_dtypes.float8_e4m3fn:
         raise ValueError(f"{values.dtype.name} in blocks of {weight.scheme.block}: {_INSTEAD}")
     form = "float-quantized" if stored.activations else "naive-quantized"
     return {"weight": transposed(values), "weight_scale": scales}, replace(stored, format=form)
