@@ -62,7 +62,7 @@ def test_gpt_oss_experts(rows):
 
 @pytest.mark.parametrize(
     "recipe",
-    ["int4-g32", "int4-g32-asym", "int8", "int8-g32", "int3-g32", "w8a8", "fp8", "fp8-tensor", "w8a8-fp8"],
+    ["int4-g32", "int4-g32-asym", "int8", "int8-g32", "int3-g32", "w8a8", "fp8", "fp8-tensor", "fp8-block", "w8a8-fp8"],
 )
 @pytest.mark.filterwarnings("ignore:You passed .quantization_config.:UserWarning")
 def test_compressed_tensors_opens_what_we_save(recipe, tmp_path):
