@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxinfer.cache import CachedAttention, init_cache
 from jaxinfer.engine.programs import ProgramModel, Weights, program_model
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models import ModelConfig, Params, compute_dtype
 
 PROMPT_BUCKETS = tuple(range(64, 1025, 64))
 
@@ -35,7 +35,7 @@ class StaticBatches:
     def __init__(self, config: ModelConfig, params: Params, batch_size: int, max_length: int):
         self.config, self.batch_size, self.max_length = config, batch_size, max_length
         self.model, self.weights = program_model(config, params)
-        self.dtype = params["embed"].dtype
+        self.dtype = compute_dtype(params)
         self.cache = init_cache(config, batch_size, max_length, self.dtype)
 
     def warm_up(self) -> None:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params, abstract_params
+from jaxinfer.quantization import check
+from jaxinfer.quantization.tree import is_quantized, weights
 from jaxinfer.sampling import SamplingParams, from_generation_config
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens
@@ -138,7 +140,7 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
         raise TypeError("a live model is (ModelConfig, params) or (ModelConfig, params, tokenizer)")
     config, params = model[0], model[1]
     wanted = jax.tree.map(lambda leaf: leaf.shape, abstract_params(config))
-    given = jax.tree.map(jnp.shape, params)
+    given = jax.tree.map(jnp.shape, params, is_leaf=is_quantized)
     if wanted != given:
         flat = dict(jax.tree_util.tree_leaves_with_path(wanted, is_leaf=lambda x: isinstance(x, tuple)))
         other = dict(jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda x: isinstance(x, tuple)))
@@ -147,9 +149,14 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
             f"params do not fit the config at {jax.tree_util.keystr(path)}: "
             f"shape {other.get(path, 'missing')}, the config makes it {flat.get(path, 'absent')}"
         )
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+        if is_quantized(leaf):
+            check(leaf, jax.tree_util.keystr(path))
+    dtypes = {leaf.dtype for leaf in weights(params) if not is_quantized(leaf)}
     if len(dtypes) != 1:
         raise ValueError(f"params mix dtypes {', '.join(sorted(str(dtype) for dtype in dtypes))}: cast them to one")
     if dtype not in ("auto", str(next(iter(dtypes)))):
-        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        params = jax.tree.map(
+            lambda leaf: leaf if is_quantized(leaf) else leaf.astype(dtype), params, is_leaf=is_quantized
+        )
     return config, params, model[2] if len(model) == 3 else None

@@ -12,7 +12,7 @@ import numpy as np
 from jaxinfer.engine import contiguous_programs, programs, results
 from jaxinfer.engine.contiguous_programs import DecodeOutput, DecodeState, PrefillRequest
 from jaxinfer.engine.request import Generation
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.sampling import (
     SampleOutput,
     SamplingBatch,
@@ -79,7 +79,7 @@ class ContiguousEngine:
     def __init__(self, config: ModelConfig, params: Params, options: ContiguousOptions):
         self.config, self.options = config, options
         self.model, self.weights = programs.program_model(config, params)
-        self.dtype = params["embed"].dtype
+        self.dtype = compute_dtype(params)
         chunks = [size for size in options.prefill_chunks if size < options.max_model_len]
         self.chunks = (*chunks, min(options.max_model_len, max(options.prefill_chunks)))
         self.chunks = tuple(dict.fromkeys(self.chunks))

@@ -11,6 +11,7 @@ from jaxinfer.engine import contiguous_programs, paged_programs, programs, specu
 from jaxinfer.engine.contiguous import ContiguousEngine
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.speculation import Speculation
+from jaxinfer.quantization.tree import num_bytes, num_parameters
 from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.flash_attention import explain
 from pallas_kernels.paged_attention import Choice, PagedSpec, choose, make_spec
@@ -39,8 +40,8 @@ def explain_engine(engine: Engine, model: dict[str, Any], sampling: dict[str, An
     """`model` and `sampling` are what the caller knows beyond the engine; they come first and last."""
     config = engine.config
     describe = _describe_paged(engine) if isinstance(engine, PagedEngine) else _describe_contiguous(engine)
-    leaves = engine.weights
-    device = next(iter(leaves[0].devices()))
+    params = jax.tree.unflatten(engine.model.structure, engine.weights)
+    device = next(iter(engine.weights[0].devices()))
     rope = {"rope": config.rope.kind, "rope theta": config.rope.theta}
     if config.rope.sequence_length is not None:
         rope["rope made for length"] = config.rope.sequence_length
@@ -49,8 +50,8 @@ def explain_engine(engine: Engine, model: dict[str, Any], sampling: dict[str, An
             "model": {
                 **model,
                 "architecture": config.architecture,
-                "parameters": sum(leaf.size for leaf in leaves),
-                "parameter bytes": sum(leaf.nbytes for leaf in leaves),
+                "parameters": num_parameters(params),
+                "parameter bytes": num_bytes(params),
                 "dtype": str(engine.dtype),
                 "layers": config.num_layers,
                 "heads (query / key)": f"{config.num_heads} / {config.num_kv_heads} x {config.head_dim}",

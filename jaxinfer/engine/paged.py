@@ -22,7 +22,8 @@ from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, 
 from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
 from jaxinfer.engine.speculation import RoundChoice, Speculation
 from jaxinfer.engine.speculative_programs import RoundCounts
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models import ModelConfig, Params, compute_dtype
+from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SampleOutput, SamplingParams, SamplingRow, make_batch, make_state
 from jaxinfer.speculative import Draft, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
@@ -74,7 +75,7 @@ class PagedEngine:
     ):
         self.config, self.options = config, options
         self.model, self.weights = programs.program_model(config, params)
-        self.dtype = params["embed"].dtype
+        self.dtype = compute_dtype(params)
         self.device = next(iter(self.weights[0].devices()))
         self.page_size = options.page_size or (64 if self.device.platform == "tpu" else 16)
         layout = platform_layout(self.device.platform)
@@ -88,8 +89,7 @@ class PagedEngine:
             page_bytes=page_bytes(config, self.page_size, self.dtype, layout)
             + (self.speculation.page_bytes if self.speculation is not None else 0),
             dtype_bytes=self.dtype.itemsize,
-            weights=sum(leaf.nbytes for leaf in self.weights)
-            + (self.speculation.weight_bytes if self.speculation is not None else 0),
+            weights=num_bytes(self.weights) + (self.speculation.weight_bytes if self.speculation is not None else 0),
             available=available_bytes(self.device) if available is None else available,
             fills_memory=self.device.platform != "cpu",
         )

@@ -15,7 +15,8 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.paged_programs import Slots, StepOutput
 from jaxinfer.engine.scheduler import Sequence
 from jaxinfer.engine.speculative_programs import Drafter, RoundCounts, SpeculativeWork, speculate
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models import ModelConfig, Params, compute_dtype
+from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.speculative import (
     AcceptanceEstimate,
@@ -80,11 +81,11 @@ class Speculation:
                 draft_config, draft_params = first_layers(config, params, draft.num_layers)
             else:
                 draft_config, draft_params = draft.config, draft.params
-                self._draft_config, self._dtype = draft_config, draft_params["embed"].dtype
+                self._draft_config, self._dtype = draft_config, compute_dtype(draft_params)
                 self.page_bytes = page_bytes(draft_config, page_size, self._dtype, layout)
             kind, self.weights = programs.program_model(draft_config, draft_params)
             if isinstance(draft, ModelDraft):
-                self.weight_bytes = sum(leaf.nbytes for leaf in self.weights)
+                self.weight_bytes = num_bytes(self.weights)
         self.drafters = {
             tree: Drafter(
                 kind,
@@ -102,8 +103,7 @@ class Speculation:
         self._controller = None
         if settings.is_adaptive:
             lengths = [tree.depth for tree in settings.trees]
-            num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-            self._controller = LengthController(lengths, sum(leaf.nbytes for leaf in self.weights) / num_bytes)
+            self._controller = LengthController(lengths, num_bytes(self.weights) / num_bytes(params))
         self._estimates: dict[Sequence, AcceptanceEstimate] = {}
 
     @property

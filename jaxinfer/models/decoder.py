@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.layers import Attend, DecoderLayer, RMSNorm, Tap, matmul
+from jaxinfer.models.layers import Attend, DecoderLayer, RMSNorm, Tap
 from jaxinfer.models.rope import rotation
+from jaxinfer.quantization.matmul import matmul, rows, transposed
 
-Params = dict[str, Any]  # nested dict of arrays, keyed like the modules; layers by their number as a string
+# Nested dict of arrays, or `QuantizedArray`s, keyed like the modules; layers by their number as a string.
+Params = dict[str, Any]
 
 
 class Decoder(nnx.Module):
@@ -33,7 +35,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend, tap: Tap | None = None) -> jax.Array:
         """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
         tap = tap or (lambda name, value: None)
-        x = self.embed[...][tokens]
+        x = rows(self.embed.get_value(), tokens, self.final_norm.weight.get_value().dtype)
         tap("embed", x)
         cos, sin = rotation(self.config.rope, positions)
         for layer in self.layers:
@@ -45,7 +47,8 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., D]."""
-        weight = self.embed[...].T if self.config.tie_word_embeddings else self.lm_head[...]
+        tied = self.config.tie_word_embeddings
+        weight = transposed(self.embed.get_value()) if tied else self.lm_head.get_value()
         return matmul(hidden, weight, jnp.float32)
 
 
@@ -60,6 +63,11 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
     state = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(state, _integer_keys(params))
     return nnx.merge(graph, state)
+
+
+def compute_dtype(params: Params) -> Any:
+    """The dtype of hidden states. Weights may be quantized, norms never are."""
+    return params["final_norm"]["weight"].dtype
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:

@@ -9,38 +9,15 @@ from jax import lax
 
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.rope import rotate
+from jaxinfer.quantization.matmul import matmul
 
 # attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array, int | None], jax.Array]
 Tap = Callable[[str, jax.Array], None]
 
 
-def matmul(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
-    """x [..., D] @ weight [D, F]; float32 operands are never rounded to a shorter type on the way."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.matmul(x, weight, precision=precision, preferred_element_type=out_dtype or x.dtype)
-
-
-def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., D] @ weight [D, F], in x's dtype.
-
-    XLA:CPU runs the product of a single row on one thread. There it is cut into two halves of D, which run side by
-    side: 1.3 times the decode speed of a 135M-parameter model on 2 cores.
-    """
-    if x.size != x.shape[-1] or x.shape[-1] % 2:
-        return matmul(x, weight)
-
-    def in_halves(x: jax.Array, weight: jax.Array) -> jax.Array:
-        pairs = (((2,), (1,)), ((0,), (0,)))
-        halves = weight.reshape(2, -1, weight.shape[1])
-        products = lax.dot_general(x.reshape(2, 1, -1), halves, pairs, lax.Precision.HIGHEST)
-        return products.sum(0).reshape(*x.shape[:-1], weight.shape[1])
-
-    return lax.platform_dependent(x, weight, cpu=in_halves, default=matmul)
-
-
 class Linear(nnx.Module):
-    """x @ weight + bias, with weight [inputs, outputs]."""
+    """x @ weight + bias, with weight [inputs, outputs], which may be quantized."""
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
@@ -48,7 +25,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = project(x, self.weight[...])
+        y = matmul(x, self.weight.get_value())
         return y if self.bias is None else y + self.bias[...]
 
 

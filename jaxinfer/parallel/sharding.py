@@ -10,6 +10,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.models import ModelConfig, Params, logical_axes
+from jaxinfer.quantization import QuantizedArray
+from jaxinfer.quantization.tree import is_quantized
 from pallas_kernels.paged_attention import Pages
 
 MODEL = "model"
@@ -37,10 +39,43 @@ def shardings(mesh: Mesh, axes: Any) -> Any:
     return jax.tree.map(lambda leaf: NamedSharding(mesh, spec(mesh, leaf)), axes, is_leaf=_is_axes)
 
 
-def parameter_shardings(mesh: Mesh, config: ModelConfig) -> Params:
-    """A `NamedSharding` for every parameter, in the structure of `Params`. Raises ValueError as `check_divides`."""
+def parameter_shardings(mesh: Mesh, config: ModelConfig, params: Params | None = None) -> Params:
+    """A `NamedSharding` for every parameter, in the structure of `params` where some of them are quantized.
+
+    Raises ValueError as `check_divides`.
+    """
     check_divides(mesh, config)
-    return shardings(mesh, logical_axes(config))
+    plain = shardings(mesh, logical_axes(config))
+    if params is None:
+        return plain
+
+    def of_leaf(leaf: Any, sharding: NamedSharding) -> Any:
+        return _quantized(leaf, sharding) if is_quantized(leaf) else sharding
+
+    return jax.tree.map(of_leaf, params, plain, is_leaf=is_quantized)
+
+
+def _quantized(array: QuantizedArray, sharding: NamedSharding) -> QuantizedArray:
+    """Values are cut as the weight is; scales and zeros with them where parts hold whole blocks, else they are whole on
+    every device, as permutations, codebooks and nested scales are."""
+    mesh, cut = sharding.mesh, sharding.spec
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def of_blocks(leaf: jax.Array) -> NamedSharding:
+        if leaf.shape != array.scales.shape:  # a part of nested scales
+            return everywhere
+        names = []
+        for name, length, block in zip(cut, array.shape, array.scheme.block, strict=True):
+            is_cut = name is not None and length % (mesh.shape[name] * block) == 0
+            names.append(name if is_cut else None)
+        return NamedSharding(mesh, PartitionSpec(*names))
+
+    def sharding_of(path: Any, leaf: jax.Array) -> NamedSharding:
+        if path[0].name == "values":
+            return sharding
+        return of_blocks(leaf) if path[0].name in ("scales", "zeros") else everywhere
+
+    return jax.tree_util.tree_map_with_path(sharding_of, array)
 
 
 def check_divides(mesh: Mesh, config: ModelConfig) -> None:

@@ -1,5 +1,18 @@
 """Weights of few bits: the leaf, the schemes, and what makes them."""
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme, check
+from jaxinfer.quantization.recipes import RECIPES, Recipe, recipe
+from jaxinfer.quantization.rtn import Selection, quantize, quantize_params
 
-__all__ = ["NestedScales", "QuantizedArray", "Scheme", "check"]
+__all__ = [
+    "RECIPES",
+    "NestedScales",
+    "QuantizedArray",
+    "Recipe",
+    "Scheme",
+    "Selection",
+    "check",
+    "quantize",
+    "quantize_params",
+    "recipe",
+]

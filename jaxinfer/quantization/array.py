@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.quantized_matmul import dequantize
+
 Kind = Literal["int", "codebook", "float"]
 STORED = {"int": ("int4", "int8"), "codebook": ("int4",), "float": ("float8_e4m3fn", "float8_e5m2")}
 
@@ -107,36 +109,17 @@ class QuantizedArray:
 
     @property
     def num_bytes(self) -> int:
-        """On the device, where two 4-bit values share a byte."""
-        return sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(self))
+        """On a TPU or GPU, where two 4-bit values share a byte."""
+        return sum(-(-leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(self))
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """The weight [..., K, N], its rows in the order of the inputs; computed in float32, then rounded to `dtype`."""
         scales = self.scales.dequantize() if isinstance(self.scales, NestedScales) else self.scales
-        scales = self._spread(scales.astype(jnp.float32))
-        if self.scheme.kind == "codebook":
-            if self.codebook is None:
-                raise ValueError("a scheme with a codebook needs one")
-            weight = self.codebook[self.values.astype(jnp.int32) + 8]
-        else:
-            weight = self.values.astype(jnp.float32)
-            if self.zeros is not None:
-                weight = weight - self._spread(self.zeros.astype(jnp.float32))
-        weight = weight * scales
+        weight = dequantize(self.values, scales, self.zeros, self.codebook, block=self.scheme.block)
         if self.permutation is not None:
             order = jnp.argsort(self.permutation, axis=-1)
             weight = jnp.take_along_axis(weight, jnp.broadcast_to(order[..., None], weight.shape), axis=-2)
         return weight.astype(dtype)
-
-    def _spread(self, of_blocks: jax.Array) -> jax.Array:
-        """What belongs to each block, [..., K blocks, N blocks], at each of its values."""
-        for axis, size in ((-2, self.scheme.block[0]), (-1, self.scheme.block[1])):
-            length = self.values.shape[axis]
-            if of_blocks.shape[axis] == 1 and size >= length:
-                continue
-            of_blocks = jnp.repeat(of_blocks, size, axis=axis)
-            of_blocks = jax.lax.slice_in_dim(of_blocks, 0, length, axis=axis)
-        return jnp.broadcast_to(of_blocks, self.values.shape)
 
 
 def check(array: QuantizedArray, name: str) -> None:

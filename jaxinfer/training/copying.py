@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxinfer.models import ModelConfig, Params, bind, collect
 from jaxinfer.models.rope import inverse_frequencies
+from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.attention import attend_by_head
 
 CODE = 18  # dimensions of a token's random code, in which tokens are compared: more than 16 of 4,096 collide less
@@ -54,6 +55,7 @@ def with_copying(
     or partial rotation.
     """
     _check(config)
+    check_plain(params, "adding heads that copy")
     random = np.random.default_rng(seed)
     base = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), params)
     width = config.hidden_size + ADDED_WIDTH

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import ModelConfig, Params, init_params
+from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training import corpus
 from jaxinfer.training.acceptance import Acceptance, AcceptanceMeter
 from jaxinfer.training.loop import TrainOptions, TrainResult, train
@@ -175,6 +176,7 @@ def draft_config(
 def projected_draft(target: ModelConfig, target_params: Params, draft: ModelConfig, key: jax.Array) -> Params:
     """Random layers between the target's embedding and head, each projected on its leading directions (by SVD) and
     scaled to the size it had."""
+    check_plain(target_params, "a draft cut from its target")
     params = init_params(draft, key, dtype="float32")
     width = draft.hidden_size
     if width > target.hidden_size:
@@ -190,6 +192,7 @@ def pruned_draft(target: ModelConfig, target_params: Params, layers: Sequence[in
 
     Raises ValueError for no layer, or one that the target does not have.
     """
+    check_plain(target_params, "a draft cut from its target")
     if not layers:
         raise ValueError("no layer of the target is named")
     for layer in layers:

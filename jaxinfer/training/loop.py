@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 from tqdm.auto import tqdm
 
 from jaxinfer.models import Params
+from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import Objective
 
 
@@ -100,8 +101,10 @@ def train(
     batch depends on its step alone, the result is that of a run never stopped. `params` are donated, `given` are not.
 
     Raises:
+      ValueError: quantized parameters.
       FloatingPointError: the loss is not finite; names the step. Checkpoints stay as they were.
     """
+    check_plain(params, "training")
     optimizer = make_optimizer(options)
 
     @jax.jit

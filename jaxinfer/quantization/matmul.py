@@ -1,0 +1,82 @@
+"""Products and look-ups with weights that may be quantized: what the models ask of a leaf."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxinfer.quantization.array import NestedScales, QuantizedArray
+from pallas_kernels.quantized_matmul import quantized_matmul
+
+Weight = jax.Array | QuantizedArray
+
+
+def matmul(x: jax.Array, weight: Weight, out_dtype=None) -> jax.Array:
+    """x [..., K] @ weight [K, N], in x's dtype unless told.
+
+    float32 operands are never rounded to a shorter type on the way. XLA:CPU runs the product of a single row on one
+    thread; there it is cut into two halves of K, which run side by side: 1.3 times the decode speed of a 135M-parameter
+    model on 2 cores.
+    """
+    if isinstance(weight, QuantizedArray):
+        return _quantized(x, weight, out_dtype or x.dtype)
+    if x.size != x.shape[-1] or x.shape[-1] % 2 or out_dtype is not None:
+        return _plain(x, weight, out_dtype)
+
+    def in_halves(x: jax.Array, weight: jax.Array) -> jax.Array:
+        pairs = (((2,), (1,)), ((0,), (0,)))
+        halves = weight.reshape(2, -1, weight.shape[1])
+        products = lax.dot_general(x.reshape(2, 1, -1), halves, pairs, lax.Precision.HIGHEST)
+        return products.sum(0).reshape(*x.shape[:-1], weight.shape[1])
+
+    return lax.platform_dependent(x, weight, cpu=in_halves, default=_plain)
+
+
+def transposed(weight: Weight) -> Weight:
+    """The weight [N, K]; an embedding's, to make logits of hidden states."""
+    if not isinstance(weight, QuantizedArray):
+        return weight.T
+    if weight.permutation is not None or isinstance(weight.scales, NestedScales):
+        raise ValueError("a weight with permuted inputs or nested scales cannot be transposed")
+    scheme = replace(weight.scheme, block=weight.scheme.block[::-1])
+    zeros = None if weight.zeros is None else weight.zeros.T
+    return replace(weight, values=weight.values.T, scales=weight.scales.T, zeros=zeros, scheme=scheme)
+
+
+def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
+    """table[indices], for an embedding [V, D]: [..., D], in `dtype` where the table is quantized."""
+    if not isinstance(table, QuantizedArray):
+        return table[indices]
+    block = table.scheme.block
+    if block[0] != 1 or table.permutation is not None or isinstance(table.scales, NestedScales):
+        raise ValueError(f"the rows of an embedding have scales of their own, blocks (1, D), not {block}")
+    flat = indices.reshape(-1)
+    zeros = None if table.zeros is None else table.zeros[flat]
+    taken = replace(table, values=table.values[flat], scales=table.scales[flat], zeros=zeros)
+    return taken.dequantize(dtype or jnp.float32).reshape(*indices.shape, table.shape[-1])
+
+
+def _plain(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.matmul(x, weight, precision=precision, preferred_element_type=out_dtype or x.dtype)
+
+
+def _quantized(x: jax.Array, weight: QuantizedArray, out_dtype) -> jax.Array:
+    """With experts, [..., K, N], x is [..., T, K]."""
+    if weight.ndim > 2:
+        codebook = None if weight.codebook is None else jnp.broadcast_to(weight.codebook, (weight.shape[0], 16))
+        return jax.vmap(lambda x, w: _quantized(x, w, out_dtype))(x, replace(weight, codebook=codebook))
+    if weight.permutation is not None:
+        x = x[..., weight.permutation]
+    scales = weight.scales.dequantize() if isinstance(weight.scales, NestedScales) else weight.scales
+    return quantized_matmul(
+        x,
+        weight.values,
+        scales,
+        weight.zeros,
+        weight.codebook,
+        block=weight.scheme.block,
+        activations=weight.scheme.activations,
+        out_dtype=out_dtype,
+    )

@@ -1,0 +1,181 @@
+"""Round-to-nearest: weights of few bits from the weights alone."""
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme
+from jaxinfer.quantization.codebooks import E2M1, FP4, NF4, dynamic_map
+from jaxinfer.quantization.grid import IntegerGrid, find_params, in_groups, to_values
+from jaxinfer.quantization.matmul import transposed
+from jaxinfer.quantization.recipes import Recipe, recipe
+from jaxinfer.quantization.tree import is_quantized
+
+FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
+CODEBOOKS = {"nf4": NF4, "fp4": FP4, "mxfp4": E2M1}
+NESTED_BLOCK = 256
+
+
+def quantize(weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None) -> QuantizedArray:
+    """The weight [..., K, N], each value rounded to the nearest that the format has; leading axes are experts.
+
+    Integers: scale = 2 max|w| / (2^bits - 1) of a group, or (max - min) / (2^bits - 1) with the zero where min falls,
+    as compressed-tensors observes them. NF4, FP4: scale = max|w| (Dettmers et al. 2023, QLoRA, section 3). MXFP4: the
+    scale is the power of two with max|w| / scale in [4, 8) (OCP Microscaling 1.0, section 6.3). FP8: scale =
+    max|w| / 448, and values are clipped before the cast, which makes NaN of what is too large.
+
+    Args:
+      how: a `Recipe` or its name, such as "int4-g128".
+      scale_dtype: of the scales of integers; the weight's by default. Other scales are float32, MXFP4's bfloat16.
+
+    Raises:
+      ValueError: an unknown name, fewer than two axes.
+    """
+    rule = recipe(how)
+    if weight.ndim < 2:
+        raise ValueError(f"a weight has inputs and outputs, this one is of shape {weight.shape}")
+    return _quantize(weight, rule, jnp.dtype(scale_dtype or weight.dtype).name)
+
+
+def quantize_params(params: Any, how: str | Recipe, *, keep: Sequence[str] = (), also: Sequence[str] = ()) -> Any:
+    """The parameters with the weights of their linear layers quantized; embedding, head, norms and biases stay.
+
+    Args:
+      how: a `Recipe` or its name.
+      keep: names of weights that stay as they are, with shell wildcards: "layers.0.*", "*.down_proj.weight".
+      also: "embed" and "lm_head", quantized along D, one scale or group of scales for each token.
+
+    Raises:
+      ValueError: an unknown name; a pattern that fits no weight; weights that are quantized already.
+    """
+    chosen = Selection(how, keep, also)
+    found = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: chosen(tuple(str(key.key) for key in path), leaf), params, is_leaf=is_quantized
+    )
+    chosen.check_all_used()
+    return found
+
+
+class Selection:
+    """Which parameters are quantized, and how; called with each in turn, so that a model need not be held twice."""
+
+    def __init__(self, how: str | Recipe, keep: Sequence[str] = (), also: Sequence[str] = ()):
+        self.recipe, self.keep, self.also = recipe(how), tuple(keep), tuple(also)
+        for name in self.also:
+            if name not in ("embed", "lm_head"):
+                raise ValueError(f"also={name!r} is neither 'embed' nor 'lm_head'")
+        self._unused = {*self.keep, *self.also}
+
+    def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
+        name = ".".join(path)
+        is_linear = path[0] == "layers" and path[-1] == "weight" and leaf.ndim >= 2
+        if not is_linear and name not in self.also:
+            return leaf
+        if is_quantized(leaf):
+            raise ValueError(f"{name} is quantized already: {leaf.scheme}")
+        fitting = [pattern for pattern in self.keep if fnmatch.fnmatchcase(name, pattern)]
+        self._unused -= {*fitting, name}
+        if fitting:
+            return leaf
+        return transposed(quantize(leaf.T, self.recipe)) if name == "embed" else quantize(leaf, self.recipe)
+
+    def check_all_used(self) -> None:
+        """Raises ValueError for a pattern that fitted nothing."""
+        if self._unused:
+            raise ValueError(f"no weight fits {', '.join(sorted(self._unused))}")
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _quantize(weight: jax.Array, rule: Recipe, scale_dtype: str) -> QuantizedArray:
+    if weight.ndim > 2:
+        found = jax.vmap(lambda one: _quantize(one, rule, scale_dtype))(weight)
+        return found if found.codebook is None else replace(found, codebook=found.codebook[0])
+    weight = weight.astype(jnp.float32)
+    if rule.format == "int":
+        return _integers(weight, rule, scale_dtype)
+    return _fp8(weight, rule) if rule.format == "fp8" else _codes(weight, rule)
+
+
+def _integers(weight: jax.Array, rule: Recipe, scale_dtype: str) -> QuantizedArray:
+    grid = IntegerGrid(rule.bits, rule.block[0], rule.symmetric, scale_dtype)
+    groups = in_groups(weight, grid.group(len(weight)))
+    scales, zeros = find_params(groups, grid)
+    values = to_values(groups, scales[:, None], zeros[:, None], grid).reshape(-1, weight.shape[1])[: len(weight)]
+    return QuantizedArray(
+        values.astype(jnp.int4 if rule.bits <= 4 else jnp.int8),
+        scales.astype(scale_dtype),
+        None if rule.symmetric else zeros.astype(jnp.int8),
+        scheme=grid.scheme(len(weight), rule.activations),
+    )
+
+
+def _fp8(weight: jax.Array, rule: Recipe) -> QuantizedArray:
+    block = tuple(min(size or length, length) for size, length in zip(rule.block, weight.shape, strict=True))
+    blocks = _blocks(weight, block)
+    largest = jnp.max(jnp.abs(blocks), axis=(1, 3), keepdims=True)
+    scales = jnp.where(largest > 0, largest / FP8_MAX, 1.0)
+    values = jnp.clip(blocks / scales, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
+    values = values.reshape(values.shape[0] * block[0], -1)[: weight.shape[0], : weight.shape[1]]
+    scheme = Scheme("float", 8, (block[0], block[1]), rule.activations)
+    return QuantizedArray(values, scales[:, 0, :, 0], scheme=scheme)
+
+
+def _codes(weight: jax.Array, rule: Recipe) -> QuantizedArray:
+    size = min(rule.block[0] or len(weight), len(weight))
+    groups = in_groups(weight, size)
+    largest = jnp.max(jnp.abs(groups), axis=1)
+    codebook = CODEBOOKS[rule.format]
+    if rule.format == "mxfp4":
+        _, exponent = jnp.frexp(jnp.where(largest > 0, largest, 1.0))  # largest = m * 2^exponent, m in [0.5, 1)
+        scales = jnp.ldexp(jnp.float32(1), jnp.maximum(exponent - 3, -126))
+        codes = _round_to_e2m1(groups / scales[:, None])
+    else:
+        scales = largest
+        codes = _nearest(groups * jnp.where(largest > 0, 1 / largest, 0.0)[:, None], codebook)
+    values = (codes - 8).astype(jnp.int4).reshape(-1, weight.shape[1])[: len(weight)]
+    nested = _nested(scales) if rule.has_nested_scales else scales
+    stored = scales.astype(jnp.bfloat16) if rule.format == "mxfp4" else nested
+    return QuantizedArray(values, stored, codebook=jnp.asarray(codebook), scheme=Scheme("codebook", 4, (size, 1)))
+
+
+def _nearest(x: jax.Array, codebook: np.ndarray) -> jax.Array:
+    """int32 codes of the nearest entries; halfway between two, the lower."""
+    order = np.argsort(codebook, kind="stable")
+    entries = codebook[order]
+    between = (entries[:-1] + entries[1:]) / np.float32(2)
+    return jnp.asarray(order)[jnp.searchsorted(jnp.asarray(between), x, side="left")].astype(jnp.int32)
+
+
+def _round_to_e2m1(x: jax.Array) -> jax.Array:
+    """int32 codes; halfway between two magnitudes, the even code (OCP Microscaling 1.0, section 5.3.3)."""
+    magnitudes = E2M1[:8]
+    between = (magnitudes[:-1] + magnitudes[1:]) / 2
+    size = jnp.abs(x)
+    below = jnp.searchsorted(jnp.asarray(between), size, side="left")
+    above = jnp.searchsorted(jnp.asarray(between), size, side="right")
+    return (jnp.where(below % 2 == 0, below, above) + 8 * jnp.signbit(x)).astype(jnp.int32)
+
+
+def _nested(scales: jax.Array) -> NestedScales:
+    """Scales less their mean, in blocks of 256, each nearest in the dynamic map times the block's largest."""
+    table = dynamic_map()
+    offset = jnp.mean(scales)
+    flat = (scales - offset).T.reshape(-1)
+    blocks = jnp.pad(flat, (0, -flat.size % NESTED_BLOCK)).reshape(-1, NESTED_BLOCK)
+    outer = jnp.max(jnp.abs(blocks), axis=1)
+    codes = _nearest(blocks * jnp.where(outer > 0, 1 / outer, 0.0)[:, None], table)
+    codes = codes.reshape(-1)[: flat.size].reshape(scales.shape[::-1]).T.astype(jnp.uint8)
+    return NestedScales(codes, jnp.asarray(table), outer, offset, NESTED_BLOCK)
+
+
+def _blocks(weight: jax.Array, block: tuple[int, ...]) -> jax.Array:
+    """[K, N] as [K blocks, block[0], N blocks, block[1]], filled up with zeros."""
+    padded = jnp.pad(weight, [(0, -length % size) for length, size in zip(weight.shape, block, strict=True)])
+    return lax.reshape(padded, (padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1]))

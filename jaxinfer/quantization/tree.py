@@ -1,0 +1,41 @@
+"""Walking parameters of which some are quantized."""
+
+from typing import Any
+
+import jax
+
+from jaxinfer.quantization.array import QuantizedArray
+
+
+def is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedArray)
+
+
+def weights(params: Any) -> list[Any]:
+    """The leaves as the model sees them, a `QuantizedArray` as one."""
+    return jax.tree.leaves(params, is_leaf=is_quantized)
+
+
+def check_plain(params: Any, purpose: str) -> None:
+    """Raises ValueError, with `purpose` and the first of them, where weights are quantized."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+        if is_quantized(leaf):
+            name = ".".join(str(key.key) for key in path)
+            raise ValueError(f"{purpose} needs floating-point parameters, but {name} is quantized: {leaf.scheme}")
+
+
+def num_parameters(params: Any) -> int:
+    """Of the model: scales and the like are not counted."""
+    return sum(leaf.values.size if is_quantized(leaf) else leaf.size for leaf in weights(params))
+
+
+def num_bytes(params: Any) -> int:
+    """On the device: a CPU gives a 4-bit value a byte, a TPU or GPU half of one. Abstract arrays count as packed."""
+    return sum(_num_bytes(leaf) for leaf in jax.tree.leaves(params))
+
+
+def _num_bytes(array: Any) -> int:
+    bits = jax.dtypes.itemsize_bits(array.dtype)
+    if isinstance(array, jax.Array) and next(iter(array.devices())).platform == "cpu":
+        bits = max(bits, 8)
+    return -(-array.size * bits // 8)

@@ -1,0 +1,56 @@
+"""The entry point: picks an implementation and runs it."""
+
+import jax
+
+from pallas_kernels.choice import Choice, pick
+from pallas_kernels.platform import current_platform
+from pallas_kernels.quantized_matmul import xla
+from pallas_kernels.quantized_matmul.specs import MatmulSpec, make_spec
+
+_MODULES = {"xla": xla}
+_BY_PLATFORM = {"tpu": ("xla",), "gpu": ("xla",), "cpu": ("xla",)}
+IMPLEMENTATIONS = tuple(_MODULES)
+
+
+def quantized_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    codebook: jax.Array | None = None,
+    *,
+    block: tuple[int, int],
+    activations: str | None = None,
+    out_dtype=None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """x [..., K] @ weight [K, N] for a weight of few bits; sums in float32 (int32 for int8 activations).
+
+    Args:
+      values: [K, N], int4, int8 or float8; scales, zeros, codebook: as `dequantize` takes them.
+      block: inputs and outputs that share a scale; block[0] >= K is one scale per output.
+      activations: None multiplies by x as it is; "int8" and "fp8" quantize each token first (W8A8).
+      out_dtype: of the result; x's by default.
+      implementation: None picks by platform and shape, or "xla".
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, an unknown name. NotImplementedError: what the named implementation
+      cannot do, with the reason.
+    """
+    spec = make_spec(x, values, zeros, codebook, block=block, activations=activations)
+    platform = current_platform()
+    module = _MODULES[choose(spec, implementation, platform=platform).implementation]
+    product = module.matmul(x.reshape(spec.rows, -1), values, scales, zeros, codebook, spec, platform)
+    return product.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], spec.outputs)
+
+
+def choose(spec: MatmulSpec, implementation: str | None = None, *, platform: str | None = None) -> Choice:
+    """The implementation that `quantized_matmul` takes, and why none of the others."""
+    return pick("quantized_matmul", _MODULES, _BY_PLATFORM, spec, implementation, platform or current_platform())
+
+
+def form(spec: MatmulSpec, platform: str | None = None) -> str:
+    """The implementation with the way in which it computes the product, in words for people."""
+    platform = platform or current_platform()
+    name = choose(spec, platform=platform).implementation
+    return f"{name}, {_MODULES[name].form(spec, platform)}"

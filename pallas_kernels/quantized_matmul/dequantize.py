@@ -1,0 +1,58 @@
+"""From stored values to weights: the one place with the formula."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.platform import current_platform
+
+
+def dequantize(
+    values: jax.Array,
+    scales: jax.Array,
+    zeros: jax.Array | None = None,
+    codebook: jax.Array | None = None,
+    *,
+    block: tuple[int, int],
+) -> jax.Array:
+    """float32 weights [..., K, N]: (value - zero) * scale, or codebook[value + 8] * scale.
+
+    Args:
+      values: [..., K, N], int4, int8 or float8.
+      scales: floating point [..., ceil(K / block[0]), ceil(N / block[1])].
+      zeros: int8, shaped as scales, in the units of values.
+      codebook: float32 [16].
+    """
+    spread_scales = spread(scales.astype(jnp.float32), block, values.shape)
+    if codebook is not None:
+        return look_up(values, codebook, current_platform()) * spread_scales
+    weight = values.astype(jnp.float32)
+    if zeros is not None:
+        weight = weight - spread(zeros.astype(jnp.float32), block, values.shape)
+    return weight * spread_scales
+
+
+def spread(of_blocks: jax.Array, block: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:
+    """What belongs to each block, [..., K blocks, N blocks], at each of its values [..., K, N]."""
+    for axis, size in zip((-2, -1), block, strict=True):
+        length = shape[axis]
+        if of_blocks.shape[axis] == 1 and size >= length:
+            continue
+        of_blocks = jnp.repeat(of_blocks, size, axis=axis)
+        of_blocks = jax.lax.slice_in_dim(of_blocks, 0, length, axis=axis)
+    return jnp.broadcast_to(of_blocks, shape)
+
+
+def look_up(values: jax.Array, codebook: jax.Array, platform: str) -> jax.Array:
+    """codebook[value + 8] of int4 values; elsewhere than on a CPU, by four rounds of choosing between halves.
+
+    A gather of single elements neither fuses into a matrix product nor runs at the speed of memory on a TPU or GPU;
+    choosing costs 15 instructions a value.
+    """
+    codes = values.astype(jnp.int32) + 8
+    if platform == "cpu":
+        return jnp.asarray(codebook).at[codes].get(mode="promise_in_bounds")
+    entries = [codebook[i] for i in range(16)]
+    for bit in range(4):
+        is_odd = (codes >> bit) & 1 == 1
+        entries = [jnp.where(is_odd, high, low) for low, high in zip(entries[::2], entries[1::2], strict=True)]
+    return entries[0]

@@ -1,0 +1,55 @@
+"""What of a product decides how it is computed."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class MatmulSpec:
+    """Attributes:
+    rows, inputs, outputs: x is [rows, inputs], the result [rows, outputs].
+    block: inputs and outputs that share a scale.
+    activations: None, "int8" or "fp8", the type that x is quantized to.
+    """
+
+    rows: int
+    inputs: int
+    outputs: int
+    x_dtype: str
+    values_dtype: str
+    block: tuple[int, int]
+    has_zeros: bool
+    has_codebook: bool
+    activations: str | None
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether the inputs of one output have several scales."""
+        return self.block[0] < self.inputs
+
+
+def make_spec(
+    x: jax.Array, values: jax.Array, zeros, codebook, *, block: tuple[int, int], activations: str | None
+) -> MatmulSpec:
+    """Of arrays, or of anything with shape and dtype. Raises ValueError for shapes that do not fit."""
+    if x.ndim < 1 or values.ndim != 2 or x.shape[-1] != values.shape[0]:
+        raise ValueError(f"x {x.shape} @ values {values.shape}: x is [..., K] and values [K, N]")
+    if activations not in (None, "int8", "fp8"):
+        raise ValueError(f"activations={activations!r} is neither None, 'int8' nor 'fp8'")
+    wanted = {"int8": ("int4", "int8"), "fp8": ("float8_e4m3fn",)}
+    if activations is not None and (values.dtype.name not in wanted[activations] or codebook is not None):
+        raise ValueError(f"activations={activations!r} cannot multiply {values.dtype.name} values")
+    rows, (inputs, outputs) = math.prod(x.shape[:-1]), values.shape
+    return MatmulSpec(
+        rows,
+        inputs,
+        outputs,
+        x.dtype.name,
+        values.dtype.name,
+        block,
+        zeros is not None,
+        codebook is not None,
+        activations,
+    )

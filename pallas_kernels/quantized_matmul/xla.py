@@ -1,0 +1,99 @@
+"""Quantized products in the forms that XLA fuses, so that a weight is read as it is stored and never written.
+
+On a CPU nothing fuses into a product; there the weight is converted to float32 on every call. 1024 x 4096, one row, two
+cores: 0.35 ms from float32, 1.0 ms from int8, 2.6 ms from int4; a grouped product 15 ms from two rows on.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.quantized_matmul.activations import quantize_tokens
+from pallas_kernels.quantized_matmul.dequantize import dequantize, look_up, spread
+from pallas_kernels.quantized_matmul.specs import MatmulSpec
+
+# XLA:CPU multiplies one row of int8 by a plain loop, 8 rows by a blocked kernel: 0.65 ms instead of 0.95 ms.
+_CPU_ROWS = 8
+
+
+def unsupported(spec: MatmulSpec, platform: str) -> str | None:
+    return None
+
+
+def form(spec: MatmulSpec, platform: str) -> str:
+    """How the product is computed, in words for people."""
+    tokens = "" if spec.activations is None else f"tokens to {spec.activations}, "
+    if not spec.is_grouped:
+        return f"{tokens}product, then scale"
+    if _sums_groups(spec, platform):
+        return f"{tokens}a product per group, then scale and sum"
+    return f"{tokens}weights to {_compute_dtype(spec, platform)}, then product"
+
+
+def matmul(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
+    """float32 [rows, N] of x [rows, K]."""
+    token_scales = None
+    if spec.activations is not None:
+        if platform == "cpu" and spec.rows == 1:
+            x = jnp.pad(x, ((0, _CPU_ROWS - 1), (0, 0)))
+        x, token_scales = quantize_tokens(x, spec.activations)
+    elif platform == "cpu":
+        x = x.astype(jnp.float32)
+    if not spec.is_grouped:
+        product = _scaled(_dot(x, _operand(values, codebook, x, platform)), _sums(x), scales, zeros, spec)
+    elif _sums_groups(spec, platform):
+        product = _summed_over_groups(x, values, scales, zeros, codebook, spec, platform)
+    else:
+        dtype = _compute_dtype(spec, platform)
+        weight = dequantize(values, scales, zeros, codebook, block=spec.block)
+        product = _dot(x.astype(dtype), weight.astype(dtype))
+    return product[: spec.rows] if token_scales is None else (product * token_scales)[: spec.rows]
+
+
+def _sums_groups(spec: MatmulSpec, platform: str) -> bool:
+    return platform == "tpu" and spec.inputs % spec.block[0] == 0
+
+
+def _compute_dtype(spec: MatmulSpec, platform: str) -> str:
+    """Of a product with weights that were dequantized before it."""
+    return "float32" if platform == "cpu" or spec.x_dtype == "float32" else "bfloat16"
+
+
+def _summed_over_groups(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
+    """A product for each group of inputs, then scale and sum. XLA:TPU makes one fusion of it, for 64 rows and for 512,
+    where scales spread over the weight would be written out: 118 MB for [4096, 14336]."""
+    size = spec.block[0]
+    x = x.reshape(x.shape[0], -1, size)
+    weight = _operand(values, codebook, x, platform).reshape(-1, size, spec.outputs)
+    products = jnp.einsum("tgk,gkn->tgn", x, weight, precision=_precision(x), preferred_element_type=_accumulator(x))
+    return _scaled(products.astype(jnp.float32), _sums(x), scales, zeros, spec).sum(-2)
+
+
+def _operand(values: jax.Array, codebook: jax.Array | None, x: jax.Array, platform: str) -> jax.Array:
+    """The stored values as what x multiplies, exactly (those of a codebook rounded to x's dtype)."""
+    return values.astype(x.dtype) if codebook is None else look_up(values, codebook, platform).astype(x.dtype)
+
+
+def _dot(x: jax.Array, weight: jax.Array) -> jax.Array:
+    product = jnp.matmul(x, weight, precision=_precision(x), preferred_element_type=_accumulator(x))
+    return product.astype(jnp.float32)
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, axis=-1, keepdims=True, dtype=_accumulator(x)).astype(jnp.float32)
+
+
+def _precision(x: jax.Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def _accumulator(x: jax.Array):
+    return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+
+
+def _scaled(products, sums, scales, zeros, spec: MatmulSpec) -> jax.Array:
+    """(x @ (values - zeros)) * scales, from float32 x @ values [..., N] and the sums of x [..., 1]."""
+    across, shape = (1, spec.block[1]), (scales.shape[0], spec.outputs)
+    if zeros is not None:
+        products = products - sums * spread(zeros.astype(jnp.float32), across, shape)
+    return products * spread(scales.astype(jnp.float32), across, shape)
