@@ -1,7 +1,9 @@
 """From a checkpoint's directory or hub id to a configuration and parameters on the device."""
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -11,7 +13,7 @@ from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.source import HuggingFaceSource
 from checkpoints_convert.progress import Progress, ProgressCallback
-from checkpoints_convert.source import Source, insert
+from checkpoints_convert.source import ParamPath, Source, insert
 from checkpoints_convert.store import NativeSource
 from jaxinfer.models import ModelConfig, Params
 
@@ -26,6 +28,7 @@ def load(
     revision: str | None = None,
     progress: bool | ProgressCallback | None = None,
     verify: bool = False,
+    convert: Callable[[ParamPath, jax.Array], Any] | None = None,
 ) -> tuple[ModelConfig, Params]:
     """Reads a checkpoint, converted or Hugging Face, tensor by tensor onto the device.
 
@@ -39,6 +42,8 @@ def load(
       progress: True for a bar, or a callable taking (parameter, bytes done, bytes in all).
       verify: compares the SHA-256 of every file of a converted checkpoint with its manifest first. Hugging Face
         checkpoints have no checksums, so for them this raises.
+      convert: what each parameter becomes, such as a `jaxinfer.quantization.Selection`, so that a quantized model is
+        never held whole in the stored dtype.
 
     Raises:
       CheckpointError: files that are missing, malformed or do not fit the configuration; NaN or infinite weights;
@@ -54,7 +59,7 @@ def load(
         for unit in source.units():
             for path, array in source.read(unit):
                 leaf = jax.device_put(array, sharding)
-                insert(params, path, leaf)
+                insert(params, path, leaf if convert is None else convert(path, leaf))
                 in_flight.append(leaf)
                 while sum(leaf.nbytes for leaf in in_flight) > _IN_FLIGHT_BYTES:
                     in_flight.popleft().block_until_ready()

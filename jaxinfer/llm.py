@@ -23,7 +23,8 @@ from jaxinfer.engine.processor import NO_TERMS, Prompt, Request, RequestProcesso
 from jaxinfer.engine.request import Generation, RequestOutput, Score
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel, load_draft, load_model
-from jaxinfer.models import check_taps
+from jaxinfer.models import Params, check_taps
+from jaxinfer.quantization.tree import describe
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, SpeculationStats
 from jaxinfer.text import Tokenizer
@@ -51,6 +52,8 @@ class LLM:
         such as "bfloat16".
       max_model_len: tokens of a prompt with its answer. By default what the model allows, at most 4,096.
       max_seqs: answers generated at once; by default 64, on a CPU 16.
+      quantize: rounds the weights of linear layers to the nearest values of a format as they are loaded: "int8",
+        "w8a8", "int4-g128", "nf4", "fp8" and others (`jaxinfer.quantization.RECIPES`).
       seed: what requests without a seed of their own get theirs from, by their number since the start.
       revision: branch, tag or commit of a hub id.
       steps_per_dispatch: decode steps per call of the device.
@@ -83,6 +86,7 @@ class LLM:
         *,
         tokenizer: Tokenizer | str | Path | None = None,
         dtype: str = "auto",
+        quantize: str | None = None,
         max_model_len: int | None = None,
         max_seqs: int | None = None,
         seed: int = 0,
@@ -105,7 +109,7 @@ class LLM:
         _refuse_unknown(unknown, type(self).__init__)
         compilation_cache.enable()
         self._engine: Engine | None = None
-        loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, revision=revision)
+        loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, revision=revision, quantize=quantize)
         loaded, max_model_len = loaded.for_length(max_model_len)
         self.name, self.config, self.params, self.tokenizer = (
             loaded.name,
@@ -113,6 +117,7 @@ class LLM:
             loaded.params,
             loaded.tokenizer,
         )
+        run_params, self._copies = loaded.runnable()
         self._owned_params = [loaded.params] if loaded.is_owned else []
         self.acceptance = acceptance
         self.default_params: SamplingParams = loaded.default_params
@@ -124,6 +129,7 @@ class LLM:
         if max_seqs is None:
             max_seqs = CPU_MAX_SEQS if jax.default_backend() == "cpu" else DEFAULT_MAX_SEQS
         self._engine = self._make_engine(
+            run_params,
             cache,
             {"max_model_len": max_model_len, "max_seqs": max_seqs, "steps_per_dispatch": steps_per_dispatch},
             {
@@ -146,6 +152,7 @@ class LLM:
 
     def _make_engine(
         self,
+        params: Params,
         cache: str,
         common: dict[str, Any],
         paged: dict[str, Any],
@@ -170,13 +177,13 @@ class LLM:
                     if value != defaults[name].default:
                         raise ValueError(f"{name}={value!r} needs a draft")
             options = EngineOptions(**common, **paged, speculation=speculation)
-            return PagedEngine(self.config, self.params, options, draft=draft)
+            return PagedEngine(self.config, params, options, draft=draft)
         if cache != "contiguous":
             raise ValueError(f"cache={cache!r} is neither 'paged' nor 'contiguous'")
         for name, value in (paged | drafting).items():
             if value != defaults[name].default:
                 raise ValueError(f"{name}={value!r} is for cache='paged' only")
-        return ContiguousEngine(self.config, self.params, ContiguousOptions(**common))
+        return ContiguousEngine(self.config, params, ContiguousOptions(**common))
 
     # Generating.
 
@@ -375,10 +382,14 @@ class LLM:
         """What was really allocated and chosen: dtypes, bytes, slots, programs, kernels. Prints well."""
         tokenizer = "none: token ids only" if self.tokenizer is None else f"{self.tokenizer.vocab_size} tokens"
         defaults = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
+        quantized = describe(self.params)
+        weights = {"quantized": quantized} if quantized else {}
+        if self._copies is not None and self._copies.num_copyable:
+            weights["float32 copies"] = f"{self._copies}, for XLA:CPU fuses no conversion into products"
         changed = {name: value for name, value in vars(self.default_params).items() if value != defaults.get(name)}
         return explain_engine(
             self.engine,
-            model={"name": self.name, "tokenizer": tokenizer},
+            model={"name": self.name, "tokenizer": tokenizer, **weights},
             sampling={
                 "seed": self.seed,
                 "end-of-sequence ids": ", ".join(str(token) for token in self.eos_token_ids) or "none",

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params, abstract_params
-from jaxinfer.quantization import check
-from jaxinfer.quantization.tree import is_quantized, weights
+from jaxinfer.quantization import Selection, check, quantize_params
+from jaxinfer.quantization.on_cpu import Copies, float32_copies
+from jaxinfer.quantization.tree import describe, is_quantized, weights
 from jaxinfer.sampling import SamplingParams, from_generation_config
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens
@@ -36,6 +37,12 @@ class LoadedModel:
     ignored_defaults: Sequence[str]
     eos_token_ids: tuple[int, ...]
 
+    def runnable(self) -> tuple[Params, Copies | None]:
+        """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes."""
+        if not describe(self.params) or jax.default_backend() != "cpu":
+            return self.params, None
+        return float32_copies(self.params)
+
     def for_length(self, max_model_len: int | None) -> tuple["LoadedModel", int]:
         """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
 
@@ -57,16 +64,22 @@ def load_model(
     tokenizer: Tokenizer | str | Path | None = None,
     dtype: str = "auto",
     revision: str | None = None,
+    quantize: str | None = None,
 ) -> LoadedModel:
     """Loads a folder, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
+
+    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
     """
+    chosen = None if quantize is None else Selection(quantize)
     generation_config, eos_ids, is_owned = {}, set(), not isinstance(model, tuple)
     if isinstance(model, tuple):
         name = "live parameters"
         config, params, own_tokenizer = _check_live(model, dtype)
+        if chosen is not None:
+            params = quantize_params(params, chosen.recipe)
     else:
         import checkpoints_convert
 
@@ -74,7 +87,7 @@ def load_model(
         path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
         if dtype == "auto" and jax.default_backend() == "cpu":
             dtype = "float32"
-        config, params = checkpoints_convert.load(path, dtype=dtype)
+        config, params = checkpoints_convert.load(path, dtype=dtype, convert=chosen)
         own_tokenizer = _tokenizer_of(path)
         generation_config = checkpoints_convert.generation_config(path)
         eos_ids |= set(checkpoints_convert.eos_token_ids(path))
@@ -125,7 +138,7 @@ def load_draft(
         loaded, _ = loaded.for_length(max_model_len)
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
-    return ModelDraft(loaded.name, loaded.config, loaded.params), loaded.is_owned
+    return ModelDraft(loaded.name, loaded.config, loaded.runnable()[0]), loaded.is_owned
 
 
 def _tokenizer_of(path: Path) -> Tokenizer | None:

@@ -11,10 +11,12 @@ from jaxinfer.engine import contiguous_programs, paged_programs, programs, specu
 from jaxinfer.engine.contiguous import ContiguousEngine
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.speculation import Speculation
-from jaxinfer.quantization.tree import num_bytes, num_parameters
+from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.flash_attention import explain
 from pallas_kernels.paged_attention import Choice, PagedSpec, choose, make_spec
+from pallas_kernels.quantized_matmul import form
+from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
 
 Engine = PagedEngine | ContiguousEngine
 
@@ -196,7 +198,28 @@ def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
 
 def _products(engine: Engine) -> dict[str, str]:
     precision = ", highest precision" if engine.dtype == "float32" else ""
-    return {"matrix products": f"XLA, {engine.dtype}{precision}"}
+    params = jax.tree.unflatten(engine.model.structure, engine.weights)
+    return {"matrix products": f"XLA, {engine.dtype}{precision}", **_quantized_products(engine, params)}
+
+
+def _quantized_products(engine: Engine, params: Any) -> dict[str, str]:
+    """How products with each scheme's weights are computed, for one slot that decodes and for all."""
+    facts: dict[str, None] = {}
+    for leaf in weights(params):
+        if not is_quantized(leaf):
+            continue
+        forms = []
+        for rows in (1, engine.options.max_seqs):
+            x = jax.ShapeDtypeStruct((rows, leaf.shape[-2]), engine.dtype)
+            values = jax.ShapeDtypeStruct(leaf.shape[-2:], leaf.values.dtype)
+            scheme = leaf.scheme
+            spec = make_matmul_spec(
+                x, values, leaf.zeros, leaf.codebook, block=scheme.block, activations=scheme.activations
+            )
+            forms.append(form(spec))
+        shown = forms[0] if forms[0] == forms[1] else f"{forms[0]} (one row); {forms[1]}"
+        facts[f"by {describe_scheme(leaf)}: {shown}"] = None
+    return {"quantized products": "; ".join(facts)} if facts else {}
 
 
 def _readable(name: str, value: Any) -> str:

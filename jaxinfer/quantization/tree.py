@@ -1,10 +1,11 @@
 """Walking parameters of which some are quantized."""
 
+from collections import Counter
 from typing import Any
 
 import jax
 
-from jaxinfer.quantization.array import QuantizedArray
+from jaxinfer.quantization.array import NestedScales, QuantizedArray
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -32,6 +33,36 @@ def num_parameters(params: Any) -> int:
 def num_bytes(params: Any) -> int:
     """On the device: a CPU gives a 4-bit value a byte, a TPU or GPU half of one. Abstract arrays count as packed."""
     return sum(_num_bytes(leaf) for leaf in jax.tree.leaves(params))
+
+
+def describe(params: Any) -> str:
+    """How many weights are quantized, and how, for people; empty where none is."""
+    matrices = [leaf for leaf in weights(params) if leaf.ndim > 1]
+    names = Counter(describe_scheme(leaf) for leaf in matrices if is_quantized(leaf))
+    return "; ".join(f"{count} of {len(matrices)} matrices in {name}" for name, count in names.items())
+
+
+def describe_scheme(array: QuantizedArray) -> str:
+    """Such as "int4, 128 inputs a scale"."""
+    scheme, (inputs, outputs) = array.scheme, array.shape[-2:]
+    rows, columns = min(scheme.block[0], inputs), min(scheme.block[1], outputs)
+    kind = {"int": f"int{scheme.bits}", "codebook": "4-bit codebook", "float": array.values.dtype.name}[scheme.kind]
+    if (rows, columns) == (inputs, outputs):
+        scales = "one scale"
+    elif columns > 1:
+        scales = f"{rows} x {columns} a scale"
+    else:
+        scales = "a scale per output" if rows == inputs else f"{rows} inputs a scale"
+    parts = [kind, scales]
+    if isinstance(array.scales, NestedScales):
+        parts.append("scales in 8 bits")
+    if array.zeros is not None:
+        parts.append("with zeros")
+    if array.permutation is not None:
+        parts.append("inputs permuted")
+    if scheme.activations is not None:
+        parts.append(f"activations {scheme.activations}")
+    return ", ".join(parts)
 
 
 def _num_bytes(array: Any) -> int:

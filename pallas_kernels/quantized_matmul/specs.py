@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import jax
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
 
 @dataclass(frozen=True)
 class MatmulSpec:
@@ -31,7 +33,7 @@ class MatmulSpec:
 
 
 def make_spec(
-    x: jax.Array, values: jax.Array, zeros, codebook, *, block: tuple[int, int], activations: str | None
+    x: Shaped, values: Shaped, zeros, codebook, *, block: tuple[int, int], activations: str | None
 ) -> MatmulSpec:
     """Of arrays, or of anything with shape and dtype. Raises ValueError for shapes that do not fit."""
     if x.ndim < 1 or values.ndim != 2 or x.shape[-1] != values.shape[0]:
