@@ -111,7 +111,9 @@ def _programs(config: ModelConfig) -> _Programs:
     rest = abstract_params(config)
 
     def layer_of(params: Params) -> DecoderLayer:
-        blank = {name: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), rest[name]) for name in rest if name != "layers"}
+        blank = {
+            name: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), rest[name]) for name in rest if name != "layers"
+        }
         return bind(config, blank | {"layers": {"0": params}}).layers[0]
 
     def attend(layer, q, k, v, window):

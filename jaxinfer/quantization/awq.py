@@ -1,4 +1,4 @@
-"""AWQ: inputs that carry large activations are scaled up before rounding, and weights are clipped to what pays."""
+"""AWQ: inputs that carry large activations are scaled up before rounding, and weights are clipped where that pays."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,30 +9,32 @@ from jax import lax
 
 from jaxinfer.quantization.grid import IntegerGrid, find_params, in_groups, to_values
 
-NUM_RATIOS = 20
+_NUM_RATIOS = 20
 _CLIP_STEPS, _CLIP_GRID = 10, 20  # down to 0.55 of the largest weight
 _PRECISION = lax.Precision.HIGHEST
 
 
-def candidate_scales(
-    mean_absolute: jax.Array, weights: Sequence[jax.Array], group_size: int | None, *, duo_scaling: bool = True
-) -> list[jax.Array]:
-    """The scales [K] to try for an input that the weights [K, N] share: the identity, then one for each ratio.
+def relative_sizes(weights: Sequence[jax.Array], group_size: int | None) -> jax.Array:
+    """Mean over outputs of |w| relative to the largest of its group, float32 [K], of weights [K, N] side by side."""
+    sizes = jnp.abs(jnp.concatenate(weights, axis=1).astype(jnp.float32))
+    groups = in_groups(sizes, min(group_size or len(sizes), len(sizes)))
+    relative = groups / (groups.max(axis=1, keepdims=True) + 1e-6)
+    return relative.reshape(-1, sizes.shape[1])[: len(sizes)].mean(axis=1)
 
-    Lin et al. 2023, section 3.2: s = mean|x|^r; with `duo_scaling`, as AutoAWQ does, divided by mean|w|^(1-r), where
-    |w| counts relative to the largest of its group. The geometric middle of each is 1.
+
+def candidate_scales(mean_absolute: jax.Array, relative: jax.Array | None = None) -> list[jax.Array]:
+    """The scales [K] to try for an input: the identity, then one for each ratio r of 0, 0.05 .. 0.95.
+
+    Lin et al. 2023, section 3.2: s = mean|x|^r; given `relative`, as AutoAWQ does, divided by relative^(1-r) ("duo
+    scaling"). The geometric middle of the largest and the smallest is 1.
 
     Args:
-      mean_absolute: mean of |x| over tokens, [K].
+      mean_absolute: mean of |x| over tokens, [K]. relative: what `relative_sizes` finds.
     """
-    sizes = jnp.concatenate(weights, axis=1).astype(jnp.float32)
-    groups = jnp.abs(in_groups(sizes, min(group_size or len(sizes), len(sizes))))
-    relative = groups / (groups.max(axis=1, keepdims=True) + 1e-6)
-    relative = relative.reshape(-1, sizes.shape[1])[: len(sizes)].mean(axis=1)
-    found = [jnp.ones(len(sizes))]
-    for ratio in (i / NUM_RATIOS for i in range(NUM_RATIOS)):
+    found = [jnp.ones(len(mean_absolute))]
+    for ratio in (step / _NUM_RATIOS for step in range(_NUM_RATIOS)):
         scale = mean_absolute**ratio
-        if duo_scaling:
+        if relative is not None:
             scale = scale / (relative ** (1 - ratio) + 1e-4)
         scale = jnp.maximum(scale, 1e-4)
         scale = scale / jnp.sqrt(scale.max() * scale.min())
@@ -40,32 +42,26 @@ def candidate_scales(
     return found
 
 
-def search_scale(candidates: Sequence[jax.Array], loss: Callable[[jax.Array], float]) -> tuple[jax.Array, float]:
-    """The candidate with the least loss, and that loss; the first of equals."""
+def search_scale(candidates: Sequence[jax.Array], loss: Callable[[jax.Array], float]) -> jax.Array:
+    """The candidate with the least loss; the first of equals."""
     losses = [loss(scale) for scale in candidates]
-    best = min(range(len(candidates)), key=losses.__getitem__)
-    return candidates[best], losses[best]
+    return candidates[min(range(len(candidates)), key=losses.__getitem__)]
 
 
-@partial(jax.jit, static_argnames="grid")
-def scaled_and_rounded(weight: jax.Array, scale: jax.Array, grid: IntegerGrid) -> jax.Array:
-    """What a weight [K, N] becomes, in float32: multiplied by scale [K], rounded to the grid, divided again."""
-    return round_to_grid(weight * scale[:, None], grid) / scale[:, None]
-
-
-def round_to_grid(weight: jax.Array, grid: IntegerGrid) -> jax.Array:
-    """The nearest weight [K, N] on its grid, float32."""
-    groups = in_groups(weight, grid.group(len(weight)))
-    scales, zeros = (found[:, None] for found in find_params(groups, grid))
-    rounded = (to_values(groups, scales, zeros, grid) - zeros) * scales
-    return rounded.reshape(-1, weight.shape[1])[: len(weight)]
-
-
-@partial(jax.jit, static_argnames="grid")
+@jax.jit
 def output_error(weight: jax.Array, approximation: jax.Array, hessian: jax.Array) -> jax.Array:
-    """The sum of squared errors of the outputs, over the tokens in `hessian`, the sum of x x^T."""
+    """Squared error of the outputs over their squares, for the tokens in `hessian`, the sum of x x^T."""
     difference = approximation - weight
-    return jnp.sum(difference * jnp.matmul(hessian, difference, precision=_PRECISION))
+    error = jnp.sum(difference * jnp.matmul(hessian, difference, precision=_PRECISION))
+    return error / jnp.maximum(jnp.sum(weight * jnp.matmul(hessian, weight, precision=_PRECISION)), 1e-30)
+
+
+@partial(jax.jit, static_argnames="grid")
+def scaled_error(weight: jax.Array, scale: jax.Array, hessian: jax.Array, grid: IntegerGrid) -> jax.Array:
+    """`output_error` of a weight [K, N] that is multiplied by scale [K], rounded to the grid, and divided again."""
+    groups = in_groups(weight * scale[:, None], grid.group(len(weight)))
+    rounded = _rounded(groups, grid).reshape(-1, weight.shape[1])[: len(weight)]
+    return output_error(weight, rounded / scale[:, None], hessian)
 
 
 @partial(jax.jit, static_argnames="grid")
@@ -85,9 +81,7 @@ def clip(weight: jax.Array, hessian: jax.Array, grid: IntegerGrid) -> jax.Array:
     def try_step(step, best):
         least, limits = best
         limit = largest * (1 - step / _CLIP_GRID)
-        clipped = jnp.clip(groups, -limit, limit)
-        scales, zeros = (found[:, None] for found in find_params(clipped, grid))
-        difference = (to_values(clipped, scales, zeros, grid) - zeros) * scales - groups
+        difference = _rounded(jnp.clip(groups, -limit, limit), grid) - groups
         share = jnp.matmul(blocks, difference, precision=_PRECISION)
         error = jnp.sum(difference * share, axis=1, keepdims=True)
         is_better = error < least
@@ -96,3 +90,9 @@ def clip(weight: jax.Array, hessian: jax.Array, grid: IntegerGrid) -> jax.Array:
     worst = jnp.full(largest.shape, jnp.inf)
     _, limits = lax.fori_loop(0, _CLIP_STEPS, try_step, (worst, largest))
     return jnp.clip(groups, -limits, limits).reshape(-1, weight.shape[1])[: len(weight)]
+
+
+def _rounded(groups: jax.Array, grid: IntegerGrid) -> jax.Array:
+    """The nearest weights on their grid, of groups [G, g, N]."""
+    scales, zeros = (found[:, None] for found in find_params(groups, grid))
+    return (to_values(groups, scales, zeros, grid) - zeros) * scales
