@@ -5,6 +5,7 @@ Nothing here unpickles or runs code from a checkpoint, and nothing touches the n
 
 from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
+from checkpoints_convert.formats import KVScales
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import (
     bos_token_id,
@@ -14,15 +15,17 @@ from checkpoints_convert.huggingface.config import (
     model_config,
 )
 from checkpoints_convert.huggingface.save import save_huggingface
-from checkpoints_convert.load import load
+from checkpoints_convert.load import kv_scales, load
 from checkpoints_convert.manifest import verify_manifest
-from checkpoints_convert.plan import TensorPlan, plan
+from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
 from checkpoints_convert.verify import TensorDifference, VerifyReport, compare_tensors, verify_against
 
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "ConvertReport",
+    "KVScales",
+    "QuantizedPlan",
     "TensorDifference",
     "TensorPlan",
     "VerifyReport",
@@ -32,6 +35,7 @@ __all__ = [
     "eos_token_ids",
     "generation_config",
     "huggingface_config",
+    "kv_scales",
     "load",
     "model_config",
     "plan",

@@ -26,11 +26,13 @@ from checkpoints_convert.huggingface.save import write_shards
 from checkpoints_convert.journal import FinishedUnit, Journal
 from checkpoints_convert.load import open_source
 from checkpoints_convert.manifest import measure, write_manifest
+from checkpoints_convert.native_arrays import describe
 from checkpoints_convert.progress import Progress, ProgressCallback
 from checkpoints_convert.source import ParamPath, Source
 from checkpoints_convert.staging import check_destination, check_free_space, partial_path, publish, staged
 from checkpoints_convert.store import PARAMS, native_config, write_unit
 from jaxinfer.models import ModelConfig
+from jaxinfer.quantization import QuantizedArray
 
 Form = Literal["native", "huggingface"]
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -137,7 +139,7 @@ def _write_native_unit(source: Source, unit: str, partial: Path, journal: Journa
     arrays = {}
     for path, array in source.read(unit):
         arrays[path] = array
-        bar.advance(".".join(path), array.nbytes)
+        bar.advance(".".join(path), source.param_bytes(path))
     directory = partial / PARAMS / unit
     try:
         write_unit(directory, arrays)
@@ -145,13 +147,15 @@ def _write_native_unit(source: Source, unit: str, partial: Path, journal: Journa
         raise CheckpointError(directory, f"could not be written: {str(error).splitlines()[0]}") from None
     names = [f"{PARAMS}/{unit}/{name}" for name in files_below(directory)]
     cast_errors = {name: source.cast_errors[name] for name in map(".".join, arrays) if name in source.cast_errors}
-    journal.finish(unit, FinishedUnit(measure(partial, names), cast_errors))
+    quantized = {".".join(path): describe(array) for path, array in arrays.items() if isinstance(array, QuantizedArray)}
+    journal.finish(unit, FinishedUnit(measure(partial, names), cast_errors, quantized))
 
 
 def _finish_native(source: Source, partial: Path, journal: Journal, origin: dict[str, Any]) -> None:
     companions = companion_files(source.directory)
     copy_files(source.directory, partial, companions)
-    write_json(partial / NATIVE_CONFIG, native_config(source.config, origin))
+    quantized = {name: entry for unit in journal.finished.values() for name, entry in unit.quantized.items()}
+    write_json(partial / NATIVE_CONFIG, native_config(source.config, origin, quantized, source.kv_scales))
     entries = {name: entry for unit in journal.finished.values() for name, entry in unit.files.items()}
     entries |= measure(partial, [*companions, NATIVE_CONFIG])
     write_manifest(partial, entries)
@@ -166,20 +170,20 @@ def _to_huggingface(source: Source, destination: Path, bar: Progress, overwrite:
         data = huggingface_config(source.config)
         copied = partial / CONFIG
         original = read_json(copied) if copied.exists() else {}
-        write_json(copied, data | {name: original.get(name) for name in _SPECIAL_TOKENS})
         tensors = _in_order(source, bar)
 
-        def read(path: ParamPath) -> np.ndarray:
+        def read(path: ParamPath) -> np.ndarray | QuantizedArray:
             found, array = next(tensors)
             assert found == path
             return array
 
-        write_shards(source.config, partial, read)
+        quantization = write_shards(source.config, partial, read, source.param_bytes, kv_scales=source.kv_scales)
+        write_json(copied, data | {name: original.get(name) for name in _SPECIAL_TOKENS} | quantization)
     return source.cast_errors
 
 
-def _in_order(source: Source, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray]]:
+def _in_order(source: Source, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
     for unit in source.units():
         for path, array in source.read(unit):
             yield path, array
-            bar.advance(".".join(path), array.nbytes)
+            bar.advance(".".join(path), source.param_bytes(path))

@@ -36,6 +36,10 @@ COMPANION_FILES = (
     "NOTICE*",
 )
 
+# Where repositories older than config.json's quantization_config keep it. Not carried along: what is written says
+# itself how it is quantized.
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+
 
 def parse_json(raw: bytes, where: str | Path, *, unique_keys: bool = False) -> dict[str, Any]:
     """The JSON object in `raw`. Raises CheckpointError for anything else, and for a repeated key if asked."""

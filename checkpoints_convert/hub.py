@@ -7,12 +7,21 @@ from fnmatch import translate
 from pathlib import Path
 
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
-from checkpoints_convert.files import COMPANION_FILES, CONFIG, MANIFEST, NATIVE_CONFIG, WEIGHTS_INDEX, read_json
+from checkpoints_convert.files import (
+    COMPANION_FILES,
+    CONFIG,
+    MANIFEST,
+    NATIVE_CONFIG,
+    QUANTIZATION_FILES,
+    WEIGHTS_INDEX,
+    read_json,
+)
+from checkpoints_convert.formats import with_side_file
 from checkpoints_convert.huggingface.config import model_config
 from checkpoints_convert.safetensors_index import weight_files
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(/[A-Za-z0-9][A-Za-z0-9_.\-]*)?")
-_DESCRIBING = (*COMPANION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
+_DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
 _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 
 
@@ -67,7 +76,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
     if (snapshot / NATIVE_CONFIG).is_file():
         weights = ["params/*"]
     elif (snapshot / CONFIG).is_file():
-        model_config(read_json(snapshot / CONFIG), f"{repo_id}/{CONFIG}")
+        model_config(with_side_file(snapshot, read_json(snapshot / CONFIG)), f"{repo_id}/{CONFIG}")
         weights = weight_files(snapshot) or list(_WEIGHTS)
     else:
         raise CheckpointNotFoundError(repo_id, f"the repository has no {CONFIG}")

@@ -7,22 +7,25 @@ first line names what is converted, so that a changed source or dtype starts ove
 import fcntl
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import make_durable
 from checkpoints_convert.manifest import Entries, measure
+from checkpoints_convert.native_arrays import Description
 from checkpoints_convert.staging import JOURNAL
 
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """A unit on the disk: its files relative to the checkpoint, and the largest relative errors of its casts."""
+    """A unit on the disk: its files relative to the checkpoint, the largest relative errors of its casts, and the
+    descriptions of its quantized parameters."""
 
     files: Entries
     cast_errors: dict[str, float] = field(default_factory=dict)
+    quantized: dict[str, Description] = field(default_factory=dict)
 
 
 class Journal:
@@ -50,7 +53,7 @@ class Journal:
             make_durable(self._directory / file)
         for parent in sorted({(self._directory / file).parent for file in unit.files}):
             make_durable(parent)
-        self._append({"unit": name, "files": unit.files, "cast_errors": unit.cast_errors})
+        self._append({"unit": name, **asdict(unit)})
         self.finished[name] = unit
 
     def remove(self) -> None:
@@ -81,7 +84,7 @@ class Journal:
         for line in lines[1:]:
             if line is None:
                 break
-            unit = FinishedUnit(line["files"], line["cast_errors"])
+            unit = FinishedUnit(line["files"], line["cast_errors"], line["quantized"])
             if self._is_whole(unit):
                 finished[line["unit"]] = unit
         return finished
@@ -104,7 +107,7 @@ class Journal:
         self._file.truncate(0)
         self._append({"fingerprint": fingerprint})
         for name, unit in self.finished.items():
-            self._append({"unit": name, "files": unit.files, "cast_errors": unit.cast_errors})
+            self._append({"unit": name, **asdict(unit)})
 
     def _append(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record).encode() + b"\n")
@@ -117,5 +120,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    is_unit = isinstance(record, dict) and {"unit", "files", "cast_errors"} <= set(record)
+    is_unit = isinstance(record, dict) and {"unit", "files", "cast_errors", "quantized"} <= set(record)
     return record if is_unit or (isinstance(record, dict) and set(record) == {"fingerprint"}) else None

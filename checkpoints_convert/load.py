@@ -1,5 +1,6 @@
 """From a checkpoint's directory or hub id to a configuration and parameters on the device."""
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints_convert.errors import CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
+from checkpoints_convert.formats import KVScales
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.source import HuggingFaceSource
 from checkpoints_convert.progress import Progress, ProgressCallback
@@ -17,6 +19,7 @@ from checkpoints_convert.source import ParamPath, Source, insert
 from checkpoints_convert.store import NativeSource
 from jaxinfer.models import ModelConfig, Params
 
+_LOG = logging.getLogger(__name__)
 _IN_FLIGHT_BYTES = 256 * 2**20  # host buffers whose transfer to the device may still be running
 
 
@@ -32,11 +35,15 @@ def load(
 ) -> tuple[ModelConfig, Params]:
     """Reads a checkpoint, converted or Hugging Face, tensor by tensor onto the device.
 
+    Weights that a checkpoint quantized become `QuantizedArray`s: GPTQ, AWQ, auto-round, bitsandbytes,
+    compressed-tensors and FP8 checkpoints, module by module as their tensors say.
+
     Beside the parameters the host holds about one tensor of a Hugging Face checkpoint, one layer of a converted one.
     On CPU the parameters are the host buffers themselves.
 
     Args:
-      dtype: "auto" keeps the stored one; "float32", "bfloat16" or "float16" casts. It becomes config.dtype.
+      dtype: "auto" keeps the stored one; "float32", "bfloat16" or "float16" casts. It becomes config.dtype. Quantized
+        weights keep their values and scales as stored.
       mesh: replicates the parameters over the devices of a mesh; without it they go to the default device.
       revision: branch, tag or commit of a hub id.
       progress: True for a bar, or a callable taking (parameter, bytes done, bytes in all).
@@ -60,11 +67,25 @@ def load(
             for path, array in source.read(unit):
                 leaf = jax.device_put(array, sharding)
                 insert(params, path, leaf if convert is None else convert(path, leaf))
-                in_flight.append(leaf)
+                in_flight.extend(jax.tree.leaves(leaf))
                 while sum(leaf.nbytes for leaf in in_flight) > _IN_FLIGHT_BYTES:
                     in_flight.popleft().block_until_ready()
-                bar.advance(".".join(path), array.nbytes)
+                bar.advance(".".join(path), source.param_bytes(path))
+        if source.kv_scales:
+            _LOG.warning(
+                "%s holds scales of an 8-bit key-value cache, which are not applied; kv_scales() reads them",
+                source.directory,
+            )
     return source.config, params
+
+
+def kv_scales(path_or_hub_id: str | Path, *, revision: str | None = None) -> tuple[KVScales, ...]:
+    """Scales of an 8-bit key-value cache that a checkpoint holds, by layer; () where it has none.
+
+    Raises CheckpointError as `load`.
+    """
+    with open_source(resolve(path_or_hub_id, revision=revision)) as source:
+        return source.kv_scales
 
 
 def open_source(directory: Path, *, dtype: str = "auto", verify: bool = False, measure_casts: bool = False) -> Source:

@@ -1,13 +1,15 @@
-"""Which tensor of a checkpoint becomes which parameter, decided from names and shapes before any byte is read."""
+"""Which tensors of a checkpoint become which parameter, decided from names and shapes before any byte is read."""
 
 import difflib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.formats import FormatError, Method, ModuleReader, quantization_method
+from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names
 from checkpoints_convert.huggingface.config import declared_dtype, model_config
 from checkpoints_convert.huggingface.families import Family, family_of, source_of
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
@@ -37,58 +39,142 @@ class TensorPlan:
     transpose: bool
 
 
+@dataclass(frozen=True)
+class QuantizedPlan:
+    """One quantized module's way into the parameters.
+
+    Attributes:
+      module: its name, of which the tensors' begin. sources: {suffix the reader knows: tensor}.
+      zero_bias: a bias the model has no parameter for; old GPTQ files store one, of zeros.
+      target: the keys of the parameter. shape: the parameter's.
+      transpose: whether the stored matrix [N, K] is the parameter's transpose, as every Linear's is.
+    """
+
+    module: str
+    target: ParamPath
+    reader: ModuleReader
+    sources: Mapping[str, str]
+    shape: tuple[int, ...]
+    transpose: bool
+    zero_bias: str | None = None
+
+
 def plan(
     hf_config: Mapping[str, Any],
     headers: Mapping[str, TensorHeader],
     *,
     dtype: str = "auto",
     where: str | Path = "checkpoint",
-) -> tuple[ModelConfig, list[TensorPlan]]:
+    file_of: Callable[[str], str] | None = None,
+) -> tuple[ModelConfig, list[TensorPlan | QuantizedPlan]]:
     """Matches a config.json with the headers {name: (dtype, shape)} of its tensors. A pure function.
 
     Every tensor must be used once or be on the family's list of stored buffers, every parameter must be filled once.
-    `lm_head.weight` beside tied embeddings is a copy and is not used.
+    `lm_head.weight` beside tied embeddings is a copy and is not used. Whether a module is quantized is decided by its
+    tensors, how by config.json's quantization_config.
 
     Args:
-      dtype: of all parameters. "auto" is the stored one; where tensors differ, the one config.json declares.
-      where: for messages.
+      dtype: of all parameters that are not quantized. "auto" is the stored one; where tensors differ, the one
+        config.json declares.
+      where: for messages. file_of: the file of a tensor, for messages.
 
     Raises:
       CheckpointError: names, shapes and dtypes that do not fit, all at once, each with its nearest miss.
     """
     check_dtype(dtype)
     config = model_config(hf_config, where)
+    method = quantization_method(hf_config)
     family = family_of(config)
     rename = _prefix(headers)
-    problems: list[str] = []
-    matched: list[tuple[str, ParamPath, tuple[int, ...], bool]] = []
+    shapes = param_shapes(config)
+    rules = {target: source_of(family, target) for target in shapes}
+    sources = {target: rename(source) for target, (source, _) in rules.items()}
+    modules = _modules(set(sources.values()), headers) if method else {}
+    problems = _kv_scale_problems(config, headers)
+    plans: dict[ParamPath, TensorPlan | QuantizedPlan] = {}
     expected: dict[str, str] = {}
-    for target, shape in param_shapes(config).items():
-        source, transpose = source_of(family, target)
-        source = rename(source)
-        stored_shape = shape[::-1] if transpose else shape
-        expected[source] = _described(stored_shape)
+    used: set[str] = set()  # by quantized modules
+    for target, shape in shapes.items():
+        source, transpose = sources[target], rules[target][1]
+        module = source.removesuffix(".weight")
+        if method and module in modules and len(shape) == 2:
+            tensors = {f"{module}.{suffix}" for suffix in modules[module]}
+            try:
+                reader = method.reader(
+                    module, _stored_shape(shape, transpose), modules[module], "Linear" if transpose else "Embedding"
+                )
+            except FormatError as error:
+                problems.append(_format_problem(error, module, tensors, file_of))
+                used |= tensors
+                continue
+            if reader:
+                bias = f"{module}.bias"
+                is_extra = bias in headers and bias not in sources.values()
+                names = {suffix: f"{module}.{suffix}" for suffix in reader.suffixes}
+                plans[target] = QuantizedPlan(
+                    module, target, reader, names, shape, transpose, bias if is_extra else None
+                )
+                used |= {*names.values(), bias} if is_extra else set(names.values())
+                continue
+        stored = _stored_shape(shape, transpose)
+        expected[source] = _described(stored)
         if source not in headers:
             continue
-        if headers[source][1] != stored_shape:
-            found = _described(headers[source][1])
-            problems.append(f"tensor {source!r} has shape {found}, config.json makes it {_described(stored_shape)}")
-        matched.append((source, target, shape, transpose))
-    problems += _unmatched(family, config, expected, headers)
-    problems += _unsupported_dtypes([source for source, *_ in matched], headers)
+        found_dtype, found = headers[source]
+        if found != stored:
+            problems.append(
+                f"tensor {source!r} has shape {_described(found)}, config.json makes it {_described(stored)}"
+            )
+        plans[target] = TensorPlan(source, target, found, found_dtype, shape, config.dtype, transpose)
+    dense = [tensor for tensor in plans.values() if isinstance(tensor, TensorPlan)]
+    problems += _unmatched(family, config, expected, {name: headers[name] for name in headers if name not in used})
+    problems += _unsupported_dtypes(dense, method)
     if problems:
         raise CheckpointError(where, *problems)
-    config = replace(config, dtype=_choose_dtype([headers[name][0] for name, *_ in matched], hf_config, dtype, where))
-    plans = [
-        TensorPlan(source, target, headers[source][1], headers[source][0], shape, config.dtype, transpose)
-        for source, target, shape, transpose in matched
+    config = replace(config, dtype=_choose_dtype([tensor.source_dtype for tensor in dense], hf_config, dtype, where))
+    return config, [
+        replace(tensor, dtype=config.dtype) if isinstance(tensor, TensorPlan) else tensor for tensor in plans.values()
     ]
-    return config, plans
+
+
+def _stored_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
+    return shape[::-1] if transpose else shape
+
+
+def _modules(sources: set[str], headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
+    """The tensors of every module with a weight, by suffix, but for its bias."""
+    names = {source.removesuffix(".weight") for source in sources if source.endswith(".weight")}
+    modules: dict[str, dict[str, TensorHeader]] = {}
+    for name, header in headers.items():
+        dots = [place for place, character in enumerate(name) if character == "."]
+        place = next((place for place in reversed(dots) if name[:place] in names), None)
+        if place is not None and name[place + 1 :] != "bias" and not kv_scale_names([name]):
+            modules.setdefault(name[:place], {})[name[place + 1 :]] = header
+    return modules
+
+
+def _format_problem(error: FormatError, module: str, tensors: set[str], file_of: Callable[[str], str] | None) -> str:
+    if error.suffix is None:
+        return f"module {module!r} {error}"
+    name = f"{module}.{error.suffix}"
+    known = name if name in tensors else min(tensors)
+    return f"tensor {name!r}{f' ({file_of(known)})' if file_of else ''} {error}"
+
+
+def _kv_scale_problems(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> list[str]:
+    problems = []
+    for name in kv_scale_names(headers):
+        try:
+            check_kv_scale(headers[name], config.num_kv_heads)
+        except FormatError as error:
+            problems.append(f"tensor {name!r} {error}")
+    return problems
 
 
 def unused_tensors(family: Family, config: ModelConfig, names: set[str]) -> set[str]:
-    """Tensors a family's checkpoints may hold that are no parameters: buffers, and the copy of a tied embedding."""
-    unused = {name for name in names if family.is_skipped(name)}
+    """Tensors a family's checkpoints may hold that are no parameters: buffers, scales of the key-value cache, and the
+    copy of a tied embedding."""
+    unused = {name for name in names if family.is_skipped(name)} | set(kv_scale_names(names))
     if config.tie_word_embeddings:
         unused |= {"lm_head.weight"} & names
     return unused
@@ -136,12 +222,12 @@ def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
     return hints
 
 
-def _unsupported_dtypes(names: list[str], headers: Mapping[str, TensorHeader]) -> list[str]:
+def _unsupported_dtypes(tensors: list[TensorPlan], method: Method | None) -> list[str]:
+    kind = f"weights that {method.name} did not quantize" if method else "weights without a quantization_config"
     return [
-        f"tensor {name!r} is stored as {headers[name][0]}, weights without a quantization_config are"
-        f" {', '.join(FLOAT_DTYPES)}"
-        for name in names
-        if headers[name][0] not in FLOAT_DTYPES
+        f"tensor {tensor.source!r} is stored as {tensor.source_dtype}, {kind} are {', '.join(FLOAT_DTYPES)}"
+        for tensor in tensors
+        if tensor.source_dtype not in FLOAT_DTYPES
     ]
 
 

@@ -37,6 +37,19 @@ FLOAT_DTYPES: dict[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
+# Those a host array can hold; the others (6 bits, FNUZ) have no reader.
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    **FLOAT_DTYPES,
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+
 
 @dataclass(frozen=True)
 class TensorEntry:

@@ -16,7 +16,9 @@ import numpy as np
 
 from checkpoints_convert.arrays import Read, read_tensor
 from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.formats import KVScales
 from jaxinfer.models import ModelConfig, abstract_params
+from jaxinfer.quantization import QuantizedArray
 
 DTYPES = ("float32", "bfloat16", "float16")
 ParamPath = tuple[str, ...]  # the keys that lead to a parameter, such as ("layers", "0", "mlp_norm", "weight")
@@ -28,12 +30,15 @@ class Source(ABC):
     A unit is what is read, stored and resumed at once: one layer, or one parameter that belongs to none.
 
     Attributes:
-      directory: where its files are. config: its dtype is that of every array `read` gives.
+      directory: where its files are. config: its dtype is that of every dense array `read` gives; a `QuantizedArray`
+        keeps the dtypes of the file.
+      kv_scales: of an 8-bit key-value cache, by layer, where the checkpoint has them; () where not.
       cast_errors: the largest relative error of the casts so far, by parameter, when opened to measure them.
     """
 
     directory: Path
     config: ModelConfig
+    kv_scales: tuple[KVScales, ...] = ()
 
     def __init__(self, directory: Path, *, measure_casts: bool = False):
         self.directory = directory
@@ -42,8 +47,10 @@ class Source(ABC):
         self._executor: ThreadPoolExecutor | None = None
 
     @abstractmethod
-    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray]]:
-        """The parameters of a unit as host arrays. Raises CheckpointError, naming file and tensor."""
+    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
+        """The parameters of a unit as host arrays, quantized ones as `QuantizedArray`s of host arrays.
+
+        Raises CheckpointError, naming file and tensor."""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -58,9 +65,12 @@ class Source(ABC):
 
     def num_bytes(self, unit: str | None = None) -> int:
         """Bytes of a unit's arrays, or of all."""
-        units = self.units()
-        shapes = [shape for name in units if unit in (None, name) for shape in units[name].values()]
-        return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes) * numpy_dtype(self.config.dtype).itemsize
+        return sum(self.param_bytes(path) for name, paths in self.units().items() if unit in (None, name)
+                   for path in paths)  # fmt: skip
+
+    def param_bytes(self, path: ParamPath) -> int:
+        """Bytes of one parameter; of a quantized one, as stored in the checkpoint."""
+        return int(np.prod(param_shapes(self.config)[path], dtype=np.int64)) * numpy_dtype(self.config.dtype).itemsize
 
     def host_array(
         self,

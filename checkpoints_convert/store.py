@@ -1,9 +1,11 @@
 """The native form: a directory that opens without mapping, casting or transposing, and knows its own checksums.
 
-    jaxinfer_config.json     ModelConfig, format version, where the checkpoint came from
+    jaxinfer_config.json     ModelConfig, format version, where the checkpoint came from; in version 2 also the schemes
+                             of quantized parameters and the scales of an 8-bit key-value cache
     manifest.json            size and SHA-256 of every other file
     params/embed/            one Orbax PyTree checkpoint per unit: {"embed": array}
-    params/layers.0/         {"layers.0.attention.q_proj.weight": array, ...}
+    params/layers.0/         {"layers.0.attention.q_proj.weight": array, ...}; of a quantized parameter its arrays,
+                             under "layers.0.attention.q_proj.weight.values", ".scales", ...
     params/final_norm/ ...
     config.json, tokenizer.json, ...   copied from the source
 
@@ -14,48 +16,84 @@ layer beside what is already on the device. Keys are whole parameter names, so a
 import ctypes
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import NATIVE_CONFIG, read_json
+from checkpoints_convert.formats import KVScales
 from checkpoints_convert.manifest import read_manifest, size_problems, verify_manifest
-from checkpoints_convert.source import ParamPath, Source, check_dtype, digest, numpy_dtype
+from checkpoints_convert.native_arrays import Description, flatten, parts_of, rebuild
+from checkpoints_convert.source import ParamPath, Source, check_dtype, digest, numpy_dtype, param_shapes
 from jaxinfer.models import ModelConfig
+from jaxinfer.quantization import QuantizedArray, check
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_DENSE_VERSION = 1  # written where nothing is quantized, so that older readers open it
 PARAMS = "params"
 _CHUNK_BYTES = 16 * 2**20  # what is compressed at once; whole arrays would be held three times while they are written
 
 
-def native_config(config: ModelConfig, source: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class NativeConfig:
+    """jaxinfer_config.json, read. quantized: by parameter name, what `describe` said."""
+
+    model: ModelConfig
+    quantized: Mapping[str, Description]
+    kv_scales: tuple[KVScales, ...]
+
+
+def native_config(
+    config: ModelConfig,
+    source: Mapping[str, Any],
+    quantized: Mapping[str, Description] | None = None,
+    kv_scales: tuple[KVScales, ...] = (),
+) -> dict[str, Any]:
     """The contents of jaxinfer_config.json."""
-    return {"format_version": FORMAT_VERSION, "model": config.to_dict(), "source": dict(source)}
+    data = {"format_version": _DENSE_VERSION, "model": config.to_dict(), "source": dict(source)}
+    if not quantized and not kv_scales:
+        return data
+    scales = [asdict(layer) for layer in kv_scales]
+    return {**data, "format_version": FORMAT_VERSION, "quantized": dict(quantized or {}), "kv_scales": scales}
 
 
-def read_native_config(directory: Path) -> ModelConfig:
+def read_native_config(directory: Path) -> NativeConfig:
     """Raises CheckpointError for another format version or a configuration this version does not know."""
     path = directory / NATIVE_CONFIG
     data = read_json(path)
-    if data.get("format_version") != FORMAT_VERSION:
+    if data.get("format_version") not in (_DENSE_VERSION, FORMAT_VERSION):
         raise CheckpointError(
-            path, f"format_version {data.get('format_version')!r}, this version reads {FORMAT_VERSION}"
+            path, f"format_version {data.get('format_version')!r}, this version reads up to {FORMAT_VERSION}"
         )
     try:
-        return ModelConfig.from_dict(data["model"])
+        model = ModelConfig.from_dict(data["model"])
+        shapes = {".".join(target): shape for target, shape in param_shapes(model).items()}
+        quantized = dict(data.get("quantized", {}))
+        for name, description in quantized.items():
+            if parts_of(description)["values"][0] != shapes[name]:
+                raise ValueError(f"{name} is quantized in another shape than {shapes[name]}")
+        scales = tuple(KVScales(tuple(layer["k"]), tuple(layer["v"])) for layer in data.get("kv_scales", []))
+        return NativeConfig(model, quantized, scales)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(path, f"holds no model configuration: {error!r}") from None
 
 
-def write_unit(directory: Path, arrays: Mapping[ParamPath, np.ndarray]) -> None:
+def write_unit(directory: Path, arrays: Mapping[ParamPath, np.ndarray | QuantizedArray]) -> None:
     """Writes one unit as an Orbax checkpoint; the directory appears when it is complete."""
     import orbax.checkpoint as ocp
 
-    tree = {".".join(path): array for path, array in arrays.items()}
+    tree = {}
+    for path, array in arrays.items():
+        name = ".".join(path)
+        if isinstance(array, QuantizedArray):
+            tree |= {f"{name}.{part}": value for part, value in flatten(array).items()}
+        else:
+            tree[name] = array
     save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
@@ -71,25 +109,57 @@ class NativeSource(Source):
     def __init__(self, directory: Path, *, dtype: str = "auto", measure_casts: bool = False, verify: bool = False):
         super().__init__(directory, measure_casts=measure_casts)
         check_dtype(dtype)
-        self._stored = read_native_config(directory)
+        native = read_native_config(directory)
+        self._stored, self._quantized, self.kv_scales = native.model, native.quantized, native.kv_scales
         self.config = self._stored if dtype == "auto" else replace(self._stored, dtype=dtype)
         self._manifest = read_manifest(directory)
         problems = verify_manifest(directory) if verify else size_problems(directory, self._manifest)
         if problems:
             raise CheckpointError(directory, *problems)
 
-    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray]]:
+    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
         directory = self.directory / PARAMS / unit
         shapes = self.units()[unit]
-        stored = _restore(directory, {".".join(path): shape for path, shape in shapes.items()}, self._stored.dtype)
+        stored = _restore(directory, self._parts(shapes))
         release_heap()
         for path, shape in shapes.items():
             name = ".".join(path)
+            if name in self._quantized:
+                yield path, self._rebuilt(name, stored, directory)
+                continue
             array = stored.pop(name)
             copy = partial(_copy_bytes, array)
             yield path, self.host_array(copy, shape, array.dtype, param=name, name=name, where=directory)
             del array, copy
         release_heap()
+
+    def param_bytes(self, path: ParamPath) -> int:
+        description = self._quantized.get(".".join(path))
+        if description is None:
+            return super().param_bytes(path)
+        parts = parts_of(description).values()
+        return sum(int(np.prod(shape, dtype=np.int64)) * itemsize_bits(dtype) // 8 for shape, dtype in parts)
+
+    def _parts(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """What a unit must hold: name of an array to shape and dtype."""
+        parts = {}
+        for path, shape in shapes.items():
+            name = ".".join(path)
+            if name in self._quantized:
+                for part, (part_shape, dtype) in parts_of(self._quantized[name]).items():
+                    parts[f"{name}.{part}"] = (part_shape, numpy_dtype(dtype))
+            else:
+                parts[name] = (shape, numpy_dtype(self._stored.dtype))
+        return parts
+
+    def _rebuilt(self, name: str, stored: dict[str, np.ndarray], directory: Path) -> QuantizedArray:
+        description = self._quantized[name]
+        array = rebuild(description, {part: stored.pop(f"{name}.{part}") for part in description["parts"]})
+        try:
+            check(array, f"parameter {name!r}")
+        except ValueError as error:
+            raise CheckpointError(directory, str(error)) from None
+        return array
 
     def fingerprint(self) -> str:
         return digest("native", self._manifest, self.config.to_dict())
@@ -102,11 +172,15 @@ def release_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _restore(directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> dict[str, np.ndarray]:
+def itemsize_bits(dtype: str) -> int:
+    """Bits of a value on a device, where two 4-bit values share a byte."""
+    return jax.dtypes.itemsize_bits(numpy_dtype(dtype))
+
+
+def _restore(directory: Path, wanted: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> dict[str, np.ndarray]:
     """The arrays of a unit, exactly as stored: what Orbax would cast or reshape in silence is refused first."""
     import orbax.checkpoint as ocp
 
-    wanted = {name: (shape, numpy_dtype(dtype)) for name, shape in shapes.items()}
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = checkpointer.metadata(directory.absolute()).item_metadata.tree

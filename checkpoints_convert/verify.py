@@ -12,8 +12,9 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.load import load, open_source
-from checkpoints_convert.source import ParamPath, Source
+from checkpoints_convert.source import Source
 from jaxinfer.models import ModelConfig, Params, bind, collect, tap_names
+from jaxinfer.quantization import QuantizedArray
 from pallas_kernels.flash_attention import flash_attention
 
 NUM_TOKENS = 320  # short prompts have let wrong rotations pass
@@ -96,7 +97,8 @@ def verify_against(
 
 
 def compare_tensors(path: str | Path, reference_path: str | Path, *, tolerance: float = 0.0) -> list[TensorDifference]:
-    """Parameters of two checkpoint directories that differ by more than `tolerance`, compared as float32.
+    """Parameters of two checkpoint directories that differ by more than `tolerance`, compared as float32,
+    quantized ones dequantized.
 
     Holds two layers at a time, on the host. Raises CheckpointError as `verify_against` does.
     """
@@ -111,15 +113,19 @@ def compare_tensors(path: str | Path, reference_path: str | Path, *, tolerance: 
 
 
 def _unit_differences(source: Source, reference: Source, unit: str) -> list[TensorDifference]:
-    others: dict[ParamPath, np.ndarray] = dict(reference.read(unit))
+    others = dict(reference.read(unit))
     found = []
     for path, array in source.read(unit):
-        a, b = array.astype(np.float32), others.pop(path).astype(np.float32)
+        a, b = _as_float32(array), _as_float32(others.pop(path))
         different = a != b
         if different.any():
             size = float(np.max(np.abs(a - b)))
-            found.append(TensorDifference(".".join(path), int(different.sum()), array.size, size))
+            found.append(TensorDifference(".".join(path), int(different.sum()), a.size, size))
     return found
+
+
+def _as_float32(array: np.ndarray | QuantizedArray) -> np.ndarray:
+    return np.asarray(array.dequantize()) if isinstance(array, QuantizedArray) else array.astype(np.float32)
 
 
 def _check_same_model(config: ModelConfig, reference: ModelConfig, where: str | Path) -> None:

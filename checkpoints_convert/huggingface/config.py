@@ -6,6 +6,7 @@ from typing import Any
 
 from checkpoints_convert.errors import CheckpointError, did_you_mean
 from checkpoints_convert.files import CONFIG, read_json
+from checkpoints_convert.formats import FormatError, quantization_method
 from checkpoints_convert.huggingface.families import FAMILIES, Bias, Family, family_of
 from checkpoints_convert.huggingface.fields import Fields
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
@@ -42,9 +43,10 @@ def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelCo
     activation = data.get("hidden_act", "silu")
     if activation not in _SILU:
         fields.problem("hidden_act", f"{activation!r} is not supported for {family.architecture}, only 'silu' is")
-    if quantization := data.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        fields.problem("quantization_config", f"quant_method {method!r} is not supported yet")
+    try:
+        quantization_method(data)
+    except FormatError as error:
+        fields.problem("quantization_config:", str(error))
     values = {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden_size,

@@ -8,10 +8,14 @@ from typing import Any
 import numpy as np
 
 from checkpoints_convert.files import CONFIG, read_json
-from checkpoints_convert.plan import TensorPlan, plan
+from checkpoints_convert.formats import with_side_file
+from checkpoints_convert.formats.kv_scales import read_kv_scales
+from checkpoints_convert.huggingface.quantized import read_quantized, read_whole
+from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
 from checkpoints_convert.safetensors_index import SafetensorsIndex
 from checkpoints_convert.source import ParamPath, Source, digest, unit_of
+from jaxinfer.quantization import QuantizedArray
 
 _LOG = logging.getLogger(__name__)
 _COMPARED_BYTES = 4 * 2**20
@@ -25,22 +29,43 @@ class HuggingFaceSource(Source):
 
     def __init__(self, directory: Path, *, dtype: str = "auto", measure_casts: bool = False):
         super().__init__(directory, measure_casts=measure_casts)
-        hf_config = read_json(directory / CONFIG)
+        hf_config = with_side_file(directory, read_json(directory / CONFIG))
         self._index = SafetensorsIndex(directory)
         try:
             hf_config = _untied_if_heads_differ(hf_config, self._index)
-            self.config, self.plans = plan(hf_config, self._index.headers, dtype=dtype, where=directory)
+            self.config, self.plans = plan(
+                hf_config,
+                self._index.headers,
+                dtype=dtype,
+                where=directory,
+                file_of=lambda name: self._index.path_of(name).name,
+            )
+            self.kv_scales = read_kv_scales(
+                self._index.headers, self.config.num_layers, lambda name: read_whole(self._index, name)
+            )
         except BaseException:
             self._index.close()
             raise
         self._hf_config = hf_config
-        self._by_unit: dict[str, list[TensorPlan]] = {}
+        self._by_unit: dict[str, list[TensorPlan | QuantizedPlan]] = {}
         for tensor in self.plans:
             self._by_unit.setdefault(unit_of(tensor.target), []).append(tensor)
+        self._quantized = {tensor.target: tensor for tensor in self.plans if isinstance(tensor, QuantizedPlan)}
+        for note in dict.fromkeys(note for tensor in self._quantized.values() for note in tensor.reader.notes):
+            _LOG.warning("%s: %s", directory, note)
 
-    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray]]:
+    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
         for tensor in self._by_unit[unit]:
-            yield tensor.target, self._read(tensor)
+            if isinstance(tensor, QuantizedPlan):
+                yield tensor.target, read_quantized(self._index, tensor, self.config.dtype)
+            else:
+                yield tensor.target, self._read(tensor)
+
+    def param_bytes(self, path: ParamPath) -> int:
+        if path not in self._quantized:
+            return super().param_bytes(path)
+        entries = [self._index.entry(name) for name in self._quantized[path].sources.values()]
+        return sum(entry.end - entry.begin for entry in entries)
 
     def fingerprint(self) -> str:
         return digest("huggingface", self._hf_config, self._index.fingerprint(), self.config.to_dict())
@@ -67,7 +92,13 @@ def _untied_if_heads_differ(hf_config: dict[str, Any], index: SafetensorsIndex) 
     headers = index.headers
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     embed = embed if embed in headers else embed.removeprefix("model.")
-    is_copy_stored = hf_config.get("tie_word_embeddings") is True and {head, embed} <= set(headers)
+    is_tied = hf_config.get("tie_word_embeddings") is True
+    if is_tied and any(name in headers for name in ("lm_head.qweight", "lm_head.weight_packed")):
+        _LOG.warning(
+            "%s: tie_word_embeddings is true, but the head is quantized by itself; using both", index.directory
+        )
+        return {**hf_config, "tie_word_embeddings": False}
+    is_copy_stored = is_tied and {head, embed} <= set(headers)
     if not is_copy_stored or (headers[head] == headers[embed] and _same_bytes(index, head, embed)):
         return hf_config
     _LOG.warning(

@@ -111,10 +111,8 @@ def _programs(config: ModelConfig) -> _Programs:
     rest = abstract_params(config)
 
     def layer_of(params: Params) -> DecoderLayer:
-        blank = {
-            name: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), rest[name]) for name in rest if name != "layers"
-        }
-        return bind(config, blank | {"layers": {"0": params}}).layers[0]
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
+        return bind(config, {**blank, "layers": {"0": params}}).layers[0]
 
     def attend(layer, q, k, v, window):
         return flash_attention(q, k, v, window=window)

@@ -7,7 +7,6 @@ name only once it is whole and durable.
 import fcntl
 import json
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,22 +133,11 @@ def _nested(found: dict[str, np.ndarray]) -> Params:
         if name.endswith(":scheme"):
             name = name.removesuffix(":scheme")
             scheme = json.loads(str(array))
-            values, scales = (
-                jnp.asarray(found[f"{name}:{part}"]).astype(scheme.pop(part)) for part in ("values", "scales")
-            )
-            optional: Callable[[str], Any] = lambda part, name=name: (
-                jnp.asarray(found[f"{name}:{part}"]) if f"{name}:{part}" in found else None
-            )
-            put(
-                name,
-                QuantizedArray(
-                    values,
-                    scales,
-                    zeros=optional("zeros"),
-                    permutation=optional("permutation"),
-                    scheme=Scheme(**scheme | {"block": tuple(scheme["block"])}),
-                ),
-            )
+            parts = {part: found.get(f"{name}:{part}") for part in ("values", "scales", "zeros", "permutation")}
+            arrays = {part: jnp.asarray(array) for part, array in parts.items() if array is not None}
+            for part in ("values", "scales"):
+                arrays[part] = arrays[part].astype(scheme.pop(part))
+            put(name, QuantizedArray(**arrays, scheme=Scheme(**scheme | {"block": tuple(scheme["block"])})))
         elif ":" not in name and name != _REPORT:
             put(name, jnp.asarray(array))
     return params

@@ -129,7 +129,7 @@ def test_damaged_orbax_files_are_a_checkpoint_error(native):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format_version": 2}, "format_version 2, this version reads 1"),
+        ({"format_version": 3}, "format_version 3, this version reads up to 2"),
         ({"format_version": None}, "format_version None"),
         ({"model": {}}, "holds no model configuration"),
         ({"model": None}, "holds no model configuration"),

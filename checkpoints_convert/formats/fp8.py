@@ -1,0 +1,131 @@
+"""FP8 checkpoints: `fp8` (DeepSeek-V3, Qwen3-FP8 and others), `fbgemm_fp8` (Llama 3.1) and `modelopt` FP8.
+
+`weight` float8_e4m3fn [N, K] times a scale: of the tensor, of an output, or of a block of 128x128, whose last rows and
+columns are cut off. `weight_scale_inv` multiplies, despite its name.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert.formats.bits import transposed
+from checkpoints_convert.formats.module import (
+    FLOATS,
+    FormatError,
+    Method,
+    ModuleReader,
+    Tensors,
+    has_shape,
+    host_quantized,
+)
+from checkpoints_convert.safetensors_index import TensorHeader
+from jaxinfer.quantization import QuantizedArray, Scheme
+
+_WEIGHTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
+_SCALES = ("weight_scale_inv", "weight_scale", "qscale_weight", "scale")
+_ACTIVATION_SCALES = ("activation_scale", "input_scale", "qscale_act", "input_scale_ub")
+_EXPONENTS = ("U8", "F8_E8M0")
+
+
+@dataclass(frozen=True)
+class Fp8(Method):
+    """block: (outputs, inputs) of a scale, None for one per tensor or per output. is_dynamic: whether activations are
+    quantized per token as they come."""
+
+    name: str
+    block: tuple[int, int] | None = None
+    fmt: str = "e4m3"
+    is_dynamic: bool = False
+    excluded: tuple[str, ...] = ()
+
+    def reader(
+        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
+    ) -> ModuleReader | None:
+        dtype = headers.get("weight", ("F32",))[0]
+        if not dtype.startswith("F8") and dtype not in ("U8", "I8"):
+            return None
+        allowed = [name for name, fmt in _WEIGHTS.items() if fmt == self.fmt]
+        has_shape(headers, "weight", allowed, shape)
+        if any(fnmatchcase(module, pattern) for pattern in self.excluded):
+            raise FormatError(f"is stored as {dtype}, and the configuration excludes the module", "weight")
+        suffix = next((suffix for suffix in _SCALES if suffix in headers), "weight_scale")
+        outputs, inputs = shape
+        if self.block is not None:
+            bn, bk = self.block
+            has_shape(headers, suffix, (*FLOATS, *_EXPONENTS), (-(-outputs // bn), -(-inputs // bk)))
+            block = (bk, bn)
+        else:
+            shapes = ((), (1,), (1, 1), (outputs,), (outputs, 1))
+            which = has_shape(headers, suffix, (*FLOATS, *_EXPONENTS), *shapes)
+            block = (inputs, outputs) if which < 3 else (inputs, 1)
+        static = tuple(suffix for suffix in _ACTIVATION_SCALES if suffix in headers)
+        for name in static:
+            has_shape(headers, name, FLOATS, (), (1,), (1, 1))
+        activations = "fp8" if self.is_dynamic and not static and self.block is None and self.fmt == "e4m3" else None
+        notes = ("declared scales of activations are not applied: the products of these layers are floating-point",)
+        return ModuleReader(
+            ("weight", suffix, *static),
+            partial(read_fp8, suffix, Scheme("float", 8, block, activations)),
+            notes=notes if activations is None else (),
+        )
+
+
+def fp8(data: Mapping[str, Any]) -> Fp8:
+    """`quant_method` "fp8". Raises FormatError for float types and blocks we do not read, by name."""
+    fmt = str(data.get("fmt") or "e4m3").lower()
+    if fmt not in _WEIGHTS.values():
+        raise FormatError(f"fmt {fmt!r} is not supported, {' and '.join(_WEIGHTS.values())} are")
+    activations = data.get("activation_scheme") or "dynamic"
+    if activations not in ("dynamic", "static"):
+        raise FormatError(f"activation_scheme {activations!r} is neither 'dynamic' nor 'static'")
+    if (scale_fmt := data.get("scale_fmt")) not in (None, "ue8m0", "float"):
+        raise FormatError(f"scale_fmt {scale_fmt!r} is not supported, 'ue8m0' is")
+    return Fp8("fp8", _block(data.get("weight_block_size")), fmt, activations == "dynamic")
+
+
+def fbgemm_fp8(data: Mapping[str, Any]) -> Fp8:
+    return Fp8("fbgemm_fp8")
+
+
+def modelopt(data: Mapping[str, Any]) -> Fp8:
+    """NVIDIA ModelOpt, by config.json or by hf_quant_config.json. Raises FormatError for all but FP8, by name."""
+    fields = data.get("quantization")
+    if not isinstance(fields, Mapping):
+        fields = data
+    algorithm = fields.get("quant_algo")
+    if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
+        raise FormatError(f"quant_algo {algorithm!r} is not supported, 'FP8' and 'FP8_PER_CHANNEL_PER_TOKEN' are")
+    excluded = fields.get("exclude_modules") or data.get("ignore") or []
+    if not isinstance(excluded, list):
+        raise FormatError(f"exclude_modules must be a list, got {excluded!r}")
+    return Fp8("modelopt", excluded=tuple(map(str, excluded)), is_dynamic=algorithm == "FP8_PER_CHANNEL_PER_TOKEN")
+
+
+def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
+    """Of `weight` [N, K] and the scales under `suffix`, a number, one per output, or [N blocks, K blocks]."""
+    scales = tensors[suffix]
+    if scales.dtype.itemsize == 1:
+        scales = _powers_of_two(scales.view(np.uint8), suffix)
+    weight = tensors["weight"]
+    inputs, outputs = weight.shape[::-1]
+    blocks = (-(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
+    scales = np.ascontiguousarray(scales.reshape(blocks[::-1]).T)
+    return host_quantized(scheme, transposed(weight), scales)
+
+
+def _powers_of_two(exponents: np.ndarray, suffix: str) -> np.ndarray:
+    if bad := int((exponents == 255).sum()):
+        raise FormatError(f"{bad} of {exponents.size} scales are NaN", suffix)
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise FormatError(f"weight_block_size must be two positive integers, got {value!r}")
+    return value[0], value[1]

@@ -1,0 +1,220 @@
+"""GPTQ checkpoints (Frantar et al. 2022) as AutoGPTQ and GPTQModel pack them, 2, 3, 4 and 8 bits, v1 and v2.
+
+    qweight int32 [K * bits / 32, N]   codes packed along the inputs
+    qzeros  int32 [K / g, N * bits / 32]  packed along the outputs; v1 stores zero - 1
+    scales  [K / g, N]; g_idx int32 [K]  the group of every input
+
+W[k, n] = scales[g_idx[k], n] * (code[k, n] - zero[g_idx[k], n]).
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert.formats.bits import num_words, signed, unpack
+from checkpoints_convert.formats.module import (
+    FLOATS,
+    FormatError,
+    Method,
+    ModuleReader,
+    Tensors,
+    flag,
+    has_shape,
+    host_quantized,
+    order_of_groups,
+    positive_int,
+)
+from checkpoints_convert.safetensors_index import TensorHeader
+from jaxinfer.quantization import QuantizedArray, Scheme
+
+_LOG = logging.getLogger(__name__)
+_BITS = (2, 3, 4, 8)
+_FORMATS = {"gptq": 1, "gptq_v2": 0}
+_SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+
+
+@dataclass(frozen=True)
+class GptqSettings:
+    """Of one module. group_size: -1 for one group. zero_offset: what was taken from every zero, 1 in v1."""
+
+    bits: int
+    group_size: int
+    sym: bool
+    desc_act: bool
+    zero_offset: int
+    is_word_subtracted: bool = False
+
+
+@dataclass(frozen=True)
+class Gptq(Method):
+    """overrides: (pattern, fields) of `dynamic`, or of auto-round's `extra_config`; the first that matches wins."""
+
+    settings: GptqSettings
+    overrides: tuple[tuple[str, dict[str, Any]], ...] = ()
+    name: str = "gptq"
+
+    def reader(
+        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
+    ) -> ModuleReader | None:
+        if "qweight" not in headers:
+            return None
+        settings = self._settings_of(module)
+        (outputs, inputs), bits = shape, settings.bits
+        size = inputs if settings.group_size == -1 else min(settings.group_size, inputs)
+        groups = -(-inputs // size)
+        has_shape(headers, "qweight", ["I32"], (num_words(inputs, bits), outputs))
+        has_shape(headers, "qzeros", ["I32"], (groups, num_words(outputs, bits)))
+        has_shape(headers, "scales", FLOATS, (groups, outputs))
+        if "g_idx" in headers:
+            has_shape(headers, "g_idx", ["I32"], (inputs,))
+        elif settings.desc_act and groups > 1:
+            raise FormatError("is missing, and desc_act is true", "g_idx")
+        suffixes = tuple(suffix for suffix in _SUFFIXES if suffix in headers)
+        return ModuleReader(suffixes, partial(_read, settings, shape, size, module))
+
+    def _settings_of(self, module: str) -> GptqSettings:
+        for pattern, fields in self.overrides:
+            if not _matches(pattern, module):
+                continue
+            own = GptqSettings(
+                bits=positive_int(fields, ["bits", "w_bit"], self.settings.bits),
+                group_size=positive_int(fields, ["group_size", "q_group_size"], self.settings.group_size),
+                sym=flag(fields, "sym", self.settings.sym),
+                desc_act=flag(fields, "desc_act", self.settings.desc_act),
+                zero_offset=self.settings.zero_offset,
+                is_word_subtracted=self.settings.is_word_subtracted,
+            )
+            _check_bits(own.bits)
+            return own
+        return self.settings
+
+
+def gptq(data: Mapping[str, Any]) -> Gptq:
+    """The method a quantization_config or quantize_config.json declares.
+
+    Raises FormatError for bits, packings and variants we do not read, by name.
+    """
+    declared = data.get("checkpoint_format") or data.get("format") or "gptq"
+    if declared not in _FORMATS:
+        raise FormatError(f"checkpoint_format {declared!r} is not supported, {' and '.join(_FORMATS)} are")
+    if flag(data, "is_marlin_format", False):
+        raise FormatError("is_marlin_format is set: weights packed for the Marlin kernel are not supported")
+    if str(data.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
+        raise FormatError(f"pack_dtype {data['pack_dtype']!r} is not supported, only 'int32' is")
+    if data.get("rotation"):
+        raise FormatError(f"rotation {data['rotation']!r} is not supported")
+    settings = GptqSettings(
+        bits=positive_int(data, ["bits", "w_bit"]),
+        group_size=positive_int(data, ["group_size", "q_group_size"], -1),
+        sym=flag(data, "sym", True),
+        desc_act=flag(data, "desc_act", False),
+        zero_offset=_FORMATS[declared],
+        is_word_subtracted=_is_word_subtracted(data),
+    )
+    _check_bits(settings.bits)
+    return Gptq(settings, _overrides(data.get("dynamic")))
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in _BITS:
+        raise FormatError(f"bits {bits} is not supported, {', '.join(map(str, _BITS))} are")
+
+
+def _is_word_subtracted(data: Mapping[str, Any]) -> bool:
+    """GPTQModel from 0.9.0 on takes 1 from every zero by one subtraction per word, so that a zero of 0 borrows."""
+    meta = data.get("meta")
+    quantizers = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    for entry in [quantizers] if isinstance(quantizers, str) else quantizers or []:
+        if match := re.fullmatch(r"gptqmodel:(\d+)\.(\d+).*", str(entry)):
+            return (int(match[1]), int(match[2])) >= (0, 9)
+    return False
+
+
+def _overrides(dynamic: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """`dynamic` maps patterns to fields; those with "-:" in front name modules left alone, which their tensors show."""
+    if not dynamic:
+        return ()
+    if not isinstance(dynamic, Mapping) or not all(isinstance(fields, Mapping) for fields in dynamic.values()):
+        raise FormatError(f"dynamic must map patterns to fields, got {dynamic!r}")
+    found = []
+    for pattern, fields in dynamic.items():
+        if not pattern.startswith("-:"):
+            check_pattern(pattern.removeprefix("+:"))
+            found.append((pattern.removeprefix("+:"), dict(fields)))
+    return tuple(found)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises FormatError unless `pattern` is a regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise FormatError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
+
+
+def _matches(pattern: str, module: str) -> bool:
+    return pattern == module or re.match(pattern, module) is not None
+
+
+def _read(settings: GptqSettings, shape: tuple[int, ...], size: int, module: str, tensors: Tensors) -> QuantizedArray:
+    outputs, inputs = shape
+    codes = unpack(tensors["qweight"], settings.bits, inputs, axis=0)
+    order = None
+    if "g_idx" in tensors and tensors["g_idx"].any():
+        order = order_of_groups(tensors["g_idx"], size, "g_idx")
+    elif settings.desc_act and size < inputs:
+        raise FormatError("is all zero, and desc_act is true", "g_idx")
+    zeros = _zeros(tensors["qzeros"], settings, outputs, module)
+    return host_quantized(
+        Scheme("int", settings.bits, (size, 1)),
+        signed(codes if order is None else codes[order], settings.bits),
+        tensors["scales"],
+        zeros=zeros if zeros.any() else None,
+        permutation=order,
+    )
+
+
+def _zeros(words: np.ndarray, settings: GptqSettings, outputs: int, module: str) -> np.ndarray:
+    """int8 [groups, N], less 2^(bits - 1)."""
+    bits, middle, full = settings.bits, 2 ** (settings.bits - 1), 2**settings.bits - 1
+    stored = unpack(words, bits, outputs, axis=1)
+    offset = settings.zero_offset
+    if settings.sym:
+        # Files exist that declare one version and store the other; a symmetric zero tells them apart.
+        if (stored == middle).all() or (stored == middle - 1).all():
+            return np.zeros(stored.shape, np.int8)
+        _LOG.warning(
+            "%s: sym is true, and the stored zeros are neither all %d nor all %d; read as %s",
+            module,
+            middle - 1,
+            middle,
+            "v1 (stored + 1)" if offset else "v2 (as stored)",
+        )
+    if offset and settings.is_word_subtracted and bits != 3:
+        ones = np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+        stored = unpack(words.view(np.uint32) + ones, bits, outputs, axis=1)
+    elif offset:
+        if not settings.is_word_subtracted:
+            _check_not_overwritten(stored, bits)
+        stored = (stored + np.uint8(1)) & np.uint8(full)
+    return (stored - np.uint8(middle)).view(np.int8)
+
+
+def _check_not_overwritten(stored: np.ndarray, bits: int) -> None:
+    """AutoGPTQ packed a zero of 0 as -1, which set all higher bits of its word: unless the field is the highest, the
+    zeros above it are lost."""
+    is_full = stored == 2**bits - 1
+    if bits != 3:
+        per_word = 32 // bits
+        is_full = is_full & (np.arange(stored.shape[1]) % per_word != per_word - 1)
+    if lost := int(is_full.sum()):
+        raise FormatError(
+            f"{lost} zeros of 0 were packed as -1, which overwrote their neighbours (sym=false, checkpoint_format"
+            " gptq, not packed by gptqmodel 0.9 or newer): the file has lost them",
+            "qzeros",
+        )

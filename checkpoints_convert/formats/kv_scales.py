@@ -1,0 +1,68 @@
+"""Scales of an 8-bit key-value cache that a checkpoint carries: a stored key is read as key * k_scale."""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from checkpoints_convert.formats.module import FLOATS, FormatError
+from checkpoints_convert.safetensors_index import TensorHeader
+
+_LOG = logging.getLogger(__name__)
+# compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files; queries are never quantized here.
+_NAME = re.compile(
+    r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
+    r"|v_proj\.output_scale)"
+)
+_KEY = ("k_scale", "k_proj.output_scale")
+_VALUE = ("v_scale", "v_proj.output_scale")
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Of one layer: one number for all heads, or one per key-value head."""
+
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+
+
+def kv_scale_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
+    """Tensors that are scales of the cache: name to (layer, kind)."""
+    return {name: (int(match[1]), match[2]) for name in names if (match := _NAME.fullmatch(name))}
+
+
+def check_kv_scale(header: TensorHeader, num_kv_heads: int) -> None:
+    """Raises FormatError unless a tensor can hold scales of the cache."""
+    dtype, shape = header
+    if dtype not in FLOATS or int(np.prod(shape, dtype=np.int64)) not in (1, num_kv_heads):
+        raise FormatError(f"is {dtype}{list(shape)}, not one number or one for each of {num_kv_heads} heads")
+
+
+def read_kv_scales(
+    headers: Mapping[str, TensorHeader], num_layers: int, read: Callable[[str], np.ndarray]
+) -> tuple[KVScales, ...]:
+    """The scales of every layer, () where there are none.
+
+    A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a warning.
+    """
+    found: list[dict[str, tuple[float, ...]]] = [{} for _ in range(num_layers)]
+    for name, (layer, kind) in kv_scale_names(headers).items():
+        if kind == "q_scale" or layer >= num_layers:
+            continue
+        values = tuple(float(value) for value in read(name).astype(np.float32).reshape(-1))
+        sides = "kv" if kind == "kv_scale" else "k" if kind in _KEY else "v"
+        for side in sides:
+            found[layer].setdefault(side, values)
+    if not any(found):
+        return ()
+    return tuple(_layer(number, scales) for number, scales in enumerate(found))
+
+
+def _layer(number: int, scales: Mapping[str, tuple[float, ...]]) -> KVScales:
+    good = {side: values for side, values in scales.items() if min(values) > 0}
+    if len(good) < 2:
+        _LOG.warning("layer %d: scales of the key-value cache are missing or not positive: %s", number, dict(scales))
+    other = (max(max(values) for values in good.values()),) if good else (1.0,)
+    return KVScales(good.get("k", other), good.get("v", other))

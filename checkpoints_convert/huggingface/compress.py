@@ -1,0 +1,179 @@
+"""Writing `QuantizedArray`s as compressed-tensors, which other engines open."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from checkpoints_convert.formats.bits import as_int8, pack, transposed, unsigned
+from checkpoints_convert.formats.mxfp4 import BLOCK, E2M1
+from jaxinfer.quantization import NestedScales, QuantizedArray
+
+_INSTEAD = "compressed-tensors cannot say it; the native form can"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a module is stored: a group of the configuration, apart from its targets."""
+
+    format: str
+    bits: int
+    kind: str
+    symmetric: bool
+    strategy: str
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    activations: str | None = None
+    actorder: str | None = None
+
+
+def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
+    """The tensors of a module, by suffix, for a weight [K, N] of host arrays.
+
+    Raises ValueError for a scheme compressed-tensors has no words for.
+    """
+    scheme = weight.scheme
+    if scheme.kind == "codebook":
+        return _mxfp4(weight)
+    if isinstance(weight.scales, NestedScales):
+        raise ValueError(f"nested scales: {_INSTEAD}")
+    strategy = _strategy(weight)
+    block = (scheme.block[1], scheme.block[0]) if strategy == "block" else None
+    size = scheme.block[0] if strategy == "group" else None
+    stored = Stored(
+        "", scheme.bits, scheme.kind, weight.zeros is None, strategy, size, block, scheme.activations,
+        "group" if weight.permutation is not None else None,
+    )  # fmt: skip
+    scales = np.ascontiguousarray(np.asarray(weight.scales).T)
+    scales = scales.reshape(1) if strategy == "tensor" else scales
+    if scheme.kind == "float":
+        return _float(weight, scales, stored)
+    if scheme.bits == 8 and scheme.activations is not None:
+        return _int8(weight, scales, stored)
+    return _packed(weight, scales, stored)
+
+
+def quantization_config(
+    modules: Mapping[str, Stored], linears: list[str], *, has_kv_scales: str | None
+) -> dict[str, Any]:
+    """The `quantization_config` of config.json.
+
+    Args:
+      modules: how each quantized module is stored, by name. linears: every Linear of the model; those that are not
+        quantized are listed as ignored.
+      has_kv_scales: "tensor" or "attn_head" where the checkpoint has scales of the key-value cache.
+    """
+    groups: dict[Stored, list[str]] = {}
+    for module, stored in modules.items():
+        groups.setdefault(stored, []).append(module)
+    is_uniform = len(groups) == 1 and set(modules) <= set(linears)
+    formats = {stored.format for stored in groups}
+    kv_cache = {"num_bits": 8, "type": "float", "strategy": has_kv_scales, "symmetric": True, "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision" if formats else "dense",
+        "config_groups": {
+            f"group_{number}": _group(stored, ["Linear"] if is_uniform else names)
+            for number, (stored, names) in enumerate(groups.items())
+        },
+        "ignore": [module for module in linears if module not in modules],
+        "kv_cache_scheme": kv_cache if has_kv_scales else None,
+    }
+
+
+def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
+    weights = {
+        "num_bits": stored.bits,
+        "type": stored.kind,
+        "symmetric": stored.symmetric,
+        "strategy": stored.strategy,
+        "group_size": stored.group_size,
+        "block_structure": None if stored.block is None else list(stored.block),
+        "dynamic": False,
+        "actorder": stored.actorder,
+    }
+    kind = {"int8": "int", "fp8": "float"}.get(stored.activations or "")
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "targets": targets,
+        "format": stored.format,
+        "weights": weights,
+        "input_activations": activations if kind else None,
+        "output_activations": None,
+    }
+
+
+def _strategy(weight: QuantizedArray) -> str:
+    (inputs, outputs), (bk, bn) = weight.shape[-2:], weight.scheme.block
+    if bn >= outputs > 1 and bk >= inputs:
+        return "tensor"
+    if bn == 1 and bk >= inputs:
+        return "channel"
+    if bn == 1:
+        if inputs % bk:
+            raise ValueError(f"groups of {bk} inputs with {inputs % bk} left over: {_INSTEAD}")
+        return "group"
+    if weight.scheme.kind != "float":
+        raise ValueError(f"blocks of {bk} inputs and {bn} outputs of integers: {_INSTEAD}")
+    return "block"
+
+
+def _packed(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
+    codes, bits = unsigned(np.asarray(weight.values), stored.bits), stored.bits
+    tensors = {}
+    if weight.permutation is not None:
+        order = np.asarray(weight.permutation)
+        group, natural = np.empty(len(order), np.int32), np.empty_like(codes)
+        group[order] = np.arange(len(order)) // (stored.group_size or len(order))
+        natural[order] = codes
+        codes, tensors["weight_g_idx"] = natural, group
+    tensors["weight_packed"] = transposed(pack(codes, bits, axis=0))
+    tensors["weight_scale"] = scales
+    tensors["weight_shape"] = np.array(weight.shape[::-1], np.int64)
+    if weight.zeros is not None:
+        if stored.strategy == "tensor":
+            raise ValueError(f"one zero for a whole packed weight: {_INSTEAD}")
+        zeros = unsigned(np.asarray(weight.zeros), bits)
+        tensors["weight_zero_point"] = transposed(pack(zeros, bits, axis=1))
+    return tensors, replace(stored, format="pack-quantized")
+
+
+def _int8(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
+    _check_unpermuted(weight)
+    tensors = {"weight": transposed(as_int8(np.asarray(weight.values))), "weight_scale": scales}
+    if weight.zeros is not None:
+        tensors["weight_zero_point"] = np.asarray(weight.zeros).T.reshape(scales.shape)
+    return tensors, replace(stored, format="int-quantized")
+
+
+def _float(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
+    _check_unpermuted(weight)
+    values = np.asarray(weight.values)
+    if values.dtype != ml_dtypes.float8_e4m3fn or stored.strategy == "group":
+        raise ValueError(f"{values.dtype.name} in blocks of {weight.scheme.block}: {_INSTEAD}")
+    form = "float-quantized" if stored.activations else "naive-quantized"
+    return {"weight": transposed(values), "weight_scale": scales}, replace(stored, format=form)
+
+
+def _mxfp4(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
+    scheme = weight.scheme
+    if scheme.block != (BLOCK, 1) or not np.array_equal(np.asarray(weight.codebook), E2M1) or weight.shape[0] % BLOCK:
+        raise ValueError(f"values of a codebook, but for MXFP4's in blocks of {BLOCK}: {_INSTEAD}")
+    if isinstance(weight.scales, NestedScales) or scheme.activations is not None or weight.permutation is not None:
+        raise ValueError(f"MXFP4 with nested scales, quantized activations or permuted inputs: {_INSTEAD}")
+    mantissa, exponents = np.frexp(np.asarray(weight.scales).astype(np.float32).T)
+    exponents = exponents.astype(np.int32) + 126
+    if (mantissa != 0.5).any() or exponents.min() < 0 or exponents.max() > 254:
+        raise ValueError(f"MXFP4 with scales that are no powers of two: {_INSTEAD}")
+    codes = transposed(unsigned(np.asarray(weight.values), 4))
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    stored = Stored("mxfp4-pack-quantized", 4, "float", True, "group", BLOCK)
+    return {"weight_packed": packed, "weight_scale": np.ascontiguousarray(exponents.astype(np.uint8))}, stored
+
+
+def _check_unpermuted(weight: QuantizedArray) -> None:
+    if weight.permutation is not None:
+        raise ValueError(f"permuted inputs of 8-bit values: {_INSTEAD}")
