@@ -68,7 +68,8 @@ def quantize_within(
         bits = choose_bits(sensitivity, budget)
         chosen = replace(options, keep=(*(Keep(part, count) for part, count in bits.items()), *options.keep))
         report_round(bits)
-        result = quantize_model(model, chosen, tokens, held_out, work_dir=work_dir, report=report)
+        folder = None if work_dir is None else work_dir / f"round-{len(kls) + 1}"
+        result = quantize_model(model, chosen, tokens, held_out, work_dir=folder, report=report)
         kls.append(result.quality.kl if result.quality is not None else float("nan"))
         if kls[-1] <= max_kl:
             return AutoResult(result, chosen, bits, sensitivity, kls)

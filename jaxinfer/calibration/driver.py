@@ -1,6 +1,6 @@
 """A model quantized layer by layer: at most one layer's float weights, and the hidden states of the text, are held."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -196,12 +196,6 @@ def in_chunks(rows: np.ndarray) -> list[np.ndarray]:
     """Rows [rows, T] in pieces of about `CHUNK_TOKENS` tokens."""
     count = max(CHUNK_TOKENS // rows.shape[1], 1)
     return [rows[first : first + count] for first in range(0, len(rows), count)]
-
-
-def in_rows(tokens: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
-    """A stream of tokens as int32 [rows, length]; what fills no row is left out."""
-    stream = np.asarray(tokens, np.int32)
-    return stream[: len(stream) // length * length].reshape(-1, length)
 
 
 def _run(program: LayerProgram, params: Params, chunks: list[np.ndarray]) -> list[np.ndarray]:

@@ -42,26 +42,31 @@ def candidate_scales(mean_absolute: jax.Array, relative: jax.Array | None = None
     return found
 
 
-def search_scale(candidates: Sequence[jax.Array], loss: Callable[[jax.Array], float]) -> jax.Array:
-    """The candidate with the least loss; the first of equals."""
-    losses = [loss(scale) for scale in candidates]
-    return candidates[min(range(len(candidates)), key=losses.__getitem__)]
+def search_scale(candidates: Sequence[jax.Array], losses: Callable[[jax.Array], Sequence[float]]) -> jax.Array:
+    """The candidate with the least sum of losses, each relative to the first candidate's, of those with which no loss
+    is larger than the first candidate's. The first is the identity, so no layer gets worse for another's sake."""
+    first = losses(candidates[0])
+    best, least = candidates[0], float(len(first))
+    for scale in candidates[1:]:
+        ratios = [loss / max(reference, 1e-30) for loss, reference in zip(losses(scale), first, strict=True)]
+        if max(ratios) <= 1 and sum(ratios) < least:
+            best, least = scale, sum(ratios)
+    return best
 
 
 @jax.jit
 def output_error(weight: jax.Array, approximation: jax.Array, hessian: jax.Array) -> jax.Array:
     """Squared error of the outputs over their squares, for the tokens in `hessian`, the sum of x x^T."""
-    difference = approximation - weight
-    error = jnp.sum(difference * jnp.matmul(hessian, difference, precision=_PRECISION))
-    return error / jnp.maximum(jnp.sum(weight * jnp.matmul(hessian, weight, precision=_PRECISION)), 1e-30)
+    return _squares(approximation - weight, hessian) / jnp.maximum(_squares(weight, hessian), 1e-30)
 
 
 @partial(jax.jit, static_argnames="grid")
 def scaled_error(weight: jax.Array, scale: jax.Array, hessian: jax.Array, grid: IntegerGrid) -> jax.Array:
-    """`output_error` of a weight [K, N] that is multiplied by scale [K], rounded to the grid, and divided again."""
+    """Squared error of the outputs of a weight [K, N] that is multiplied by scale [K], rounded to the grid, and divided
+    again; `hessian` as in `output_error`."""
     groups = in_groups(weight * scale[:, None], grid.group(len(weight)))
     rounded = _rounded(groups, grid).reshape(-1, weight.shape[1])[: len(weight)]
-    return output_error(weight, rounded / scale[:, None], hessian)
+    return _squares(rounded / scale[:, None] - weight, hessian)
 
 
 @partial(jax.jit, static_argnames="grid")
@@ -96,3 +101,7 @@ def _rounded(groups: jax.Array, grid: IntegerGrid) -> jax.Array:
     """The nearest weights on their grid, of groups [G, g, N]."""
     scales, zeros = (found[:, None] for found in find_params(groups, grid))
     return (to_values(groups, scales, zeros, grid) - zeros) * scales
+
+
+def _squares(weight: jax.Array, hessian: jax.Array) -> jax.Array:
+    return jnp.sum(weight * jnp.matmul(hessian, weight, precision=_PRECISION))
