@@ -77,11 +77,6 @@ class LayerProgram:
             raise ValueError("no hidden states to take statistics of")
         return total
 
-    def module(self, name: str, params: Params, x: jax.Array, scale: jax.Array) -> jax.Array:
-        """Output of the module `name` ("attention" or "mlp") for hidden states `x` before the layer, its own input
-        divided by `scale` [D]."""
-        return _programs(self.config).module(params, x, scale, name)
-
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         return _programs(self.config).groups
@@ -91,7 +86,6 @@ class _Programs(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
     forward: Callable[..., jax.Array]
     statistics: Callable[..., InputStatistics]
-    module: Callable[..., jax.Array]
 
 
 class _Recorder(nnx.Module):
@@ -142,19 +136,12 @@ def _programs(config: ModelConfig) -> _Programs:
         found = InputStatistics(hessian, sizes.sum(0), sizes.max(0), jnp.float32(len(rows)))
         return found if total is None else total + found
 
-    def module(params: Params, x: jax.Array, scale: jax.Array, name: str) -> jax.Array:
-        layer = layer_of(params)
-        if name == "attention":
-            return layer.attention(layer.attention_norm(x) / scale, *rotations(x), attend)
-        x = x + layer.attention(layer.attention_norm(x), *rotations(x), attend)
-        return layer.mlp(layer.mlp_norm(x) / scale)
-
     groups: dict[int, list[str]] = {}
 
     def find_groups(params: Params, x: jax.Array) -> None:
-        for name, value in inputs(params, x).items():
+        found = inputs(params, x)  # all alive at once, so that no two share an identity by chance
+        for name, value in found.items():
             groups.setdefault(id(value), []).append(name)
-        # Kept alive until here, so that no two of them share an identity.
 
     width = jax.ShapeDtypeStruct((1, 2, config.hidden_size), jnp.float32)
     jax.eval_shape(find_groups, rest["layers"]["0"], width)
@@ -162,5 +149,4 @@ def _programs(config: ModelConfig) -> _Programs:
         tuple(map(tuple, groups.values())),
         jax.jit(lambda params, x: run(layer_of(params), x)),
         jax.jit(statistics, static_argnames="name", donate_argnames="total"),
-        jax.jit(module, static_argnames="name"),
     )

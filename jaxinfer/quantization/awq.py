@@ -48,7 +48,7 @@ def search_scale(candidates: Sequence[jax.Array], losses: Callable[[jax.Array], 
     first = losses(candidates[0])
     best, least = candidates[0], float(len(first))
     for scale in candidates[1:]:
-        ratios = [loss / max(reference, 1e-30) for loss, reference in zip(losses(scale), first, strict=True)]
+        ratios = [(loss + 1e-30) / (reference + 1e-30) for loss, reference in zip(losses(scale), first, strict=True)]
         if max(ratios) <= 1 and sum(ratios) < least:
             best, least = scale, sum(ratios)
     return best
