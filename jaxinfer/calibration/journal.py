@@ -72,10 +72,8 @@ class Journal:
             with np.load(path, allow_pickle=False) as file:
                 found = {name: file[name] for name in file.files}
             return _nested(found), json.loads(str(found[_REPORT]))
-        except Exception as error:
-            raise ValueError(
-                f"{path}: a finished layer cannot be read ({error}): remove it to calibrate again"
-            ) from None
+        except Exception:  # numpy and zipfile have many
+            raise ValueError(f"{path} is damaged: remove it, and its layer is calibrated again") from None
 
     def remove(self) -> None:
         """The calibration is complete, or not wanted any more."""

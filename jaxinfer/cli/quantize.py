@@ -108,7 +108,7 @@ def quantize(
 
     Example: jaxinfer quantize ./model ./model-int4 --method awq --bits 4 --calibration texts.txt
     """
-    _check_usage(method, bits, calibration, max_kl)
+    _check_usage(method, bits, group_size, calibration, max_kl)
     import checkpoints_convert
     from checkpoints_convert.load import open_source
     from checkpoints_convert.staging import check_destination
@@ -152,7 +152,11 @@ def quantize(
     return None
 
 
-def _check_usage(method: str, bits: int | None, calibration: list[Path] | None, max_kl: float | None) -> None:
+def _check_usage(
+    method: str, bits: int | None, group_size: int | None, calibration: list[Path] | None, max_kl: float | None
+) -> None:
+    if group_size == 0:
+        raise UsageError("--group-size is a number of inputs, or -1 for all, not 0")
     if method != "rtn" and not calibration:
         raise UsageError(f"--method {method} needs --calibration PATH, the text to look at")
     if (method == "auto") != (max_kl is not None):
@@ -181,10 +185,13 @@ def _read_rows(path: Path, calibration: list[Path] | None, samples: int, length:
 
 def _model(source: "Source") -> "FloatModel":
     from jaxinfer.calibration import FloatModel
+    from jaxinfer.quantization import QuantizedArray
 
     def read(unit: str) -> Any:
         found: Any = {}
         for path, array in source.read(unit):
+            if isinstance(array, QuantizedArray):
+                raise ValueError(f"{'.'.join(path)} is quantized already: {array.scheme}")
             keys = path[2:] if path[0] == "layers" else path[1:]
             if not keys:
                 return array

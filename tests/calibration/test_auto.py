@@ -79,5 +79,5 @@ def test_what_cannot_hold_is_told(model, tokens, held_out):
     with pytest.raises(ValueError, match="smoothquant has 8 bits everywhere"):
         quantize_within(model, CalibrationOptions("smoothquant", 8), 0.1, tokens, held_out)
     everything = replace(OPTIONS, keep=(Keep("*", 2),))
-    with pytest.raises(ValueError, match=r"no choice of bits had a KL of at most 1e-09: measured 0\.\d+"):
+    with pytest.raises(ValueError, match=r"no choice of bits had a KL of at most 1e-09: measured \d+\.\d+, "):
         quantize_within(model, everything, 1e-9, None, np.asarray(held_out))

@@ -117,7 +117,7 @@ def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
         assert report == {"b": 2}
         assert restored["mlp"]["up_proj"]["weight"].scheme == params["mlp"]["up_proj"]["weight"].scheme
         (tmp_path / "work" / "layers.0.npz").write_bytes(b"damaged")
-        with pytest.raises(ValueError, match=r"layers\.0\.npz cannot be read"):
+        with pytest.raises(ValueError, match=r"layers\.0\.npz is damaged: remove it"):
             journal.read(0)
     with Journal(tmp_path / "work", {"a": 2}) as journal:
         assert 0 not in journal
