@@ -5,7 +5,7 @@ COMPILERS := $(VENV)/compilers
 WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
 PYTEST := $(BIN)/python -m pytest
 # The tests that compile for chips that are not here.
-COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py
+COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py tests/engine/test_compiled_quantized.py
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 

@@ -10,6 +10,7 @@ FLOORS = {
     "pallas_kernels": 1,
     "jaxinfer.models": 2,
     "jaxinfer.parallel": 2,
+    "jaxinfer.quantization": 2,
     "jaxinfer.cache": 2,
     "jaxinfer.compilation_cache": 2,
     "jaxinfer.data": 2,
@@ -34,7 +35,9 @@ BESIDE = {
     ("jaxinfer.llm", "jaxinfer.batch"),
     ("jaxinfer.batch", "jaxinfer.llm"),  # for types only
     ("jaxinfer.cache", "jaxinfer.parallel"),
+    ("jaxinfer.models", "jaxinfer.quantization"),
     ("jaxinfer.parallel", "jaxinfer.models"),
+    ("jaxinfer.parallel", "jaxinfer.quantization"),
     ("jaxinfer.speculative", "jaxinfer.sampling"),
 }
 MAY_IMPORT_CHECKPOINTS = ("jaxinfer.loading", "jaxinfer.cli", "checkpoints_convert")

@@ -96,6 +96,9 @@ class Selection:
 def _quantize(weight: jax.Array, rule: Recipe, scale_dtype: str) -> QuantizedArray:
     if weight.ndim > 2:
         found = jax.vmap(lambda one: _quantize(one, rule, scale_dtype))(weight)
+        # Tables are of the format, the same for all.
+        if isinstance(found.scales, NestedScales):
+            found = replace(found, scales=replace(found.scales, table=found.scales.table[0]))
         return found if found.codebook is None else replace(found, codebook=found.codebook[0])
     weight = weight.astype(jnp.float32)
     if rule.format == "int":

@@ -1,0 +1,40 @@
+"""What the TPU's compiler makes of products with quantized weights: the weight is read once, as it is stored."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.quantization import quantize
+from jaxinfer.quantization.matmul import matmul
+from pallas_kernels import ahead_of_time
+from pallas_kernels.hbm_traffic import Program
+
+K, N = 4096, 14_336  # of Llama-3-8B's feed-forward layer
+FORMATS = ["int8", "int8-g128-asym", "int4", "int4-asym", "int4-g128", "int4-g128-asym", "int4-g32", "w8a8"]
+FORMATS += ["fp8", "fp8-tensor", "fp8-block", "w8a8-fp8", "w8a8-fp8-block"]
+CASES = [
+    pytest.param(chip, name, rows, marks=[] if (rows, chip) == (64, "v6e") or name == "int4-g128" else pytest.mark.slow)
+    for chip in ("v5e", "v6e", "tpu7x")
+    for name in FORMATS
+    for rows in (1, 64, 512)
+    if chip != "tpu7x" or rows == 64
+]
+
+
+@pytest.mark.parametrize(("chip", "name", "rows"), CASES)
+def test_xla_reads_the_weight_once_as_it_is_stored(chip, name, rows):
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+    x = jax.ShapeDtypeStruct((rows, K), jnp.bfloat16)
+    weight = jax.eval_shape(partial(quantize, how=name), jax.ShapeDtypeStruct((K, N), jnp.bfloat16))
+    found = ahead_of_time.compile_for(chip, matmul, x, weight)
+    program = Program(found.program.as_text())
+    moved = sum(move.num_bytes for move in program.moves())
+    activations = 2 * rows * (K + N)
+    print(f"{chip} {name} {rows} rows: {moved:,} bytes moved, {weight.num_bytes:,} of weights, {activations:,} of rows")
+    # What is written besides is of the size of the rows.
+    assert all(r.shape[:1] == (rows,) for i in program.made_in_hbm(at_least=weight.num_bytes // 16) for r in i.results)
+    assert found.temporary_bytes <= 2 * activations
+    assert moved <= 1.03 * weight.num_bytes + 2 * activations
