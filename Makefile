@@ -61,6 +61,7 @@ test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Fa
 
 golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again, with Transformers
 	$(BIN)/python tests/oracle/make_golden.py
+	$(BIN)/python tests/oracle/make_format_golden.py
 
 lint: $(VENV)/stamp-lint  ## Check style and types
 	$(BIN)/ruff check .

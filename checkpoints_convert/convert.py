@@ -80,8 +80,9 @@ def convert(
     to the Hugging Face form starts over. Host memory holds a layer at a time (native) or a shard (Hugging Face).
 
     Args:
-      dtype: "auto" keeps the stored one; another casts, and the report has the largest errors.
-      to: "native" or "huggingface".
+      dtype: "auto" keeps the stored one; another casts, and the report has the largest errors. Quantized weights are
+        never cast.
+      to: "native" or "huggingface", where quantized weights are written as compressed-tensors.
       overwrite: replaces a checkpoint at `dst`; the old one stays until the new one is whole.
       progress, revision: as for `load`.
 

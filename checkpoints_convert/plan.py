@@ -163,9 +163,9 @@ def _format_problem(error: FormatError, module: str, tensors: set[str], file_of:
 
 def _kv_scale_problems(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> list[str]:
     problems = []
-    for name in kv_scale_names(headers):
+    for name, (layer, _) in kv_scale_names(headers).items():
         try:
-            check_kv_scale(headers[name], config.num_kv_heads)
+            check_kv_scale(headers[name], layer, config)
         except FormatError as error:
             problems.append(f"tensor {name!r} {error}")
     return problems

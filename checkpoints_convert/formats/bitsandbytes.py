@@ -86,7 +86,7 @@ def _four_bit(state: str, shape: tuple[int, ...], headers: Mapping[str, TensorHe
     notes = ()
     if any(inputs % size for size in fitting):
         notes = (
-            f"rows of {inputs} values are not whole blocks of {fitting[0]}: such weights are dequantized and stay dense",
+            f"rows of {inputs} values are not whole blocks of {fitting[0]}: such weights are dequantized, and dense",
         )
     return ModuleReader(tuple(suffixes), partial(_read_four_bit, state, shape), frozenset({"weight"}), notes)
 

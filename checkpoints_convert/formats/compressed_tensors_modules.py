@@ -2,7 +2,8 @@
 
     pack-quantized  weight_packed int32 [N, words], value + 2^(bits - 1) packed along the inputs; weight_scale;
                     weight_shape int64 [2]; weight_zero_point int32 packed along the outputs; weight_g_idx
-    int-quantized, float-quantized, naive-quantized  weight int8 or float8_e4m3fn [N, K], weight_scale, weight_zero_point
+    int-quantized, float-quantized, naive-quantized
+                    weight int8 or float8_e4m3fn [N, K], weight_scale, weight_zero_point
     mxfp4-pack-quantized  weight_packed uint8 [N, K / 2], weight_scale uint8 [N, K / 32]
 
 W = (value - zero) * scale.
@@ -75,23 +76,27 @@ def module_reader(
     if form == "mxfp4-pack-quantized":
         return _mxfp4(weights, shape, headers)
     outputs, inputs = shape
-    size = {"tensor": inputs, "channel": inputs, "group": min(weights.group_size or inputs, inputs)}.get(
-        weights.strategy
-    )
-    block = (size, outputs if weights.strategy == "tensor" else 1) if size else (weights.block or (0, 0))[::-1]
+    block = _block(weights, outputs, inputs)
     scales = (-(-outputs // block[1]), -(-inputs // block[0]))
     quantized, notes = _quantized_activations(weights, activations)
     layout = _Layout(form, weights, Scheme(weights.kind, weights.bits, block, quantized), shape, scales)
-    scale_shapes = (
-        (scales, (), (1,)) if weights.strategy == "tensor" else (scales, scales[:1]) if scales[1] == 1 else (scales,)
-    )
-    has_shape(headers, "weight_scale", FLOATS, *scale_shapes)
+    also = {"tensor": ((), (1,)), "channel": (scales[:1],)}.get(weights.strategy, ())
+    has_shape(headers, "weight_scale", FLOATS, scales, *also)
     if form == "pack-quantized":
         layout, suffixes = _packed(layout, headers)
     else:
         suffixes = _plain(layout, headers)
     static = tuple(suffix for suffix in _ACTIVATION_TENSORS if suffix in headers)
     return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), notes=notes)
+
+
+def _block(weights: Weights, outputs: int, inputs: int) -> tuple[int, int]:
+    """Inputs and outputs that share a scale."""
+    if weights.block is not None:
+        return weights.block[1], weights.block[0]
+    if weights.strategy == "tensor":
+        return inputs, outputs
+    return min(weights.group_size or inputs, inputs), 1
 
 
 def _packed(layout: _Layout, headers: Mapping[str, TensorHeader]) -> tuple[_Layout, tuple[str, ...]]:
@@ -146,9 +151,9 @@ def _quantized_activations(
     notes = () if activations.is_dynamic else ("static scales of activations are not applied: each token has its own",)
     if (weights.kind, activations.kind, activations.bits) == ("int", "int", 8):
         return "int8", notes
-    if (weights.kind, activations.kind, activations.bits, weights.bits) == ("float", "float", 8, 8):
-        if activations.strategy in ("token", "tensor"):
-            return "fp8", notes
+    is_fp8 = (weights.kind, activations.kind, activations.bits, weights.bits) == ("float", "float", 8, 8)
+    if is_fp8 and activations.strategy in ("token", "tensor"):
+        return "fp8", notes
     kind = f"{activations.bits}-bit {activations.kind} ({activations.strategy})"
     return None, (f"activations declared as {kind} stay floating-point with {weights.bits}-bit {weights.kind} weights",)
 
@@ -158,10 +163,8 @@ def _read(layout: _Layout, tensors: Tensors) -> QuantizedArray:
     scales = np.ascontiguousarray(tensors["weight_scale"].reshape(layout.scales).T)
     order = None
     if layout.form == "pack-quantized":
-        if tensors["weight_shape"].tolist() != [outputs, inputs]:
-            raise FormatError(
-                f"says {tensors['weight_shape'].tolist()}, config.json {[outputs, inputs]}", "weight_shape"
-            )
+        if (says := tensors["weight_shape"].tolist()) != [outputs, inputs]:
+            raise FormatError(f"says {says}, config.json makes it {[outputs, inputs]}", "weight_shape")
         codes = _unpacked(tensors["weight_packed"], layout, inputs, axis=1).T
         group = tensors.get("weight_g_idx")
         if group is not None and layout.scheme.block[0] < inputs and not (group == -1).all():

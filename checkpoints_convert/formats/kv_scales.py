@@ -9,9 +9,10 @@ import numpy as np
 
 from checkpoints_convert.formats.module import FLOATS, FormatError
 from checkpoints_convert.safetensors_index import TensorHeader
+from jaxinfer.models import ModelConfig
 
 _LOG = logging.getLogger(__name__)
-# compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files; queries are never quantized here.
+# compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files.
 _NAME = re.compile(
     r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
     r"|v_proj\.output_scale)"
@@ -33,11 +34,13 @@ def kv_scale_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
     return {name: (int(match[1]), match[2]) for name in names if (match := _NAME.fullmatch(name))}
 
 
-def check_kv_scale(header: TensorHeader, num_kv_heads: int) -> None:
-    """Raises FormatError unless a tensor can hold scales of the cache."""
+def check_kv_scale(header: TensorHeader, layer: int, config: ModelConfig) -> None:
+    """Raises FormatError unless a tensor can hold scales of that layer's cache."""
     dtype, shape = header
-    if dtype not in FLOATS or int(np.prod(shape, dtype=np.int64)) not in (1, num_kv_heads):
-        raise FormatError(f"is {dtype}{list(shape)}, not one number or one for each of {num_kv_heads} heads")
+    if layer >= config.num_layers:
+        raise FormatError(f"is of layer {layer}, the model has {config.num_layers}")
+    if dtype not in FLOATS or int(np.prod(shape, dtype=np.int64)) not in (1, config.num_kv_heads):
+        raise FormatError(f"is {dtype}{list(shape)}, not one number or one for each of {config.num_kv_heads} heads")
 
 
 def read_kv_scales(
@@ -45,11 +48,13 @@ def read_kv_scales(
 ) -> tuple[KVScales, ...]:
     """The scales of every layer, () where there are none.
 
-    A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a warning.
+    A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a
+    warning. Scales of queries, which are never quantized here, are named in a warning too.
     """
     found: list[dict[str, tuple[float, ...]]] = [{} for _ in range(num_layers)]
     for name, (layer, kind) in kv_scale_names(headers).items():
-        if kind == "q_scale" or layer >= num_layers:
+        if kind == "q_scale":
+            _LOG.warning("%s: queries are not quantized, the scale is not applied", name)
             continue
         values = tuple(float(value) for value in read(name).astype(np.float32).reshape(-1))
         sides = "kv" if kind == "kv_scale" else "k" if kind in _KEY else "v"

@@ -56,21 +56,21 @@ def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
 
 
 def quantization_config(
-    modules: Mapping[str, Stored], linears: list[str], *, has_kv_scales: str | None
+    modules: Mapping[str, Stored], linears: list[str], *, kv_strategy: str | None
 ) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
     Args:
       modules: how each quantized module is stored, by name. linears: every Linear of the model; those that are not
         quantized are listed as ignored.
-      has_kv_scales: "tensor" or "attn_head" where the checkpoint has scales of the key-value cache.
+      kv_strategy: "tensor" or "attn_head" where the checkpoint has scales of the key-value cache.
     """
     groups: dict[Stored, list[str]] = {}
     for module, stored in modules.items():
         groups.setdefault(stored, []).append(module)
     is_uniform = len(groups) == 1 and set(modules) <= set(linears)
     formats = {stored.format for stored in groups}
-    kv_cache = {"num_bits": 8, "type": "float", "strategy": has_kv_scales, "symmetric": True, "dynamic": False}
+    kv_cache = {"num_bits": 8, "type": "float", "strategy": kv_strategy, "symmetric": True, "dynamic": False}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -80,7 +80,7 @@ def quantization_config(
             for number, (stored, names) in enumerate(groups.items())
         },
         "ignore": [module for module in linears if module not in modules],
-        "kv_cache_scheme": kv_cache if has_kv_scales else None,
+        "kv_cache_scheme": kv_cache if kv_strategy else None,
     }
 
 
@@ -108,15 +108,16 @@ def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
 
 def _strategy(weight: QuantizedArray) -> str:
     (inputs, outputs), (bk, bn) = weight.shape[-2:], weight.scheme.block
-    if bn >= outputs > 1 and bk >= inputs:
+    is_float = weight.scheme.kind == "float"
+    if (bk, bn) == (inputs, outputs) or (not is_float and bk >= inputs and bn >= outputs):
         return "tensor"
     if bn == 1 and bk >= inputs:
         return "channel"
-    if bn == 1:
+    if bn == 1 and not is_float:
         if inputs % bk:
             raise ValueError(f"groups of {bk} inputs with {inputs % bk} left over: {_INSTEAD}")
         return "group"
-    if weight.scheme.kind != "float":
+    if not is_float:
         raise ValueError(f"blocks of {bk} inputs and {bn} outputs of integers: {_INSTEAD}")
     return "block"
 
@@ -152,7 +153,7 @@ def _int8(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[d
 def _float(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
     _check_unpermuted(weight)
     values = np.asarray(weight.values)
-    if values.dtype != ml_dtypes.float8_e4m3fn or stored.strategy == "group":
+    if values.dtype != ml_dtypes.float8_e4m3fn:
         raise ValueError(f"{values.dtype.name} in blocks of {weight.scheme.block}: {_INSTEAD}")
     form = "float-quantized" if stored.activations else "naive-quantized"
     return {"weight": transposed(values), "weight_scale": scales}, replace(stored, format=form)

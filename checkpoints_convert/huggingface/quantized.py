@@ -34,9 +34,9 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
     try:
         weight = reader.read(tensors)
     except FormatError as error:
-        known = error.suffix if error.suffix in plan.sources else next(iter(plan.sources))
+        known = next((suffix for suffix in plan.sources if suffix == error.suffix), next(iter(plan.sources)))
         what = f"module {plan.module!r}" if error.suffix is None else f"tensor '{plan.module}.{error.suffix}'"
-        raise CheckpointError(index.path_of(plan.sources[known or ""]), f"{what} {error}") from None
+        raise CheckpointError(index.path_of(plan.sources[known]), f"{what} {error}") from None
     if not plan.transpose:
         weight = weight.T if isinstance(weight, np.ndarray) else _transposed(weight, plan, index)
     if isinstance(weight, np.ndarray):
@@ -49,7 +49,7 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
 
 
 def read_whole(index: SafetensorsIndex, name: str, *, is_checked: bool = True) -> np.ndarray:
-    """One tensor as stored. Raises CheckpointError for dtypes numpy lacks and, if checked, values that are not finite."""
+    """One tensor as stored. Raises CheckpointError for dtypes numpy lacks and, if checked, NaN and infinite values."""
     entry = index.entry(name)
     if entry.dtype not in NUMPY_DTYPES:
         raise CheckpointError(index.path_of(name), f"tensor {name!r} is stored as {entry.dtype}, which is not read")

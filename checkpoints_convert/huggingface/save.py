@@ -54,7 +54,8 @@ def save_huggingface(
 
     Raises:
       CheckpointError: a configuration the architecture has no fields for; parameters that do not fit it, or are not
-        finite in `dtype`; a scheme compressed-tensors has no words for, such as NF4; a destination that exists (unless `overwrite`) or has no room.
+        finite in `dtype`; a scheme compressed-tensors has no words for, such as NF4; a destination that exists (unless
+        `overwrite`) or has no room.
     """
     check_dtype(dtype)
     leaves = {
@@ -124,7 +125,7 @@ def write_shards(
             "tensor" if all(len(scale) == 1 for layer in kv_scales for scale in (layer.k, layer.v)) else "attn_head"
         )
     linears = _linears(config, family)
-    return {"quantization_config": quantization_config(modules, linears, has_kv_scales=strategy)}
+    return {"quantization_config": quantization_config(modules, linears, kv_strategy=strategy)}
 
 
 def _linears(config: ModelConfig, family: Family) -> list[str]:

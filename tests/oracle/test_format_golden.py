@@ -1,0 +1,19 @@
+"""Quantized modules as other libraries wrote them: our weights are theirs, bit for bit. Needs none of the libraries."""
+
+from pathlib import Path
+
+import pytest
+from format_cases import FOLDER, assert_equal
+
+FILES = sorted(FOLDER.glob("*.safetensors"))
+
+
+def test_there_are_files_of_every_library():
+    assert {path.stem.split("-")[0] for path in FILES} == {"bitsandbytes", "compressed", "transformers", "autoawq"}
+    assert len(FILES) == 33
+    assert max(path.stat().st_size for path in FILES) < 100_000
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_weights_are_the_librarys(path: Path):
+    assert_equal(path)
