@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxinfer.models import ModelConfig, Params, abstract_params, bind
 
+Hidden = jax.Array | np.ndarray
+
 
 @dataclass(frozen=True)
 class Quality:
@@ -43,7 +45,7 @@ def compare(
     config: ModelConfig,
     rest: Params,
     other_rest: Params,
-    chunks: Iterable[tuple[jax.Array, jax.Array, np.ndarray]],
+    chunks: Iterable[tuple[Hidden, Hidden, np.ndarray]],
 ) -> Quality:
     """Of the final hidden states [B, T, D] of the float model, those of the quantized one, and the tokens [B, T].
 
@@ -67,7 +69,7 @@ def compare(
     )
 
 
-def logits(config: ModelConfig, rest: Params, hidden: jax.Array) -> jax.Array:
+def logits(config: ModelConfig, rest: Params, hidden: Hidden) -> jax.Array:
     """float32 logits [B, T, V] of hidden states [B, T, D] after the last layer."""
     return _head(config)[0](rest, hidden)
 

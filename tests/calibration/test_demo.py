@@ -1,4 +1,7 @@
-"""What calibration must bring on the embedded model: less error than rounding, in every layer and on other text."""
+"""What calibration must bring on the embedded model: less error than rounding, in every layer and on held-out text.
+
+Linear layers are judged on the text they were calibrated on; decoder layers and the model on files nobody trained on.
+"""
 
 from functools import cache
 
@@ -12,7 +15,7 @@ from jaxinfer.calibration.layer import dequantized
 from jaxinfer.calibration.rows import divide
 from jaxinfer.data import embedded_path
 from jaxinfer.text import Tokenizer
-from jaxinfer.training.corpus import held_out_files, standard_library
+from jaxinfer.training.corpus import standard_library
 
 MAX_KL = {4: 0.045}  # nats per token; the bound for 4 bits in groups of 128
 
@@ -29,11 +32,12 @@ def rows():
     tokenizer = Tokenizer.from_dir(embedded_path("demo"))
 
     def of(texts, num_rows, length):
-        encoded = [tokenizer.encode_content(text[:4000]) for text in texts]
+        encoded = [tokenizer.encode_content(text) for text in texts]
         found = divide(encoded, tokenizer.eos_token_id, num_rows=num_rows, length=length, seed=0)
         return np.concatenate([found.calibration, found.held_out])
 
-    return of(standard_library().train[::20], 24, 128), of([text for _, text in held_out_files(24)], 24, 256)
+    corpus = standard_library()
+    return of(corpus.train[::20], 16, 192), of(corpus.held_out, 24, 256)
 
 
 @cache

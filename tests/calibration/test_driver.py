@@ -1,6 +1,7 @@
 """A model layer by layer: the result does what the parts say, and a run that was cut short goes on."""
 
 import json
+import weakref
 from dataclasses import replace
 
 import jax
@@ -68,6 +69,21 @@ def test_a_better_method_gives_a_better_model(model, tokens, held_out, gptq_resu
     assert gptq_result.quality.kl < 0.8 * rounded.quality.kl
     all_kept = quantize_model(model, replace(OPTIONS, keep=(Keep("*"),)), tokens, held_out)
     assert all_kept.quality.kl == pytest.approx(0, abs=1e-6)
+
+
+def test_layers_are_read_once_and_let_go(model, held_out):
+    read, layers = [], []
+
+    def spy(name):
+        read.append((name, sum(layer() is not None for layer in layers)))
+        found = jax.tree.map(jnp.array, model.read(name))
+        if name.startswith("layers."):
+            layers.append(weakref.ref(found["mlp"]["up_proj"]["weight"]))
+        return found
+
+    quantize_model(FloatModel(model.config, spy, model.rest), replace(OPTIONS, method="rtn"), None, held_out)
+    assert [name for name, _ in read] == ["embed", "final_norm", "layers.0", "layers.1", "layers.2"]
+    assert max(alive for _, alive in read) <= 1  # the one before may go when the next has come
 
 
 def test_activations_of_8_bits_are_measured(model, tokens, held_out):
