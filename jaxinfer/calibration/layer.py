@@ -151,7 +151,9 @@ def _awq(work: _Work) -> None:
 def _awq_scale(work: _Work, fold: Fold, names: tuple[str, ...], statistics: InputStatistics) -> jax.Array:
     """The scale with which the outputs of the layers `names` err least."""
     weights = [work.weight(name) for name in fold.linears]
-    relative = relative_sizes(weights, work.options.group_size) if work.options.duo_scaling else None
+    relative = (
+        relative_sizes(weights, work.options.grid(work.bits(names[0])).group_size) if work.options.duo_scaling else None
+    )
     share = _sharing(work.config, fold)
     relative = None if relative is None else share(relative)
 

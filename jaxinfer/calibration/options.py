@@ -10,6 +10,7 @@ from jaxinfer.quantization.grid import IntegerGrid
 
 Method = Literal["rtn", "gptq", "awq", "smoothquant"]
 METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq", "smoothquant")
+_GROUP_SIZE = 128
 KEEP_AS_IS = 16  # "bits" of a weight that stays floating-point
 
 
@@ -47,8 +48,8 @@ class CalibrationOptions:
     Attributes:
       method: "rtn" looks at no activations; "gptq", "awq"; "smoothquant" makes W8A8.
       bits: of the weights of linear layers; smoothquant has 8.
-      group_size: inputs that share a scale, None for all of an output's. Weights of 8 bits always have one scale for
-        each output.
+      group_size: inputs that share a scale, None for all of an output's; "auto" is 128, and None for 8 bits. Weights
+        that `keep` gives 8 bits have one scale for each output in any case.
       symmetric: whether a range is centred on 0.
       keep: what differs; the last that fits a weight counts.
       dtype: what the model is stored in: scales, norms and biases are rounded to it on the way.
@@ -58,7 +59,7 @@ class CalibrationOptions:
 
     method: Method = "gptq"
     bits: int = 4
-    group_size: int | None = 128
+    group_size: int | Literal["auto"] | None = "auto"
     symmetric: bool = True
     keep: tuple[Keep, ...] = ()
     dtype: str = "bfloat16"
@@ -71,9 +72,9 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method!r} is none of {', '.join(METHODS)}")
-        IntegerGrid(self.bits, self.group_size)
-        if self.method == "smoothquant" and (self.bits != 8 or not self.symmetric):
-            raise ValueError("smoothquant makes symmetric weights of 8 bits with activations of 8 bits")
+        self.grid(self.bits)
+        if self.method == "smoothquant" and (self.bits != 8 or not self.symmetric or self.grid(8).group_size):
+            raise ValueError("smoothquant makes symmetric weights of 8 bits, with one scale for each output")
         if self.method == "smoothquant" and any(one.bits != KEEP_AS_IS for one in self.keep):
             raise ValueError("with smoothquant a weight has 8 bits or stays as it is")
         if not 0 <= self.alpha <= 1:
@@ -84,7 +85,11 @@ class CalibrationOptions:
         return next((one.bits for one in reversed(self.keep) if one.fits(name)), self.bits)
 
     def grid(self, bits: int) -> IntegerGrid:
-        return IntegerGrid(bits, self.group_size if bits < 8 else None, self.symmetric, self.dtype)
+        if bits == 8 and (self.group_size == "auto" or self.bits != 8):
+            return IntegerGrid(8, None, self.symmetric, self.dtype)
+        return IntegerGrid(
+            bits, _GROUP_SIZE if self.group_size == "auto" else self.group_size, self.symmetric, self.dtype
+        )
 
     def recipe(self, bits: int) -> Recipe:
         """The same, for round-to-nearest."""

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.calibration.rows import Rows
 
 _TEXT = "The text"
-_GPTQ, _AWQ, _OTHER = "GPTQ", "AWQ", "Other methods"
-_DEFAULT_GROUP = 128
+_GPTQ, _AWQ, _SMOOTHQUANT = "GPTQ and auto", "AWQ", "SmoothQuant"
 
 
 def quantize(
@@ -36,7 +35,7 @@ def quantize(
     ] = None,
     group_size: Annotated[
         int | None,
-        typer.Option(metavar="N", min=-1, help="Inputs that share a scale, -1 for all; 128. 8 bits always share all."),
+        typer.Option(metavar="N", min=-1, help="Inputs that share a scale, -1 for all; 128, and all for 8 bits."),
     ] = None,
     symmetric: Annotated[
         bool,
@@ -47,10 +46,14 @@ def quantize(
         typer.Option(metavar="PATH", help="A text file, or a folder of them; may be repeated.", rich_help_panel=_TEXT),
     ] = None,
     samples: Annotated[
-        int, typer.Option(metavar="N", min=2, help="Pieces of the text to look at.", rich_help_panel=_TEXT)
-    ] = 128,
-    length: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens of each piece.", rich_help_panel=_TEXT)] = 512,
-    seed: Annotated[int, typer.Option(metavar="N", help="Which pieces they are.", rich_help_panel=_TEXT)] = 0,
+        int | None, typer.Option(metavar="N", min=2, help="Pieces of the text to look at; 128.", rich_help_panel=_TEXT)
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(metavar="N", min=2, help="Tokens of each piece; 512.", rich_help_panel=_TEXT)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Which pieces they are; 0.", rich_help_panel=_TEXT)
+    ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,37 +65,42 @@ def quantize(
         float | None, typer.Option(metavar="X", help="With auto: nats per token that may be lost.")
     ] = None,
     act_order: Annotated[
-        bool,
-        typer.Option("--act-order/--no-act-order", metavar="", help="Large activations first.", rich_help_panel=_GPTQ),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--act-order/--no-act-order", metavar="", help="Large activations first; yes.", rich_help_panel=_GPTQ
+        ),
+    ] = None,
     static_groups: Annotated[
-        bool,
+        bool | None,
         typer.Option(
             "--static-groups/--no-static-groups",
             metavar="",
-            help="Groups of neighbours; without, activations are gathered at run time.",
+            help="Groups of neighbours; yes. Without, activations are gathered at run time.",
             rich_help_panel=_GPTQ,
         ),
-    ] = True,
+    ] = None,
     damping: Annotated[
-        float,
-        typer.Option(metavar="X", help="Added to the Hessian's diagonal, times its mean.", rich_help_panel=_GPTQ),
-    ] = 0.01,
+        float | None,
+        typer.Option(metavar="X", help="Added to the Hessian's diagonal, times its mean; 0.01.", rich_help_panel=_GPTQ),
+    ] = None,
     search_scales: Annotated[
-        bool,
+        bool | None,
         typer.Option("--search-scales", metavar="", help="Scales of least error, by search.", rich_help_panel=_GPTQ),
-    ] = False,
+    ] = None,
     duo_scaling: Annotated[
-        bool,
-        typer.Option("--duo-scaling/--no-duo-scaling", metavar="", help="Scales by weights too.", rich_help_panel=_AWQ),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--duo-scaling/--no-duo-scaling", metavar="", help="Scales by weights too; yes.", rich_help_panel=_AWQ
+        ),
+    ] = None,
     clip: Annotated[
-        bool, typer.Option("--clip/--no-clip", metavar="", help="Cut off large weights.", rich_help_panel=_AWQ)
-    ] = True,
+        bool | None,
+        typer.Option("--clip/--no-clip", metavar="", help="Cut off large weights; yes.", rich_help_panel=_AWQ),
+    ] = None,
     alpha: Annotated[
-        float,
-        typer.Option(metavar="X", help="SmoothQuant: how much moves to the weights, 0..1.", rich_help_panel=_OTHER),
-    ] = 0.8,
+        float | None,
+        typer.Option(metavar="X", help="How much moves to the weights, 0..1; 0.8.", rich_help_panel=_SMOOTHQUANT),
+    ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Of scales and of what is not quantized; auto is the checkpoint's."),
@@ -109,7 +117,20 @@ def quantize(
 
     Example: jaxinfer quantize ./model ./model-int4 --method awq --bits 4 --calibration texts.txt
     """
+    of_gptq = {
+        "damping": damping,
+        "act_order": act_order,
+        "static_groups": static_groups,
+        "search": search_scales,
+    }
+    of_awq = {"duo_scaling": duo_scaling, "clip": clip}
+    of_text = {"num_rows": samples, "length": length, "seed": seed}
     _check_usage(method, bits, group_size, calibration, max_kl)
+    _check_belongs(method, "gptq and auto", method in ("gptq", "auto"), of_gptq)
+    _check_belongs(method, "awq", method == "awq", of_awq)
+    _check_belongs(method, "smoothquant", method == "smoothquant", {"alpha": alpha})
+    if not calibration and (given := _given(of_text)):
+        raise UsageError(f"--{_option(next(iter(given)))} is of --calibration, which is not given")
     import checkpoints_convert
     from checkpoints_convert.load import open_source
     from checkpoints_convert.staging import check_destination
@@ -127,16 +148,14 @@ def quantize(
         options = CalibrationOptions(
             method="gptq" if method == "auto" else method,
             bits=bits or (8 if method == "smoothquant" else 4),
-            group_size=None if group_size == -1 else group_size or _DEFAULT_GROUP,
+            group_size=None if group_size == -1 else group_size or "auto",
             symmetric=symmetric,
             keep=kept,
             dtype=opened.config.dtype if dtype == "auto" else dtype,
-            gptq=GptqOptions(damping, act_order, static_groups, search_scales),
-            duo_scaling=duo_scaling,
-            clip=clip,
-            alpha=alpha,
+            gptq=GptqOptions(**_given(of_gptq)),
+            **_given(of_awq | {"alpha": alpha}),
         )
-        rows = _read_rows(path, calibration, samples, length, seed)
+        rows = _read_rows(path, calibration, **{"num_rows": 128, "length": 512, "seed": 0} | _given(of_text))
         work = destination.with_name(destination.name + ".quantizing")
         try:
             result, auto = _run(_model(opened), options, max_kl, rows, work / "layers")
@@ -168,7 +187,20 @@ def _check_usage(
         raise UsageError(f"--method smoothquant makes weights of 8 bits, not {bits}")
 
 
-def _read_rows(path: Path, calibration: list[Path] | None, samples: int, length: int, seed: int) -> "Rows | None":
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _check_belongs(method: str, owner: str, is_owner: bool, options: dict[str, Any]) -> None:
+    if not is_owner and (given := _given(options)):
+        raise UsageError(f"--{_option(next(iter(given)))} is of --method {owner}, not of {method}")
+
+
+def _option(name: str) -> str:
+    return {"num_rows": "samples", "search": "search-scales"}.get(name, name.replace("_", "-"))
+
+
+def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "Rows | None":
     from jaxinfer.calibration.rows import divide
     from jaxinfer.text import Tokenizer
 
@@ -179,7 +211,7 @@ def _read_rows(path: Path, calibration: list[Path] | None, samples: int, length:
         tokenizer = Tokenizer.from_dir(path)
         encoded = [tokenizer.encode_content(text) for text in documents if text]
     try:
-        return divide(encoded, tokenizer.eos_token_id, num_rows=samples, length=length, seed=seed)
+        return divide(encoded, tokenizer.eos_token_id, **pieces)
     except ValueError as error:
         raise UsageError(f"--calibration: {error}") from None
 

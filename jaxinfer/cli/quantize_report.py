@@ -26,7 +26,7 @@ def report_of(
         "path": destination,
         "method": options.method if auto is None else "auto",
         "bits": options.bits,
-        "group_size": options.group_size,
+        "group_size": options.grid(options.bits).group_size,
         "symmetric": options.symmetric,
         "num_quantized": len(quantized),
         "num_bytes": sum(file.stat().st_size for file in destination.glob("*.safetensors")),
@@ -53,7 +53,7 @@ def report_of(
 
 def summary(report: dict[str, Any]) -> str:
     """The report in a few lines."""
-    group = "an output" if report["group_size"] is None or report["bits"] == 8 else report["group_size"]
+    group = "an output" if report["group_size"] is None else f"{report['group_size']} inputs"
     lines = [
         f"wrote          {report['path']}",
         f"weights        {report['num_quantized']} of {report['bits']} bits, scales for {group}, {report['method']}",

@@ -36,7 +36,8 @@ def layer(config, params, tokens):
 def test_every_linear_layer_gets_the_scheme(layer, method, symmetric):
     program, params, chunks = layer
     bits = 8 if method == "smoothquant" else 4
-    options = replace(OPTIONS, method=method, bits=bits, symmetric=symmetric)
+    size = "auto" if bits == 8 else 16
+    options = replace(OPTIONS, method=method, bits=bits, symmetric=symmetric, group_size=size)
     found, errors = quantize_layer(program, 0, params, chunks, options)
     assert set(errors) == set(linear_names(program))
     for name in linear_names(program):
@@ -64,7 +65,8 @@ def test_folding_changes_nothing_but_the_rounding(layer, method, dtype, monkeypa
         module._Work, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight)
     )
     program, params, chunks = layer
-    options = replace(OPTIONS, method=method, bits=8 if method == "smoothquant" else 3, dtype=dtype)
+    change = {"bits": 8, "group_size": "auto"} if method == "smoothquant" else {"bits": 3}
+    options = replace(OPTIONS, method=method, dtype=dtype, **change)
     work = module._Work(program, 0, params, chunks, options)
     {"awq": module._awq, "smoothquant": module._smoothquant}[method](work)
     moved = np.asarray(work.result["attention_norm"]["weight"]) / np.asarray(params["attention_norm"]["weight"])

@@ -11,7 +11,8 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import weights
 
-SMALL = ["--samples", 16, "--length", 16, "--group-size", 16]
+TEXT = ["--samples", 16, "--length", 16]
+SMALL = [*TEXT, "--group-size", 16]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,8 @@ def text(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
 def test_a_checkpoint_is_written_and_opens(jaxinfer, json_lines, model, text, tmp_path, method):
     out = tmp_path / "out"
-    result = jaxinfer("quantize", model, out, "--method", method, "--calibration", text, *SMALL, "--json")
+    small = TEXT if method == "smoothquant" else SMALL
+    result = jaxinfer("quantize", model, out, "--method", method, "--calibration", text, *small, "--json")
     assert result.exit_code == 0, result.stderr
     [report] = json_lines(result.stdout)
     bits = 8 if method == "smoothquant" else 4
@@ -139,6 +141,11 @@ def test_what_does_not_compute_the_same_is_not_published(jaxinfer, model, tmp_pa
         (["--method", "smoothquant", "--bits", 4, "--calibration", "TEXT"], 2, "smoothquant makes weights of 8 bits"),
         (["--method", "rtn", "--keep", "x=99"], 2, "--keep: keep 'x': bits must be 2 to 8, or 16, got 99"),
         (["--method", "rtn", "--keep", "layers.9"], 1, "no linear layer is called 'layers.9'"),
+        (["--method", "rtn", "--alpha", 0.5], 2, "--alpha is of --method smoothquant, not of rtn"),
+        (["--method", "rtn", "--no-static-groups"], 2, "--static-groups is of --method gptq and auto, not of rtn"),
+        (["--method", "gptq", "--calibration", "TEXT", "--no-clip"], 2, "--clip is of --method awq, not of gptq"),
+        (["--method", "rtn", "--samples", 5], 2, "--samples is of --calibration, which is not given"),
+        (["--method", "smoothquant", "--calibration", "TEXT", "--asymmetric"], 1, "makes symmetric weights"),
         (["--method", "rtn", "--bits", 9], 2, "less than or equal to 8"),
         (["--method", "rtn", "--group-size", 0], 2, "--group-size is a number of inputs, or -1 for all"),
         (["--calibration", "TEXT", "--length", 9000], 2, "are fewer than two pieces of 9000"),
