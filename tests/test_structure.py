@@ -19,6 +19,7 @@ FLOORS = {
     "jaxinfer.speculative": 3,
     "jaxinfer.engine": 4,
     "jaxinfer.training": 4,
+    "jaxinfer.calibration": 4,
     "checkpoints_convert": 4,
     "jaxinfer.batch": 5,
     "jaxinfer.loading": 5,

@@ -149,20 +149,21 @@ def distill(
     write_text(f"{out}\n")
 
 
-def read_documents(paths: list[Path]) -> list[str]:
+def read_documents(paths: list[Path], option: str = "--data") -> list[str]:
     """The texts of files and, by name, of the files below folders; there, hidden and binary ones are left out.
+    `option` is what the command calls them.
 
     Raises UsageError for a path that is not there, a file that is not text, or no text at all.
     """
     documents = []
     for path in paths:
         if not path.exists():
-            raise UsageError(f"--data {path}: there is no such file or folder")
+            raise UsageError(f"{option} {path}: there is no such file or folder")
         if path.is_file():
             try:
                 documents.append(path.read_text(encoding="utf-8"))
             except UnicodeDecodeError:
-                raise UsageError(f"--data {path} is not text in UTF-8") from None
+                raise UsageError(f"{option} {path} is not text in UTF-8") from None
             continue
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             if any(part.startswith(".") for part in file.relative_to(path).parts):
@@ -172,7 +173,7 @@ def read_documents(paths: list[Path]) -> list[str]:
             except UnicodeDecodeError:
                 note(f"{file} is not text and is left out")
     if not any(documents):
-        raise UsageError(f"--data {', '.join(map(str, paths))}: no text in it")
+        raise UsageError(f"{option} {', '.join(map(str, paths))}: no text in it")
     return documents
 
 

@@ -14,6 +14,7 @@ from jaxinfer.cli.demo import demo
 from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
+from jaxinfer.cli.quantize import quantize
 from jaxinfer.cli.score import score
 from jaxinfer.cli.speculate_report import speculate_report
 from jaxinfer.cli.train_demo import train_demo
@@ -37,6 +38,8 @@ jaxinfer convert ./checkpoint ./converted
 
 jaxinfer verify ./converted --against ./checkpoint
 
+jaxinfer quantize ./checkpoint ./int4 --bits 4 --calibration texts.txt
+
 jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
 
 [bold]Exit codes[/bold]
@@ -59,7 +62,7 @@ app = typer.Typer(
 
 GROUPS = {
     "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score},
-    "Checkpoints": {"convert": convert, "verify": verify},
+    "Checkpoints": {"convert": convert, "verify": verify, "quantize": quantize},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},
     "This machine": {"doctor": doctor, "train-demo": train_demo},
 }

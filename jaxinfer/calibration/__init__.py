@@ -1,0 +1,23 @@
+"""Quantization that looks at activations: one decoder layer at a time, with the texts a user gives."""
+
+from jaxinfer.calibration.auto import AutoResult, quantize_within
+from jaxinfer.calibration.driver import CalibrationResult, FloatModel, LayerReport, quantize_model
+from jaxinfer.calibration.options import KEEP_AS_IS, METHODS, CalibrationOptions, Keep
+from jaxinfer.calibration.quality import Quality
+from jaxinfer.calibration.sensitivity import choose_bits, measure_sensitivity
+
+__all__ = [
+    "KEEP_AS_IS",
+    "METHODS",
+    "AutoResult",
+    "CalibrationOptions",
+    "CalibrationResult",
+    "FloatModel",
+    "Keep",
+    "LayerReport",
+    "Quality",
+    "choose_bits",
+    "measure_sensitivity",
+    "quantize_model",
+    "quantize_within",
+]

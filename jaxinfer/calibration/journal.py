@@ -1,0 +1,149 @@
+"""Finished layers on the disk, so that a calibration that was killed goes on after the last of them.
+
+A folder with `calibration.json`, which says what is calibrated and how, and one file per finished layer, which has its
+name only once it is whole and durable.
+"""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import Params
+from jaxinfer.quantization import QuantizedArray, Scheme
+
+_STATE = "calibration.json"
+_REPORT = "report"
+
+
+class Journal:
+    """The finished layers in `directory`, locked against other processes while open.
+
+    Layers of a run with another `fingerprint` are removed. Raises ValueError for a folder that is in use, or is no
+    calibration's.
+    """
+
+    def __init__(self, directory: Path, fingerprint: dict[str, Any]):
+        state = directory / _STATE
+        if directory.exists() and any(directory.iterdir()) and not state.exists():
+            raise ValueError(f"{directory} exists and is no calibration under way: move it away")
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._file = state.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ValueError(f"{directory}: another process calibrates there") from None
+        self._file.seek(0)
+        wanted = json.dumps(fingerprint, sort_keys=True)
+        if self._file.read() != wanted:
+            for path in directory.glob("layers.*"):
+                path.unlink()
+            self._file.truncate(0)
+            self._file.write(wanted)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        for path in directory.glob("*.tmp"):
+            path.unlink()
+
+    def __contains__(self, number: int) -> bool:
+        return self._path(number).exists()
+
+    def write(self, number: int, params: Params, report: dict[str, Any]) -> None:
+        """Records a finished layer."""
+        temporary = self._path(number).with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, **_flat(params), **{_REPORT: np.array(json.dumps(report))})
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self._path(number))
+        _sync(self._directory)
+
+    def read(self, number: int) -> tuple[Params, dict[str, Any]]:
+        """A finished layer and its report. Raises ValueError, naming the file, where it is damaged."""
+        path = self._path(number)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                found = {name: file[name] for name in file.files}
+            return _nested(found), json.loads(str(found[_REPORT]))
+        except Exception:  # numpy and zipfile have many
+            raise ValueError(f"{path} is damaged: remove it, and its layer is calibrated again") from None
+
+    def remove(self) -> None:
+        """The calibration is complete, or not wanted any more."""
+        for path in self._directory.glob("layers.*"):
+            path.unlink()
+        (self._directory / _STATE).unlink()
+        self.close()
+        self._directory.rmdir()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"layers.{number}.npz"
+
+
+def _flat(params: Params, prefix: str = "") -> dict[str, np.ndarray]:
+    """Arrays of numpy's own types by name; a quantized weight is several, and its scheme as JSON."""
+    found: dict[str, np.ndarray] = {}
+    for key, leaf in params.items():
+        name = prefix + key
+        if isinstance(leaf, dict):
+            found |= _flat(leaf, name + ".")
+        elif isinstance(leaf, QuantizedArray):
+            found[name + ":values"] = np.asarray(leaf.values.astype(jnp.int8))
+            found[name + ":scales"] = np.asarray(leaf.scales.astype(jnp.float32))
+            if leaf.zeros is not None:
+                found[name + ":zeros"] = np.asarray(leaf.zeros)
+            if leaf.permutation is not None:
+                found[name + ":permutation"] = np.asarray(leaf.permutation)
+            types = {"values": leaf.values.dtype.name, "scales": leaf.scales.dtype.name}
+            found[name + ":scheme"] = np.array(json.dumps(asdict(leaf.scheme) | types))
+        else:
+            found[name] = np.asarray(leaf, np.float32)
+    return found
+
+
+def _nested(found: dict[str, np.ndarray]) -> Params:
+    params: Params = {}
+
+    def put(name: str, leaf: Any) -> None:
+        node = params
+        *folders, last = name.split(".")
+        for part in folders:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+
+    for name, array in found.items():
+        if name.endswith(":scheme"):
+            name = name.removesuffix(":scheme")
+            scheme = json.loads(str(array))
+            parts = {part: found.get(f"{name}:{part}") for part in ("values", "scales", "zeros", "permutation")}
+            arrays = {part: jnp.asarray(array) for part, array in parts.items() if array is not None}
+            for part in ("values", "scales"):
+                arrays[part] = arrays[part].astype(scheme.pop(part))
+            put(name, QuantizedArray(**arrays, scheme=Scheme(**scheme | {"block": tuple(scheme["block"])})))
+        elif ":" not in name and name != _REPORT:
+            put(name, jnp.asarray(array))
+    return params
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,113 @@
+"""What to quantize, how, and to how many bits."""
+
+import fnmatch
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxinfer.quantization import Recipe
+from jaxinfer.quantization.gptq import GptqOptions
+from jaxinfer.quantization.grid import IntegerGrid
+
+Method = Literal["rtn", "gptq", "awq", "smoothquant"]
+METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq", "smoothquant")
+_GROUP_SIZE = 128
+KEEP_AS_IS = 16  # "bits" of a weight that stays floating-point
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Weights that differ from the rest: `bits` 2 to 8, or 16 for those that stay as they are.
+
+    `pattern` is a name with shell wildcards; names are such as "layers.0.mlp.down_proj", and a pattern that ends at a
+    module, such as "layers.0" or "layers.*.mlp", means everything in it.
+    """
+
+    pattern: str
+    bits: int = KEEP_AS_IS
+
+    def __post_init__(self) -> None:
+        if not (2 <= self.bits <= 8 or self.bits == KEEP_AS_IS):
+            raise ValueError(f"keep {self.pattern!r}: bits must be 2 to 8, or {KEEP_AS_IS}, got {self.bits}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Keep":
+        """Reads PATTERN or PATTERN=BITS. Raises ValueError."""
+        pattern, equals, bits = text.partition("=")
+        if not pattern or (equals and not bits.isdecimal()):
+            raise ValueError(f"{text!r} is not PATTERN or PATTERN=BITS, such as layers.0.*=8")
+        return cls(pattern, int(bits) if equals else KEEP_AS_IS)
+
+    def fits(self, name: str) -> bool:
+        return fnmatch.fnmatchcase(name, self.pattern) or fnmatch.fnmatchcase(name, self.pattern + ".*")
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """How a model is quantized.
+
+    Attributes:
+      method: "rtn" looks at no activations; "gptq", "awq"; "smoothquant" makes W8A8.
+      bits: of the weights of linear layers; smoothquant has 8.
+      group_size: inputs that share a scale, None for all of an output's; "auto" is 128, and None for 8 bits. Weights
+        that `keep` gives 8 bits have one scale for each output in any case.
+      symmetric: whether a range is centred on 0.
+      keep: what differs; the last that fits a weight counts.
+      dtype: what the model is stored in: scales, norms and biases are rounded to it on the way.
+      gptq: of GPTQ. duo_scaling, clip: of AWQ. alpha: of SmoothQuant, how much of the difficulty moves to weights.
+      zero_centred_norms: norms multiply by 1 + weight.
+    """
+
+    method: Method = "gptq"
+    bits: int = 4
+    group_size: int | Literal["auto"] | None = "auto"
+    symmetric: bool = True
+    keep: tuple[Keep, ...] = ()
+    dtype: str = "bfloat16"
+    gptq: GptqOptions = field(default_factory=GptqOptions)
+    duo_scaling: bool = True
+    clip: bool = True
+    alpha: float = 0.8
+    zero_centred_norms: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method!r} is none of {', '.join(METHODS)}")
+        self.grid(self.bits)
+        if self.method == "smoothquant" and (self.bits != 8 or not self.symmetric or self.grid(8).group_size):
+            raise ValueError("smoothquant makes symmetric weights of 8 bits, with one scale for each output")
+        if self.method == "smoothquant" and any(one.bits != KEEP_AS_IS for one in self.keep):
+            raise ValueError("with smoothquant a weight has 8 bits or stays as it is")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must be 0 to 1, got {self.alpha}")
+
+    def bits_of(self, name: str) -> int:
+        """Bits of a linear layer's weight; 16 where it stays as it is."""
+        return next((one.bits for one in reversed(self.keep) if one.fits(name)), self.bits)
+
+    def grid(self, bits: int) -> IntegerGrid:
+        if bits == 8 and (self.group_size == "auto" or self.bits != 8):
+            return IntegerGrid(8, None, self.symmetric, self.dtype)
+        return IntegerGrid(
+            bits, _GROUP_SIZE if self.group_size == "auto" else self.group_size, self.symmetric, self.dtype
+        )
+
+    def recipe(self, bits: int) -> Recipe:
+        """The same, for round-to-nearest."""
+        activations = "int8" if self.method == "smoothquant" else None
+        return Recipe("int", bits, (self.grid(bits).group_size, 1), self.symmetric, activations=activations)
+
+    def check_keep(self, names: list[str]) -> None:
+        """Raises ValueError for a pattern that fits none of a model's linear layers."""
+        for one in self.keep:
+            if not any(one.fits(name) for name in names):
+                raise ValueError(f"no linear layer is called {one.pattern!r}; the first is {names[0]!r}")
+
+    @property
+    def needs_activations(self) -> bool:
+        return self.method != "rtn"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, in full: what makes two runs the same."""
+        from dataclasses import asdict
+
+        return asdict(self)

@@ -1,0 +1,84 @@
+"""What `jaxinfer quantize` reports: as JSON, and for people."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from checkpoints_convert.source import Source
+    from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult
+
+
+def report_of(
+    source: "Source",
+    options: "CalibrationOptions",
+    result: "CalibrationResult",
+    auto: "AutoResult | None",
+    destination: Path,
+    difference: float,
+) -> dict[str, Any]:
+    """Options, sizes in bytes, errors of each linear layer and quality; `difference` is of logits after loading."""
+    from jaxinfer.quantization import QuantizedArray
+    from jaxinfer.quantization.tree import weights
+
+    leaves = weights(result.params)
+    quantized = [leaf for leaf in leaves if isinstance(leaf, QuantizedArray)]
+    report = {
+        "path": destination,
+        "method": options.method if auto is None else "auto",
+        "bits": options.bits,
+        "group_size": options.grid(options.bits).group_size,
+        "symmetric": options.symmetric,
+        "num_quantized": len(quantized),
+        "num_bytes": sum(file.stat().st_size for file in destination.glob("*.safetensors")),
+        "source_bytes": source.num_bytes(),
+        "num_resumed": sum(layer.is_resumed for layer in result.layers),
+        "max_logit_difference": difference,
+        "quality": None if result.quality is None else result.quality.to_dict(),
+        "layers": [
+            {
+                "layer": layer.number,
+                "divergence": layer.divergence,
+                "linears": {
+                    name: {"bits": error.bits, "error": error.error, "rounded": error.rounded}
+                    for name, error in layer.errors.items()
+                },
+            }
+            for layer in result.layers
+        ],
+    }
+    if auto is not None:
+        report["auto"] = {"bits": auto.bits, "kls": auto.kls, "counts": auto.counts()}
+    return report
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The report in a few lines."""
+    group = "an output" if report["group_size"] is None else f"{report['group_size']} inputs"
+    lines = [
+        f"wrote          {report['path']}",
+        f"weights        {report['num_quantized']} of {report['bits']} bits, scales for {group}, {report['method']}",
+        f"bytes          {report['num_bytes']:,} of {report['source_bytes']:,}",
+    ]
+    if report["num_resumed"]:
+        lines.append(f"resumed        {report['num_resumed']} layers were finished before")
+    if "auto" in report:
+        counts = ", ".join(f"{count} with {bits}" for bits, count in report["auto"]["counts"].items())
+        lines.append(f"bits           of half layers: {counts}")
+    errors = [
+        (linear["error"], linear["rounded"])
+        for layer in report["layers"]
+        for linear in layer["linears"].values()
+        if linear["error"] is not None
+    ]
+    if errors:
+        mean, nearest = (sum(values) / len(errors) for values in zip(*errors, strict=True))
+        lines.append(f"output error   {mean:.3g} of the outputs' squares; {nearest:.3g} rounded to nearest")
+    if (quality := report["quality"]) is not None:
+        lines += [
+            f"held out       {quality['num_tokens']:,} tokens",
+            f"KL per token   {quality['kl']:.3g} nats",
+            f"perplexity     {quality['perplexity']:.4g}, before {quality['float_perplexity']:.4g}",
+            f"same top token {100 * quality['top1_agreement']:.2f} % of positions",
+        ]
+    lines.append(f"loaded again   logits differ by at most {report['max_logit_difference']:.2g}")
+    return "\n".join(lines) + "\n"

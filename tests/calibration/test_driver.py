@@ -1,0 +1,194 @@
+"""A model layer by layer: the result does what the parts say, and a run that was cut short goes on."""
+
+import json
+import weakref
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, quantize_model
+from jaxinfer.calibration.driver import in_chunks
+from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.rows import divide
+from jaxinfer.calibration.verify import logit_difference
+from jaxinfer.quantization import quantize_params
+from jaxinfer.quantization.gptq import GptqOptions
+from jaxinfer.training.objectives import sequence_logits
+
+OPTIONS = CalibrationOptions("gptq", 3, group_size=16, dtype="float32")
+
+
+def leaves_of(params):
+    return [
+        (jax.tree_util.keystr(path), np.asarray(leaf)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
+
+
+def same(params, others):
+    for (name, leaf), (other_name, other) in zip(leaves_of(params), leaves_of(others), strict=True):
+        assert (name, leaf.dtype) == (other_name, other.dtype)
+        np.testing.assert_array_equal(leaf, other, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def model(config, params):
+    return FloatModel.of(config, params)
+
+
+@pytest.fixture(scope="module")
+def gptq_result(model, tokens, held_out):
+    return quantize_model(model, OPTIONS, tokens, held_out)
+
+
+def test_quality_is_that_of_the_whole_models(config, params, gptq_result, held_out):
+    log_p, log_q = (
+        jax.nn.log_softmax(sequence_logits(config, each, held_out)) for each in (params, gptq_result.params)
+    )
+    quality = gptq_result.quality
+    assert quality.kl == pytest.approx(float(jnp.mean(jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1))), rel=1e-3)
+    assert quality.top1_agreement == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).mean()), abs=0.01)
+    for log_probs, perplexity in ((log_p, quality.float_perplexity), (log_q, quality.perplexity)):
+        nll = -np.take_along_axis(np.asarray(log_probs)[:, :-1], held_out[:, 1:, None], -1).mean()
+        assert perplexity == pytest.approx(float(np.exp(nll)), rel=1e-3)
+    assert quality.num_tokens == held_out.size
+    divergences = [layer.divergence for layer in gptq_result.layers]
+    assert all(0 < value < 1 for value in divergences)
+
+
+def test_without_calibration_it_is_round_to_nearest(model, params, held_out):
+    found = quantize_model(model, replace(OPTIONS, method="rtn", group_size=32), None, held_out)
+    same(found.params, quantize_params(params, "int3-g32"))
+    assert all(error.error is None for layer in found.layers for error in layer.errors.values())
+
+
+def test_a_better_method_gives_a_better_model(model, tokens, held_out, gptq_result):
+    rounded = quantize_model(model, replace(OPTIONS, method="rtn"), None, held_out)
+    assert gptq_result.quality.kl < 0.8 * rounded.quality.kl
+    all_kept = quantize_model(model, replace(OPTIONS, keep=(Keep("*"),)), tokens, held_out)
+    assert all_kept.quality.kl == pytest.approx(0, abs=1e-6)
+
+
+def test_layers_are_read_once_and_let_go(model, held_out):
+    read, layers = [], []
+
+    def spy(name):
+        read.append((name, sum(layer() is not None for layer in layers)))
+        found = jax.tree.map(jnp.array, model.read(name))
+        if name.startswith("layers."):
+            layers.append(weakref.ref(found["mlp"]["up_proj"]["weight"]))
+        return found
+
+    quantize_model(FloatModel(model.config, spy, model.rest), replace(OPTIONS, method="rtn"), None, held_out)
+    assert [name for name, _ in read] == ["embed", "final_norm", "layers.0", "layers.1", "layers.2"]
+    assert max(alive for _, alive in read) <= 1  # the one before may go when the next has come
+
+
+def test_activations_of_8_bits_are_measured(model, tokens, held_out):
+    options = CalibrationOptions("smoothquant", 8, dtype="float32", alpha=0.5)
+    found = quantize_model(model, options, tokens, held_out)
+    weights_alone = quantize_model(model, replace(options, method="rtn"), None, held_out)
+    assert weights_alone.quality.kl < found.quality.kl < 0.05
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_run_that_was_killed_goes_on(model, tokens, held_out, gptq_result, tmp_path):
+    def kill(done):
+        if done.number == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        quantize_model(model, OPTIONS, tokens, held_out, work_dir=tmp_path / "work", report=kill)
+    (tmp_path / "work" / "layers.2.tmp").write_bytes(b"cut off")
+    again = quantize_model(model, OPTIONS, tokens, held_out, work_dir=tmp_path / "work")
+    assert [layer.is_resumed for layer in again.layers] == [True, True, False]
+    same(again.params, gptq_result.params)
+    assert again.quality == gptq_result.quality
+    assert [layer.errors for layer in again.layers] == [layer.errors for layer in gptq_result.layers]
+
+    all_there = quantize_model(model, OPTIONS, tokens, held_out, work_dir=tmp_path / "work")
+    assert all(layer.is_resumed for layer in all_there.layers)
+    other = quantize_model(model, replace(OPTIONS, bits=4), tokens, held_out, work_dir=tmp_path / "work")
+    assert not any(layer.is_resumed for layer in other.layers)
+
+
+def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
+    options = replace(OPTIONS, symmetric=False, dtype="bfloat16", gptq=GptqOptions(static_groups=False), bits=8)
+    options = replace(options, keep=(Keep("*.up_proj", 4), Keep("*.o_proj")))
+    found = quantize_model(model, options, tokens)
+    params = found.params["layers"]["0"]
+    with Journal(tmp_path / "work", {"a": 1}) as journal:
+        assert 0 not in journal
+        journal.write(0, params, {"b": 2})
+        with pytest.raises(ValueError, match="another process calibrates there"):
+            Journal(tmp_path / "work", {"a": 1})
+    with Journal(tmp_path / "work", {"a": 1}) as journal:
+        restored, report = journal.read(0)
+        same(restored, params)
+        assert report == {"b": 2}
+        assert restored["mlp"]["up_proj"]["weight"].scheme == params["mlp"]["up_proj"]["weight"].scheme
+        (tmp_path / "work" / "layers.0.npz").write_bytes(b"damaged")
+        with pytest.raises(ValueError, match=r"layers\.0\.npz is damaged: remove it"):
+            journal.read(0)
+    with Journal(tmp_path / "work", {"a": 2}) as journal:
+        assert 0 not in journal
+        journal.remove()
+    assert not (tmp_path / "work").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is no calibration under way"):
+        Journal(tmp_path / "other", {})
+
+
+def test_what_is_compared_differs_where_it_should(config, params, gptq_result, held_out):
+    difference, largest = logit_difference(config, gptq_result.params, gptq_result.params, held_out[:2])
+    assert difference == 0 < largest
+    planted = jax.tree.map(lambda leaf: leaf, gptq_result.params)
+    weight = planted["layers"]["2"]["mlp"]["down_proj"]["weight"]
+    values = weight.values.at[3, 5].set(jnp.int4(3 - int(weight.values[3, 5])))
+    planted["layers"]["2"]["mlp"]["down_proj"]["weight"] = replace(weight, values=values)
+    assert logit_difference(config, gptq_result.params, planted, held_out[:2])[0] > 1e-4 * largest
+    planted["final_norm"] = {"weight": jnp.full_like(params["final_norm"]["weight"], jnp.nan)}
+    assert logit_difference(config, params, planted, held_out[:2])[0] == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tokens": None}, "gptq needs a text to calibrate on"),
+        ({"tokens": np.zeros(5, np.int32)}, r"tokens must be integers \[rows, T\], got int32 \(5,\)"),
+        ({"held_out": np.full((1, 4), 64)}, r"held_out lie in \[64, 64\], the vocabulary in \[0, 64\)"),
+        ({"options": replace(OPTIONS, keep=(Keep("layers.7"),))}, "no linear layer is called 'layers.7'"),
+    ],
+)
+def test_wrong_input_is_told_before_anything_is_done(model, tokens, held_out, tmp_path, change, words):
+    given = {"options": OPTIONS, "tokens": tokens, "held_out": held_out} | change
+    with pytest.raises(ValueError, match=words):
+        quantize_model(model, **given, work_dir=tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_text_is_divided_once(tokens):
+    documents = [list(range(10)), list(range(10, 33)), list(range(33, 60))]
+    rows = divide(documents, 99, num_rows=8, length=7, seed=0)
+    assert (len(rows.calibration), len(rows.held_out)) == (7, 1)
+    pieces = {tuple(row) for row in [*rows.calibration.tolist(), *rows.held_out.tolist()]}
+    assert len(pieces) == 8
+    stream = [*documents[0], 99, *documents[1], 99, *documents[2], 99]
+    assert pieces <= {tuple(stream[first : first + 7]) for first in range(0, 63, 7)}
+    np.testing.assert_array_equal(rows.held_out, divide(documents, 99, num_rows=8, length=7, seed=0).held_out)
+    with pytest.raises(ValueError, match="63 tokens of text are fewer than two pieces of 40"):
+        divide(documents, 99, num_rows=8, length=40, seed=0)
+    assert [len(chunk) for chunk in in_chunks(np.zeros((5, 2000)))] == [2, 2, 1]
+    assert [len(chunk) for chunk in in_chunks(np.zeros((2, 9000)))] == [1, 1]
+
+
+def test_options_are_json(tmp_path):
+    assert json.loads(json.dumps(replace(OPTIONS, keep=(Keep("x", 8),)).to_dict()))["keep"] == [
+        {"pattern": "x", "bits": 8}
+    ]
