@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.cache import KVScales
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params, abstract_params
 from jaxinfer.sampling import SamplingParams, from_generation_config
@@ -23,6 +24,7 @@ class LoadedModel:
     """Attributes:
     name: what the user called it. is_owned: whether the parameters were loaded here, and may be freed.
     default_params: generation_config.json's; ignored_defaults: its settings that are not applied.
+    kv_scales: the checkpoint's scales for an fp8 cache, if it has some.
     """
 
     name: str
@@ -33,6 +35,7 @@ class LoadedModel:
     default_params: SamplingParams
     ignored_defaults: Sequence[str]
     eos_token_ids: tuple[int, ...]
+    kv_scales: KVScales | None = None
 
     def for_length(self, max_model_len: int | None) -> tuple["LoadedModel", int]:
         """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
@@ -123,7 +126,7 @@ def load_draft(
         loaded, _ = loaded.for_length(max_model_len)
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
-    return ModelDraft(loaded.name, loaded.config, loaded.params), loaded.is_owned
+    return ModelDraft(loaded.name, loaded.config, loaded.params, loaded.kv_scales), loaded.is_owned
 
 
 def _tokenizer_of(path: Path) -> Tokenizer | None:

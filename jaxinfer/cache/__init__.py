@@ -1,6 +1,13 @@
 """Where keys and values live."""
 
-from jaxinfer.cache.contiguous import CachedAttention, ContiguousCache, attend_without_cache, init_cache
+from jaxinfer.cache.contiguous import (
+    CachedAttention,
+    ContiguousCache,
+    attend_as_stored,
+    attend_without_cache,
+    init_cache,
+)
+from jaxinfer.cache.kv_dtype import KVScales, check_kv_dtype, is_scaled, kv_dtype_name, stored_dtype
 from jaxinfer.cache.paged import (
     PagedAttention,
     PagedCache,
@@ -13,12 +20,18 @@ from jaxinfer.cache.paged import (
 __all__ = [
     "CachedAttention",
     "ContiguousCache",
+    "KVScales",
     "PagedAttention",
     "PagedCache",
     "abstract_paged_cache",
+    "attend_as_stored",
     "attend_without_cache",
+    "check_kv_dtype",
     "init_cache",
     "init_paged_cache",
+    "is_scaled",
+    "kv_dtype_name",
     "move_tokens",
     "page_bytes",
+    "stored_dtype",
 ]
