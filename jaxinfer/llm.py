@@ -14,7 +14,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxinfer import compilation_cache
-from jaxinfer.cache import KVScales
+from jaxinfer.cache import KVScales, check_kv_dtype
 from jaxinfer.engine.contiguous import ContiguousEngine, ContiguousOptions
 from jaxinfer.engine.explanation import Explanation, explain_engine
 from jaxinfer.engine.options import EngineOptions, SpeculationOptions
@@ -109,6 +109,9 @@ class LLM:
         **unknown: Any,
     ):
         _refuse_unknown(unknown, type(self).__init__)
+        check_kv_dtype(kv_dtype)  # before a long load
+        if draft_kv_dtype is not None:
+            check_kv_dtype(draft_kv_dtype, "draft_kv_dtype")
         compilation_cache.enable()
         self._engine: Engine | None = None
         loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, revision=revision)

@@ -7,7 +7,7 @@ from jaxinfer.cache.contiguous import (
     attend_without_cache,
     init_cache,
 )
-from jaxinfer.cache.kv_dtype import KVScales, check_kv_dtype, is_scaled, kv_dtype_name, stored_dtype
+from jaxinfer.cache.kv_dtype import AUTO, KVScales, check_kv_dtype, is_scaled, kv_dtype_name, stored_dtype
 from jaxinfer.cache.paged import (
     PagedAttention,
     PagedCache,
@@ -18,6 +18,7 @@ from jaxinfer.cache.paged import (
 )
 
 __all__ = [
+    "AUTO",
     "CachedAttention",
     "ContiguousCache",
     "KVScales",

@@ -194,7 +194,7 @@ class _Bench:
     def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
         from jaxinfer.loading import load_model
 
-        own = {field.name for field in fields(ModelOptions)}
+        own = {field.name for field in fields(ModelOptions)} - {"kv_dtype"}  # which is the engine's
         values = {field.name: getattr(options, field.name) for field in fields(options)}
         self.model = load_model(
             options.model, tokenizer=options.tokenizer, dtype=options.dtype, revision=options.revision
