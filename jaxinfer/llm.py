@@ -57,6 +57,7 @@ class LLM:
       steps_per_dispatch: decode steps per call of the device.
       kv_dtype: what keys and values are stored as: "auto" (what the model computes in), "float32", "bfloat16",
         "float16", "int8" (with a scale for each token and head), "fp8_e4m3" or "fp8_e5m2".
+      kv_scales: static scales of an fp8 cache; by default the checkpoint's, if it has some.
       cache: "paged", or "contiguous": a cache of max_seqs rows of max_model_len, for research. What follows is for
         the paged one only.
       page_size: tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype="int8").
@@ -93,6 +94,7 @@ class LLM:
         revision: str | None = None,
         steps_per_dispatch: int = 8,
         kv_dtype: str = "auto",
+        kv_scales: KVScales | None = None,
         cache: str = "paged",
         page_size: int | None = None,
         num_pages: int | None = None,
@@ -112,6 +114,8 @@ class LLM:
         check_kv_dtype(kv_dtype)  # before a long load
         if draft_kv_dtype is not None:
             check_kv_dtype(draft_kv_dtype, "draft_kv_dtype")
+        if kv_scales is not None and not kv_dtype.startswith("fp8"):
+            raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {kv_dtype!r}")
         compilation_cache.enable()
         self._engine: Engine | None = None
         loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, revision=revision)
@@ -157,7 +161,7 @@ class LLM:
                 "draft_kv_dtype": draft_kv_dtype,
             },
             lambda draft: load_draft(draft, loaded, max_model_len, dtype=dtype),
-            loaded.kv_scales,
+            loaded.kv_scales if kv_scales is None else kv_scales,
         )
 
     def _make_engine(

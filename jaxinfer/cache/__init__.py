@@ -7,7 +7,7 @@ from jaxinfer.cache.contiguous import (
     attend_without_cache,
     init_cache,
 )
-from jaxinfer.cache.kv_dtype import AUTO, KVScales, check_kv_dtype, is_scaled, kv_dtype_name, stored_dtype
+from jaxinfer.cache.kv_dtype import AUTO, KVScales, applied_scales, check_kv_dtype, is_scaled, kv_dtype_name, stored_dtype
 from jaxinfer.cache.paged import (
     PagedAttention,
     PagedCache,
@@ -25,6 +25,7 @@ __all__ = [
     "PagedAttention",
     "PagedCache",
     "abstract_paged_cache",
+    "applied_scales",
     "attend_as_stored",
     "attend_without_cache",
     "check_kv_dtype",

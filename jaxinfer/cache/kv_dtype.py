@@ -68,6 +68,19 @@ def is_scaled(dtype: Any) -> bool:
     return jnp.dtype(dtype).name.startswith("float8")
 
 
+def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> KVScales | None:
+    """The scales, where a cache of this dtype has a use for them. Raises ValueError for those of another model."""
+    if scales is None or not is_scaled(dtype):
+        return None
+    shape = (config.num_layers, config.num_kv_heads)
+    if scales.keys.shape != shape or scales.values.shape != shape:
+        raise ValueError(
+            f"kv_scales are [layers, heads] = {list(shape)} for this model, got {list(scales.keys.shape)} and "
+            f"{list(scales.values.shape)}"
+        )
+    return scales
+
+
 def scaled(
     scales: KVScales | None, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -244,6 +244,8 @@ class _Bench:
 
         if num_draft_tokens:
             drafting["num_draft_tokens"] = num_draft_tokens
+        if model is None and str(self.engine.get("kv_dtype")).startswith("fp8"):  # live parameters bring no scales
+            drafting["kv_scales"] = self.model.kv_scales
         what = f"{num_draft_tokens} drafted tokens" if num_draft_tokens else "plain decoding"
         with (
             waiting(f"measuring {what}; a first run compiles"),

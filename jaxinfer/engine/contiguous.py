@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.cache import ContiguousCache, KVScales, check_kv_dtype, init_cache, is_scaled, stored_dtype
+from jaxinfer.cache import ContiguousCache, KVScales, applied_scales, check_kv_dtype, init_cache, stored_dtype
 from jaxinfer.engine import contiguous_programs, programs, results
 from jaxinfer.engine.contiguous_programs import DecodeOutput, DecodeState, PrefillRequest
 from jaxinfer.engine.request import Generation
@@ -91,7 +91,7 @@ class ContiguousEngine:
         self.model, self.weights = programs.program_model(config, params)
         self.dtype = params["embed"].dtype
         self.kv_dtype = stored_dtype(options.kv_dtype, self.dtype)
-        self.kv_scales = kv_scales if is_scaled(self.kv_dtype) else None
+        self.kv_scales = applied_scales(kv_scales, self.kv_dtype, config)
         chunks = [size for size in options.prefill_chunks if size < options.max_model_len]
         self.chunks = (*chunks, min(options.max_model_len, max(options.prefill_chunks)))
         self.chunks = tuple(dict.fromkeys(self.chunks))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.cache import KVScales, init_paged_cache, is_scaled, page_bytes, stored_dtype
+from jaxinfer.cache import KVScales, applied_scales, init_paged_cache, page_bytes, stored_dtype
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
@@ -79,7 +79,7 @@ class PagedEngine:
         self.device = next(iter(self.weights[0].devices()))
         platform = self.device.platform
         self.kv_dtype = stored_dtype(options.kv_dtype, self.dtype)
-        self.kv_scales = kv_scales if is_scaled(self.kv_dtype) else None
+        self.kv_scales = applied_scales(kv_scales, self.kv_dtype, config)
         self.page_size = options.page_size or default_page_size(platform, self.kv_dtype)
         layout = platform_layout(platform, self.kv_dtype)
         self.speculation = None

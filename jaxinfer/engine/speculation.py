@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.cache import PagedCache, init_paged_cache, is_scaled, page_bytes, stored_dtype
+from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cache, page_bytes, stored_dtype
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.paged_programs import Slots, StepOutput
@@ -71,6 +71,7 @@ class Speculation:
         self.page_bytes = self.weight_bytes = 0
         self.cache: PagedCache | None = None
         self.kv_dtype: str | None = None  # of a cache of the draft's own
+        self._kv_scales: KVScales | None = None
         self._page_size = page_size
         self._draft_config: ModelConfig | None = None
         if settings.kv_dtype is not None and not isinstance(draft, ModelDraft):
@@ -87,6 +88,7 @@ class Speculation:
                 draft_config, draft_params = draft.config, draft.params
                 self._draft_config = draft_config
                 self.kv_dtype = stored_dtype(settings.kv_dtype or options.kv_dtype, draft_params["embed"].dtype)
+                self._kv_scales = applied_scales(draft.kv_scales, self.kv_dtype, draft_config)
                 self._layout = platform_layout(platform, self.kv_dtype)
                 self.page_bytes = page_bytes(draft_config, page_size, self.kv_dtype, self._layout)
             kind, self.weights = programs.program_model(draft_config, draft_params)
@@ -122,9 +124,8 @@ class Speculation:
         """The draft's cache, of as many pages as the target's."""
         self._has_keys = bytearray(num_pages)
         if self._draft_config is not None and self.kv_dtype is not None:
-            scales = self.draft.kv_scales if isinstance(self.draft, ModelDraft) and is_scaled(self.kv_dtype) else None
             self.cache = init_paged_cache(
-                self._draft_config, num_pages, self._page_size, self.kv_dtype, self._layout, scales=scales
+                self._draft_config, num_pages, self._page_size, self.kv_dtype, self._layout, scales=self._kv_scales
             )
 
     def close(self) -> None:
