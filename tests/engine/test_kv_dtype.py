@@ -1,6 +1,7 @@
 """Caches of 8 bits in the engine: one answer whatever else runs, speculation that changes none, what is allocated, and
 what the rounding costs on held-out text."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -23,7 +24,7 @@ NUM_PROMPTS = 18
 KV_DTYPES = ("int8", "fp8_e4m3")
 OPTIONS = {"max_model_len": 128, "num_pages": 300, "steps_per_dispatch": 6, "max_seqs": 16}
 PROMPTS = random_prompts(NUM_PROMPTS, 60, seed=4)
-PARAMS = [replace(mixed_params(number), max_tokens=8 + number) for number in range(NUM_PROMPTS)]
+PARAMS = [replace(mixed_params(number), max_tokens=10 + 2 * number) for number in range(NUM_PROMPTS)]
 PARAMS[4] = replace(PARAMS[4], prompt_logprobs=None, logprobs=3)
 PARAMS[9] = replace(PARAMS[9], n=2, temperature=0.8, seed=5)  # the second answer copies a page on writing
 
@@ -34,7 +35,7 @@ def one_program_for_all_loads():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineOptions, "decode_slots", property(lambda self: (self.max_seqs,)))
         patch.setattr(EngineOptions, "step_slots", property(lambda self: (self.max_seqs,)))
-        patch.setattr(EngineOptions, "token_buckets", property(lambda self: (256,)))
+        patch.setattr(EngineOptions, "token_buckets", property(lambda self: (96,)))
         yield
 
 
@@ -75,7 +76,7 @@ def check_hits_and_preemption(llm: LLM, expected: list) -> None:
     random.Random(3).shuffle(pool._free)
     hidden = pool.allocate(pool.num_available - 8)
     assert answers(llm) == expected
-    assert counters.num_preemptions > 1
+    assert counters.num_preemptions > 0
     pool.release(hidden)
 
 
@@ -99,25 +100,38 @@ def test_neighbours_prefix_hits_and_preemption_change_no_token(tiny, expected, k
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_how_prompts_are_cut_and_stored_changes_no_token(tiny, expected, kv_dtype):
-    with open_llm(tiny, kv_dtype, prefill_chunk=16, page_size=32) as llm:
+def test_how_prompts_are_cut_changes_no_token(tiny, expected, kv_dtype):
+    with open_llm(tiny, kv_dtype, prefill_chunk=16) as llm:
         assert answers(llm) == expected[kv_dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
+def test_where_keys_lie_changes_no_token(tiny, expected, kv_dtype):
+    if kv_dtype == "fp8_e4m3":  # more programs to compile
+        with open_llm(tiny, kv_dtype, page_size=32) as llm:
+            assert answers(llm) == expected[kv_dtype]
     with LLM(tiny, cache="contiguous", kv_dtype=kv_dtype, max_seqs=4, max_model_len=128) as llm:
         assert answers(llm) == expected[kv_dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+SPECULATED = {
+    "chain": ("near", {"num_draft_tokens": 4}),
+    "tree": ("near", {"draft_tree": (2, 2), "draft_kv_dtype": "fp8_e5m2"}),
+    "ngram": ("ngram", {"num_draft_tokens": 3}),
+    "layers": ("layers:1", {"num_draft_tokens": 2}),
+}
+FAST = (("int8", "tree"), ("int8", "layers"), ("fp8_e4m3", "chain"))
+
+
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("kv_dtype", "how"),
     [
-        ("near", {"num_draft_tokens": 4}),
-        ("near", {"draft_tree": (2, 2), "draft_kv_dtype": "fp8_e5m2"}),
-        ("ngram", {"num_draft_tokens": 3}),
-        ("layers:1", {"num_draft_tokens": 2}),
+        pytest.param(*pair, marks=() if pair in FAST else pytest.mark.slow)
+        for pair in itertools.product(KV_DTYPES, SPECULATED)
     ],
-    ids=("chain", "tree", "ngram", "layers"),
 )
-def test_speculation_changes_no_token(tiny, drafts, expected, kv_dtype, name, options):
+def test_speculation_changes_no_token(tiny, drafts, expected, kv_dtype, how):
+    name, options = SPECULATED[how]
     with open_llm(tiny, kv_dtype, draft=drafts[name], **options) as llm:
         check_hits_and_preemption(llm, expected[kv_dtype])
         stats = llm.speculation_stats()
@@ -127,6 +141,7 @@ def test_speculation_changes_no_token(tiny, drafts, expected, kv_dtype, name, op
             assert cache == options.get("draft_kv_dtype", kv_dtype)
 
 
+@pytest.mark.slow
 def test_a_draft_of_other_rounding_is_the_better_the_nearer_it_is(tiny, drafts):
     """The target drafting for itself over the same cache is always right, over another nearly always."""
     rates = []
@@ -137,8 +152,10 @@ def test_a_draft_of_other_rounding_is_the_better_the_nearer_it_is(tiny, drafts):
     assert rates[0] == 1.0 > rates[1] > 0.5
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_deterministic_answers_keep_every_bit(tiny, drafts, kv_dtype):
+@pytest.mark.parametrize(
+    ("kv_dtype", "is_drafted"), [("int8", False), *(pytest.param(one, True, marks=pytest.mark.slow) for one in KV_DTYPES)]
+)
+def test_deterministic_answers_keep_every_bit(tiny, drafts, kv_dtype, is_drafted):
     params = [replace(one, logprobs=2) for one in PARAMS]
 
     def bits(**options):
@@ -148,7 +165,8 @@ def test_deterministic_answers_keep_every_bit(tiny, drafts, kv_dtype):
 
     together = bits()
     assert bits(prefill_chunk=16) == together
-    assert bits(draft=drafts["near"], num_draft_tokens=4) == together
+    if is_drafted:
+        assert bits(draft=drafts["near"], num_draft_tokens=4) == together
 
 
 def planted(tiny, monkeypatch, name, wrong) -> list:
@@ -166,6 +184,7 @@ def planted(tiny, monkeypatch, name, wrong) -> list:
         speculative_programs.speculate.clear_cache()
 
 
+@pytest.mark.slow
 def test_scales_left_behind_by_a_move_are_caught(tiny, expected, monkeypatch):
     """Inverse: accepted tokens of a tree move without their scales."""
     from jaxinfer.speculative import proposers
@@ -212,7 +231,7 @@ def test_fewer_bytes_are_more_pages(tiny):
     pages = {}
     for kv_dtype in ("float32", "fp8_e4m3"):
         options = EngineOptions(max_model_len=128, max_seqs=200, kv_dtype=kv_dtype)
-        engine = PagedEngine(*tiny, options, available=5_000_000)
+        engine = PagedEngine(*tiny, options, available=2_000_000)
         pages[kv_dtype] = engine.memory.num_pages
         engine.close()
     assert pages["fp8_e4m3"] == pytest.approx(4 * pages["float32"], abs=4)
