@@ -7,7 +7,15 @@ from jaxinfer.cache.contiguous import (
     attend_without_cache,
     init_cache,
 )
-from jaxinfer.cache.kv_dtype import AUTO, KVScales, applied_scales, check_kv_dtype, is_scaled, kv_dtype_name, stored_dtype
+from jaxinfer.cache.kv_dtype import (
+    AUTO,
+    KVScales,
+    applied_scales,
+    check_kv_dtype,
+    is_scaled,
+    kv_dtype_name,
+    stored_dtype,
+)
 from jaxinfer.cache.paged import (
     PagedAttention,
     PagedCache,

@@ -25,8 +25,8 @@ class ContiguousCache:
     """Keys and values of B rows, per layer [B, L, Hkv, K]. Jitted programs take it donated and return it.
 
     What lies at and beyond a row's length is unspecified and never read. A row lies as one page of L tokens would:
-    `dtype` is what is stored, which on a CPU may be kept as bits (`BitPages`). int8 has `key_scales` and `value_scales`,
-    per layer float32 [B, Hkv, L]; `scales` are a checkpoint's, of fp8.
+    `dtype` is what is stored, which on a CPU may be kept as bits (`BitPages`). int8 has `key_scales` and
+    `value_scales`, per layer float32 [B, Hkv, L]; `scales` are a checkpoint's, of fp8.
     """
 
     keys: tuple[jax.Array, ...]

@@ -71,8 +71,8 @@ class EngineOptions:
       more), so that log-probabilities keep every bit whatever else is in the batch and however a prompt is cut. Slower.
     prefix_cache: keep the pages of finished work and reuse them where a prompt begins alike.
     max_waiting: requests that may wait, None for any number. shuffle_seed: orders the pages at random (for tests).
-    kv_dtype: what keys and values are stored as: "auto" is what the model computes in; "float32", "bfloat16", "float16",
-      "int8" (with a scale for each token and head), "fp8_e4m3", "fp8_e5m2".
+    kv_dtype: what keys and values are stored as: "auto" is what the model computes in; "float32", "bfloat16",
+      "float16", "int8" (with a scale for each token and head), "fp8_e4m3", "fp8_e5m2".
     speculation: for an engine with a draft.
     """
 

@@ -75,7 +75,9 @@ class Speculation:
         self._page_size = page_size
         self._draft_config: ModelConfig | None = None
         if settings.kv_dtype is not None and not isinstance(draft, ModelDraft):
-            raise ValueError(f"draft_kv_dtype={settings.kv_dtype!r}: draft={draft_name(draft)!r} has no cache of its own")
+            raise ValueError(
+                f"draft_kv_dtype={settings.kv_dtype!r}: draft={draft_name(draft)!r} has no cache of its own"
+            )
         kind: NgramDraft | programs.ProgramModel
         if isinstance(draft, NgramDraft):
             if settings.tree is not None:

@@ -106,7 +106,7 @@ def test_bytes_of_a_token_are_those_of_the_arrays(name, bits):
 
 
 @pytest.mark.parametrize("attend", [attend_paged, attend_contiguous])
-@pytest.mark.parametrize("name", ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"))
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_what_is_attended_to_is_what_is_stored(attend, name):
     dtype, tensors = stored_dtype(name, "float32"), operands()
     expected = attend_as_stored(dtype)(0, *(x[None] for x in tensors), None)[0]
@@ -120,7 +120,7 @@ def test_what_is_attended_to_is_what_is_stored(attend, name):
     assert error > 0
 
 
-@pytest.mark.parametrize("name", ("bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"))
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_stored_bits_do_not_depend_on_how_a_token_was_written(name):
     for attend in (attend_paged, attend_contiguous):
         whole, cut = (jax.tree.leaves(run(attend, name, chunks)[1]) for chunks in (WHOLE, CUT))

@@ -135,7 +135,8 @@ def test_speculation_changes_no_token(tiny, drafts, expected, kv_dtype, how):
     with open_llm(tiny, kv_dtype, draft=drafts[name], **options) as llm:
         check_hits_and_preemption(llm, expected[kv_dtype])
         stats = llm.speculation_stats()
-        assert stats is not None and stats.proposed > 100
+        assert stats is not None
+        assert stats.proposed > 100
         if name == "near":
             cache = llm.explain().to_dict()["speculation"]["cache dtype"]
             assert cache == options.get("draft_kv_dtype", kv_dtype)
@@ -153,7 +154,8 @@ def test_a_draft_of_other_rounding_is_the_better_the_nearer_it_is(tiny, drafts):
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "is_drafted"), [("int8", False), *(pytest.param(one, True, marks=pytest.mark.slow) for one in KV_DTYPES)]
+    ("kv_dtype", "is_drafted"),
+    [("int8", False), *(pytest.param(one, True, marks=pytest.mark.slow) for one in KV_DTYPES)],
 )
 def test_deterministic_answers_keep_every_bit(tiny, drafts, kv_dtype, is_drafted):
     params = [replace(one, logprobs=2) for one in PARAMS]
@@ -205,7 +207,9 @@ def test_scales_left_behind_by_a_move_are_caught(tiny, expected, monkeypatch):
 # What is allocated and said
 
 
-@pytest.mark.parametrize(("kv_dtype", "per_token"), [("float32", 256), ("bfloat16", 128), ("int8", 96), ("fp8_e4m3", 64)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "per_token"), [("float32", 256), ("bfloat16", 128), ("int8", 96), ("fp8_e4m3", 64)]
+)
 def test_what_is_allocated_is_explained(tiny, kv_dtype, per_token):
     """2 layers of 2 heads of 8, keys and values: 64 numbers a token; int8 has 8 scales of 4 bytes beside them."""
     with LLM(tiny, kv_dtype=kv_dtype, max_seqs=2, num_pages=9) as llm:
@@ -279,32 +283,31 @@ def test_hidden_states_are_those_of_the_cache(tiny):
     """What taps return predicts what the engine found, rounding included."""
     config, params = tiny
     prompt = PROMPTS[1]
-    for kv_dtype in ("int8", "fp8_e5m2"):
-        with open_llm(tiny, kv_dtype, max_seqs=2) as llm:
-            wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-            output = llm.generate(prompt, wanted, taps=["final_norm"])[0]
-            found = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
-        with open_llm(tiny, "float32", max_seqs=2) as llm:
-            exact = llm.engine.hidden_states(list(prompt), ("final_norm",))["final_norm"]
-        errors = []
-        for hidden in (output.taps["final_norm"][: len(prompt)], exact):
-            logprobs = jax.nn.log_softmax(bind(config, params).logits(jnp.asarray(hidden)))[:-1]
-            chosen = np.take_along_axis(np.asarray(logprobs), np.array(prompt)[1:, None], axis=1)[:, 0]
-            errors.append(np.abs(chosen - found).max())
-        assert errors[0] < 1e-3 < 0.05 * errors[1]
+    with open_llm(tiny, "int8") as llm:
+        wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        output = llm.generate(prompt, wanted, taps=["final_norm"])[0]
+        found = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+    with open_llm(tiny, "float32") as llm:
+        exact = llm.engine.hidden_states(list(prompt), ("final_norm",))["final_norm"]
+    errors = []
+    for hidden in (output.taps["final_norm"][: len(prompt)], exact):
+        logprobs = jax.nn.log_softmax(bind(config, params).logits(jnp.asarray(hidden)))[:-1]
+        chosen = np.take_along_axis(np.asarray(logprobs), np.array(prompt)[1:, None], axis=1)[:, 0]
+        errors.append(np.abs(chosen - found).max())
+    assert errors[0] < 0.02 * errors[1]
 
 
 def test_static_scales_serve_a_model_whose_keys_are_huge(tiny):
-    """Keys 200 times as large against queries as much smaller: fp8 clips them, unless it has their scales."""
+    """Keys 2,000 times as large against queries as much smaller: fp8 clips them, unless it has their scales."""
     config, params = tiny
     layers = {}
     for name, layer in params["layers"].items():
         attention = dict(layer["attention"])
-        attention["k_proj"] = {"weight": attention["k_proj"]["weight"] * 200}
-        attention["q_proj"] = {"weight": attention["q_proj"]["weight"] / 200}
+        attention["k_proj"] = {"weight": attention["k_proj"]["weight"] * 2000}
+        attention["q_proj"] = {"weight": attention["q_proj"]["weight"] / 2000}
         layers[name] = {**layer, "attention": attention}
     huge = (config, {**params, "layers": layers})
-    scales = KVScales(np.full((2, 2), 200, np.float32), np.ones((2, 2), np.float32))
+    scales = KVScales(np.full((2, 2), 2000, np.float32), np.ones((2, 2), np.float32))
     texts = [prompt for prompt in PROMPTS if len(prompt) > 20][:4]
     (clipped,) = cache_quality(*huge, texts, ["fp8_e4m3"])
     (scaled,) = cache_quality(*huge, texts, ["fp8_e4m3"], kv_scales=scales)
