@@ -1,6 +1,6 @@
 """A preallocated cache: every row owns `max_length` slots, whether it fills them or not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -10,9 +10,19 @@ import jax.numpy as jnp
 from jaxinfer.cache.kv_dtype import KVScales, scaled, unscaled
 from jaxinfer.models import ModelConfig
 from pallas_kernels import flash_attention
-from pallas_kernels.paged_attention import BitPages, Pages, SeparatePages, new_pages, platform_layout, unpack
+from pallas_kernels.paged_attention import (
+    BitPages,
+    InterleavedPages,
+    Pages,
+    SeparatePages,
+    new_pages,
+    platform_layout,
+    unpack,
+)
 from pallas_kernels.paged_attention.layout import append, from_stored, to_stored
 from pallas_kernels.platform import current_platform
+
+RowPages = SeparatePages | BitPages
 
 
 @partial(
@@ -45,7 +55,7 @@ class ContiguousCache:
         return self.keys[0].shape[1]
 
     @property
-    def layers(self) -> list[Pages]:
+    def layers(self) -> list[RowPages]:
         """Each layer's rows, as pages."""
         if self.keys[0].dtype != self.dtype:
             return [BitPages(k, v, self.dtype) for k, v in zip(self.keys, self.values, strict=True)]
@@ -53,14 +63,14 @@ class ContiguousCache:
         columns = (self.keys, self.values, *((self.key_scales, self.value_scales) if has_scales else ()))
         return [SeparatePages(*arrays) for arrays in zip(*columns, strict=True)]
 
-    def with_layers(self, layers: list[Pages]) -> "ContiguousCache":
+    def with_layers(self, layers: Sequence[RowPages]) -> "ContiguousCache":
         """The cache with other contents."""
         scales = [(pages.k_scales, pages.v_scales) for pages in layers if isinstance(pages, SeparatePages)]
         scales = [pair for pair in scales if pair[0] is not None]
         return replace(
             self,
-            keys=tuple(pages.k for pages in layers),  # pyright: ignore[reportAttributeAccessIssue]
-            values=tuple(pages.v for pages in layers),  # pyright: ignore[reportAttributeAccessIssue]
+            keys=tuple(pages.k for pages in layers),
+            values=tuple(pages.v for pages in layers),
             key_scales=tuple(keys for keys, _ in scales),
             value_scales=tuple(values for _, values in scales),
         )
@@ -74,7 +84,7 @@ def init_cache(
     layout = "bits" if platform_layout(current_platform(), name) == "bits" else "separate"
     shape = (num_rows, max_length, config.num_kv_heads, config.head_dim)
     empty = ContiguousCache((), (), scales=jax.device_put(scales), dtype=name)
-    return empty.with_layers([new_pages(*shape, name, layout=layout) for _ in range(config.num_layers)])
+    return empty.with_layers([_rows(new_pages(*shape, name, layout=layout)) for _ in range(config.num_layers)])
 
 
 class CachedAttention:
@@ -97,15 +107,16 @@ class CachedAttention:
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
         q, k, v = scaled(self._before.scales, layer, q, k, v)
         row = jnp.repeat(self._rows, self._slots.shape[1])
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-        pages = self._layers[layer] = append(self._layers[layer], *flat, row, self._slots.reshape(-1), is_unique=True)
+        k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+        pages = _rows(append(self._layers[layer], k, v, row, self._slots.reshape(-1), is_unique=True))
+        self._layers[layer] = pages
         keys, values = self._read(pages, q.dtype)
         out = flash_attention(
             q, keys, values, query_offset=self._starts, kv_lengths=self._starts + self._lengths, window=window
         )
         return unscaled(self._before.scales, layer, out)
 
-    def _read(self, pages: Pages, dtype) -> tuple[jax.Array, jax.Array]:
+    def _read(self, pages: RowPages, dtype) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, L, Hkv, K] of the rows."""
         if not self._takes_all_rows:
             pages = jax.tree.map(lambda leaf: leaf[self._rows], pages)
@@ -118,6 +129,12 @@ class CachedAttention:
     @property
     def cache(self) -> ContiguousCache:
         return self._before.with_layers(self._layers)
+
+
+def _rows(pages: Pages) -> RowPages:
+    if isinstance(pages, InterleavedPages):
+        raise ValueError("a contiguous cache has no interleaved layout")
+    return pages
 
 
 def attend_without_cache(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:

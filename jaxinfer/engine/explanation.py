@@ -163,9 +163,7 @@ def _describe_stored(engine: Engine, pages: Pages, asked: str) -> dict[str, str]
     dtype, name = engine.kv_dtype, kv_dtype_name(engine.kv_dtype)
     facts = {"dtype": name if asked != AUTO else f"{name} (auto: what the model computes in)"}
     if isinstance(pages, BitPages):
-        facts["stored as"] = (
-            f"the bits in {pages.k.dtype}, for XLA:CPU would convert a whole cache of {dtype} each step"
-        )
+        facts["stored as"] = f"its bits, {pages.k.dtype}: XLA:CPU would convert a whole cache of {dtype} each step"
     if dtype == "int8":
         facts["scales"] = "float32, one for each token and head"
     elif is_scaled(dtype):

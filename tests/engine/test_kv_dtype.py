@@ -206,6 +206,8 @@ def test_scales_left_behind_by_a_move_are_caught(tiny, expected, monkeypatch):
 
 # What is allocated and said
 
+OF_ONE_LAYER = KVScales(np.ones((1, 2), np.float32), np.ones((1, 2), np.float32))
+
 
 @pytest.mark.parametrize(
     ("kv_dtype", "per_token"), [("float32", 256), ("bfloat16", 128), ("int8", 96), ("fp8_e4m3", 64)]
@@ -257,6 +259,10 @@ def test_a_page_of_int8_suits_the_kernel():
         ({"draft": "layers:1", "draft_kv_dtype": "int8"}, "draft='layers:1' has no cache of its own"),
         ({"draft_kv_dtype": "int8"}, "draft_kv_dtype='int8' needs a draft"),
         ({"kv_dtype": "int8", "kv_scales": KVScales(0, 0)}, "kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2'"),
+        (
+            {"kv_dtype": "fp8_e4m3", "kv_scales": OF_ONE_LAYER},
+            r"\[layers, heads\] = \[2, 2\] for this model, got \[1, 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tiny, options, message):
@@ -297,6 +303,7 @@ def test_hidden_states_are_those_of_the_cache(tiny):
     assert errors[0] < 0.02 * errors[1]
 
 
+@pytest.mark.slow
 def test_static_scales_serve_a_model_whose_keys_are_huge(tiny):
     """Keys 2,000 times as large against queries as much smaller: fp8 clips them, unless it has their scales."""
     config, params = tiny
@@ -319,8 +326,6 @@ def test_static_scales_serve_a_model_whose_keys_are_huge(tiny):
         check_hits_and_preemption(llm, found)
     with LLM(huge, cache="contiguous", kv_dtype="fp8_e4m3", kv_scales=scales, max_seqs=4, max_model_len=128) as llm:
         assert answers(llm) == found
-    with pytest.raises(ValueError, match=r"\[layers, heads\] = \[2, 2\] for this model, got \[1, 2\]"):
-        open_llm(huge, "fp8_e4m3", kv_scales=scales.first(1))
 
 
 # What it costs in quality
@@ -328,15 +333,14 @@ def test_static_scales_serve_a_model_whose_keys_are_huge(tiny):
 
 def test_kl_on_held_out_text_is_within_the_bounds():
     """Against a float32 cache, teacher-forced through the engine. Where 0.001 and 0.005 are allowed, 4e-5 and 1e-3 are
-    found (docs/engine.md); the larger step of e5m2, and that more steps are worse, show that the figures are real."""
+    found (docs/engine.md); that the larger steps of fp8 are worse shows that the figures are real."""
     loaded = load_model("demo")
     texts = [loaded.tokenizer.encode(text)[:128] for _, text in held_out_files(3)]
-    found = cache_quality(loaded.config, loaded.params, texts, ["float32", "int8", "fp8_e4m3", "fp8_e5m2"])
+    found = cache_quality(loaded.config, loaded.params, texts, ["float32", "int8", "fp8_e4m3"])
     kl = {one.kv_dtype: one.kl for one in found}
     assert kl["float32"] == 0
     assert 1e-6 < kl["int8"] <= 0.001
-    assert kl["int8"] < kl["fp8_e4m3"] <= 0.005
-    assert kl["fp8_e4m3"] < kl["fp8_e5m2"]
+    assert 3 * kl["int8"] < kl["fp8_e4m3"] <= 0.005
     assert all(one.num_tokens == 3 * 127 for one in found)
     assert found[1].top1_agreement > 0.98
     with pytest.raises(ValueError, match="text 1 has fewer than two tokens"):
