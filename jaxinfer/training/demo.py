@@ -50,7 +50,7 @@ class Phase:
 # Short sequences first, since they cost half the attention; the last phase teaches the full context.
 TARGET_PHASES = (Phase(200, 24, 256), Phase(480, 12, 256), Phase(120, 6, 512))
 DRAFT_PHASES = (Phase(700, 12, 256), Phase(100, 6, 512))
-DISTILLATION = DistillOptions(num_steps=500, learning_rate=3e-4, decay_fraction=0.7, temperature=0.6, on_policy=0.92)
+DISTILLATION = DistillOptions(num_steps=1000, learning_rate=3e-4, decay_fraction=0.7, temperature=0.6, on_policy=0.92)
 
 
 @dataclass(frozen=True)

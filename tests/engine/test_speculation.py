@@ -94,12 +94,14 @@ def lengths(all_lengths, few):
     return [length if length in few else pytest.param(length, marks=pytest.mark.slow) for length in all_lengths]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("length", lengths(range(1, 9), (1, 4)))
 @pytest.mark.parametrize("name", DRAFTS)
 def test_chains_change_no_answer(tiny, drafts, expected, name, length):
     check_everything(tiny, drafts[name], expected, num_draft_tokens=length)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("widths", lengths(TREES, TREES[:1]), ids=str)
 @pytest.mark.parametrize("name", [name for name in DRAFTS if name != "ngram"])
 def test_trees_change_no_answer(tiny, drafts, expected, name, widths):
