@@ -5,7 +5,7 @@ Nothing here unpickles or runs code from a checkpoint, and nothing touches the n
 
 from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
-from checkpoints_convert.formats import KVScales
+from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import (
     bos_token_id,
@@ -24,7 +24,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "ConvertReport",
-    "KVScales",
+    "LayerKVScales",
     "QuantizedPlan",
     "TensorDifference",
     "TensorPlan",

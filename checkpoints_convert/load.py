@@ -1,6 +1,5 @@
 """From a checkpoint's directory or hub id to a configuration and parameters on the device."""
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from checkpoints_convert.errors import CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
-from checkpoints_convert.formats import KVScales
+from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.source import HuggingFaceSource
 from checkpoints_convert.progress import Progress, ProgressCallback
@@ -19,7 +18,6 @@ from checkpoints_convert.source import ParamPath, Source, insert
 from checkpoints_convert.store import NativeSource
 from jaxinfer.models import ModelConfig, Params
 
-_LOG = logging.getLogger(__name__)
 _IN_FLIGHT_BYTES = 256 * 2**20  # host buffers whose transfer to the device may still be running
 
 
@@ -71,15 +69,10 @@ def load(
                 while sum(leaf.nbytes for leaf in in_flight) > _IN_FLIGHT_BYTES:
                     in_flight.popleft().block_until_ready()
                 bar.advance(".".join(path), source.param_bytes(path))
-        if source.kv_scales:
-            _LOG.warning(
-                "%s holds scales of an 8-bit key-value cache, which are not applied; kv_scales() reads them",
-                source.directory,
-            )
     return source.config, params
 
 
-def kv_scales(path_or_hub_id: str | Path, *, revision: str | None = None) -> tuple[KVScales, ...]:
+def kv_scales(path_or_hub_id: str | Path, *, revision: str | None = None) -> tuple[LayerKVScales, ...]:
     """Scales of an 8-bit key-value cache that a checkpoint holds, by layer; () where it has none.
 
     Raises CheckpointError as `load`.

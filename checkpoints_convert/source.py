@@ -16,7 +16,7 @@ import numpy as np
 
 from checkpoints_convert.arrays import Read, read_tensor
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.formats import KVScales
+from checkpoints_convert.formats import LayerKVScales
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization import QuantizedArray
 
@@ -38,7 +38,7 @@ class Source(ABC):
 
     directory: Path
     config: ModelConfig
-    kv_scales: tuple[KVScales, ...] = ()
+    kv_scales: tuple[LayerKVScales, ...] = ()
 
     def __init__(self, directory: Path, *, measure_casts: bool = False):
         self.directory = directory

@@ -26,7 +26,7 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import NATIVE_CONFIG, read_json
-from checkpoints_convert.formats import KVScales
+from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.manifest import read_manifest, size_problems, verify_manifest
 from checkpoints_convert.native_arrays import Description, flatten, parts_of, rebuild
 from checkpoints_convert.source import ParamPath, Source, check_dtype, digest, numpy_dtype, param_shapes
@@ -45,14 +45,14 @@ class NativeConfig:
 
     model: ModelConfig
     quantized: Mapping[str, Description]
-    kv_scales: tuple[KVScales, ...]
+    kv_scales: tuple[LayerKVScales, ...]
 
 
 def native_config(
     config: ModelConfig,
     source: Mapping[str, Any],
     quantized: Mapping[str, Description] | None = None,
-    kv_scales: tuple[KVScales, ...] = (),
+    kv_scales: tuple[LayerKVScales, ...] = (),
 ) -> dict[str, Any]:
     """The contents of jaxinfer_config.json."""
     data = {"format_version": _DENSE_VERSION, "model": config.to_dict(), "source": dict(source)}
@@ -77,7 +77,7 @@ def read_native_config(directory: Path) -> NativeConfig:
         for name, description in quantized.items():
             if parts_of(description)["values"][0] != shapes[name]:
                 raise ValueError(f"{name} is quantized in another shape than {shapes[name]}")
-        scales = tuple(KVScales(tuple(layer["k"]), tuple(layer["v"])) for layer in data.get("kv_scales", []))
+        scales = tuple(LayerKVScales(tuple(layer["k"]), tuple(layer["v"])) for layer in data.get("kv_scales", []))
         return NativeConfig(model, quantized, scales)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(path, f"holds no model configuration: {error!r}") from None

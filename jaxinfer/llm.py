@@ -14,6 +14,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from jaxinfer import compilation_cache
+from jaxinfer.cache import KVScales, check_kv_dtype
 from jaxinfer.engine.contiguous import ContiguousEngine, ContiguousOptions
 from jaxinfer.engine.explanation import Explanation, explain_engine
 from jaxinfer.engine.options import EngineOptions, SpeculationOptions
@@ -57,9 +58,12 @@ class LLM:
       seed: what requests without a seed of their own get theirs from, by their number since the start.
       revision: branch, tag or commit of a hub id.
       steps_per_dispatch: decode steps per call of the device.
+      kv_dtype: what keys and values are stored as: "auto" (what the model computes in), "float32", "bfloat16",
+        "float16", "int8" (with a scale for each token and head), "fp8_e4m3" or "fp8_e5m2".
+      kv_scales: static scales of an fp8 cache; by default the checkpoint's, if it has some.
       cache: "paged", or "contiguous": a cache of max_seqs rows of max_model_len, for research. What follows is for
         the paged one only.
-      page_size: tokens of a page; by default 64 on a TPU, 16 elsewhere.
+      page_size: tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype="int8").
       num_pages: pages of the cache; by default as many as memory_fraction of the device's memory holds beside the
         weights (on a CPU no more than max_seqs answers of max_model_len can use).
       memory_fraction: of the device's memory, for weights, cache and what is computed.
@@ -73,6 +77,7 @@ class LLM:
       draft_tree: widths per depth, such as (3, 2, 1): drafts a tree of tokens instead of a chain.
       acceptance: "exact", the same answers as without a draft; or "maximal", answers of the same distribution with more
         drafts accepted, which depend on what else runs.
+      draft_kv_dtype: as kv_dtype, of a draft model's cache; by default the same. It changes no answer.
 
     Raises:
       TypeError: an unknown argument, with the nearest known name. ValueError: an option out of range.
@@ -92,6 +97,8 @@ class LLM:
         seed: int = 0,
         revision: str | None = None,
         steps_per_dispatch: int = 8,
+        kv_dtype: str = "auto",
+        kv_scales: KVScales | None = None,
         cache: str = "paged",
         page_size: int | None = None,
         num_pages: int | None = None,
@@ -104,9 +111,15 @@ class LLM:
         num_draft_tokens: int | Literal["auto"] = "auto",
         draft_tree: Sequence[int] | None = None,
         acceptance: str = "exact",
+        draft_kv_dtype: str | None = None,
         **unknown: Any,
     ):
         _refuse_unknown(unknown, type(self).__init__)
+        check_kv_dtype(kv_dtype)  # before a long load
+        if draft_kv_dtype is not None:
+            check_kv_dtype(draft_kv_dtype, "draft_kv_dtype")
+        if kv_scales is not None and not kv_dtype.startswith("fp8"):
+            raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {kv_dtype!r}")
         compilation_cache.enable()
         self._engine: Engine | None = None
         loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, revision=revision, quantize=quantize)
@@ -131,7 +144,12 @@ class LLM:
         self._engine = self._make_engine(
             run_params,
             cache,
-            {"max_model_len": max_model_len, "max_seqs": max_seqs, "steps_per_dispatch": steps_per_dispatch},
+            {
+                "max_model_len": max_model_len,
+                "max_seqs": max_seqs,
+                "steps_per_dispatch": steps_per_dispatch,
+                "kv_dtype": kv_dtype,
+            },
             {
                 "page_size": page_size,
                 "num_pages": num_pages,
@@ -146,8 +164,10 @@ class LLM:
                 "num_draft_tokens": num_draft_tokens,
                 "draft_tree": None if draft_tree is None else tuple(draft_tree),
                 "acceptance": acceptance,
+                "draft_kv_dtype": draft_kv_dtype,
             },
             lambda draft: load_draft(draft, loaded, max_model_len, dtype=dtype),
+            loaded.kv_scales if kv_scales is None else kv_scales,
         )
 
     def _make_engine(
@@ -158,6 +178,7 @@ class LLM:
         paged: dict[str, Any],
         drafting: dict[str, Any],
         load: Callable[[str | Path | LiveModel], tuple[Draft, bool]],
+        kv_scales: KVScales | None,
     ) -> Engine:
         defaults = inspect.signature(type(self)).parameters
         if cache == "paged":
@@ -165,7 +186,10 @@ class LLM:
             if drafting["draft"] is not None:
                 count = drafting["num_draft_tokens"]
                 speculation = SpeculationOptions(
-                    None if count == "auto" else count, drafting["draft_tree"], drafting["acceptance"]
+                    None if count == "auto" else count,
+                    drafting["draft_tree"],
+                    drafting["acceptance"],
+                    kv_dtype=drafting["draft_kv_dtype"],
                 )
                 draft, is_owned = load(drafting["draft"])
                 if isinstance(draft, NgramDraft):  # drafting costs nothing, and what copies copies much
@@ -177,13 +201,13 @@ class LLM:
                     if value != defaults[name].default:
                         raise ValueError(f"{name}={value!r} needs a draft")
             options = EngineOptions(**common, **paged, speculation=speculation)
-            return PagedEngine(self.config, params, options, draft=draft)
+            return PagedEngine(self.config, params, options, draft=draft, kv_scales=kv_scales)
         if cache != "contiguous":
             raise ValueError(f"cache={cache!r} is neither 'paged' nor 'contiguous'")
         for name, value in (paged | drafting).items():
             if value != defaults[name].default:
                 raise ValueError(f"{name}={value!r} is for cache='paged' only")
-        return ContiguousEngine(self.config, params, ContiguousOptions(**common))
+        return ContiguousEngine(self.config, params, ContiguousOptions(**common), kv_scales=kv_scales)
 
     # Generating.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.cache import KVScales
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params, abstract_params
 from jaxinfer.quantization import Selection, check, quantize_params
@@ -27,6 +28,7 @@ class LoadedModel:
     """Attributes:
     name: what the user called it. is_owned: whether the parameters were loaded here, and may be freed.
     default_params: generation_config.json's; ignored_defaults: its settings that are not applied.
+    kv_scales: the checkpoint's scales for an fp8 cache, if it has some.
     """
 
     name: str
@@ -37,6 +39,7 @@ class LoadedModel:
     default_params: SamplingParams
     ignored_defaults: Sequence[str]
     eos_token_ids: tuple[int, ...]
+    kv_scales: KVScales | None = None
 
     def runnable(self) -> tuple[Params, Copies | None]:
         """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes."""
@@ -76,6 +79,7 @@ def load_model(
     """
     chosen = None if quantize is None else Selection(quantize)
     generation_config, eos_ids, is_owned = {}, set(), not isinstance(model, tuple)
+    kv_scales = None
     if isinstance(model, tuple):
         name = "live parameters"
         config, params, own_tokenizer = _check_live(model, dtype)
@@ -89,6 +93,8 @@ def load_model(
         if dtype == "auto" and jax.default_backend() == "cpu":
             dtype = "float32"
         config, params = checkpoints_convert.load(path, dtype=dtype, convert=chosen)
+        if layers := checkpoints_convert.kv_scales(path):
+            kv_scales = KVScales.of_layers(config, [layer.k for layer in layers], [layer.v for layer in layers])
         own_tokenizer = _tokenizer_of(path)
         generation_config = checkpoints_convert.generation_config(path)
         eos_ids |= set(checkpoints_convert.eos_token_ids(path))
@@ -107,7 +113,15 @@ def load_model(
         )
     eos_ids |= set(defaults.eos_token_ids)
     return LoadedModel(
-        name, config, params, tokenizer, is_owned, defaults.params, defaults.ignored, tuple(sorted(eos_ids))
+        name,
+        config,
+        params,
+        tokenizer,
+        is_owned,
+        defaults.params,
+        defaults.ignored,
+        tuple(sorted(eos_ids)),
+        kv_scales,
     )
 
 
@@ -141,7 +155,7 @@ def load_draft(
         loaded, _ = loaded.for_length(max_model_len)
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
-    return ModelDraft(loaded.name, loaded.config, loaded.runnable()[0]), loaded.is_owned
+    return ModelDraft(loaded.name, loaded.config, loaded.runnable()[0], loaded.kv_scales), loaded.is_owned
 
 
 def _tokenizer_of(path: Path) -> Tokenizer | None:

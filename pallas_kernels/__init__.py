@@ -1,4 +1,4 @@
-"""Attention, and products with quantized weights, on TPU, GPU and CPU: raw arrays in, raw arrays out; imports nothing from jaxinfer."""
+"""Attention and products with quantized weights on TPU, GPU and CPU: raw arrays in and out, no import of jaxinfer."""
 
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.page_copy import copy_pages

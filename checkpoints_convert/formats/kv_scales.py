@@ -22,7 +22,7 @@ _VALUE = ("v_scale", "v_proj.output_scale")
 
 
 @dataclass(frozen=True)
-class KVScales:
+class LayerKVScales:
     """Of one layer: one number for all heads, or one per key-value head."""
 
     k: tuple[float, ...]
@@ -45,7 +45,7 @@ def check_kv_scale(header: TensorHeader, layer: int, config: ModelConfig) -> Non
 
 def read_kv_scales(
     headers: Mapping[str, TensorHeader], num_layers: int, read: Callable[[str], np.ndarray]
-) -> tuple[KVScales, ...]:
+) -> tuple[LayerKVScales, ...]:
     """The scales of every layer, () where there are none.
 
     A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a
@@ -65,9 +65,9 @@ def read_kv_scales(
     return tuple(_layer(number, scales) for number, scales in enumerate(found))
 
 
-def _layer(number: int, scales: Mapping[str, tuple[float, ...]]) -> KVScales:
+def _layer(number: int, scales: Mapping[str, tuple[float, ...]]) -> LayerKVScales:
     good = {side: values for side, values in scales.items() if min(values) > 0}
     if len(good) < 2:
         _LOG.warning("layer %d: scales of the key-value cache are missing or not positive: %s", number, dict(scales))
     other = (max(max(values) for values in good.values()),) if good else (1.0,)
-    return KVScales(good.get("k", other), good.get("v", other))
+    return LayerKVScales(good.get("k", other), good.get("v", other))

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from checkpoints_convert.arrays import count_nonfinite
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, make_durable, write_json
-from checkpoints_convert.formats import KVScales
+from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.huggingface.compress import Stored, compress, quantization_config
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.families import Family, family_of, source_of
@@ -37,7 +37,7 @@ def save_huggingface(
     *,
     extra_files: Iterable[str | Path] = (),
     extra_config: Mapping[str, Any] | None = None,
-    kv_scales: Sequence[KVScales] = (),
+    kv_scales: Sequence[LayerKVScales] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> Path:
@@ -86,7 +86,7 @@ def write_shards(
     read: Callable[[ParamPath], Any],
     size_of: Callable[[ParamPath], int],
     *,
-    kv_scales: Sequence[KVScales] = (),
+    kv_scales: Sequence[LayerKVScales] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> dict[str, Any]:
     """Writes the parameters `read` gives, cast to config.dtype, as model.safetensors or numbered shards and an index.
@@ -138,7 +138,7 @@ def _linears(config: ModelConfig, family: Family) -> list[str]:
     return [*names, *(["lm_head"] if "lm_head" not in names else [])]
 
 
-def _kv_tensors(config: ModelConfig, kv_scales: Sequence[KVScales]) -> dict[str, np.ndarray]:
+def _kv_tensors(config: ModelConfig, kv_scales: Sequence[LayerKVScales]) -> dict[str, np.ndarray]:
     if kv_scales and len(kv_scales) != config.num_layers:
         raise ValueError(f"{len(kv_scales)} layers of kv_scales for a model of {config.num_layers}")
     return {

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import with_side_file
-from checkpoints_convert.formats.kv_scales import read_kv_scales
+from checkpoints_convert.formats.kv_scales import LayerKVScales, read_kv_scales
 from checkpoints_convert.huggingface.quantized import read_quantized, read_whole
 from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
@@ -40,9 +41,6 @@ class HuggingFaceSource(Source):
                 where=directory,
                 file_of=lambda name: self._index.path_of(name).name,
             )
-            self.kv_scales = read_kv_scales(
-                self._index.headers, self.config.num_layers, lambda name: read_whole(self._index, name)
-            )
         except BaseException:
             self._index.close()
             raise
@@ -53,6 +51,10 @@ class HuggingFaceSource(Source):
         self._quantized = {tensor.target: tensor for tensor in self.plans if isinstance(tensor, QuantizedPlan)}
         for note in dict.fromkeys(note for tensor in self._quantized.values() for note in tensor.reader.notes):
             _LOG.warning("%s: %s", directory, note)
+
+    @cached_property
+    def kv_scales(self) -> tuple[LayerKVScales, ...]:
+        return read_kv_scales(self._index.headers, self.config.num_layers, lambda name: read_whole(self._index, name))
 
     def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
         for tensor in self._by_unit[unit]:

@@ -66,6 +66,11 @@ def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
 
     digest = hashlib.sha256()
     digest.update(repr((llm.config, sorted(llm.eos_token_ids), max_model_len)).encode())
+    engine = llm.engine
+    if engine.kv_dtype != engine.dtype.name:  # what is stored is not what was computed
+        digest.update(f"kv_dtype={engine.kv_dtype}".encode())
+        for scales in jax.tree.leaves(engine.kv_scales):
+            digest.update(np.asarray(scales).tobytes())
     for path, leaf in jax.tree_util.tree_leaves_with_path(llm.params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         for row in _sampled_rows(leaf):

@@ -1,6 +1,21 @@
 """Where keys and values live."""
 
-from jaxinfer.cache.contiguous import CachedAttention, ContiguousCache, attend_without_cache, init_cache
+from jaxinfer.cache.contiguous import (
+    CachedAttention,
+    ContiguousCache,
+    attend_as_stored,
+    attend_without_cache,
+    init_cache,
+)
+from jaxinfer.cache.kv_dtype import (
+    AUTO,
+    KVScales,
+    applied_scales,
+    check_kv_dtype,
+    is_scaled,
+    kv_dtype_name,
+    stored_dtype,
+)
 from jaxinfer.cache.paged import (
     PagedAttention,
     PagedCache,
@@ -11,14 +26,22 @@ from jaxinfer.cache.paged import (
 )
 
 __all__ = [
+    "AUTO",
     "CachedAttention",
     "ContiguousCache",
+    "KVScales",
     "PagedAttention",
     "PagedCache",
     "abstract_paged_cache",
+    "applied_scales",
+    "attend_as_stored",
     "attend_without_cache",
+    "check_kv_dtype",
     "init_cache",
     "init_paged_cache",
+    "is_scaled",
+    "kv_dtype_name",
     "move_tokens",
     "page_bytes",
+    "stored_dtype",
 ]

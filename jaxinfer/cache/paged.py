@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
+from jaxinfer.cache.kv_dtype import KVScales, scaled, unscaled
 from jaxinfer.models import ModelConfig
 from pallas_kernels.paged_attention import (
     Pages,
@@ -29,15 +30,24 @@ class PagedCache:
     """Keys and values of all layers; page i of a sequence is the same page in each. Programs take it donated.
 
     The bytes' layout belongs to the platform's kernel. Page 0 is the null page: tables point there where they have no
-    page, and nothing is ever written to it.
+    page, and nothing is ever written to it. `scales` are a checkpoint's, of an fp8 cache.
     """
 
     layers: tuple[Pages, ...]
+    scales: KVScales | None = None
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return jax.tree.leaves(self.layers[0])[0].shape[1]
+
+    def first(self, num_layers: int) -> "PagedCache":
+        """The first layers' part."""
+        return PagedCache(self.layers[:num_layers], None if self.scales is None else self.scales.first(num_layers))
+
+    def with_first(self, part: "PagedCache") -> "PagedCache":
+        """The cache with the first layers' contents replaced."""
+        return replace(self, layers=part.layers + self.layers[len(part.layers) :])
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
@@ -53,12 +63,15 @@ def init_paged_cache(
     dtype,
     layout: str | None = None,
     mesh: Mesh | None = None,
+    scales: KVScales | None = None,
 ) -> PagedCache:
     """Zeroed pages of every layer, in the layout of the platform unless named, each device of a mesh with its own
-    heads. Raises ValueError as `parallel.check_divides`."""
-    layout = layout or platform_layout(current_platform())
+    heads; `scales` go to all devices. Raises ValueError as `parallel.check_divides`."""
+    layout = layout or platform_layout(current_platform(), dtype)
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), cache)
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), cache)
+    on_all = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return cache if scales is None else replace(cache, scales=jax.device_put(scales, on_all))
 
 
 def abstract_paged_cache(
@@ -98,7 +111,7 @@ def move_tokens(
         moved = jax.shard_map(_move_tokens, mesh=mesh, in_specs=(specs, *whole), out_specs=specs)
         return moved(pages, page_table, sources, destinations)
 
-    return PagedCache(tuple(move(pages) for pages in cache.layers))
+    return replace(cache, layers=tuple(move(pages) for pages in cache.layers))
 
 
 class PagedAttention:
@@ -123,14 +136,15 @@ class PagedAttention:
         is_uniform: bool = False,
         mesh: Mesh | None = None,
     ):
-        self._layers = list(cache.layers)
+        self._before, self._layers = cache, list(cache.layers)
         self._mesh = mesh
         self._rows = _Rows(page_table, query_lengths, kv_lengths, query_starts, ancestors)
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
         self._schedules: dict[int | None, Schedule] = {}
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-        pages = self._layers[layer]
+        scales, pages = self._before.scales, self._layers[layer]
+        q, k, v = scaled(scales, layer, q, k, v)
         attend = partial(_attend, {**self._options, "window": window})
         if self._mesh is None:
             schedule = self._schedule(window, q, k, v, pages)
@@ -145,7 +159,7 @@ class PagedAttention:
                 check_vma=False,  # a Pallas call does not say over which axes its results vary
             )
         out, self._layers[layer] = attend(q, k, v, pages, self._rows, schedule)
-        return out
+        return unscaled(scales, layer, out)
 
     def _schedule(self, window: int | None, q: Any, k: Any, v: Any, pages: Any) -> Schedule:
         """The schedule of the layers of a window, from the shapes of what one device holds."""
@@ -160,7 +174,7 @@ class PagedAttention:
 
     @property
     def cache(self) -> PagedCache:
-        return PagedCache(tuple(self._layers))
+        return replace(self._before, layers=tuple(self._layers))
 
 
 class _Rows(NamedTuple):

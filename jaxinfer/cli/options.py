@@ -57,6 +57,14 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = None
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="What keys and values are stored as: auto, float32, bfloat16, float16, int8, fp8_e4m3 or fp8_e5m2.",
+            metavar="DTYPE",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     revision: Annotated[
         str | None,
         typer.Option(help="Branch, tag or commit of a hub id.", metavar="TEXT", rich_help_panel=_MODEL),
@@ -152,6 +160,12 @@ class DraftOptions:
             help="exact: the answers without a draft. maximal: of the same distribution, with more accepted.",
             metavar="RULE",
             rich_help_panel=_DRAFT,
+        ),
+    ] = None
+    draft_kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="As --kv-dtype, of a draft model's cache; default: the same.", metavar="DTYPE", rich_help_panel=_DRAFT
         ),
     ] = None
 

@@ -194,7 +194,7 @@ class _Bench:
     def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
         from jaxinfer.loading import load_model
 
-        own = {field.name for field in fields(ModelOptions)}
+        own = {field.name for field in fields(ModelOptions)} - {"kv_dtype"}  # which is the engine's
         values = {field.name: getattr(options, field.name) for field in fields(options)}
         self.model = load_model(
             options.model, tokenizer=options.tokenizer, dtype=options.dtype, revision=options.revision
@@ -244,6 +244,8 @@ class _Bench:
 
         if num_draft_tokens:
             drafting["num_draft_tokens"] = num_draft_tokens
+        if model is None and str(self.engine.get("kv_dtype")).startswith("fp8"):  # live parameters bring no scales
+            drafting["kv_scales"] = self.model.kv_scales
         what = f"{num_draft_tokens} drafted tokens" if num_draft_tokens else "plain decoding"
         with (
             waiting(f"measuring {what}; a first run compiles"),

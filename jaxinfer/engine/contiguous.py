@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.cache import ContiguousCache, KVScales, applied_scales, check_kv_dtype, init_cache, stored_dtype
 from jaxinfer.engine import contiguous_programs, programs, results
 from jaxinfer.engine.contiguous_programs import DecodeOutput, DecodeState, PrefillRequest
 from jaxinfer.engine.request import Generation
@@ -34,15 +35,17 @@ class ContiguousOptions:
     """Attributes:
     max_model_len: tokens of prompt and answer together. max_seqs: answers generated at once.
     prefill_chunks: sizes of prompt chunks; a prompt takes the largest for as long as it fills them, then the smallest
-      that holds the rest. steps_per_dispatch: decode steps per device call.
+      that holds the rest. steps_per_dispatch: decode steps per device call. kv_dtype: as `EngineOptions` has it.
     """
 
     max_model_len: int
     max_seqs: int
     prefill_chunks: tuple[int, ...] = (32, 128, 512)
     steps_per_dispatch: int = 8
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
+        check_kv_dtype(self.kv_dtype)
         for name in ("max_model_len", "max_seqs", "steps_per_dispatch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -73,13 +76,22 @@ class _Decoded:
 class ContiguousEngine:
     """Runs `Generation`s to their end. Results are read one dispatch late, so that the device never waits for the host.
 
-    Owns its cache (`close` frees it); the parameters belong to the caller.
+    Owns its cache (`close` frees it); the parameters belong to the caller. `kv_scales` as `PagedEngine` takes them.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, options: ContiguousOptions):
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        options: ContiguousOptions,
+        *,
+        kv_scales: KVScales | None = None,
+    ):
         self.config, self.options = config, options
         self.model, self.weights = programs.program_model(config, params)
         self.dtype = compute_dtype(params)
+        self.kv_dtype = stored_dtype(options.kv_dtype, self.dtype)
+        self.kv_scales = applied_scales(kv_scales, self.kv_dtype, config)
         chunks = [size for size in options.prefill_chunks if size < options.max_model_len]
         self.chunks = (*chunks, min(options.max_model_len, max(options.prefill_chunks)))
         self.chunks = tuple(dict.fromkeys(self.chunks))
@@ -148,7 +160,7 @@ class ContiguousEngine:
 
     def hidden_states(self, tokens: Sequence[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
-        return programs.tapped_states(self.model, self.weights, tokens, taps)
+        return programs.tapped_states(self.model, self.weights, tokens, taps, self.kv_dtype, self.kv_scales)
 
     def close(self) -> None:
         """Frees the cache's memory now; everything still running is aborted."""
@@ -164,10 +176,14 @@ class ContiguousEngine:
         return len(self._slots)
 
     def cache_bytes(self) -> int:
-        """Bytes of keys and values for max_seqs slots."""
-        config, options = self.config, self.options
-        per_token = 2 * config.num_kv_heads * config.head_dim * config.num_layers * self.dtype.itemsize
-        return per_token * options.max_model_len * options.max_seqs
+        """Bytes of keys and values, int8's scales included, for max_seqs slots."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.abstract_cache))
+
+    @property
+    def abstract_cache(self) -> ContiguousCache:
+        """Shapes and dtypes of the cache of max_seqs slots."""
+        options = self.options
+        return jax.eval_shape(lambda: init_cache(self.config, options.max_seqs, options.max_model_len, self.kv_dtype))
 
     # Filling slots.
 
@@ -189,7 +205,9 @@ class ContiguousEngine:
             return
         self._free_state()
         length = self.options.max_model_len
-        self._state, self._batch = contiguous_programs.init_state(self.config, num_slots, length, self.dtype)
+        self._state, self._batch = contiguous_programs.init_state(
+            self.config, num_slots, length, self.kv_dtype, self.kv_scales
+        )
         self._slots = [None] * num_slots
 
     def _device_state(self) -> tuple[DecodeState, SamplingBatch]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.cache import CachedAttention, ContiguousCache, init_cache
+from jaxinfer.cache import CachedAttention, ContiguousCache, KVScales, init_cache
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import (
@@ -83,10 +83,12 @@ class DecodeOutput:
     is_produced: jax.Array
 
 
-def init_state(config: ModelConfig, num_slots: int, max_length: int, dtype) -> tuple[DecodeState, SamplingBatch]:
-    """Empty slots; everything is allocated on the device here and never again."""
+def init_state(
+    config: ModelConfig, num_slots: int, max_length: int, dtype, scales: KVScales | None = None
+) -> tuple[DecodeState, SamplingBatch]:
+    """Empty slots, with a cache of `dtype`; everything is allocated on the device here and never again."""
     state = DecodeState(
-        cache=init_cache(config, num_slots, max_length, dtype),
+        cache=init_cache(config, num_slots, max_length, dtype, scales),
         tokens=jnp.zeros((num_slots,), jnp.int32),
         positions=jnp.zeros((num_slots,), jnp.int32),
         remaining=jnp.zeros((num_slots,), jnp.int32),

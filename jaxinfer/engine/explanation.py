@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer import compilation_cache
+from jaxinfer.cache import AUTO, is_scaled, kv_dtype_name
 from jaxinfer.engine import contiguous_programs, paged_programs, programs, speculative_programs
 from jaxinfer.engine.contiguous import ContiguousEngine
 from jaxinfer.engine.paged import PagedEngine
@@ -14,7 +15,7 @@ from jaxinfer.engine.speculation import Speculation
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.flash_attention import explain
-from pallas_kernels.paged_attention import Choice, PagedSpec, choose, make_spec
+from pallas_kernels.paged_attention import BitPages, Choice, PagedSpec, Pages, choose, make_spec
 from pallas_kernels.quantized_matmul import form
 from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
 
@@ -83,12 +84,13 @@ def _describe_paged(engine: PagedEngine) -> dict[str, dict[str, Any]]:
     return {
         "cache": {
             "kind": "paged",
-            "dtype": str(engine.dtype),
+            **_describe_stored(engine, engine.abstract_pages, options.kv_dtype),
             "max_model_len": options.max_model_len,
             "max_seqs": options.max_seqs,
             "page size": page_size,
             "pages": memory.num_pages,
             "tokens that fit": (memory.num_pages - 1) * page_size,
+            **_bytes_per_token(engine.abstract_pages, engine.config.num_layers, page_size),
             "bytes per page": memory.page_bytes,
             "bytes": memory.pool_bytes,
             "sampler bytes": memory.sampler,
@@ -119,6 +121,7 @@ def _describe_speculation(speculation: Speculation) -> dict[str, Any]:
             "layers": draft.config.num_layers,
             "parameter bytes": speculation.weight_bytes,
             "bytes per page (in the page's)": speculation.page_bytes,
+            "cache dtype": kv_dtype_name(speculation.kv_dtype),
         }
     lengths = ", ".join(str(tree.depth) for tree in settings.trees)
     drafted = f"a tree of widths {settings.tree}" if settings.tree is not None else f"{lengths} tokens"
@@ -141,10 +144,10 @@ def _describe_contiguous(engine: ContiguousEngine) -> dict[str, dict[str, Any]]:
     return {
         "cache": {
             "kind": "contiguous",
-            "dtype": str(engine.dtype),
+            **_describe_stored(engine, engine.abstract_cache.layers[0], options.kv_dtype),
             "max_model_len": options.max_model_len,
             "max_seqs": options.max_seqs,
-            "bytes per token": engine.cache_bytes() // (options.max_model_len * options.max_seqs),
+            **_bytes_per_token(engine.abstract_cache.layers[0], engine.config.num_layers, options.max_model_len),
             "bytes at most": engine.cache_bytes(),
             "slots allocated": engine.num_slots,
         },
@@ -156,6 +159,33 @@ def _describe_contiguous(engine: ContiguousEngine) -> dict[str, dict[str, Any]]:
         },
         "kernels": {**kernels, **_products(engine)},
     }
+
+
+def _describe_stored(engine: Engine, pages: Pages, asked: str) -> dict[str, str]:
+    """What keys and values are stored as, and how."""
+    dtype, name = engine.kv_dtype, kv_dtype_name(engine.kv_dtype)
+    facts = {"dtype": name if asked != AUTO else f"{name} (auto: what the model computes in)"}
+    if isinstance(pages, BitPages):
+        facts["stored as"] = f"its bits, {pages.k.dtype}: XLA:CPU would convert a whole cache of {dtype} each step"
+    if dtype == "int8":
+        facts["scales"] = "float32, one for each token and head"
+    elif is_scaled(dtype):
+        facts["scales"] = "none: values beyond the largest are clipped"
+        if engine.kv_scales is not None:
+            facts["scales"] = "the checkpoint's, one for each layer and head"
+    if dtype != engine.dtype.name and isinstance(engine, ContiguousEngine):
+        facts["read"] = f"a layer's rows at a time, converted to {engine.dtype}"
+    return facts
+
+
+def _bytes_per_token(pages: Pages, num_layers: int, num_tokens: int) -> dict[str, int]:
+    """What a token takes in all layers, padding of the layout included, from one layer's pages of `num_tokens`."""
+    sizes = {"values": 0, "scales": 0}
+    for leaf in jax.tree.leaves(pages):  # only scales have three axes
+        sizes["scales" if leaf.ndim == 3 else "values"] += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
+    sizes = {name: num_layers * size // num_tokens for name, size in sizes.items()}
+    scales = {"  of these scales": sizes["scales"]} if sizes["scales"] else {}
+    return {"bytes per token": sum(sizes.values()), **scales}
 
 
 def _paged_spec(engine: PagedEngine, num_tokens: int, pages: int, longest: int, is_uniform: bool) -> PagedSpec:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxinfer.cache import check_kv_dtype
 from jaxinfer.speculative import TokenTree, chain
 
 MIN_STEP_TOKENS = 32
@@ -21,17 +22,21 @@ class SpeculationOptions:
       tree: widths per depth of a token tree that is drafted instead of a chain, such as (3, 2, 1).
       acceptance: "exact", the answers of plain decoding; or "maximal", the same distribution with more accepted.
       lengths: numbers of drafted tokens that are chosen from where they adapt; each has programs of its own.
+      kv_dtype: of a draft model's own cache; None is the target's option.
     """
 
     num_draft_tokens: int | None = None
     tree: tuple[int, ...] | None = None
     acceptance: str = "exact"
     lengths: tuple[int, ...] = (2, 4, 8)
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         count = self.num_draft_tokens
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 31):
             raise ValueError(f"num_draft_tokens must be 1 to 31 or 'auto', got {count!r}")
+        if self.kv_dtype is not None:
+            check_kv_dtype(self.kv_dtype, "draft_kv_dtype")
         if self.acceptance not in ("exact", "maximal"):
             raise ValueError(f"acceptance={self.acceptance!r} is neither 'exact' nor 'maximal'")
         if self.tree is not None:
@@ -66,6 +71,8 @@ class EngineOptions:
       more), so that log-probabilities keep every bit whatever else is in the batch and however a prompt is cut. Slower.
     prefix_cache: keep the pages of finished work and reuse them where a prompt begins alike.
     max_waiting: requests that may wait, None for any number. shuffle_seed: orders the pages at random (for tests).
+    kv_dtype: what keys and values are stored as: "auto" is what the model computes in; "float32", "bfloat16",
+      "float16", "int8" (with a scale for each token and head), "fp8_e4m3", "fp8_e5m2".
     speculation: for an engine with a draft.
     """
 
@@ -80,6 +87,7 @@ class EngineOptions:
     prefix_cache: bool = True
     max_waiting: int | None = None
     shuffle_seed: int | None = None
+    kv_dtype: str = "auto"
     speculation: SpeculationOptions | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +98,7 @@ class EngineOptions:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        check_kv_dtype(self.kv_dtype)
         if self.num_pages == 1:
             raise ValueError("num_pages=1: a pool needs the null page and at least one more")
         fraction = self.memory_fraction

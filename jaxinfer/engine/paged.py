@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.cache import init_paged_cache, page_bytes
+from jaxinfer.cache import KVScales, applied_scales, init_paged_cache, page_bytes, stored_dtype
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
@@ -61,7 +61,7 @@ class PagedEngine:
 
     Every `step` plans a dispatch, sends it, and reads the one before, so that the device never waits for the host.
     Raises OutOfMemoryError when made, if model and cache do not fit; `available` bytes stand in for the device's own
-    figure.
+    figure. `kv_scales` are the checkpoint's, for an fp8 cache; others leave them.
     """
 
     def __init__(
@@ -72,21 +72,25 @@ class PagedEngine:
         *,
         draft: Draft | None = None,
         available: int | None = None,
+        kv_scales: KVScales | None = None,
     ):
         self.config, self.options = config, options
         self.model, self.weights = programs.program_model(config, params)
         self.dtype = compute_dtype(params)
         self.device = next(iter(self.weights[0].devices()))
-        self.page_size = options.page_size or (64 if self.device.platform == "tpu" else 16)
-        layout = platform_layout(self.device.platform)
+        platform = self.device.platform
+        self.kv_dtype = stored_dtype(options.kv_dtype, self.dtype)
+        self.kv_scales = applied_scales(kv_scales, self.kv_dtype, config)
+        self.page_size = options.page_size or default_page_size(platform, self.kv_dtype)
+        layout = platform_layout(platform, self.kv_dtype)
         self.speculation = None
         if draft is not None:
-            self.speculation = Speculation(config, params, draft, options, page_size=self.page_size, layout=layout)
+            self.speculation = Speculation(config, params, draft, options, page_size=self.page_size, platform=platform)
         self.memory = plan_pool(
             config,
             options,
             page_size=self.page_size,
-            page_bytes=page_bytes(config, self.page_size, self.dtype, layout)
+            page_bytes=page_bytes(config, self.page_size, self.kv_dtype, layout)
             + (self.speculation.page_bytes if self.speculation is not None else 0),
             dtype_bytes=self.dtype.itemsize,
             weights=num_bytes(self.weights) + (self.speculation.weight_bytes if self.speculation is not None else 0),
@@ -106,7 +110,9 @@ class PagedEngine:
             ),
             options.decode_slots,
         )
-        self._cache = init_paged_cache(config, self.memory.num_pages, self.page_size, self.dtype, layout)
+        self._cache = init_paged_cache(
+            config, self.memory.num_pages, self.page_size, self.kv_dtype, layout, scales=self.kv_scales
+        )
         if self.speculation is not None:
             self.speculation.allocate(self.memory.num_pages)
         draft_length = None if self.speculation is None else self.speculation.length
@@ -215,7 +221,7 @@ class PagedEngine:
 
     def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
-        return programs.tapped_states(self.model, self.weights, tokens, taps)
+        return programs.tapped_states(self.model, self.weights, tokens, taps, self.kv_dtype, self.kv_scales)
 
     def close(self) -> None:
         """Frees the cache's memory now; everything still running is aborted."""
@@ -521,6 +527,13 @@ class PagedEngine:
         self._scorer.start(generation)
         self._scorer.score((Piece(generation, 0, 0, 1),), hidden)
         self._scorer.stop(generation)
+
+
+def default_page_size(platform: str, kv_dtype: str) -> int:
+    """Tokens of a page. The scales of a page and head, of int8, must fill a copy of the GPU's kernel: 128 bytes."""
+    if platform == "tpu":
+        return 64
+    return 32 if platform == "gpu" and kv_dtype == "int8" else 16
 
 
 def _checked(speculation: Speculation | None) -> Speculation:

@@ -280,7 +280,7 @@ def copy_pages(cache: PagedCache, source: jax.Array, destination: jax.Array) -> 
 
     Donates the cache. No page may be both, none twice a destination.
     """
-    return _copy_pages(cache, source, destination)
+    return replace(cache, layers=_copy_pages(cache.layers, source, destination))
 
 
 def coded(samples: SampleOutput, is_produced: jax.Array, takes_part: jax.Array) -> jax.Array:

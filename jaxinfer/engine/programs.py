@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxinfer.cache import attend_without_cache
+from jaxinfer.cache import KVScales, attend_as_stored
 from jaxinfer.engine.results import padded
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
@@ -100,24 +100,36 @@ def score_processed(
     return lax.scan(one, history, (hidden, targets, is_scored))
 
 
-@partial(jax.jit, static_argnums=(0, 3))
+@partial(jax.jit, static_argnums=(0, 3, 4))
 def hidden_states(
-    model: ProgramModel, weights: Weights, tokens: jax.Array, taps: tuple[str, ...]
+    model: ProgramModel,
+    weights: Weights,
+    tokens: jax.Array,
+    taps: tuple[str, ...],
+    kv_dtype: str,
+    scales: KVScales | None = None,
 ) -> dict[str, jax.Array]:
-    """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache."""
+    """The tapped hidden states [T, D] of int32 tokens [T], computed without a cache, over the keys and values that one
+    of `kv_dtype` would give back."""
     found, tap = collect(taps)
-    model.bind(weights)(tokens[None], jnp.arange(tokens.shape[0])[None], attend_without_cache, tap)
+    positions = jnp.arange(tokens.shape[0])[None]
+    model.bind(weights)(tokens[None], positions, attend_as_stored(kv_dtype, scales), tap)
     return {name: value[0] for name, value in found.items()}
 
 
 def tapped_states(
-    model: ProgramModel, weights: Weights, tokens: Sequence[int], taps: tuple[str, ...]
+    model: ProgramModel,
+    weights: Weights,
+    tokens: Sequence[int],
+    taps: tuple[str, ...],
+    kv_dtype: str,
+    scales: KVScales | None = None,
 ) -> dict[str, np.ndarray]:
     """The tapped hidden states [len(tokens), D] on the host; lengths are rounded up to few programs."""
     size = 32
     while size < len(tokens):
         size *= 2
-    found = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps)
+    found = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales)
     return {name: np.asarray(value)[: len(tokens)] for name, value in found.items()}
 
 

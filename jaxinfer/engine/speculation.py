@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxinfer.cache import PagedCache, init_paged_cache, page_bytes
+from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cache, page_bytes, stored_dtype
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.paged_programs import Slots, StepOutput
@@ -28,8 +28,10 @@ from jaxinfer.speculative import (
     SpeculationStats,
     TokenTree,
     chain,
+    draft_name,
     first_layers,
 )
+from pallas_kernels.paged_attention import platform_layout
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Speculation:
         options: EngineOptions,
         *,
         page_size: int,
-        layout: str,
+        platform: str,
     ):
         settings = options.speculation
         if settings is None:
@@ -69,8 +71,14 @@ class Speculation:
         self.weights: programs.Weights = ()
         self.page_bytes = self.weight_bytes = 0
         self.cache: PagedCache | None = None
-        self._page_size, self._layout = page_size, layout
+        self.kv_dtype: str | None = None  # of a cache of the draft's own
+        self._kv_scales: KVScales | None = None
+        self._page_size = page_size
         self._draft_config: ModelConfig | None = None
+        if settings.kv_dtype is not None and not isinstance(draft, ModelDraft):
+            raise ValueError(
+                f"draft_kv_dtype={settings.kv_dtype!r}: draft={draft_name(draft)!r} has no cache of its own"
+            )
         kind: NgramDraft | programs.ProgramModel
         if isinstance(draft, NgramDraft):
             if settings.tree is not None:
@@ -81,8 +89,11 @@ class Speculation:
                 draft_config, draft_params = first_layers(config, params, draft.num_layers)
             else:
                 draft_config, draft_params = draft.config, draft.params
-                self._draft_config, self._dtype = draft_config, compute_dtype(draft_params)
-                self.page_bytes = page_bytes(draft_config, page_size, self._dtype, layout)
+                self._draft_config = draft_config
+                self.kv_dtype = stored_dtype(settings.kv_dtype or options.kv_dtype, compute_dtype(draft_params))
+                self._kv_scales = applied_scales(draft.kv_scales, self.kv_dtype, draft_config)
+                self._layout = platform_layout(platform, self.kv_dtype)
+                self.page_bytes = page_bytes(draft_config, page_size, self.kv_dtype, self._layout)
             kind, self.weights = programs.program_model(draft_config, draft_params)
             if isinstance(draft, ModelDraft):
                 self.weight_bytes = num_bytes(self.weights)
@@ -114,8 +125,10 @@ class Speculation:
     def allocate(self, num_pages: int) -> None:
         """The draft's cache, of as many pages as the target's."""
         self._has_keys = bytearray(num_pages)
-        if self._draft_config is not None:
-            self.cache = init_paged_cache(self._draft_config, num_pages, self._page_size, self._dtype, self._layout)
+        if self._draft_config is not None and self.kv_dtype is not None:
+            self.cache = init_paged_cache(
+                self._draft_config, num_pages, self._page_size, self.kv_dtype, self._layout, scales=self._kv_scales
+            )
 
     def close(self) -> None:
         for leaf in jax.tree.leaves(self.cache):

@@ -212,8 +212,8 @@ def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache
     if drafter.shares_cache:
         num_layers = drafter.kind.config.num_layers
         slots = replace(slots, num_drafted=rows.positions)
-        own, slots, proposal = propose(decoder, PagedCache(cache.layers[:num_layers]), slots, rows, drafter.tree)
-        return PagedCache(own.layers + cache.layers[num_layers:]), draft_cache, slots, proposal
+        own, slots, proposal = propose(decoder, cache.first(num_layers), slots, rows, drafter.tree)
+        return cache.with_first(own), draft_cache, slots, proposal
     draft_cache, slots = catch_up(decoder, draft_cache, slots, rows)
     draft_cache, slots, proposal = propose(decoder, draft_cache, slots, rows, drafter.tree)
     return cache, draft_cache, slots, proposal

@@ -2,16 +2,19 @@
 
 from dataclasses import dataclass, replace
 
+from jaxinfer.cache import KVScales
 from jaxinfer.models import ModelConfig, Params
 
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft:
-    """A smaller model of the same tokens, with pages of its own in the target's page table."""
+    """A smaller model of the same tokens, with pages of its own in the target's page table. `kv_scales` are its
+    checkpoint's, for an fp8 cache."""
 
     name: str
     config: ModelConfig
     params: Params
+    kv_scales: KVScales | None = None
 
 
 @dataclass(frozen=True)

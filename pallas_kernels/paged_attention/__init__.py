@@ -10,6 +10,7 @@ from pallas_kernels.paged_attention.api import (
     platform_layout,
 )
 from pallas_kernels.paged_attention.layout import (
+    BitPages,
     InterleavedPages,
     Pages,
     PageShape,
@@ -23,6 +24,7 @@ from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec, mak
 
 __all__ = [
     "MAX_TREE_TOKENS",
+    "BitPages",
     "Choice",
     "InterleavedPages",
     "PageShape",

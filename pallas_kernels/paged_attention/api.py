@@ -48,12 +48,15 @@ def new_pages(
 ) -> Pages:
     """Zeroed pages of one layer, in the layout of the platform's kernel ("interleaved" on a TPU) unless named."""
     shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name)
-    return empty_pages(shape, layout or platform_layout(current_platform()))
+    return empty_pages(shape, layout or platform_layout(current_platform(), shape.dtype))
 
 
-def platform_layout(platform: str) -> str:
-    """The layout that the platform's kernel reads."""
-    return pallas_tpu.LAYOUT if platform == "tpu" else xla.LAYOUT
+def platform_layout(platform: str, dtype: Any) -> str:
+    """The layout that the platform's kernel reads best, for a cache of `dtype`."""
+    if platform == "tpu":
+        return pallas_tpu.LAYOUT
+    is_narrow_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return "bits" if platform == "cpu" and is_narrow_float else xla.LAYOUT
 
 
 def make_schedule(

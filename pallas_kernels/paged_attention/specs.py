@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.layout import Pages, PageShape, SeparatePages, page_shape
+from pallas_kernels.paged_attention.layout import Pages, PageShape, layout_of, page_shape
 
 # Bits of an ancestor mask: a sequence with more new tokens than this is causal.
 MAX_TREE_TOKENS = 32
@@ -137,7 +137,7 @@ def make_spec(
         raise ValueError(f"ancestors are uint32 [{num_tokens}]; got {ancestors.dtype} {ancestors.shape}")
     return PagedSpec(
         page=page_shape(pages, k_new.shape[1], head_dim),
-        layout="separate" if isinstance(pages, SeparatePages) else "interleaved",
+        layout=layout_of(pages),
         num_tokens=num_tokens,
         num_sequences=page_table.shape[0],
         pages_per_sequence=page_table.shape[1],

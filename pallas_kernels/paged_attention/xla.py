@@ -4,7 +4,7 @@ Work is a list of items, each a block of queries of one sequence, that runs in t
 that a long one does not make short ones read more. Key blocks start at absolute positions and a masked key adds
 exactly nothing, so a query's result has the same bits whatever its neighbours are.
 
-On a CPU keep the cache in float32 or int8: XLA:CPU gathers and scatters no 16 or 8 bit floats, it converts the whole
+On a CPU keep floats of 16 or 8 bits in `BitPages`: XLA:CPU gathers and scatters none as such, it converts the whole
 cache first (the answer is the same, the time is not).
 """
 
@@ -71,7 +71,7 @@ class Items(NamedTuple):
 
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
-    """Never: both layouts, every dtype and option."""
+    """Never: all layouts, every dtype and option."""
     return None
 
 

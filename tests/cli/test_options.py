@@ -108,3 +108,28 @@ def test_bad_values_are_refused_before_the_model_is_looked_for(jaxinfer, argumen
 def test_sampling_params_error_is_what_is_caught():
     with pytest.raises(SamplingParamsError):
         sampling_values(SamplingOptions(temperature=-1.0))
+
+
+def test_the_dtype_of_the_cache_arrives(jaxinfer, model, monkeypatch):
+    seen = []
+    monkeypatch.setattr("jaxinfer.llm.LLM.__init__", lambda self, *_, **options: seen.append(options) or 1 / 0)
+    for command in (["generate", "hi"], ["chat"], ["score", "-p", "a", "-c", "b"]):
+        jaxinfer(*command, "-m", model, "--kv-dtype", "int8")
+    assert [options["kv_dtype"] for options in seen] == ["int8"] * 3
+    jaxinfer("generate", "hi", "-m", model, "--draft", "demo", "--draft-kv-dtype", "fp8_e5m2")
+    assert seen[-1]["draft_kv_dtype"] == "fp8_e5m2"
+
+
+@pytest.mark.parametrize("option", ["--kv-dtype", "--draft-kv-dtype"])
+def test_a_wrong_dtype_of_the_cache_is_refused_with_the_right_ones(jaxinfer, option):
+    result = jaxinfer("generate", "hi", "-m", "/nowhere", "--draft", "ngram", option, "fp8")
+    name = option.strip("-").replace("-", "_")
+    wanted = f"error: {name}='fp8' is not one of auto, float32, bfloat16, float16, int8, fp8_e4m3, fp8_e5m2\n"
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", wanted)
+
+
+def test_an_answer_over_a_cache_of_8_bits(jaxinfer, json_lines, model):
+    arguments = ["generate", "hi", "-m", model, "--max-tokens", "4", "--temperature", "0", "--json"]
+    for kv_dtype in ("int8", "fp8_e4m3"):
+        (found,) = json_lines(jaxinfer(*arguments, "--kv-dtype", kv_dtype).stdout)
+        assert len(found["outputs"][0]["token_ids"]) == 4

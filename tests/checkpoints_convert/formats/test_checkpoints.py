@@ -20,7 +20,7 @@ from checkpoints_convert import (
     verify_against,
 )
 from checkpoints_convert.__main__ import main
-from checkpoints_convert.formats import KVScales
+from checkpoints_convert.formats import LayerKVScales
 from jaxinfer.models import bind
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
@@ -219,10 +219,9 @@ def test_scales_of_the_cache_are_kept_and_said_not_to_be_applied(dtype, tmp_path
         checkpoint.tensors[f"{prefix}.k_scale"] = np.array([0.5 + layer], dtype)
         checkpoint.tensors[f"{prefix}.v_scale"] = np.array([0.25, 2], dtype)
     source = checkpoint.write(tmp_path / "source")
-    expected = (KVScales((0.5,), (0.25, 2.0)), KVScales((1.5,), (0.25, 2.0)))
+    expected = (LayerKVScales((0.5,), (0.25, 2.0)), LayerKVScales((1.5,), (0.25, 2.0)))
     assert kv_scales(source) == expected
     tiny.assert_weights(load(source)[1], checkpoint.weights)
-    assert "holds scales of an 8-bit key-value cache, which are not applied" in caplog.text
     convert(source, tmp_path / "native", progress=None)
     assert kv_scales(tmp_path / "native") == expected
     convert(tmp_path / "native", tmp_path / "back", to="huggingface", progress=None)

@@ -3,7 +3,7 @@ import logging
 import numpy as np
 import pytest
 
-from checkpoints_convert.formats import FormatError, KVScales
+from checkpoints_convert.formats import FormatError, LayerKVScales
 from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names, read_kv_scales
 from jaxinfer.models import ModelConfig, RopeConfig
 
@@ -27,12 +27,12 @@ def read(tensors):
 @pytest.mark.parametrize("prefix", ["model.layers", "layers"])
 def test_every_name_they_go_by(k, v, prefix):
     tensors = {f"{prefix}.{layer}.{name}": [layer + 1.5] for layer in (0, 1) for name in (k, v)}
-    assert read(tensors) == (KVScales((1.5,), (1.5,)), KVScales((2.5,), (2.5,)))
+    assert read(tensors) == (LayerKVScales((1.5,), (1.5,)), LayerKVScales((2.5,), (2.5,)))
 
 
 def test_one_scale_for_both():
     tensors = {f"model.layers.{layer}.self_attn.kv_scale": 0.5 for layer in (0, 1)}
-    assert read(tensors) == (KVScales((0.5,), (0.5,)),) * 2
+    assert read(tensors) == (LayerKVScales((0.5,), (0.5,)),) * 2
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_scales_that_were_not_calibrated_become_the_others_or_1(k, v, expected, 
     with caplog.at_level(logging.WARNING):
         first, second = read(tensors)
     assert max(first.k) == max(first.v) == expected
-    assert second == KVScales((3.0,), (3.0,))
+    assert second == LayerKVScales((3.0,), (3.0,))
     assert "layer 0: scales of the key-value cache are missing or not positive" in caplog.text
 
 

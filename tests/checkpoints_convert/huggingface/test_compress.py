@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints_convert import CheckpointError, KVScales, kv_scales, load, save_huggingface
+from checkpoints_convert import CheckpointError, LayerKVScales, kv_scales, load, save_huggingface
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
 from jaxinfer.quantization.rtn import quantize
 
@@ -96,7 +96,7 @@ def test_nothing_quantized_says_nothing(tmp_path):
 
 
 def test_scales_of_the_cache(tmp_path):
-    scales = (KVScales((0.5,), (0.25,)), KVScales((1.5,), (2.0,)))
+    scales = (LayerKVScales((0.5,), (0.25,)), LayerKVScales((1.5,), (2.0,)))
     config = assert_reopens(params(("proj.weight", "int8")), tmp_path / "saved", kv_scales=scales)
     assert config["kv_cache_scheme"]["strategy"] == "tensor"
     assert kv_scales(tmp_path / "saved") == scales

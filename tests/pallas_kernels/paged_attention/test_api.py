@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.paged_attention import choose, make_schedule, make_spec, new_pages, paged_attention
+from pallas_kernels.paged_attention import (
+    choose,
+    make_schedule,
+    make_spec,
+    new_pages,
+    paged_attention,
+    platform_layout,
+)
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, _within_window
+from pallas_kernels.paged_attention.layout import layout_of
 from pallas_kernels.paged_attention.shapes import SMALL, Shape
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")
@@ -40,6 +48,9 @@ def test_a_fallback_says_why():
 def test_new_pages_have_the_layout_of_the_platform():
     assert type(new_pages(2, 16, 2, 64, "float32")).__name__ == "SeparatePages"
     assert new_pages(2, 16, 2, 64, jnp.int8).k_scales.shape == (2, 2, 16)
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"):
+        assert platform_layout("cpu", dtype) == layout_of(new_pages(2, 16, 2, 64, dtype)) == "bits"
+        assert platform_layout("gpu", dtype) == "separate"
     if ahead_of_time.missing_compiler("v6e") is None:
         with ahead_of_time.as_if_on("v6e"):
             pages = jax.eval_shape(lambda: new_pages(2, 16, 2, 64, "float32"))

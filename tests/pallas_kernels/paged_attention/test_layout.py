@@ -51,18 +51,26 @@ def test_unpack_undoes_pack(heads, head_dim, page_size, dtype):
     assert page_shape(packed, heads, head_dim) == shape
     assert_equal(unpack(packed, heads, head_dim), logical)
     ids = jnp.array([[2, 0]])
-    assert_equal(gather(packed, ids, shape), jax.tree.map(lambda a: a[ids], logical))
+    taken = jax.tree.map(lambda a: a[ids], logical)
+    assert_equal(gather(packed, ids, shape), taken)
+    if shape.is_narrow_float:
+        bits = pack(logical, "bits")
+        assert page_shape(bits, heads, head_dim) == shape
+        assert {leaf.dtype.kind for leaf in jax.tree.leaves(bits)} == {"u"}
+        assert_equal(unpack(bits, heads, head_dim), logical)
+        assert_equal(gather(bits, ids, shape), taken)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_append_is_the_same_in_both_layouts_and_drops_padding(dtype, head_dim):
+def test_append_is_the_same_in_all_layouts_and_drops_padding(dtype, head_dim):
     shape = PageShape(4, 16, 3, head_dim, dtype)
     logical = random_pages(shape)
     k, v = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 3, head_dim), np.float32))
     page, slot = jnp.array([2, 4, 0]), jnp.array([5, 0, 15])
     written = append(logical, k, v, page, slot)
-    assert_equal(unpack(append(pack(logical, "interleaved"), k, v, page, slot), 3, head_dim), written)
+    for layout in ("interleaved", "bits") if shape.is_narrow_float else ("interleaved",):
+        assert_equal(unpack(append(pack(logical, layout), k, v, page, slot), 3, head_dim), written)
     rounded = from_stored(*to_stored(k, dtype))
     scales = None if written.k_scales is None else written.k_scales[2, :, 5]
     np.testing.assert_array_equal(from_stored(written.k[2, 5], scales), rounded[0])
@@ -85,6 +93,15 @@ def test_rounding_of_stored_values(dtype):
     assert (from_stored(*to_stored(jnp.zeros((2, 8)), dtype)) == 0).all()
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_fp8_has_no_quiet_infinity(dtype):
+    """The largest finite number is stored where a number is too large, not where there is none."""
+    back = from_stored(*to_stored(jnp.array([[jnp.inf, -jnp.inf, jnp.nan, 1e30, -1e30, 1.0]]), dtype))[0]
+    assert jnp.isnan(back[:3]).all()
+    largest = float(jnp.finfo(dtype).max)
+    np.testing.assert_array_equal(back[3:], [largest, -largest, 1.0])
+
+
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 def test_int8_has_no_quiet_infinity(value):
     x = jnp.ones((2, 8)).at[0, 3].set(value)
@@ -100,6 +117,8 @@ def test_errors_name_the_shapes():
         PageShape(4, 0, 2, 64, "int8")
     with pytest.raises(ValueError, match=r"pages for 3 heads of 64"):
         page_shape(empty_pages(PageShape(4, 16, 2, 64, "float32"), "separate"), 3, 64)
+    with pytest.raises(ValueError, match="layout='bits' is for floats of 8 or 16 bits, not int8"):
+        empty_pages(PageShape(4, 16, 2, 64, "int8"), "bits")
     with pytest.raises(ValueError, match="sideways"):
         empty_pages(PageShape(4, 16, 2, 64, "float32"), "sideways")
 
@@ -158,7 +177,7 @@ def test_moved_tokens_are_those_of_the_definition(dtype, heads, head_dim, page_s
     is_dropped = np.array(data.draw(st.lists(st.booleans(), min_size=15, max_size=15))).reshape(3, 5)
     destinations = np.where(is_dropped, data.draw(outside), destinations).astype(np.int32)
     wanted = moved(logical, sources, destinations)
-    for layout in ("separate", "interleaved"):
+    for layout in ("separate", "interleaved", *(("bits",) if dtype == "float8_e4m3fn" else ())):
         pages = jax.tree.map(jnp.copy, pack(logical, layout))
         assert_equal(unpack(jitted_move(pages, TABLE, sources, destinations), heads, head_dim), wanted)
 

@@ -28,6 +28,11 @@ def test_suite_interleaved(name, check):
     check(SMALL[name], "xla", "interleaved")
 
 
+@pytest.mark.parametrize("name", [name for name in SMALL if SMALL[name].cache_dtype not in ("float32", "int8")])
+def test_suite_of_bits(name, check):
+    check(SMALL[name], "xla", "bits")
+
+
 def test_the_suite_finds_a_wrong_key(check, monkeypatch):
     """Inverse: a window one key too wide, and a token appended one slot too late, are both noticed."""
     right = xla.visible_keys
@@ -117,7 +122,7 @@ def test_block_sizes_change_no_answer(check, keys):
         check(SMALL["decode_around_a_page"], "xla", "separate")
 
 
-ON_A_CPU = [(None, "float32"), (None, "int8")]
+ON_A_CPU = [(None, dtype) for dtype in ("float32", "int8", "bfloat16", "float8_e4m3fn", "float8_e5m2")]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +141,7 @@ def test_compiled_in_place(chip, dtype):
         cache_dtype=dtype,
         max_query_length=1,
     )
-    arguments = shape.abstract("separate")
+    arguments = shape.abstract("bits" if chip is None and dtype not in ("float32", "int8") else "separate")
     pages = arguments.pop("pages")
     num_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
 

@@ -1,0 +1,124 @@
+"""What a cache of few bits costs in quality: the engine's own passes over given texts, against one of float32."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.cache import KVScales
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.request import Generation
+from jaxinfer.engine.results import padded
+from jaxinfer.engine.scoring import Piece, PromptScorer
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.sampling import SamplingParams, SamplingRow
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class CacheQuality:
+    """Means over all positions of the texts.
+
+    Attributes:
+      kv_dtype: what the cache stored. bytes_per_token: of values and scales, in all layers.
+      kl, max_kl: KL(reference || this) of the next token's distribution in nats, its mean and the largest.
+      perplexity: of the texts. top1_agreement: share of positions with the reference's most probable token.
+    """
+
+    kv_dtype: str
+    bytes_per_token: float
+    kl: float
+    max_kl: float
+    perplexity: float
+    top1_agreement: float
+    num_tokens: int
+
+
+def cache_quality(
+    config: ModelConfig,
+    params: Params,
+    texts: Sequence[Sequence[int]],
+    kv_dtypes: Sequence[str],
+    *,
+    reference: str = "float32",
+    kv_scales: KVScales | None = None,
+) -> list[CacheQuality]:
+    """Teacher-forced: each text goes through an engine in chunks of 64 tokens, which read their keys and values back
+    from its pages; once with a cache of the reference's dtype, once with each of `kv_dtypes`.
+
+    Raises ValueError for a text of fewer than two tokens, and for names that are no dtype of a cache.
+    """
+    texts = [list(text) for text in texts]
+    short = next((number for number, text in enumerate(texts) if len(text) < 2), None)
+    if short is not None or not texts:
+        raise ValueError(f"text {short or 0} has fewer than two tokens, so nothing is predicted in it")
+    expected, model, weights, _ = _hidden_states(config, params, texts, reference, kv_scales)
+    found = []
+    for kv_dtype in kv_dtypes:
+        hidden, _, _, size = _hidden_states(config, params, texts, kv_dtype, kv_scales)
+        parts = []
+        for text, *pair in zip(texts, expected, hidden, strict=True):
+            for start in range(0, len(text) - 1, CHUNK):
+                count = min(CHUNK, len(text) - 1 - start)
+                rows = (np.pad(states[start : start + count], ((0, CHUNK - count), (0, 0))) for states in pair)
+                targets = padded(text[start + 1 : start + 1 + count], CHUNK)
+                parts.append([column[:count] for column in jax.device_get(_compare(model, weights, *rows, targets))])
+        kl, surprise, agrees = (np.concatenate(column).astype(np.float64) for column in zip(*parts, strict=True))
+        perplexity = float(np.exp(surprise.mean()))
+        found.append(
+            CacheQuality(kv_dtype, size, float(kl.mean()), float(kl.max()), perplexity, float(agrees.mean()), len(kl))
+        )
+    return found
+
+
+class _Recorder(PromptScorer):
+    """In the place of what scores prompts: keeps the hidden states that it would score."""
+
+    def __init__(self, engine: PagedEngine):
+        super().__init__(engine.model, engine.weights, engine.config.vocab_size)
+        self.rows: dict[Generation, np.ndarray] = {}
+
+    def score(self, pieces: tuple[Piece, ...], hidden: jax.Array) -> None:
+        states = np.asarray(hidden)
+        for piece in pieces:
+            shape = (len(piece.generation.prompt), states.shape[1])
+            rows = self.rows.setdefault(piece.generation, np.zeros(shape, states.dtype))
+            rows[piece.start : piece.start + piece.length] = states[piece.row : piece.row + piece.length]
+
+
+def _hidden_states(
+    config: ModelConfig, params: Params, texts: list[list[int]], kv_dtype: str, kv_scales: KVScales | None
+) -> tuple[list[np.ndarray], ProgramModel, Weights, float]:
+    """The final hidden states [T, D] of each text, and what a token takes in the cache."""
+    longest = max(map(len, texts))
+    options = EngineOptions(max_model_len=longest + 1, max_seqs=1, prefill_chunk=CHUNK, kv_dtype=kv_dtype)
+    engine = PagedEngine(config, params, options, kv_scales=kv_scales)
+    try:
+        engine._scorer = recorder = _Recorder(engine)
+        # Whoever wants the prompt's log-probabilities has every token computed.
+        row = SamplingRow(SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0))
+        generations = [Generation(prompt=text, row=row, max_tokens=1) for text in texts]
+        for generation in generations:
+            engine.add(generation)
+        while engine.has_work:
+            engine.step()
+        states = [recorder.rows[generation] for generation in generations]
+        return states, engine.model, engine.weights, engine.memory.page_bytes / engine.page_size
+    finally:
+        engine.close()
+
+
+@partial(jax.jit, static_argnums=0)
+def _compare(model: ProgramModel, weights: Weights, expected: jax.Array, found: jax.Array, targets: jax.Array):
+    """KL, surprise at the targets int32[T], and whether both choose the same token, [T] each."""
+    decoder = model.bind(weights)
+    wanted, logprobs = (jax.nn.log_softmax(decoder.logits(x)) for x in (expected, found))
+    kl = jnp.sum(jnp.exp(wanted) * (wanted - logprobs), axis=-1)
+    surprise = -jnp.take_along_axis(logprobs, targets[:, None], axis=-1)[:, 0]
+    return kl, surprise, jnp.argmax(wanted, -1) == jnp.argmax(logprobs, -1)
