@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import Params
-from jaxinfer.quantization import QuantizedArray, Scheme
+from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 _STATE = "calibration.json"
 _REPORT = "report"
@@ -59,7 +59,7 @@ class Journal:
         """Records a finished layer."""
         temporary = self._path(number).with_suffix(".tmp")
         with temporary.open("wb") as file:
-            np.savez(file, **_flat(params), **{_REPORT: np.array(json.dumps(report))})
+            np.savez(file, allow_pickle=False, **_flat(params), **{_REPORT: np.array(json.dumps(report))})
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._path(number))
@@ -104,6 +104,8 @@ def _flat(params: Params, prefix: str = "") -> dict[str, np.ndarray]:
         if isinstance(leaf, dict):
             found |= _flat(leaf, name + ".")
         elif isinstance(leaf, QuantizedArray):
+            if isinstance(leaf.scales, NestedScales):
+                raise TypeError(f"{name}: a layer with nested scales is not calibrated")
             found[name + ":values"] = np.asarray(leaf.values.astype(jnp.int8))
             found[name + ":scales"] = np.asarray(leaf.scales.astype(jnp.float32))
             if leaf.zeros is not None:

@@ -64,17 +64,18 @@ def _plain(x: jax.Array, weight: jax.Array, out_dtype=None) -> jax.Array:
 
 def _quantized(x: jax.Array, weight: QuantizedArray, out_dtype, implementation: str | None = None) -> jax.Array:
     """With experts, [..., K, N], x is [..., T, K]."""
-    if isinstance(weight.scales, NestedScales):
-        weight = replace(weight, scales=weight.scales.dequantize())
+    scales = weight.scales
+    if isinstance(scales, NestedScales):
+        scales = scales.dequantize()
     if weight.ndim > 2:
         codebook = None if weight.codebook is None else jnp.broadcast_to(weight.codebook, (weight.shape[0], 16))
-        return jax.vmap(lambda x, w: _quantized(x, w, out_dtype, "xla"))(x, replace(weight, codebook=codebook))
+        return jax.vmap(lambda x, w: _quantized(x, w, out_dtype, "xla"))(x, replace(weight, scales=scales, codebook=codebook))
     if weight.permutation is not None:
         x = x[..., weight.permutation]
     return quantized_matmul(
         x,
         weight.values,
-        weight.scales,
+        scales,
         weight.zeros,
         weight.codebook,
         block=weight.scheme.block,

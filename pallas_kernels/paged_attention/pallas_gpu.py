@@ -5,6 +5,8 @@ rounded to the cache's dtype, and the results of a sequence's splits combined in
 each sequence is one tile (decode, verify) the kernel appends its tokens itself; otherwise XLA scatters them in place.
 """
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -72,7 +74,8 @@ def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Plan, ...]) -
     else:
         pages = append_new_tokens(operands, spec)
 
-    refs = SeparatePages(*(None if a is None else jax.new_ref(a, memory_space=plgpu.GMEM) for a in pages))
+    arrays = cast(SeparatePages, pages)  # the layout of this kernel
+    refs = SeparatePages(*(None if a is None else jax.new_ref(a, memory_space=plgpu.GMEM) for a in arrays))
     outs = []
     for shape, plan in zip(gpu_schedule.plan_shapes(spec), schedule, strict=True):
         aux = _ancestor_rows(operands.ancestors, plan) if operands.ancestors is not None else None

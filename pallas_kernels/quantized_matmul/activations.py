@@ -17,6 +17,8 @@ def quantize_tokens(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     x = x.astype(jnp.float32)
     largest = INT8_MAX if kind == "int8" else FP8_MAX
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), SMALLEST_MAXIMUM) / largest
+    # XLA:CPU's maximum may pass over a NaN, which would become a zero.
+    scale = jnp.where(jnp.isnan(x).any(axis=-1, keepdims=True), jnp.nan, scale)
     # The cast to fp8 makes NaN of what is too large, so both are clipped first.
     scaled = jnp.clip(x / scale, -largest, largest)
     if kind == "int8":
