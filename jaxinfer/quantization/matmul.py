@@ -69,7 +69,9 @@ def _quantized(x: jax.Array, weight: QuantizedArray, out_dtype, implementation: 
         scales = scales.dequantize()
     if weight.ndim > 2:
         codebook = None if weight.codebook is None else jnp.broadcast_to(weight.codebook, (weight.shape[0], 16))
-        return jax.vmap(lambda x, w: _quantized(x, w, out_dtype, "xla"))(x, replace(weight, scales=scales, codebook=codebook))
+        return jax.vmap(lambda x, w: _quantized(x, w, out_dtype, "xla"))(
+            x, replace(weight, scales=scales, codebook=codebook)
+        )
     if weight.permutation is not None:
         x = x[..., weight.permutation]
     return quantized_matmul(
