@@ -9,7 +9,7 @@ COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py tests/engin
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-speculation test-newest test-oracle lint format report bench bench-batching bench-speculative golden readme clean
+.PHONY: help demo test test-speculation test-newest test-oracle lint format report bench bench-batching bench-speculative bench-quantization golden readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -83,6 +83,10 @@ bench-batching: $(VENV)/stamp-base  ## Continuous batching next to static batche
 
 bench-speculative: $(VENV)/stamp-base  ## Speculative next to plain decoding: the embedded pair, n-grams, loads
 	$(BIN)/python -m benchmarks.speculative --json benchmarks/results/speculative.json
+
+bench-quantization: $(VENV)/stamp-base  ## What few bits cost the embedded model, by method; and 8-bit caches
+	$(BIN)/python -m benchmarks.quantization_quality --json benchmarks/results/quantization_quality.json
+	$(BIN)/python -m benchmarks.kv_cache_quality --json benchmarks/results/kv_cache_quality.json
 
 readme: $(VENV)/stamp-base  ## Print the README's examples again
 	$(BIN)/python docs/update_readme.py

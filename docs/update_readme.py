@@ -7,14 +7,26 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BENCH = ROOT / "benchmarks" / "results" / "decode_vs_transformers.json"
 BATCHING = ROOT / "benchmarks" / "results" / "continuous_batching.json"
 SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
+QUANTIZATION = ROOT / "benchmarks" / "results" / "quantization_quality.json"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels_compiled.json"
+IN_README = (
+    "float32",
+    "int8",
+    "w8a8",
+    "nf4-dq",
+    "rtn int4-g128",
+    "awq int4-g128",
+    "gptq int4-g128",
+    "gptq int3-g128",
+)
 PROMPTS = (
     "def read_lines(path):",
     "def __repr__(self):",
@@ -100,6 +112,22 @@ def speculation() -> str:
     )
 
 
+def quantization(names: Sequence[str] | None = None) -> str:
+    """What `make bench-quantization` measured: all methods, or those named."""
+    report = json.loads(QUANTIZATION.read_text(encoding="utf-8"))
+    rows = [
+        "| method | bits a weight | bytes | of bfloat16 | KL | perplexity | same best token |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in report["rows"]:
+        if names is None or row["method"] in names:
+            size = f"{row['bits_per_weight']:.2f} | {row['num_bytes']:,} | {row['of_bf16']:.1%}"
+            quality = f"{row['kl']:.5f} | {row['perplexity']:.2f} | {row['top1_agreement']:.1%}"
+            rows.append(f"| {row['method']} | {size} | {quality} |")
+    text = f"{report['num_tokens']:,} held-out tokens; calibrated on {report['num_calibration_tokens']:,}."
+    return "\n".join([*rows, "", text])
+
+
 def kernels() -> str:
     """What `make report` compiled: a row for each chip, kernel, model and cache."""
     report = json.loads(KERNELS.read_text(encoding="utf-8"))
@@ -142,7 +170,9 @@ def main() -> None:
             "bench": bench,
             "batching": batching,
             "speculation": speculation,
+            "quantization": partial(quantization, IN_README),
         },
+        ROOT / "docs" / "quantization.md": {"quantization": quantization},
         ROOT / "docs" / "kernels.md": {"kernels": kernels},
     }
     for path, blocks in documents.items():
