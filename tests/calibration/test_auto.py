@@ -33,7 +33,7 @@ def test_each_part_is_measured_alone(model, sensitivity, held_out):
     parts = [f"layers.{i}.{part}" for i in range(3) for part in ("attention", "mlp")]
     assert list(sensitivity.kl) == parts
     for part, bits in ((parts[1], 3), (parts[4], 8)):
-        alone = replace(OPTIONS, bits=bits, keep=(Keep("*"), Keep(part, bits)))
+        alone = replace(OPTIONS, keep=(Keep("*"), Keep(part, bits)))
         quality = quantize_model(model, alone, None, held_out).quality
         assert sensitivity.kl[part][bits] == pytest.approx(quality.kl, rel=1e-3, abs=1e-7)
     for part in parts:
