@@ -64,6 +64,8 @@ def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
     import jax
     import numpy as np
 
+    from jaxinfer.quantization.tree import is_quantized, weights
+
     digest = hashlib.sha256()
     digest.update(repr((llm.config, sorted(llm.eos_token_ids), max_model_len)).encode())
     engine = llm.engine
@@ -71,6 +73,9 @@ def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
         digest.update(f"kv_dtype={engine.kv_dtype}".encode())
         for scales in jax.tree.leaves(engine.kv_scales):
             digest.update(np.asarray(scales).tobytes())
+    schemes = [leaf.scheme for leaf in weights(llm.params) if is_quantized(leaf)]
+    if schemes:
+        digest.update(repr(schemes).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(llm.params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         for row in _sampled_rows(leaf):

@@ -48,6 +48,14 @@ class ModelOptions:
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="Round weights while loading, such as int8, int4-g128, nf4, w8a8 or fp8.",
+            metavar="RECIPE",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         typer.Option(

@@ -197,7 +197,11 @@ class _Bench:
         own = {field.name for field in fields(ModelOptions)} - {"kv_dtype"}  # which is the engine's
         values = {field.name: getattr(options, field.name) for field in fields(options)}
         self.model = load_model(
-            options.model, tokenizer=options.tokenizer, dtype=options.dtype, revision=options.revision
+            options.model,
+            tokenizer=options.tokenizer,
+            dtype=options.dtype,
+            revision=options.revision,
+            quantize=options.quantize,
         )
         self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
         self.draft_model: LoadedModel | None = None

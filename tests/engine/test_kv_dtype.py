@@ -276,6 +276,14 @@ def test_options_check_the_names():
             make()
 
 
+def test_batches_of_other_rounding_are_other_jobs(tiny):
+    prints = set()
+    for recipe in (None, "int8", "w8a8", "fp8", "w8a8-fp8"):  # of two of them, the arrays are the same
+        with LLM(tiny, quantize=recipe, num_pages=20) as llm:
+            prints.add(llm.fingerprint())
+    assert len(prints) == 5
+
+
 def test_batches_of_another_cache_are_another_job(tiny):
     prints = {}
     for kv_dtype in ("auto", "float32", "int8", "fp8_e4m3"):
