@@ -56,7 +56,7 @@ def _sums_groups(spec: MatmulSpec, platform: str) -> bool:
 
 def _compute_dtype(spec: MatmulSpec, platform: str) -> str:
     """Of a product with weights that were dequantized before it."""
-    return "float32" if platform == "cpu" or spec.x_dtype == "float32" else "bfloat16"
+    return "float32" if platform == "cpu" else spec.x_dtype
 
 
 def _summed_over_groups(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
