@@ -44,7 +44,8 @@ test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the long tests 
 	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow $(COMPILED_TESTS)
 
 test-speculation: $(VENV)/stamp-test  ## Run the long tests of speculation: every draft with every length
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/engine/test_speculation.py tests/engine/test_kv_dtype.py
+	$(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/engine/test_speculation.py \
+	    tests/engine/test_speculation_quantized.py tests/engine/test_kv_dtype.py
 
 # JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
 test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found
