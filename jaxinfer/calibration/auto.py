@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxinfer.calibration.driver import (
     CalibrationResult,
-    FloatModel,
     LayerReport,
     check_input,
     digest,
     fingerprint_of,
     quantize_model,
 )
+from jaxinfer.calibration.float_model import FloatModel
 from jaxinfer.calibration.journal import Journal
 from jaxinfer.calibration.options import CalibrationOptions, Keep
 from jaxinfer.calibration.sensitivity import Sensitivity, choose_bits, measure_sensitivity

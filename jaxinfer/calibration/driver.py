@@ -10,57 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
+from jaxinfer.calibration.float_model import FloatModel, ReadUnit, in_chunks, rounded
 from jaxinfer.calibration.journal import Journal
 from jaxinfer.calibration.layer import LinearError, QuantizedLayer, dequantized, quantize_layer
 from jaxinfer.calibration.options import CalibrationOptions
 from jaxinfer.calibration.outcome import all_linears
 from jaxinfer.calibration.quality import Quality, compare
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.quantization.tree import check_plain, is_quantized
-
-CHUNK_TOKENS = 4096  # of hidden states on the device at once
-ReadUnit = Callable[[str], Params]
-
-
-@dataclass(frozen=True)
-class FloatModel:
-    """A model to quantize, of which one part is read at a time.
-
-    Attributes:
-      read: gives the parameters of a unit, "layers.3" or any other name in `rest`, as a nested dict below its name.
-      rest: names of the parameters that belong to no layer: embed, final_norm, lm_head.
-      fingerprint: changes when the weights do.
-    """
-
-    config: ModelConfig
-    read: ReadUnit
-    rest: tuple[str, ...]
-    fingerprint: str = ""
-
-    @classmethod
-    def of(cls, config: ModelConfig, params: Params) -> "FloatModel":
-        """Of parameters in memory. Raises ValueError where they are quantized."""
-        check_plain(params, "calibration")
-
-        def read(name: str) -> Params:
-            return params["layers"][name.removeprefix("layers.")] if name.startswith("layers.") else params[name]
-
-        return cls(config, read, tuple(name for name in params if name != "layers"))
-
-    def layer(self, number: int) -> Params:
-        """float32 parameters of a layer."""
-        return jax.tree.map(_float32, self.read(f"layers.{number}"))
-
-    def without_layers(self) -> Params:
-        """float32 parameters of everything else."""
-        return {name: jax.tree.map(_float32, self.read(name)) for name in self.rest}
-
-    def embedded(self, tokens: np.ndarray | None) -> list[np.ndarray]:
-        """float32 hidden states before the first layer, in chunks; the whole table is held only meanwhile."""
-        if tokens is None:
-            return []
-        table = np.asarray(self.read("embed"))
-        return [table[chunk].astype(np.float32) for chunk in in_chunks(tokens)]
+from jaxinfer.quantization.tree import is_quantized
 
 
 @dataclass(frozen=True)
@@ -148,7 +105,7 @@ def quantize_model(
 
     def read(name: str) -> Params:
         if not name.startswith("layers."):
-            return jax.tree.map(lambda leaf: _rounded(leaf, options.dtype), model.read(name))
+            return jax.tree.map(lambda leaf: rounded(leaf, options.dtype), model.read(name))
         number = int(name.removeprefix("layers."))
         return held[number] if journal is None else journal.read(number)[0]
 
@@ -216,7 +173,7 @@ class _Streams:
     ) -> "_Streams":
         for name in model.rest:
             _check_finite(
-                jax.tree.map(lambda leaf: _rounded(leaf, options.dtype), model.read(name)), name, options.dtype
+                jax.tree.map(lambda leaf: rounded(leaf, options.dtype), model.read(name)), name, options.dtype
             )
         dtype = jnp.dtype(options.dtype)
         calibration, exact = model.embedded(tokens), model.embedded(held_out)
@@ -239,12 +196,6 @@ class _Streams:
         pairs = list(zip(self.held_out, self.float_held_out, strict=True))
         difference = sum(float(np.sum(np.square(a - b), dtype=np.float64)) for a, b in pairs)
         return difference / sum(float(np.sum(np.square(b), dtype=np.float64)) for _, b in pairs)
-
-
-def in_chunks(rows: np.ndarray) -> list[np.ndarray]:
-    """Rows [rows, T] in pieces of about `CHUNK_TOKENS` tokens."""
-    count = max(CHUNK_TOKENS // rows.shape[1], 1)
-    return [rows[first : first + count] for first in range(0, len(rows), count)]
 
 
 def _run(program: LayerProgram, params: Params, chunks: list[np.ndarray]) -> list[np.ndarray]:
@@ -282,7 +233,7 @@ def _heads(model: FloatModel, dtype: str) -> tuple[Params, Params]:
     """What belongs to no layer, exact and as it is stored: the same arrays where that changes nothing."""
     exact = model.without_layers()
     stored = {
-        name: jax.tree.map(lambda leaf: leaf if _is_same(leaf, dtype) else _rounded(leaf, dtype), leaves)
+        name: jax.tree.map(lambda leaf: leaf if _is_same(leaf, dtype) else rounded(leaf, dtype), leaves)
         for name, leaves in exact.items()
     }
     return exact, stored
@@ -292,10 +243,6 @@ def _is_same(leaf: jax.Array, dtype: str) -> bool:
     return dtype == "float32" or bool(jnp.array_equal(leaf.astype(dtype), leaf))
 
 
-def _rounded(leaf: Any, dtype: str) -> jax.Array:
-    return jnp.asarray(leaf).astype(dtype).astype(jnp.float32)
-
-
 def _check_finite(params: Params, name: str, dtype: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         array = leaf.scales if is_quantized(leaf) else leaf
@@ -303,7 +250,3 @@ def _check_finite(params: Params, name: str, dtype: str) -> None:
             full = ".".join([name, *(str(key.key) for key in path)])
             what = "scales" if is_quantized(leaf) else "values"
             raise ValueError(f"{full}: {bad} of {array.size} {what} are not finite in {dtype}")
-
-
-def _float32(leaf: Any) -> jax.Array:
-    return jnp.asarray(leaf).astype(jnp.float32)

@@ -1,14 +1,15 @@
 """Is a model that was written the one that was calibrated? Unit by unit, so that neither is ever held whole."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.driver import FloatModel, ReadUnit
+from jaxinfer.calibration.float_model import FloatModel, ReadUnit
 from jaxinfer.calibration.layer import dequantized
 from jaxinfer.calibration.quality import logits
 from jaxinfer.models import ModelConfig, Params
@@ -28,47 +29,56 @@ class Comparison:
     largest: float
 
 
-def compare_models(
-    config: ModelConfig, made: ReadUnit, found: ReadUnit, rest: tuple[str, ...], tokens: np.ndarray
-) -> Comparison:
+@dataclass(frozen=True)
+class Side:
+    """A model to compare. Attributes: read: gives a unit's parameters, as of `FloatModel`. rest: units that are no
+    layers."""
+
+    config: ModelConfig
+    read: ReadUnit
+    rest: tuple[str, ...]
+
+    def model(self) -> FloatModel:
+        return FloatModel(replace(self.config, dtype="float32"), self.read, self.rest)
+
+
+def compare_models(calibrated: Side, written: Side, tokens: np.ndarray) -> Comparison:
     """Compares parameters and schemes, and the logits of tokens [rows, T].
 
-    The logits of `made` are those that calibration measured, with weights as floats; `found` multiplies as an engine
-    will, by the integers, and with activations quantized where its own schemes say so.
-
-    Args:
-      made, found: give a unit's parameters, as of `FloatModel`. rest: units that are no layers.
+    The logits of `calibrated` are those that calibration measured, with weights as floats; `written` multiplies as an
+    engine will, by the integers, with activations quantized where its own schemes say so, and by its own configuration.
     """
-    problems = [problem for name in rest for problem in _differences(name, made(name), found(name))]
-    first = FloatModel(config, made, rest).embedded(tokens)
-    second = FloatModel(config, found, rest).embedded(tokens)
-    for number in range(config.num_layers):
-        name = f"layers.{number}"
-        first, second, found_here = _through_layer(config, number, made(name), found(name), first, second)
-        problems += found_here
+    models = calibrated.model(), written.model()
+    problems: list[str] = []
+    for name in dict.fromkeys(calibrated.rest + written.rest):
+        problems += _differences(name, *(model.read(name) if name in model.rest else {} for model in models))
+    states = [model.embedded(tokens) for model in models]
+    for number in range(calibrated.config.num_layers):
+        problems += _advance(models, number, states)
     largest = difference = 0.0
     if problems:
         return Comparison(problems, float("inf"), largest)
-    head = FloatModel(config, found, rest).without_layers()  # that of `made`, as was compared
-    for one, other in zip(first, second, strict=True):
-        for rows in zip(one, other, strict=True):
-            exact, written = (np.asarray(logits(config, head, row[None])) for row in rows)
-            worst = np.abs(exact - written).max()
+    head = models[1].without_layers()  # the other's too, as was compared
+    for chunks in zip(*states, strict=True):
+        for rows in zip(*chunks, strict=True):
+            pairs = zip(models, rows, strict=True)
+            exact, found = (np.asarray(logits(model.config, head, row[None])) for model, row in pairs)
+            worst = np.abs(exact - found).max()
             difference = max(difference, float("inf") if np.isnan(worst) else float(worst))
             largest = max(largest, float(np.abs(exact).max()))
     return Comparison(problems, difference, largest)
 
 
-def _through_layer(config: ModelConfig, number: int, made: Params, found: Params, first: Any, second: Any):
-    """Hidden states after a layer of both models, and how their parameters differ."""
-    problems = list(_differences(f"layers.{number}", made, found))
-    if problems:
-        return first, second, problems
-    program = LayerProgram.of(config, number)
-    made = dequantized(made, keeps_activations=True)
-    found = jax.tree.map(jax.numpy.asarray, found)
-    first = [np.asarray(program.forward(made, chunk)) for chunk in first]
-    return first, [np.asarray(program.forward(found, chunk)) for chunk in second], problems
+def _advance(models: tuple[FloatModel, FloatModel], number: int, states: list[list[np.ndarray]]) -> list[str]:
+    """Takes the hidden states of both through a layer, unless its parameters differ; returns how."""
+    made, found = (model.read(f"layers.{number}") for model in models)
+    if problems := list(_differences(f"layers.{number}", made, found)):
+        return problems
+    runnable = dequantized(made, keeps_activations=True), jax.tree.map(jnp.asarray, found)
+    for side, (model, params) in enumerate(zip(models, runnable, strict=True)):
+        program = LayerProgram.of(model.config, number)
+        states[side] = [np.asarray(program.forward(params, chunk)) for chunk in states[side]]
+    return []
 
 
 def _differences(name: str, made: Params, found: Params) -> Iterator[str]:
@@ -94,7 +104,7 @@ def _difference(leaf: Any, other: Any) -> str | None:
     if leaf.scheme != other.scheme or _kind(leaf) != _kind(other):
         return f"{_kind(other)} instead of {_kind(leaf)}"
     if leaf.permutation is not None:  # inputs of a group may come in another order
-        return _unequal(leaf.dequantize(), jax.tree.map(jax.numpy.asarray, other).dequantize())
+        return _unequal(leaf.dequantize(), jax.tree.map(jnp.asarray, other).dequantize())
     parts = zip(jax.tree.leaves(leaf), jax.tree.leaves(other), strict=True)
     return next((reason for pair in parts if (reason := _unequal(*pair)) is not None), None)
 

@@ -13,7 +13,7 @@ from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.output import shows_progress, waiting, write_json, write_text
 from jaxinfer.cli.quantize_checks import check_not_quantized, check_room, planned
 from jaxinfer.cli.quantize_report import report_of, summary
-from jaxinfer.cli.quantize_write import unit_reader, write
+from jaxinfer.cli.quantize_write import rest_of, unit_reader, write
 
 if TYPE_CHECKING:
     from checkpoints_convert.source import Source
@@ -227,9 +227,8 @@ def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "Ro
 def _model(source: "Source") -> "FloatModel":
     from jaxinfer.calibration import FloatModel
 
-    rest = tuple(unit for unit in source.units() if not unit.startswith("layers."))
     fingerprint = hashlib.sha256(source.fingerprint().encode()).hexdigest()
-    return FloatModel(source.config, unit_reader(source), rest, fingerprint)
+    return FloatModel(source.config, unit_reader(source), rest_of(source), fingerprint)
 
 
 def _run(

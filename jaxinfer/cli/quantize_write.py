@@ -46,14 +46,15 @@ def write(
     from checkpoints_convert.load import open_source
     from checkpoints_convert.staging import check_destination, publish
     from jaxinfer.calibration.rows import random_rows
-    from jaxinfer.calibration.verify import compare_models
+    from jaxinfer.calibration.verify import Side, compare_models
 
     made = work / "checkpoint"
     with waiting("writing"):
         _write_files(source, weights, result, dtype, made)
     with waiting("loading what was written, and comparing"), open_source(made, dtype="float32") as written:
         tokens = random_rows(source.config.vocab_size) if held_out is None else held_out[:2]
-        found = compare_models(written.config, result.read, unit_reader(written), result.rest, tokens)
+        calibrated = Side(source.config, result.read, result.rest)
+        found = compare_models(calibrated, Side(written.config, unit_reader(written), rest_of(written)), tokens)
         if written.kv_scales != _kv_scales(source, result)[0]:
             found.problems.append("scales of the key-value cache differ")
     reasons = found.problems
@@ -84,6 +85,11 @@ def unit_reader(source: "Source") -> "Callable[[str], Any]":
         return found
 
     return read
+
+
+def rest_of(source: "Source") -> tuple[str, ...]:
+    """Its units that are no layers."""
+    return tuple(unit for unit in source.units() if not unit.startswith("layers."))
 
 
 def adjusted_kv_scales(

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, capture, quantize_model
-from jaxinfer.calibration.driver import in_chunks
+from jaxinfer.calibration.float_model import in_chunks
 from jaxinfer.calibration.journal import Journal
 from jaxinfer.calibration.outcome import outcome
 from jaxinfer.calibration.rows import divide
-from jaxinfer.calibration.verify import compare_models
+from jaxinfer.calibration.verify import Side, compare_models
 from jaxinfer.quantization import QuantizedArray, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.training.objectives import sequence_logits
@@ -200,9 +200,10 @@ def changed(params, path, change):
 
 def test_what_is_compared_differs_where_it_should(config, model, gptq_result, held_out):
     made = gptq_result.params
+    calibrated = Side(config, gptq_result.read, model.rest)
 
     def compare(found):
-        return compare_models(config, gptq_result.read, reader(found), model.rest, held_out[:2])
+        return compare_models(calibrated, Side(config, reader(found), model.rest), held_out[:2])
 
     same = compare(jax.tree.map(np.asarray, made))
     assert same.problems == []
@@ -226,6 +227,13 @@ def test_what_is_compared_differs_where_it_should(config, model, gptq_result, he
         found = compare(changed(made, path, change))
         assert found.problems == [f"{path}: {words}"]
         assert found.difference == float("inf")
+    other_rope = replace(config, rope=replace(config.rope, theta=500.0))
+    found = compare_models(calibrated, Side(other_rope, gptq_result.read, model.rest), held_out[:2])
+    assert found.problems == []
+    assert found.difference > 1e-3 * found.largest
+    untied = replace(config, tie_word_embeddings=False), reader({**made, "lm_head": made["embed"].T})
+    found = compare_models(calibrated, Side(*untied, ("embed", "final_norm", "lm_head")), held_out[:2])
+    assert found.problems == ["lm_head is new"]
 
 
 def test_the_products_of_the_model_that_was_written_are_compared(config, model, held_out, gptq_result, monkeypatch):
@@ -240,7 +248,8 @@ def test_the_products_of_the_model_that_was_written_are_compared(config, model, 
 
     capture._programs.cache_clear()
     monkeypatch.setattr(layers, "matmul", wrong)
-    found = compare_models(config, gptq_result.read, gptq_result.read, model.rest, held_out[:2])
+    sides = Side(config, gptq_result.read, model.rest), Side(config, gptq_result.read, model.rest)
+    found = compare_models(*sides, held_out[:2])
     capture._programs.cache_clear()
     assert found.problems == []
     assert found.difference > 1e-3 * found.largest
