@@ -1,5 +1,6 @@
 """A run of `jaxinfer quantize` that was killed goes on or begins anew; what it holds does not grow with the layers."""
 
+import gc
 import os
 import shutil
 import signal
@@ -117,6 +118,11 @@ def test_another_method_begins_anew_after_an_interrupted_auto(jaxinfer, json_lin
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def num_bytes_alive() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
 def most_bytes(jaxinfer, folder: Path, num_layers: int, monkeypatch) -> int:
     """The most bytes of arrays alive at once, while a model of that many layers is quantized, written and compared."""
     config = ModelConfig(
@@ -125,7 +131,7 @@ def most_bytes(jaxinfer, folder: Path, num_layers: int, monkeypatch) -> int:
     )  # fmt: skip
     source, most = folder / f"source-{num_layers}", 0
     checkpoints_convert.save_huggingface(config, init_params(config, jax.random.key(0)), source, "float32")
-    before = sum(array.nbytes for array in jax.live_arrays())
+    before = num_bytes_alive()
 
     def watch(owner, name):
         original = getattr(owner, name)
@@ -133,7 +139,7 @@ def most_bytes(jaxinfer, folder: Path, num_layers: int, monkeypatch) -> int:
         def watched(*arguments, **more):
             nonlocal most
             result = original(*arguments, **more)
-            most = max(most, sum(array.nbytes for array in jax.live_arrays()) - before)
+            most = max(most, num_bytes_alive() - before)
             return result
 
         watching.setattr(owner, name, watched)
