@@ -77,7 +77,8 @@ def kv_scales(path_or_hub_id: str | Path, *, revision: str | None = None) -> tup
 
     Raises CheckpointError as `load`.
     """
-    with open_source(resolve(path_or_hub_id, revision=revision)) as source:
+    # Scales are float32 in any case: of a checkpoint of several dtypes none has to be chosen.
+    with open_source(resolve(path_or_hub_id, revision=revision), dtype="float32") as source:
         return source.kv_scales
 
 

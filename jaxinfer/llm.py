@@ -25,7 +25,7 @@ from jaxinfer.engine.request import Generation, RequestOutput, Score
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
-from jaxinfer.quantization.tree import describe
+from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, SpeculationStats
 from jaxinfer.text import Tokenizer
@@ -410,6 +410,7 @@ class LLM:
         weights = {"quantized": quantized} if quantized else {}
         if self._copies is not None and self._copies.num_copyable:
             weights["float32 copies"] = f"{self._copies}, for XLA:CPU fuses no conversion into products"
+            weights["quantized bytes kept too"] = num_bytes(self.params)
         changed = {name: value for name, value in vars(self.default_params).items() if value != defaults.get(name)}
         return explain_engine(
             self.engine,

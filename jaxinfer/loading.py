@@ -155,7 +155,8 @@ def load_draft(
         loaded, _ = loaded.for_length(max_model_len)
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
-    return ModelDraft(loaded.name, loaded.config, loaded.runnable()[0], loaded.kv_scales), loaded.is_owned
+    params, copies = loaded.runnable()
+    return ModelDraft(loaded.name, loaded.config, params, loaded.kv_scales, copies), loaded.is_owned
 
 
 def _tokenizer_of(path: Path) -> Tokenizer | None:

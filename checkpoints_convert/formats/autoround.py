@@ -6,19 +6,23 @@ from typing import Any
 
 from checkpoints_convert.formats.awq import Awq, awq
 from checkpoints_convert.formats.gptq import Gptq, check_pattern, gptq
-from checkpoints_convert.formats.module import FormatError
+from checkpoints_convert.formats.module import FormatError, flag
 
-# Of auto_round/inference: what each packing stores of a zero.
-_V1 = ("auto_round:auto_gptq", "auto_round:gptq", "auto")
-_V2 = ("auto_round", "auto_round:gptqmodel")
-_AWQ = ("auto_round:auto_awq", "auto_round:awq")
+# What a packing stores of a zero; the name of a kernel may follow, such as auto_round:auto_gptq:exllamav2.
+_PACKINGS = {
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:awq": "awq",
+    "auto_round:auto_awq": "awq",
+}
+_KERNELS = ("exllamav2", "tritonv2", "triton", "gemm")
 
 
 def autoround(data: Mapping[str, Any]) -> Gptq | Awq:
     """The method a quantization_config declares. Raises FormatError for packings and types we do not read, by name."""
-    packing = data.get("packing_format") or "auto_round:auto_gptq"
-    if packing not in _V1 + _V2 + _AWQ:
-        raise FormatError(f"packing_format {packing!r} is not supported, {', '.join(_V1[:-1] + _V2 + _AWQ)} are")
+    packing = _packing(data)
     if str(data.get("data_type") or "int") != "int":
         raise FormatError(f"data_type {data['data_type']!r} is not supported, only 'int' is")
     if (act_bits := data.get("act_bits") or 16) < 16:
@@ -26,11 +30,25 @@ def autoround(data: Mapping[str, Any]) -> Gptq | Awq:
     if data.get("super_bits"):
         raise FormatError("super_bits is not supported")
     overrides = _overrides(data.get("extra_config"))
-    if packing in _AWQ:
+    if packing == "awq":
         return replace(awq({**data, "version": "gemm", "zero_point": True}), overrides=overrides, name="auto-round")
-    kind = "gptq" if packing in _V1 else "gptq_v2"
     rest = {name: value for name, value in data.items() if name not in ("format", "dynamic", "meta")}
-    return replace(gptq({**rest, "checkpoint_format": kind}), overrides=overrides, name="auto-round")
+    return replace(gptq({**rest, "checkpoint_format": packing}), overrides=overrides, name="auto-round")
+
+
+def _packing(data: Mapping[str, Any]) -> str:
+    """How weights are packed: "awq", or GPTQ's version. Files before `packing_format` said it in `backend`."""
+    name = "packing_format" if data.get("packing_format") else "backend"
+    declared = data.get(name)
+    if declared in (None, "auto"):
+        if flag(data, "sym", True):
+            return "gptq"  # symmetric zeros tell the version themselves
+        raise FormatError("sym is false, and neither packing_format nor backend tells how zeros are stored")
+    kept, _, kernel = str(declared).rpartition(":")
+    packing = kept if kernel in _KERNELS else str(declared)
+    if packing not in _PACKINGS:
+        raise FormatError(f"{name} {declared!r} is not supported, {', '.join(_PACKINGS)} are")
+    return _PACKINGS[packing]
 
 
 def _overrides(extra: Any) -> tuple[tuple[str, dict[str, Any]], ...]:

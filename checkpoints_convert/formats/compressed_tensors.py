@@ -150,5 +150,9 @@ def _activations(name: str, data: Any) -> Activations | None:
     if not isinstance(data, Mapping):
         raise FormatError(f"config_groups of {name!r}: input_activations must be an object, got {data!r}")
     return Activations(
-        data.get("num_bits", 8), data.get("type", "int"), data.get("strategy"), data.get("dynamic") is True
+        data.get("num_bits", 8),
+        data.get("type", "int"),
+        data.get("strategy"),
+        data.get("dynamic") is True,
+        flag(data, "symmetric", True),
     )

@@ -51,6 +51,7 @@ class Activations:
     kind: str
     strategy: str | None
     is_dynamic: bool
+    symmetric: bool = True
 
 
 @dataclass(frozen=True)
@@ -149,12 +150,13 @@ def _quantized_activations(
     if activations is None:
         return None, ()
     notes = () if activations.is_dynamic else ("static scales of activations are not applied: each token has its own",)
-    if (weights.kind, activations.kind, activations.bits) == ("int", "int", 8):
+    if (weights.kind, activations.kind, activations.bits, activations.symmetric) == ("int", "int", 8, True):
         return "int8", notes
     is_fp8 = (weights.kind, activations.kind, activations.bits, weights.bits) == ("float", "float", 8, 8)
-    if is_fp8 and activations.strategy in ("token", "tensor"):
+    if is_fp8 and activations.symmetric and activations.strategy in ("token", "tensor"):
         return "fp8", notes
-    kind = f"{activations.bits}-bit {activations.kind} ({activations.strategy})"
+    symmetric = "" if activations.symmetric else "asymmetric "
+    kind = f"{symmetric}{activations.bits}-bit {activations.kind} ({activations.strategy})"
     return None, (f"activations declared as {kind} stay floating-point with {weights.bits}-bit {weights.kind} weights",)
 
 

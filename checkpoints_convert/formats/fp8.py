@@ -50,7 +50,7 @@ class Fp8(Method):
             return None
         allowed = [name for name, fmt in _WEIGHTS.items() if fmt == self.fmt]
         has_shape(headers, "weight", allowed, shape)
-        if any(fnmatchcase(module, pattern) for pattern in self.excluded):
+        if any(_names(pattern, module) for pattern in self.excluded):
             raise FormatError(f"is stored as {dtype}, and the configuration excludes the module", "weight")
         suffix = next((suffix for suffix in _SCALES if suffix in headers), "weight_scale")
         outputs, inputs = shape
@@ -66,7 +66,8 @@ class Fp8(Method):
         for name in static:
             has_shape(headers, name, FLOATS, (), (1,), (1, 1))
         activations = "fp8" if self.is_dynamic and not static and self.block is None and self.fmt == "e4m3" else None
-        notes = ("declared scales of activations are not applied: the products of these layers are floating-point",)
+        declared = "declared scales of activations are not applied" if static else "activations are not quantized"
+        notes = (f"{declared}: the products of these layers are floating-point",)
         return ModuleReader(
             ("weight", suffix, *static),
             partial(read_fp8, suffix, Scheme("float", 8, block, activations)),
@@ -84,7 +85,10 @@ def fp8(data: Mapping[str, Any]) -> Fp8:
         raise FormatError(f"activation_scheme {activations!r} is neither 'dynamic' nor 'static'")
     if (scale_fmt := data.get("scale_fmt")) not in (None, "ue8m0", "float"):
         raise FormatError(f"scale_fmt {scale_fmt!r} is not supported, 'ue8m0' is")
-    return Fp8("fp8", _block(data.get("weight_block_size")), fmt, activations == "dynamic")
+    excluded = tuple(
+        name for key in ("modules_to_not_convert", "ignored_layers") for name in _names_list(key, data.get(key) or [])
+    )
+    return Fp8("fp8", _block(data.get("weight_block_size")), fmt, activations == "dynamic", excluded)
 
 
 def fbgemm_fp8(data: Mapping[str, Any]) -> Fp8:
@@ -99,10 +103,8 @@ def modelopt(data: Mapping[str, Any]) -> Fp8:
     algorithm = fields.get("quant_algo")
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise FormatError(f"quant_algo {algorithm!r} is not supported, 'FP8' and 'FP8_PER_CHANNEL_PER_TOKEN' are")
-    excluded = fields.get("exclude_modules") or data.get("ignore") or []
-    if not isinstance(excluded, list):
-        raise FormatError(f"exclude_modules must be a list, got {excluded!r}")
-    return Fp8("modelopt", excluded=tuple(map(str, excluded)), is_dynamic=algorithm == "FP8_PER_CHANNEL_PER_TOKEN")
+    excluded = _names_list("exclude_modules", fields.get("exclude_modules") or data.get("ignore") or [])
+    return Fp8("modelopt", excluded=excluded, is_dynamic=algorithm == "FP8_PER_CHANNEL_PER_TOKEN")
 
 
 def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
@@ -115,6 +117,17 @@ def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
     blocks = (-(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
     scales = np.ascontiguousarray(scales.reshape(blocks[::-1]).T)
     return host_quantized(scheme, transposed(weight), scales)
+
+
+def _names_list(key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise FormatError(f"{key} must be a list of names, got {value!r}")
+    return tuple(value)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Whether a name, whole or a part of it between dots, or a pattern with wildcards means a module."""
+    return f".{pattern}." in f".{module}." or fnmatchcase(module, pattern)
 
 
 def _powers_of_two(exponents: np.ndarray, suffix: str) -> np.ndarray:

@@ -100,6 +100,8 @@ def gptq(data: Mapping[str, Any]) -> Gptq:
     Raises FormatError for bits, packings and variants we do not read, by name.
     """
     declared = data.get("checkpoint_format") or data.get("format") or "gptq"
+    if data.get("format") not in (None, declared):
+        raise FormatError(f"checkpoint_format {declared!r} contradicts format {data['format']!r}")
     if declared not in _FORMATS:
         raise FormatError(f"checkpoint_format {declared!r} is not supported, {' and '.join(_FORMATS)} are")
     if flag(data, "is_marlin_format", False):

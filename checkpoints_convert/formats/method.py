@@ -45,6 +45,8 @@ def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
     if not isinstance(data, Mapping):
         raise FormatError(f"must be an object, got {data!r}")
     name = data.get("quant_method")
+    if name is None and hf_config.get("quantization") and {"bits", "group_size"} <= data.keys():
+        name = "mlx"
     if name is None and (data.get("load_in_4bit") or data.get("load_in_8bit")):
         name = "bitsandbytes"
     if name is None and "config_groups" in data:

@@ -62,13 +62,20 @@ def read_whole(index: SafetensorsIndex, name: str, *, is_checked: bool = True) -
 
 
 def _transposed(weight: QuantizedArray, plan: QuantizedPlan, index: SafetensorsIndex) -> QuantizedArray:
-    """An embedding's [V, D], of the [D, V] that a reader gives."""
+    """An embedding's [V, D], of the [D, V] that a reader gives; each row has a scale of its own."""
     if weight.permutation is not None or isinstance(weight.scales, NestedScales):
         where = index.path_of(next(iter(plan.sources.values())))
         raise CheckpointError(where, f"module {plan.module!r} is an embedding: permuted or nested scales are not read")
-    scheme = replace(weight.scheme, block=weight.scheme.block[::-1], activations=None)
-    values, scales, zeros = (
-        None if array is None else np.ascontiguousarray(np.asarray(array).T)
-        for array in (weight.values, weight.scales, weight.zeros)
+    (rows, columns), (inputs, outputs) = weight.scheme.block, weight.shape
+    if rows < inputs and columns > 1:
+        where = index.path_of(next(iter(plan.sources.values())))
+        raise CheckpointError(
+            where, f"module {plan.module!r} is an embedding: blocks of {columns} x {rows} are not read, rows are"
+        )
+    scheme = replace(weight.scheme, block=(1, rows), activations=None)
+    values = np.ascontiguousarray(np.asarray(weight.values).T)
+    scales, zeros = (
+        None if array is None else np.ascontiguousarray(np.repeat(np.asarray(array).T, columns, axis=0)[:outputs])
+        for array in (weight.scales, weight.zeros)
     )
     return host_quantized(scheme, values, scales, zeros=zeros, codebook=weight.codebook)

@@ -49,16 +49,23 @@ class HuggingFaceSource(Source):
         for tensor in self.plans:
             self._by_unit.setdefault(unit_of(tensor.target), []).append(tensor)
         self._quantized = {tensor.target: tensor for tensor in self.plans if isinstance(tensor, QuantizedPlan)}
-        for note in dict.fromkeys(note for tensor in self._quantized.values() for note in tensor.reader.notes):
-            _LOG.warning("%s: %s", directory, note)
+        self._said: set[str] = set()
 
     @cached_property
     def kv_scales(self) -> tuple[LayerKVScales, ...]:
+        declared = (self._hf_config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+        kind = tuple(declared.get(name, default) for name, default in (("num_bits", 8), ("type", "float")))
+        if kind != (8, "float") or not declared.get("symmetric", True):
+            _LOG.warning(
+                "%s: the kv_cache_scheme %r is not supported, its scales are not applied", self.directory, declared
+            )
+            return ()
         return read_kv_scales(self._index.headers, self.config.num_layers, lambda name: read_whole(self._index, name))
 
     def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
         for tensor in self._by_unit[unit]:
             if isinstance(tensor, QuantizedPlan):
+                self._say(tensor.reader.notes)
                 yield tensor.target, read_quantized(self._index, tensor, self.config.dtype)
             else:
                 yield tensor.target, self._read(tensor)
@@ -78,6 +85,13 @@ class HuggingFaceSource(Source):
     def close(self) -> None:
         super().close()
         self._index.close()
+
+    def _say(self, notes: tuple[str, ...]) -> None:
+        """Warns of what is not read as declared, once for each kind."""
+        for note in notes:
+            if note not in self._said:
+                _LOG.warning("%s: %s", self.directory, note)
+                self._said.add(note)
 
     def _read(self, tensor: TensorPlan) -> np.ndarray:
         return self.host_array(

@@ -120,6 +120,7 @@ def _describe_speculation(speculation: Speculation) -> dict[str, Any]:
         model = {
             "layers": draft.config.num_layers,
             "parameter bytes": speculation.weight_bytes,
+            **({"float32 copies": str(draft.copies)} if draft.copies is not None else {}),
             "bytes per page (in the page's)": speculation.page_bytes,
             "cache dtype": kv_dtype_name(speculation.kv_dtype),
         }

@@ -4,17 +4,19 @@ from dataclasses import dataclass, replace
 
 from jaxinfer.cache import KVScales
 from jaxinfer.models import ModelConfig, Params
+from jaxinfer.quantization.on_cpu import Copies
 
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft:
     """A smaller model of the same tokens, with pages of its own in the target's page table. `kv_scales` are its
-    checkpoint's, for an fp8 cache."""
+    checkpoint's, for an fp8 cache; `copies` say which of its quantized weights are float32 in `params`."""
 
     name: str
     config: ModelConfig
     params: Params
     kv_scales: KVScales | None = None
+    copies: Copies | None = None
 
 
 @dataclass(frozen=True)

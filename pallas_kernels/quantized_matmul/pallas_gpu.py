@@ -67,10 +67,16 @@ def tile_rows(rows: int) -> int:
 
 
 def num_splits(spec: MatmulSpec) -> int:
-    """Blocks that share the groups of a tile."""
+    """Blocks that share the groups of a tile, a power of two. Their totals take at most half the weight's bytes."""
     steps, splits = spec.inputs // spec.block[0], 1
     blocks = spec.outputs // TILE_OUTPUTS * pl.cdiv(spec.rows, tile_rows(spec.rows))
-    while blocks * splits < ENOUGH_BLOCKS and steps % (2 * splits) == 0 and steps // (2 * splits) >= FEWEST_STEPS:
+    most = spec.inputs * (4 if spec.values_dtype == "int4" else 8) // (64 * spec.rows)
+    while (
+        blocks * splits < ENOUGH_BLOCKS
+        and steps % (2 * splits) == 0
+        and steps // (2 * splits) >= FEWEST_STEPS
+        and 2 * splits <= most
+    ):
         splits *= 2
     return splits
 

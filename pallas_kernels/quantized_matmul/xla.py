@@ -14,6 +14,9 @@ from pallas_kernels.quantized_matmul.specs import MatmulSpec
 
 # XLA:CPU multiplies one row of int8 by a plain loop, 8 rows by a blocked kernel: 0.65 ms instead of 0.95 ms.
 _CPU_ROWS = 8
+# Of one row XLA:TPU makes multiplications and sums instead of a product, and writes the weight out in float32 for them:
+# 500 MB moved for [4096, 14336] of int4, instead of 30.
+_TPU_ROWS = 8
 
 
 def unsupported(spec: MatmulSpec, platform: str) -> str | None:
@@ -33,6 +36,8 @@ def form(spec: MatmulSpec, platform: str) -> str:
 def matmul(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
     """float32 [rows, N] of x [rows, K]."""
     token_scales = None
+    if _sums_groups(spec, platform):
+        x = jnp.pad(x, ((0, max(_TPU_ROWS - spec.rows, 0)), (0, 0)))
     if spec.activations is not None:
         if platform == "cpu" and spec.rows == 1:
             x = jnp.pad(x, ((0, _CPU_ROWS - 1), (0, 0)))
@@ -56,7 +61,7 @@ def _sums_groups(spec: MatmulSpec, platform: str) -> bool:
 
 def _compute_dtype(spec: MatmulSpec, platform: str) -> str:
     """Of a product with weights that were dequantized before it."""
-    return "float32" if platform == "cpu" or spec.x_dtype == "float32" else "bfloat16"
+    return "float32" if platform == "cpu" else spec.x_dtype
 
 
 def _summed_over_groups(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:

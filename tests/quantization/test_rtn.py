@@ -175,3 +175,14 @@ def test_unknown_names_and_shapes():
         recipe("int4g128")
     with pytest.raises(ValueError, match=r"inputs and outputs, this one is of shape \(4,\)"):
         quantize(jnp.ones(4), "int8")
+
+
+def test_nested_scales_are_those_of_the_formula_in_a_program_too():
+    """Where compilers make one operation of a product and a sum, the last bit differs."""
+    array = quantize(jnp.asarray(np.random.default_rng(0).standard_normal((256, 128)), jnp.float32), "nf4-dq")
+    scales = array.scales
+    index = (np.arange(128) * 4 + np.arange(4)[:, None]) // scales.inner
+    products = np.asarray(scales.table)[np.asarray(scales.codes)] * np.asarray(scales.outer)[index]
+    expected = products + np.asarray(scales.offset)
+    assert np.array_equal(jax.jit(lambda scales: scales.dequantize())(scales), expected)
+    assert np.array_equal(jax.jit(lambda array: array.dequantize())(array), array.dequantize())

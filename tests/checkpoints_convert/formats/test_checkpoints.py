@@ -5,6 +5,7 @@ import json
 import encoders
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny
@@ -21,6 +22,7 @@ from checkpoints_convert import (
 )
 from checkpoints_convert.__main__ import main
 from checkpoints_convert.formats import LayerKVScales
+from jaxinfer.loading import load_model
 from jaxinfer.models import bind
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
@@ -200,6 +202,59 @@ def test_an_embedding_with_a_scale_for_each_row(tmp_path):
     assert_identical(params, load(tmp_path / "saved")[1])
 
 
+@pytest.mark.parametrize("block", [None, (16, 32)], ids=["tensor", "blocks"])
+def test_an_embedding_of_few_scales_has_one_for_each_row_or_is_refused(block, tmp_path):
+    checkpoint = tiny.tiny("fp8-dynamic")
+    name = "model.embed_tokens"
+    parts, weight = encoders.float8(checkpoint.weights[f"{name}.weight"], block=block)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor" if block is None else "block"}
+    scheme["block_structure"] = block and list(block)
+    checkpoint.config["quantization_config"]["config_groups"]["rows"] = {"targets": ["Embedding"], "weights": scheme}
+    checkpoint.tensors |= {f"{name}.{suffix}": part for suffix, part in parts.items()}
+    checkpoint.weights[f"{name}.weight"] = weight
+    source = checkpoint.write(tmp_path / "source")
+    if block is not None:
+        with pytest.raises(
+            CheckpointError, match=r"safetensors: module 'model.embed_tokens' is an embedding: blocks of"
+        ):
+            load(source)
+        return
+    _, params = load(source)
+    assert params["embed"].scheme.block == (1, tiny.D)
+    tiny.assert_weights(params, checkpoint.weights)
+
+
+def test_a_model_of_several_dtypes_opens_in_the_one_that_is_asked_for(tmp_path):
+    checkpoint = tiny.tiny("packed")
+    del checkpoint.config["torch_dtype"]
+    norm = "model.norm.weight"
+    checkpoint.tensors[norm] = checkpoint.tensors[norm].astype(ml_dtypes.bfloat16)
+    source = checkpoint.write(tmp_path / "source")
+    assert load_model(source, dtype="float32").config.dtype == "float32"
+    with pytest.raises(CheckpointError, match="choose one of float32, bfloat16, float16"):
+        load(source)
+
+
+@pytest.mark.parametrize(
+    "scheme", [{"num_bits": 4, "type": "int"}, {"num_bits": 8, "type": "float", "symmetric": False}]
+)
+def test_scales_of_other_caches_are_not_applied_and_said_so(scheme, tmp_path, caplog):
+    checkpoint = tiny.tiny("packed")
+    checkpoint.config["quantization_config"]["kv_cache_scheme"] = scheme
+    for layer in range(tiny.LAYERS):
+        for side in "kv":
+            checkpoint.tensors[f"model.layers.{layer}.self_attn.{side}_scale"] = np.ones(1, np.float32)
+    source = checkpoint.write(tmp_path / "source")
+    assert kv_scales(source) == ()
+    assert "is not supported, its scales are not applied" in caplog.text
+
+
+def test_what_is_not_applied_is_said_once(tmp_path, caplog):
+    checkpoint = tiny.tiny("fp8-block")
+    load_model(checkpoint.write(tmp_path / "source"), dtype="float32")
+    assert caplog.text.count("activations are not quantized: the products of these layers are floating-point") == 1
+
+
 def test_rows_that_are_not_whole_blocks_stay_dense_and_say_so(tmp_path, caplog):
     checkpoint = tiny.tiny("nf4")
     parts, weight = encoders.bitsandbytes4(checkpoint.weights[f"{UP}.weight"], size=128)
@@ -212,7 +267,7 @@ def test_rows_that_are_not_whole_blocks_stay_dense_and_say_so(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_scales_of_the_cache_are_kept_and_said_not_to_be_applied(dtype, tmp_path, caplog):
+def test_scales_of_the_cache_are_kept(dtype, tmp_path):
     checkpoint = tiny.tiny("packed")
     for layer in range(tiny.LAYERS):
         prefix = f"model.layers.{layer}.self_attn"

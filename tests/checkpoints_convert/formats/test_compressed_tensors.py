@@ -94,6 +94,20 @@ def test_int8(per_tensor, form, activations):
     assert found.scheme.activations == ("int8" if activations else None)
 
 
+def test_asymmetric_activations_stay_floating_point_with_a_note():
+    tensors, expected = encoders.int8(weight())
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}
+    groups = {"g": group(num_bits=8, strategy="channel", group_size=None, activations=activations)}
+    headers = {suffix: (encoders.DTYPE_NAMES[array.dtype.name], array.shape) for suffix, array in tensors.items()}
+    reader = compressed_tensors(config("int-quantized", groups=groups)).reader(
+        "layer", weight().shape, headers, "Linear"
+    )
+    assert reader.notes[0].startswith("activations declared as asymmetric 8-bit int (token) stay floating-point")
+    found = reader.read(tensors)
+    assert found.scheme.activations is None
+    assert np.array_equal(encoders.dense(found), expected)
+
+
 def test_static_activations_are_accepted_with_a_note():
     tensors, expected = encoders.int8(weight())
     tensors |= {"input_scale": np.ones(1, np.float32), "input_zero_point": np.zeros(1, np.int8)}

@@ -117,3 +117,15 @@ def test_tensors_that_do_not_fit_are_refused(headers, message):
 def test_what_is_not_read_is_refused_by_name(make, data, message):
     with pytest.raises(FormatError, match=message):
         make(data)
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers"])
+@pytest.mark.parametrize("pattern", ["mlp", "model.layers.0.mlp.up_proj", "*.up_proj"])
+def test_a_module_that_the_configuration_excludes_is_not_taken(key, pattern):
+    tensors, _ = encoders.float8(weight())
+    method = fp8({"quant_method": "fp8", key: [pattern, "lm_head"]})
+    with pytest.raises(FormatError, match="is stored as F8_E4M3, and the configuration excludes the module"):
+        encoders.read(method, tensors, (40, 80), "model.layers.0.mlp.up_proj")
+    encoders.read(method, tensors, (40, 80), "model.layers.0.self_attn.q_proj")
+    with pytest.raises(FormatError, match=f"{key} must be a list of names"):
+        fp8({"quant_method": "fp8", key: "lm_head"})

@@ -201,6 +201,7 @@ def test_dynamic_gives_modules_bits_of_their_own():
         ({"bits": None}, "bits must be a positive integer"),
         ({"group_size": 0}, "group_size must be a positive integer or -1, got 0"),
         ({"sym": "yes"}, "sym must be true or false"),
+        ({"checkpoint_format": "gptq", "format": "gptq_v2"}, "'gptq' contradicts format 'gptq_v2'"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported, gptq and gptq_v2 are"),
         ({"format": "gptq_p"}, "checkpoint_format 'gptq_p' is not supported"),
         ({"is_marlin_format": True}, "Marlin"),

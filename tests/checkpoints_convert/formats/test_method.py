@@ -50,6 +50,8 @@ def test_a_near_miss_is_named():
 def test_mlx_checkpoints_have_no_quant_method():
     with pytest.raises(FormatError, match="'mlx' is not supported"):
         quantization_method({"quantization": {"group_size": 64, "bits": 4}})
+    with pytest.raises(FormatError, match="'mlx' is not supported"):
+        quantization_method({name: {"group_size": 64, "bits": 4} for name in ("quantization", "quantization_config")})
 
 
 @pytest.mark.parametrize("data", ["gptq", ["gptq"]])

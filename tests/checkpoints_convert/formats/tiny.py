@@ -1,5 +1,6 @@
 """Tiny Llama checkpoints in every format, through the encoders: the files, and the float32 weights they stand for."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def tiny(name: str, seed: int = 0) -> Tiny:
         else:
             tensors[tensor] = weight
         weights[tensor] = weight
-    return Tiny({**CONFIG, "quantization_config": form.quantization}, tensors, weights)
+    return Tiny({**CONFIG, "quantization_config": copy.deepcopy(form.quantization)}, tensors, weights)
 
 
 def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
