@@ -53,6 +53,11 @@ class Source(ABC):
         Raises CheckpointError, naming file and tensor."""
 
     @abstractmethod
+    def quantized(self) -> dict[ParamPath, str]:
+        """The parameters that the files hold quantized, whatever `read` makes of them, each with the name of one of its
+        tensors."""
+
+    @abstractmethod
     def fingerprint(self) -> str:
         """Changes when the files or the way they are read change; cheap."""
 

@@ -161,6 +161,9 @@ class NativeSource(Source):
             raise CheckpointError(directory, str(error)) from None
         return array
 
+    def quantized(self) -> dict[ParamPath, str]:
+        return {tuple(name.split(".")): name for name in self._quantized}
+
     def fingerprint(self) -> str:
         return digest("native", self._manifest, self.config.to_dict())
 

@@ -1,7 +1,7 @@
 """Writing `QuantizedArray`s as compressed-tensors, which other engines open."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +12,7 @@ from checkpoints_convert.formats.mxfp4 import BLOCK, E2M1
 from jaxinfer.quantization import NestedScales, QuantizedArray
 
 _INSTEAD = "compressed-tensors cannot say it; the native form can"
+_NOT_MXFP4 = f"values of a codebook, but for MXFP4's in blocks of {BLOCK}: {_INSTEAD}"
 
 
 @dataclass(frozen=True)
@@ -29,30 +30,60 @@ class Stored:
     actorder: str | None = None
 
 
-def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
-    """The tensors of a module, by suffix, for a weight [K, N] of host arrays.
+def stored_form(weight: QuantizedArray) -> Stored:
+    """How a weight [K, N] is stored; its arrays may be abstract, since only types and shapes count.
 
     Raises ValueError for a scheme compressed-tensors has no words for.
     """
-    scheme = weight.scheme
+    scheme, is_permuted = weight.scheme, weight.permutation is not None
+    is_nested = isinstance(weight.scales, NestedScales)
     if scheme.kind == "codebook":
-        return _mxfp4(weight)
-    if isinstance(weight.scales, NestedScales):
+        if scheme.block != (BLOCK, 1) or weight.shape[0] % BLOCK:
+            raise ValueError(_NOT_MXFP4)
+        if is_nested or scheme.activations is not None or is_permuted:
+            raise ValueError(f"MXFP4 with nested scales, quantized activations or permuted inputs: {_INSTEAD}")
+        return Stored("mxfp4-pack-quantized", 4, "float", True, "group", BLOCK)
+    if is_nested:
         raise ValueError(f"nested scales: {_INSTEAD}")
     strategy = _strategy(weight)
-    block = (scheme.block[1], scheme.block[0]) if strategy == "block" else None
-    size = scheme.block[0] if strategy == "group" else None
-    stored = Stored(
-        "", scheme.bits, scheme.kind, weight.zeros is None, strategy, size, block, scheme.activations,
-        "group" if weight.permutation is not None else None,
-    )  # fmt: skip
+    is_packed = scheme.kind == "int" and (scheme.bits < 8 or scheme.activations is None)
+    if is_permuted and not is_packed:
+        raise ValueError(f"permuted inputs of 8-bit values: {_INSTEAD}")
+    if scheme.kind == "float" and weight.values.dtype != ml_dtypes.float8_e4m3fn:
+        raise ValueError(f"{weight.values.dtype.name} in blocks of {scheme.block}: {_INSTEAD}")
+    if is_packed and weight.zeros is not None and strategy == "tensor":
+        raise ValueError(f"one zero for a whole packed weight: {_INSTEAD}")
+    plain = "int-quantized" if scheme.kind == "int" else "float-quantized" if scheme.activations else "naive-quantized"
+    return Stored(
+        format="pack-quantized" if is_packed else plain,
+        bits=scheme.bits,
+        kind=scheme.kind,
+        symmetric=weight.zeros is None,
+        strategy=strategy,
+        group_size=scheme.block[0] if strategy == "group" else None,
+        block=(scheme.block[1], scheme.block[0]) if strategy == "block" else None,
+        activations=scheme.activations,
+        actorder="group" if is_permuted else None,
+    )
+
+
+def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
+    """The tensors of a module, by suffix, for a weight [K, N] of host arrays, and how they are stored.
+
+    Raises ValueError as `stored_form`, and for a codebook or scales that are not MXFP4's.
+    """
+    stored = stored_form(weight)
+    if stored.format == "mxfp4-pack-quantized":
+        return _mxfp4(weight), stored
     scales = np.ascontiguousarray(np.asarray(weight.scales).T)
-    scales = scales.reshape(1) if strategy == "tensor" else scales
-    if scheme.kind == "float":
-        return _float(weight, scales, stored)
-    if scheme.bits == 8 and scheme.activations is not None:
-        return _int8(weight, scales, stored)
-    return _packed(weight, scales, stored)
+    scales = scales.reshape(1) if stored.strategy == "tensor" else scales
+    if stored.format == "pack-quantized":
+        return _packed(weight, scales, stored), stored
+    values = np.asarray(weight.values)
+    tensors = {"weight": transposed(as_int8(values) if stored.kind == "int" else values), "weight_scale": scales}
+    if weight.zeros is not None:
+        tensors["weight_zero_point"] = np.asarray(weight.zeros).T.reshape(scales.shape)
+    return tensors, stored
 
 
 def quantization_config(
@@ -122,7 +153,7 @@ def _strategy(weight: QuantizedArray) -> str:
     return "block"
 
 
-def _packed(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
+def _packed(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> dict[str, np.ndarray]:
     codes, bits = unsigned(np.asarray(weight.values), stored.bits), stored.bits
     tensors = {}
     if weight.permutation is not None:
@@ -135,46 +166,17 @@ def _packed(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple
     tensors["weight_scale"] = scales
     tensors["weight_shape"] = np.array(weight.shape[::-1], np.int64)
     if weight.zeros is not None:
-        if stored.strategy == "tensor":
-            raise ValueError(f"one zero for a whole packed weight: {_INSTEAD}")
-        zeros = unsigned(np.asarray(weight.zeros), bits)
-        tensors["weight_zero_point"] = transposed(pack(zeros, bits, axis=1))
-    return tensors, replace(stored, format="pack-quantized")
+        tensors["weight_zero_point"] = transposed(pack(unsigned(np.asarray(weight.zeros), bits), bits, axis=1))
+    return tensors
 
 
-def _int8(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
-    _check_unpermuted(weight)
-    tensors = {"weight": transposed(as_int8(np.asarray(weight.values))), "weight_scale": scales}
-    if weight.zeros is not None:
-        tensors["weight_zero_point"] = np.asarray(weight.zeros).T.reshape(scales.shape)
-    return tensors, replace(stored, format="int-quantized")
-
-
-def _float(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> tuple[dict[str, np.ndarray], Stored]:
-    _check_unpermuted(weight)
-    values = np.asarray(weight.values)
-    if values.dtype != ml_dtypes.float8_e4m3fn:
-        raise ValueError(f"{values.dtype.name} in blocks of {weight.scheme.block}: {_INSTEAD}")
-    form = "float-quantized" if stored.activations else "naive-quantized"
-    return {"weight": transposed(values), "weight_scale": scales}, replace(stored, format=form)
-
-
-def _mxfp4(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
-    scheme = weight.scheme
-    if scheme.block != (BLOCK, 1) or not np.array_equal(np.asarray(weight.codebook), E2M1) or weight.shape[0] % BLOCK:
-        raise ValueError(f"values of a codebook, but for MXFP4's in blocks of {BLOCK}: {_INSTEAD}")
-    if isinstance(weight.scales, NestedScales) or scheme.activations is not None or weight.permutation is not None:
-        raise ValueError(f"MXFP4 with nested scales, quantized activations or permuted inputs: {_INSTEAD}")
+def _mxfp4(weight: QuantizedArray) -> dict[str, np.ndarray]:
+    if not np.array_equal(np.asarray(weight.codebook), E2M1):
+        raise ValueError(_NOT_MXFP4)
     mantissa, exponents = np.frexp(np.asarray(weight.scales).astype(np.float32).T)
     exponents = exponents.astype(np.int32) + 126
     if (mantissa != 0.5).any() or exponents.min() < 0 or exponents.max() > 254:
         raise ValueError(f"MXFP4 with scales that are no powers of two: {_INSTEAD}")
     codes = transposed(unsigned(np.asarray(weight.values), 4))
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    stored = Stored("mxfp4-pack-quantized", 4, "float", True, "group", BLOCK)
-    return {"weight_packed": packed, "weight_scale": np.ascontiguousarray(exponents.astype(np.uint8))}, stored
-
-
-def _check_unpermuted(weight: QuantizedArray) -> None:
-    if weight.permutation is not None:
-        raise ValueError(f"permuted inputs of 8-bit values: {_INSTEAD}")
+    return {"weight_packed": packed, "weight_scale": np.ascontiguousarray(exponents.astype(np.uint8))}

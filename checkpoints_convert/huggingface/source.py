@@ -76,6 +76,9 @@ class HuggingFaceSource(Source):
         entries = [self._index.entry(name) for name in self._quantized[path].sources.values()]
         return sum(entry.end - entry.begin for entry in entries)
 
+    def quantized(self) -> dict[ParamPath, str]:
+        return {target: next(iter(tensor.sources.values())) for target, tensor in self._quantized.items()}
+
     def fingerprint(self) -> str:
         return digest("huggingface", self._hf_config, self._index.fingerprint(), self.config.to_dict())
 

@@ -1,7 +1,8 @@
 """Quantization that looks at activations: one decoder layer at a time, with the texts a user gives."""
 
 from jaxinfer.calibration.auto import AutoResult, quantize_within
-from jaxinfer.calibration.driver import CalibrationResult, FloatModel, LayerReport, quantize_model
+from jaxinfer.calibration.driver import CalibrationResult, LayerReport, quantize_model
+from jaxinfer.calibration.float_model import FloatModel
 from jaxinfer.calibration.options import KEEP_AS_IS, METHODS, CalibrationOptions, Keep
 from jaxinfer.calibration.quality import Quality
 from jaxinfer.calibration.sensitivity import choose_bits, measure_sensitivity

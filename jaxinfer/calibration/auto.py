@@ -3,11 +3,19 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from jaxinfer.calibration.driver import CalibrationResult, FloatModel, LayerReport, quantize_model
+from jaxinfer.calibration.driver import (
+    CalibrationResult,
+    LayerReport,
+    check_input,
+    digest,
+    fingerprint_of,
+    quantize_model,
+)
+from jaxinfer.calibration.float_model import FloatModel
+from jaxinfer.calibration.journal import Journal
 from jaxinfer.calibration.options import CalibrationOptions, Keep
 from jaxinfer.calibration.sensitivity import Sensitivity, choose_bits, measure_sensitivity
 
@@ -39,7 +47,7 @@ def quantize_within(
     tokens: np.ndarray | None,
     held_out: np.ndarray,
     *,
-    work_dir: Path | None = None,
+    journal: Journal | None = None,
     report: Callable[[LayerReport], None] = lambda done: None,
     report_part: Callable[[int], None] = lambda layer: None,
     report_round: Callable[[dict[str, int]], None] = lambda bits: None,
@@ -51,8 +59,8 @@ def quantize_within(
     with a choice has a larger KL, the next is made for a sum of the parts' KLs that is smaller by as much. What
     `options.keep` names has the bits it says.
 
-    Args: as `quantize_model`; report_part and report_round are called after each layer that was measured, and with
-      each choice before it is tried.
+    Args: as `quantize_model`; each round has a part of the journal. report_part and report_round are called after each
+      layer that was measured, and with each choice before it is tried.
 
     Raises:
       ValueError: a budget that is not positive, or that no choice meets; as `quantize_model`.
@@ -61,6 +69,9 @@ def quantize_within(
         raise ValueError(f"max_kl must be positive, got {max_kl}")
     if options.method == "smoothquant":
         raise ValueError("smoothquant has 8 bits everywhere: there is nothing to choose")
+    check_input(model.config, options, tokens, held_out)
+    if journal is not None:
+        journal.begin(fingerprint_of(model, options, tokens) | {"max_kl": max_kl, "held_out": digest(held_out)})
     candidates = sorted({options.bits, 8})
     sensitivity = measure_sensitivity(model, options, held_out, candidates, report=report_part)
     budget, kls = float("inf"), []
@@ -68,8 +79,8 @@ def quantize_within(
         bits = choose_bits(sensitivity, budget)
         chosen = replace(options, keep=(*(Keep(part, count) for part, count in bits.items()), *options.keep))
         report_round(bits)
-        folder = None if work_dir is None else work_dir / f"round-{len(kls) + 1}"
-        result = quantize_model(model, chosen, tokens, held_out, work_dir=folder, report=report)
+        part = None if journal is None else journal.part(f"round-{len(kls) + 1}")
+        result = quantize_model(model, chosen, tokens, held_out, journal=part, report=report)
         kls.append(result.quality.kl if result.quality is not None else float("nan"))
         if kls[-1] <= max_kl:
             return AutoResult(result, chosen, bits, sensitivity, kls)

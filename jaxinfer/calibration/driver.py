@@ -1,10 +1,8 @@
 """A model quantized layer by layer: at most one layer's float weights, and the hidden states of the text, are held."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,47 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
+from jaxinfer.calibration.float_model import FloatModel, ReadUnit, in_chunks, rounded
 from jaxinfer.calibration.journal import Journal
-from jaxinfer.calibration.layer import LinearError, dequantized, linear_names, quantize_layer
+from jaxinfer.calibration.layer import LinearError, QuantizedLayer, dequantized, quantize_layer
 from jaxinfer.calibration.options import CalibrationOptions
+from jaxinfer.calibration.outcome import all_linears
 from jaxinfer.calibration.quality import Quality, compare
 from jaxinfer.models import ModelConfig, Params
-
-CHUNK_TOKENS = 4096  # of hidden states on the device at once
-ReadUnit = Callable[[str], Params]
-
-
-@dataclass(frozen=True)
-class FloatModel:
-    """A model to quantize, of which one part is read at a time.
-
-    Attributes:
-      read: gives the parameters of a unit, "layers.3" or any other name in `rest`, as a nested dict below its name.
-      rest: names of the parameters that belong to no layer: embed, final_norm, lm_head.
-      fingerprint: changes when the weights do.
-    """
-
-    config: ModelConfig
-    read: ReadUnit
-    rest: tuple[str, ...]
-    fingerprint: str = ""
-
-    @classmethod
-    def of(cls, config: ModelConfig, params: Params) -> "FloatModel":
-        """Of parameters in memory."""
-
-        def read(name: str) -> Params:
-            return params["layers"][name.removeprefix("layers.")] if name.startswith("layers.") else params[name]
-
-        return cls(config, read, tuple(name for name in params if name != "layers"))
-
-    def layer(self, number: int) -> Params:
-        """float32 parameters of a layer."""
-        return jax.tree.map(_float32, self.read(f"layers.{number}"))
-
-    def without_layers(self) -> Params:
-        """float32 parameters of everything else."""
-        return {name: jax.tree.map(_float32, self.read(name)) for name in self.rest}
+from jaxinfer.quantization.tree import is_quantized
 
 
 @dataclass(frozen=True)
@@ -63,26 +28,40 @@ class LayerReport:
       errors: of its linear layers, by name.
       divergence: squared difference of the held-out hidden states after the layer from the float model's, over their
         squares; what all layers so far add up to. None without a held-out text.
+      value_divisors: as of `QuantizedLayer`.
       is_resumed: whether an earlier run had finished it.
     """
 
     number: int
     errors: dict[str, LinearError]
     divergence: float | None
+    value_divisors: tuple[float | None, ...] = ()
     is_resumed: bool = False
 
 
 @dataclass(frozen=True)
 class CalibrationResult:
-    """Attributes:
-    params: the quantized model's, what is not quantized in float32 but rounded to what the model is stored in.
-    hidden: its hidden states of the held-out text after the last layer, [rows, T, D], None without one.
+    """A quantized model, of which one part is read at a time.
+
+    Attributes:
+      read: as of `FloatModel`; what is not quantized is float32, rounded to what the model is stored in. Layers come
+        from the journal, where there is one, as long as it is open.
+      rest: names of the parameters that belong to no layer.
+      hidden: its hidden states of the held-out text after the last layer, [rows, T, D], None without one.
     """
 
-    params: Params
+    config: ModelConfig
+    read: ReadUnit
+    rest: tuple[str, ...]
     layers: list[LayerReport]
     quality: Quality | None
     hidden: np.ndarray | None
+
+    @cached_property
+    def params(self) -> Params:
+        """The whole model."""
+        layers = {str(number): self.read(f"layers.{number}") for number in range(self.config.num_layers)}
+        return {**{name: self.read(name) for name in self.rest}, "layers": layers}
 
 
 def quantize_model(
@@ -91,7 +70,7 @@ def quantize_model(
     tokens: np.ndarray | None = None,
     held_out: np.ndarray | None = None,
     *,
-    work_dir: Path | None = None,
+    journal: Journal | None = None,
     report: Callable[[LayerReport], None] = lambda done: None,
 ) -> CalibrationResult:
     """Quantizes the linear layers of a model, the first decoder layer first.
@@ -102,52 +81,75 @@ def quantize_model(
     Args:
       tokens: int32 [rows, T], what to calibrate on; may be None for round-to-nearest.
       held_out: int32 [rows, T], what to judge the result by.
-      work_dir: keeps finished layers, so that a run that was killed goes on; removed by whoever asked for it.
+      journal: keeps finished layers on the disk, and not in memory, so that a run that was killed goes on; removed by
+        whoever made it. Without one the result's layers are held.
       report: called after each decoder layer.
 
     Raises:
-      ValueError: no tokens for a method that needs them, or out of the vocabulary; options that fit no layer.
+      ValueError: no tokens for a method that needs them, or out of the vocabulary; options that fit no layer; values
+        too large for `options.dtype`.
     """
-    config = model.config
-    _check_tokens(config, options, tokens, held_out)
-    programs = [LayerProgram.of(config, number) for number in range(config.num_layers)]
-    names = [f"layers.{i}.{name}" for i, program in enumerate(programs) for name in linear_names(program)]
-    options.check_keep(names)
-    rest = model.without_layers()
-    stored_rest = jax.tree.map(lambda leaf: leaf.astype(options.dtype).astype(jnp.float32), rest)
-    streams = _Streams.begin(rest, stored_rest, options, tokens, held_out)
-    params: Params = {**stored_rest, "layers": {}}
+    check_input(model.config, options, tokens, held_out)
+    streams = _Streams.begin(model, options, tokens, held_out)
+    if journal is not None:
+        journal.begin(fingerprint_of(model, options, tokens))
     reports: list[LayerReport] = []
-    fingerprint = {
-        "model": model.fingerprint,
-        "config": config.to_dict(),
-        "options": options.to_dict(),
-        "tokens": _digest(tokens),
-    }
-    with Journal(work_dir, fingerprint) if work_dir is not None else nullcontext() as journal:
-        for number, program in enumerate(programs):
-            original = model.layer(number)
-            is_resumed = journal is not None and number in journal
-            if journal is not None and is_resumed:
-                done, errors = journal.read(number)
-                errors = {name: LinearError(**error) for name, error in errors.items()}
-            else:
-                done, errors = quantize_layer(program, number, original, streams.calibration, options)
-                if journal is not None:
-                    journal.write(number, done, {name: asdict(error) for name, error in errors.items()})
-            is_last = number == config.num_layers - 1
-            # Weights alone need no program of their own; activations that are rounded too do.
-            runnable = done if options.method == "smoothquant" else dequantized(done)
-            streams.advance(program, original, runnable, options, is_last=is_last)
-            params["layers"][str(number)] = done
-            reports.append(LayerReport(number, errors, streams.divergence(), is_resumed))
-            report(reports[-1])
+    held: dict[int, Params] = {}
+    for number in range(model.config.num_layers):
+        params, done = _advance(model, options, number, streams, journal)
+        if journal is None:
+            held[number] = params
+        del params
+        reports.append(done)
+        report(done)
+
+    def read(name: str) -> Params:
+        if not name.startswith("layers."):
+            return jax.tree.map(lambda leaf: rounded(leaf, options.dtype), model.read(name))
+        number = int(name.removeprefix("layers."))
+        return held[number] if journal is None else journal.read(number)[0]
+
     quality = hidden = None
     if held_out is not None:
         chunks = zip(streams.float_held_out, streams.held_out, in_chunks(held_out), strict=True)
-        quality = compare(config, rest, stored_rest, chunks)
+        quality = compare(model.config, *_heads(model, options.dtype), chunks)
         hidden = np.concatenate(streams.held_out)
-    return CalibrationResult(params, reports, quality, hidden)
+    return CalibrationResult(model.config, read, model.rest, reports, quality, hidden)
+
+
+def fingerprint_of(model: FloatModel, options: CalibrationOptions, tokens: np.ndarray | None) -> dict[str, Any]:
+    """What makes two calibrations the same, JSON-ready."""
+    return {
+        "model": model.fingerprint,
+        "config": model.config.to_dict(),
+        "options": options.to_dict(),
+        "tokens": digest(tokens),
+    }
+
+
+def _advance(
+    model: FloatModel, options: CalibrationOptions, number: int, streams: "_Streams", journal: Journal | None
+) -> tuple[Params, LayerReport]:
+    """One layer: quantized, or as the journal has it, and the hidden states after it. A function of its own, so that
+    its weights are let go before the next layer's are read."""
+    program = LayerProgram.of(model.config, number)
+    original = model.layer(number)
+    is_resumed = journal is not None and number in journal
+    if journal is not None and is_resumed:
+        params, found = journal.read(number)
+        errors = {name: LinearError(**error) for name, error in found["errors"].items()}
+        done = QuantizedLayer(params, errors, tuple(found["value_divisors"]))
+    else:
+        done = quantize_layer(program, number, original, streams.calibration, options)
+        _check_finite(done.params, f"layers.{number}", options.dtype)
+        if journal is not None:
+            errors = {name: asdict(error) for name, error in done.errors.items()}
+            journal.write(number, done.params, {"errors": errors, "value_divisors": done.value_divisors})
+    # Weights alone need no program of their own; activations that are rounded too do.
+    runnable = dequantized(done.params, keeps_activations=True)
+    streams.advance(program, original, runnable, options, is_last=number == model.config.num_layers - 1)
+    report = LayerReport(number, done.errors, streams.divergence(), done.value_divisors, is_resumed)
+    return done.params, report
 
 
 @dataclass
@@ -162,18 +164,22 @@ class _Streams:
     float_held_out: list[np.ndarray]
 
     @classmethod
-    def begin(cls, rest, stored_rest, options, tokens, held_out) -> "_Streams":
-        def embedded(params: Params, tokens: np.ndarray | None) -> list[np.ndarray]:
-            if tokens is None:
-                return []
-            table = np.asarray(params["embed"])
-            return [table[chunk] for chunk in in_chunks(tokens)]
-
-        return cls(
-            embedded(stored_rest if options.method == "gptq" else rest, tokens),
-            embedded(stored_rest, held_out),
-            embedded(rest, held_out),
-        )
+    def begin(
+        cls,
+        model: FloatModel,
+        options: CalibrationOptions,
+        tokens: np.ndarray | None,
+        held_out: np.ndarray | None,
+    ) -> "_Streams":
+        for name in model.rest:
+            _check_finite(
+                jax.tree.map(lambda leaf: rounded(leaf, options.dtype), model.read(name)), name, options.dtype
+            )
+        dtype = jnp.dtype(options.dtype)
+        calibration, exact = model.embedded(tokens), model.embedded(held_out)
+        if options.method == "gptq":
+            calibration = [chunk.astype(dtype).astype(np.float32) for chunk in calibration]
+        return cls(calibration, [chunk.astype(dtype).astype(np.float32) for chunk in exact], exact)
 
     def advance(
         self, program: LayerProgram, original: Params, quantized: Params, options: CalibrationOptions, *, is_last: bool
@@ -192,19 +198,14 @@ class _Streams:
         return difference / sum(float(np.sum(np.square(b), dtype=np.float64)) for _, b in pairs)
 
 
-def in_chunks(rows: np.ndarray) -> list[np.ndarray]:
-    """Rows [rows, T] in pieces of about `CHUNK_TOKENS` tokens."""
-    count = max(CHUNK_TOKENS // rows.shape[1], 1)
-    return [rows[first : first + count] for first in range(0, len(rows), count)]
-
-
 def _run(program: LayerProgram, params: Params, chunks: list[np.ndarray]) -> list[np.ndarray]:
     return [np.asarray(program.forward(params, chunk)) for chunk in chunks]
 
 
-def _check_tokens(
+def check_input(
     config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
 ) -> None:
+    """Raises ValueError as `quantize_model`, before anything is read or written."""
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")
     for name, given in (("tokens", tokens), ("held_out", held_out)):
@@ -216,9 +217,11 @@ def _check_tokens(
             raise ValueError(
                 f"{name} lie in [{given.min()}, {given.max()}], the vocabulary in [0, {config.vocab_size})"
             )
+    options.check_keep(all_linears(config))
 
 
-def _digest(tokens: np.ndarray | None) -> str | None:
+def digest(tokens: np.ndarray | None) -> str | None:
+    """SHA-256 of rows of tokens."""
     import hashlib
 
     if tokens is None:
@@ -226,5 +229,24 @@ def _digest(tokens: np.ndarray | None) -> str | None:
     return hashlib.sha256(repr(tokens.shape).encode() + np.ascontiguousarray(tokens, np.int32).tobytes()).hexdigest()
 
 
-def _float32(leaf: Any) -> jax.Array:
-    return jnp.asarray(leaf).astype(jnp.float32)
+def _heads(model: FloatModel, dtype: str) -> tuple[Params, Params]:
+    """What belongs to no layer, exact and as it is stored: the same arrays where that changes nothing."""
+    exact = model.without_layers()
+    stored = {
+        name: jax.tree.map(lambda leaf: leaf if _is_same(leaf, dtype) else rounded(leaf, dtype), leaves)
+        for name, leaves in exact.items()
+    }
+    return exact, stored
+
+
+def _is_same(leaf: jax.Array, dtype: str) -> bool:
+    return dtype == "float32" or bool(jnp.array_equal(leaf.astype(dtype), leaf))
+
+
+def _check_finite(params: Params, name: str, dtype: str) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+        array = leaf.scales if is_quantized(leaf) else leaf
+        if bad := int(jnp.sum(~jnp.isfinite(array))):
+            full = ".".join([name, *(str(key.key) for key in path)])
+            what = "scales" if is_quantized(leaf) else "values"
+            raise ValueError(f"{full}: {bad} of {array.size} {what} are not finite in {dtype}")

@@ -1,15 +1,17 @@
 """Finished layers on the disk, so that a calibration that was killed goes on after the last of them.
 
 A folder with `calibration.json`, which says what is calibrated and how, and one file per finished layer, which has its
-name only once it is whole and durable.
+name only once it is whole and durable. Calibrations that belong to it, such as the rounds of a search, are folders
+in it.
 """
 
 import fcntl
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,38 +21,46 @@ from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 _STATE = "calibration.json"
 _REPORT = "report"
+_PART = "part-"
 
 
 class Journal:
-    """The finished layers in `directory`, locked against other processes while open.
+    """The finished layers in `directory`, which is created, and locked against other processes, by `begin`.
 
-    Layers of a run with another `fingerprint` are removed. Raises ValueError for a folder that is in use, or is no
-    calibration's.
+    A context manager; closing gives up the lock.
     """
 
-    def __init__(self, directory: Path, fingerprint: dict[str, Any]):
-        state = directory / _STATE
-        if directory.exists() and any(directory.iterdir()) and not state.exists():
-            raise ValueError(f"{directory} exists and is no calibration under way: move it away")
-        directory.mkdir(parents=True, exist_ok=True)
-        self._directory = directory
-        self._file = state.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._file.close()
-            raise ValueError(f"{directory}: another process calibrates there") from None
-        self._file.seek(0)
-        wanted = json.dumps(fingerprint, sort_keys=True)
-        if self._file.read() != wanted:
-            for path in directory.glob("layers.*"):
-                path.unlink()
-            self._file.truncate(0)
-            self._file.write(wanted)
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        for path in directory.glob("*.tmp"):
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._file: TextIO | None = None
+        self._parts: list[Journal] = []
+
+    def begin(self, fingerprint: dict[str, Any]) -> None:
+        """Layers of a calibration with another fingerprint are removed; those of this one stay.
+
+        Raises ValueError for a folder that another process uses, or that is no calibration's.
+        """
+        state = self.directory / _STATE
+        if self._file is None:
+            if self.directory.exists() and any(self.directory.iterdir()) and not state.exists():
+                raise ValueError(f"{self.directory} exists and is no calibration under way: move it away")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._file = self._locked(state)
+        wanted, file = json.dumps(fingerprint, sort_keys=True), self._file
+        file.seek(0)
+        if file.read() != wanted:
+            self._clear()
+            file.truncate(0)
+            file.write(wanted)
+            file.flush()
+            os.fsync(file.fileno())
+        for path in self.directory.glob("layers.*.tmp"):
             path.unlink()
+
+    def part(self, name: str) -> "Journal":
+        """The journal of a calibration that belongs to this one, closed and removed with it."""
+        self._parts.append(Journal(self.directory / f"{_PART}{name}"))
+        return self._parts[-1]
 
     def __contains__(self, number: int) -> bool:
         return self._path(number).exists()
@@ -63,7 +73,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._path(number))
-        _sync(self._directory)
+        _sync(self.directory)
 
     def read(self, number: int) -> tuple[Params, dict[str, Any]]:
         """A finished layer and its report. Raises ValueError, naming the file, where it is damaged."""
@@ -77,14 +87,17 @@ class Journal:
 
     def remove(self) -> None:
         """The calibration is complete, or not wanted any more."""
-        for path in self._directory.glob("layers.*"):
-            path.unlink()
-        (self._directory / _STATE).unlink()
+        self._clear()
+        (self.directory / _STATE).unlink()
         self.close()
-        self._directory.rmdir()
+        self.directory.rmdir()
 
     def close(self) -> None:
-        self._file.close()
+        for part in self._parts:
+            part.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> "Journal":
         return self
@@ -92,8 +105,26 @@ class Journal:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _locked(self, state: Path) -> TextIO:
+        file = state.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise ValueError(f"{self.directory}: another process calibrates there") from None
+        return file
+
+    def _clear(self) -> None:
+        for path in self.directory.glob("layers.*"):
+            path.unlink()
+        for path in self.directory.glob(_PART + "*"):
+            Journal(path)._clear()
+            (path / _STATE).unlink(missing_ok=True)
+            with suppress(OSError):  # holds what is not ours
+                path.rmdir()
+
     def _path(self, number: int) -> Path:
-        return self._directory / f"layers.{number}.npz"
+        return self.directory / f"layers.{number}.npz"
 
 
 def _flat(params: Params, prefix: str = "") -> dict[str, np.ndarray]:

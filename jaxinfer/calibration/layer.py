@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +48,22 @@ class LinearError:
     bits: int
 
 
+class QuantizedLayer(NamedTuple):
+    """Attributes:
+    params: of the layer, its linear layers quantized. errors: of these, by name.
+    value_divisors: by how much each key-value head's values were divided, None for a head whose channels were divided
+      by different amounts; () where none was.
+    """
+
+    params: Params
+    errors: dict[str, LinearError]
+    value_divisors: tuple[float | None, ...] = ()
+
+
 def quantize_layer(
     program: LayerProgram, number: int, params: Params, chunks: Chunks, options: CalibrationOptions
-) -> tuple[Params, dict[str, LinearError]]:
-    """The parameters of decoder layer `number` with its linear layers quantized, and their errors by name.
+) -> QuantizedLayer:
+    """Decoder layer `number` with its linear layers quantized.
 
     Args:
       params: float32. chunks: hidden states [B, T, D] before the layer, which is all that is calibrated on; unused by
@@ -59,11 +71,12 @@ def quantize_layer(
     """
     work = _Work(program, number, params, chunks, options)
     {"rtn": _rtn, "gptq": _gptq, "awq": _awq, "smoothquant": _smoothquant}[options.method](work)
-    return jax.tree.map(
+    stored = jax.tree.map(
         lambda leaf: leaf if isinstance(leaf, QuantizedArray) else leaf.astype(options.dtype).astype(jnp.float32),
         work.result,
         is_leaf=lambda leaf: isinstance(leaf, QuantizedArray),
-    ), work.errors
+    )
+    return QuantizedLayer(stored, work.errors, work.value_divisors)
 
 
 class _Work:
@@ -74,6 +87,7 @@ class _Work:
         self.original = params
         self.result: Params = jax.tree.map(lambda leaf: leaf, params)
         self.errors: dict[str, LinearError] = {}
+        self.value_divisors: tuple[float | None, ...] = ()
 
     @property
     def config(self) -> ModelConfig:
@@ -194,6 +208,9 @@ def _fold_and_round(work: _Work, found: dict[Fold, tuple[jax.Array, InputStatist
         elif fold.previous is not None:
             divisors[fold.previous] = _of_kv_heads(work.config, scale) if fold.is_by_kv_head else scale
         multipliers |= dict.fromkeys(fold.linears, scale)
+    if (divisor := divisors.get("attention.v_proj")) is not None:
+        by_head = np.asarray(divisor).reshape(work.config.num_kv_heads, -1)
+        work.value_divisors = tuple(float(head[0]) if (head == head[0]).all() else None for head in by_head)
     hessians = {name: statistics.hessian for fold, (_, statistics) in found.items() for name in fold.linears}
     for name in linear_names(work.program):
         linear, weight = find(result, name), work.weight(name)
@@ -248,10 +265,17 @@ def find(params: Params, name: str) -> dict[str, Any]:
     return params
 
 
-def dequantized(params: Params) -> Params:
-    """float32, to run a layer of which some weights are quantized: without a new program for each combination."""
+def dequantized(params: Params, *, keeps_activations: bool = False) -> Params:
+    """float32, to run a layer of which some weights are quantized: without a new program for each combination.
+
+    With `keeps_activations`, weights that multiply quantized activations stay, for their products are others.
+    """
     return jax.tree.map(
-        lambda leaf: leaf.dequantize() if isinstance(leaf, QuantizedArray) else leaf,
+        lambda leaf: (
+            leaf.dequantize()
+            if isinstance(leaf, QuantizedArray) and not (keeps_activations and leaf.scheme.activations)
+            else leaf
+        ),
         params,
         is_leaf=lambda leaf: isinstance(leaf, QuantizedArray),
     )

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.driver import FloatModel, in_chunks
+from jaxinfer.calibration.float_model import FloatModel, in_chunks
 from jaxinfer.calibration.layer import dequantized, find, linear_names
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
 from jaxinfer.calibration.quality import compare
@@ -45,9 +45,7 @@ def measure_sensitivity(
     Args:
       held_out: int32 [rows, T]. candidates: numbers of bits, other than 16. report: called after each layer.
     """
-    config, rest = model.config, model.without_layers()
-    table = np.asarray(rest["embed"])
-    exact = [table[chunk] for chunk in in_chunks(held_out)]
+    config, exact = model.config, model.embedded(held_out)
     variants: dict[tuple[Part, int], list[np.ndarray]] = {}
     num_bytes: dict[Part, dict[int, int]] = {}
     for number in range(config.num_layers):
@@ -64,6 +62,7 @@ def measure_sensitivity(
                 variants[key, bits] = _run(program, rounded, exact)
         exact = _run(program, params, exact)
         report(number)
+    rest = model.without_layers()
     kl: dict[Part, dict[int, float]] = {part: {KEEP_AS_IS: 0.0} for part in num_bytes}
     for (part, bits), chunks in variants.items():
         kl[part][bits] = compare(config, rest, rest, zip(exact, chunks, in_chunks(held_out), strict=True)).kl

@@ -1,7 +1,6 @@
 """`jaxinfer quantize`: a checkpoint with weights of few bits, made by looking at what goes through it."""
 
 import hashlib
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +11,14 @@ import typer
 from jaxinfer.cli.command import INTERRUPTED, UsageError, say
 from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.output import shows_progress, waiting, write_json, write_text
+from jaxinfer.cli.quantize_checks import check_not_quantized, check_room, planned
 from jaxinfer.cli.quantize_report import report_of, summary
+from jaxinfer.cli.quantize_write import rest_of, unit_reader, write
 
 if TYPE_CHECKING:
     from checkpoints_convert.source import Source
     from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult, FloatModel, LayerReport
+    from jaxinfer.calibration.journal import Journal
     from jaxinfer.calibration.rows import Rows
 
 _TEXT = "The text"
@@ -75,7 +77,8 @@ def quantize(
         typer.Option(
             "--static-groups/--no-static-groups",
             metavar="",
-            help="Groups of neighbours; yes. Without, activations are gathered at run time.",
+            help="Groups of neighbours; yes. Without, activations are gathered at run time, and "
+            "compressed-tensors 0.20 does not open the result.",
             rich_help_panel=_GPTQ,
         ),
     ] = None,
@@ -135,6 +138,7 @@ def quantize(
     from checkpoints_convert.load import open_source
     from checkpoints_convert.staging import check_destination
     from jaxinfer.calibration import CalibrationOptions, Keep
+    from jaxinfer.calibration.journal import Journal
     from jaxinfer.data import embedded_path
     from jaxinfer.quantization.gptq import GptqOptions
 
@@ -144,7 +148,9 @@ def quantize(
         raise UsageError(f"--keep: {error}") from None
     path = embedded_path(source) or checkpoints_convert.resolve(source, revision=revision)
     check_destination(destination, overwrite=overwrite, source=path)
-    with open_source(path) as opened:
+    work = destination.with_name(destination.name + ".quantizing")
+    with open_source(path) as opened, Journal(work / "layers") as journal:
+        check_not_quantized(opened)
         options = CalibrationOptions(
             method="gptq" if method == "auto" else method,
             bits=bits or (8 if method == "smoothquant" else 4),
@@ -155,16 +161,18 @@ def quantize(
             gptq=GptqOptions(**_given(of_gptq)),
             **_given(of_awq | {"alpha": alpha}),
         )
+        check_room(opened, planned(opened, options), options.dtype, work)
         rows = _read_rows(path, calibration, **{"num_rows": 128, "length": 512, "seed": 0} | _given(of_text))
-        work = destination.with_name(destination.name + ".quantizing")
         try:
-            result, auto = _run(_model(opened), options, max_kl, rows, work / "layers")
+            result, auto = _run(_model(opened), options, max_kl, rows, journal)
         except KeyboardInterrupt:
             say("interrupted; the same command goes on after the last whole layer")
             return INTERRUPTED
         options = options if auto is None else auto.options
-        difference = _write(opened, options, result, rows, work, destination, overwrite=overwrite)
-        report = report_of(opened, options, result, auto, destination, difference)
+        weights = planned(opened, options)
+        held_out = None if rows is None else rows.held_out
+        difference = write(opened, weights, result, options.dtype, held_out, work, destination, overwrite=overwrite)
+        report = report_of(opened, options, weights, result, auto, destination, difference)
     if as_json:
         write_json(report)
     else:
@@ -218,29 +226,13 @@ def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "Ro
 
 def _model(source: "Source") -> "FloatModel":
     from jaxinfer.calibration import FloatModel
-    from jaxinfer.quantization import QuantizedArray
 
-    def read(unit: str) -> Any:
-        found: Any = {}
-        for path, array in source.read(unit):
-            if isinstance(array, QuantizedArray):
-                raise ValueError(f"{'.'.join(path)} is quantized already: {array.scheme}")
-            keys = path[2:] if path[0] == "layers" else path[1:]
-            if not keys:
-                return array
-            node = found
-            for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = array
-        return found
-
-    rest = tuple(unit for unit in source.units() if not unit.startswith("layers."))
     fingerprint = hashlib.sha256(source.fingerprint().encode()).hexdigest()
-    return FloatModel(source.config, read, rest, fingerprint)
+    return FloatModel(source.config, unit_reader(source), rest_of(source), fingerprint)
 
 
 def _run(
-    model: "FloatModel", options: "CalibrationOptions", max_kl: float | None, rows: "Rows | None", work: Path
+    model: "FloatModel", options: "CalibrationOptions", max_kl: float | None, rows: "Rows | None", journal: "Journal"
 ) -> "tuple[CalibrationResult, AutoResult | None]":
     from jaxinfer.calibration import quantize_model, quantize_within
 
@@ -249,7 +241,7 @@ def _run(
     if max_kl is None:
         with _bar("layers", num_layers) as bar:
             report = _reporter(bar)
-            return quantize_model(model, options, tokens, held_out, work_dir=work, report=report), None
+            return quantize_model(model, options, tokens, held_out, journal=journal, report=report), None
     if rows is None:
         raise UsageError("--max-kl needs --calibration")
     with _bar("measuring", num_layers) as measuring, _bar("layers", num_layers) as bar:
@@ -260,7 +252,7 @@ def _run(
             max_kl,
             rows.calibration,
             rows.held_out,
-            work_dir=work,
+            journal=journal,
             report=report,
             report_part=lambda layer: measuring.update(),
             report_round=lambda bits: bar.reset(),
@@ -285,51 +277,3 @@ def _reporter(bar: Any) -> Any:
         bar.update()
 
     return report
-
-
-def _write(
-    source: "Source",
-    options: "CalibrationOptions",
-    result: "CalibrationResult",
-    rows: "Rows | None",
-    work: Path,
-    destination: Path,
-    *,
-    overwrite: bool,
-) -> float:
-    """Writes the checkpoint beside its destination, loads it, compares logits, and gives it its name.
-
-    Returns the largest difference of a logit. Raises CheckpointError where they differ.
-    """
-    import checkpoints_convert
-    from checkpoints_convert.errors import CheckpointError
-    from checkpoints_convert.files import CONFIG, companion_files, copy_files, make_durable, read_json
-    from checkpoints_convert.staging import check_destination, publish
-    from jaxinfer.calibration.rows import random_rows
-    from jaxinfer.calibration.verify import logit_difference
-
-    made = work / "checkpoint"
-    original = read_json(source.directory / CONFIG) if (source.directory / CONFIG).exists() else {}
-    special = {name: original.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    with waiting("writing"):
-        checkpoints_convert.save_huggingface(
-            source.config, result.params, made, options.dtype, extra_config=special, overwrite=True
-        )
-        others = [name for name in companion_files(source.directory) if name != CONFIG]
-        copy_files(source.directory, made, others)
-        for name in others:
-            make_durable(made / name)
-    with waiting("loading what was written, and comparing logits"):
-        config, params = checkpoints_convert.load(made, dtype="float32")
-        tokens = random_rows(config.vocab_size) if rows is None else rows.held_out[:2]
-        difference, largest = logit_difference(config, result.params, params, tokens)
-        if not difference <= 1e-4 * largest:
-            raise CheckpointError(
-                made,
-                f"computes other logits than the model it was written from: they differ by up to {difference:.3g}, "
-                f"where the largest is {largest:.3g}; nothing was written to {destination}",
-            )
-    check_destination(destination, overwrite=overwrite)
-    publish(made, destination)
-    shutil.rmtree(work)
-    return difference

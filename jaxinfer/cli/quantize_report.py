@@ -1,34 +1,38 @@
 """What `jaxinfer quantize` reports: as JSON, and for people."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints_convert.source import Source
+    from checkpoints_convert.source import ParamPath, Source
     from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult
+    from jaxinfer.quantization import QuantizedArray
 
 
 def report_of(
     source: "Source",
     options: "CalibrationOptions",
+    weights: "dict[ParamPath, QuantizedArray]",
     result: "CalibrationResult",
     auto: "AutoResult | None",
     destination: Path,
     difference: float,
 ) -> dict[str, Any]:
-    """Options, sizes in bytes, errors of each linear layer and quality; `difference` is of logits after loading."""
-    from jaxinfer.quantization import QuantizedArray
-    from jaxinfer.quantization.tree import weights
+    """Options, schemes, sizes in bytes, errors of each linear layer and quality.
 
-    leaves = weights(result.params)
-    quantized = [leaf for leaf in leaves if isinstance(leaf, QuantizedArray)]
+    Args:
+      weights: what is quantized, as written. difference: of logits, after loading.
+    """
+    from jaxinfer.quantization.tree import describe_scheme
+
     report = {
         "path": destination,
         "method": options.method if auto is None else "auto",
         "bits": options.bits,
-        "group_size": options.grid(options.bits).group_size,
         "symmetric": options.symmetric,
-        "num_quantized": len(quantized),
+        "num_quantized": len(weights),
+        "schemes": dict(Counter(map(describe_scheme, weights.values()))),
         "num_bytes": sum(file.stat().st_size for file in destination.glob("*.safetensors")),
         "source_bytes": source.num_bytes(),
         "num_resumed": sum(layer.is_resumed for layer in result.layers),
@@ -53,10 +57,10 @@ def report_of(
 
 def summary(report: dict[str, Any]) -> str:
     """The report in a few lines."""
-    group = "an output" if report["group_size"] is None else f"{report['group_size']} inputs"
+    schemes = "; ".join(f"{count} {scheme}" for scheme, count in report["schemes"].items())
     lines = [
         f"wrote          {report['path']}",
-        f"weights        {report['num_quantized']} of {report['bits']} bits, scales for {group}, {report['method']}",
+        f"weights        {report['method']}: {schemes or 'none quantized'}",
         f"bytes          {report['num_bytes']:,} of {report['source_bytes']:,}",
     ]
     if report["num_resumed"]:

@@ -14,6 +14,7 @@ from jaxinfer.calibration import (
     quantize_model,
     quantize_within,
 )
+from jaxinfer.calibration.journal import Journal
 from jaxinfer.calibration.sensitivity import Sensitivity
 
 OPTIONS = CalibrationOptions("rtn", 3, group_size=16, dtype="float32")
@@ -65,6 +66,32 @@ def test_the_budget_holds_and_fewer_bits_would_break_it(model, held_out):
     easy = quantize_within(model, OPTIONS, 2 * lowest, None, held_out)
     assert easy.counts() == {3: 6}
     assert len(easy.kls) == 1
+
+
+def test_another_calibration_begins_anew_after_an_interrupted_search(model, tokens, held_out, tmp_path):
+    def kill(done):
+        raise KeyboardInterrupt
+
+    def search(max_kl, **more):
+        with Journal(tmp_path / "work") as journal:
+            return quantize_within(model, OPTIONS, max_kl, tokens, held_out, journal=journal, **more).result
+
+    def plain(options):
+        with Journal(tmp_path / "work") as journal:
+            return quantize_model(model, options, tokens, held_out, journal=journal)
+
+    with pytest.raises(KeyboardInterrupt):
+        search(100, report=kill)
+    assert [layer.is_resumed for layer in search(100).layers] == [True, False, False]
+    assert not any(layer.is_resumed for layer in search(200).layers)
+    with pytest.raises(KeyboardInterrupt):
+        search(100, report=kill)
+    assert not any(layer.is_resumed for layer in plain(OPTIONS).layers)
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == [
+        "calibration.json", *(f"layers.{number}.npz" for number in range(3)),
+    ]  # fmt: skip
+    assert not any(layer.is_resumed for layer in search(100).layers)
+    assert not list((tmp_path / "work").glob("layers.*"))
 
 
 def test_a_kept_part_is_left_alone(model, held_out):

@@ -1,5 +1,6 @@
 """A model layer by layer: the result does what the parts say, and a run that was cut short goes on."""
 
+import gc
 import json
 import weakref
 from dataclasses import replace
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, quantize_model
-from jaxinfer.calibration.driver import in_chunks
+from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, capture, quantize_model
+from jaxinfer.calibration.float_model import in_chunks
 from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.outcome import outcome
 from jaxinfer.calibration.rows import divide
-from jaxinfer.calibration.verify import logit_difference
-from jaxinfer.quantization import quantize_params
+from jaxinfer.calibration.verify import Side, compare_models
+from jaxinfer.quantization import QuantizedArray, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.training.objectives import sequence_logits
 
@@ -82,8 +84,9 @@ def test_layers_are_read_once_and_let_go(model, held_out):
         return found
 
     quantize_model(FloatModel(model.config, spy, model.rest), replace(OPTIONS, method="rtn"), None, held_out)
-    assert [name for name, _ in read] == ["embed", "final_norm", "layers.0", "layers.1", "layers.2"]
-    assert max(alive for _, alive in read) <= 1  # the one before may go when the next has come
+    layers_read = [name for name, _ in read if name.startswith("layers.")]
+    assert layers_read == ["layers.0", "layers.1", "layers.2"]
+    assert max(alive for _, alive in read) == 0
 
 
 def test_activations_of_8_bits_are_measured(model, tokens, held_out):
@@ -102,19 +105,47 @@ def test_a_run_that_was_killed_goes_on(model, tokens, held_out, gptq_result, tmp
         if done.number == 1:
             raise Killed
 
+    def run(options=OPTIONS, tokens=tokens, model=model, **more):
+        with Journal(tmp_path / "work") as journal:
+            result = quantize_model(model, options, tokens, held_out, journal=journal, **more)
+            assert result.params  # read while the journal is open, and kept
+            return result
+
     with pytest.raises(Killed):
-        quantize_model(model, OPTIONS, tokens, held_out, work_dir=tmp_path / "work", report=kill)
+        run(report=kill)
     (tmp_path / "work" / "layers.2.tmp").write_bytes(b"cut off")
-    again = quantize_model(model, OPTIONS, tokens, held_out, work_dir=tmp_path / "work")
+    again = run()
     assert [layer.is_resumed for layer in again.layers] == [True, True, False]
     same(again.params, gptq_result.params)
     assert again.quality == gptq_result.quality
     assert [layer.errors for layer in again.layers] == [layer.errors for layer in gptq_result.layers]
 
-    all_there = quantize_model(model, OPTIONS, tokens, held_out, work_dir=tmp_path / "work")
-    assert all(layer.is_resumed for layer in all_there.layers)
-    other = quantize_model(model, replace(OPTIONS, bits=4), tokens, held_out, work_dir=tmp_path / "work")
-    assert not any(layer.is_resumed for layer in other.layers)
+    assert all(layer.is_resumed for layer in run().layers)
+    for change in (
+        {"options": replace(OPTIONS, bits=4)},
+        {"tokens": tokens[:-1]},
+        {"model": replace(model, fingerprint="b")},
+    ):
+        assert not any(layer.is_resumed for layer in run(**change).layers)
+
+
+def test_layers_in_a_journal_are_not_held(model, tokens, held_out, tmp_path):
+    """The values of at most one layer are alive when the next begins."""
+
+    def num_values() -> int:
+        gc.collect()
+        return sum(array.size for array in jax.live_arrays() if array.dtype == jnp.int4)
+
+    alive = []
+    before = num_values()
+    with Journal(tmp_path / "work") as journal:
+        result = quantize_model(
+            model, OPTIONS, tokens, held_out, journal=journal, report=lambda done: alive.append(num_values() - before)
+        )
+        assert num_values() == before
+        one = sum(leaf.size for leaf in jax.tree.leaves(result.read("layers.0")) if leaf.dtype == jnp.int4)
+    assert one > 0
+    assert max(alive) == 0
 
 
 def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
@@ -122,12 +153,14 @@ def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
     options = replace(options, keep=(Keep("*.up_proj", 4), Keep("*.o_proj")))
     found = quantize_model(model, options, tokens)
     params = found.params["layers"]["0"]
-    with Journal(tmp_path / "work", {"a": 1}) as journal:
+    with Journal(tmp_path / "work") as journal:
+        journal.begin({"a": 1})
         assert 0 not in journal
         journal.write(0, params, {"b": 2})
         with pytest.raises(ValueError, match="another process calibrates there"):
-            Journal(tmp_path / "work", {"a": 1})
-    with Journal(tmp_path / "work", {"a": 1}) as journal:
+            Journal(tmp_path / "work").begin({"a": 1})
+    with Journal(tmp_path / "work") as journal:
+        journal.begin({"a": 1})
         restored, report = journal.read(0)
         same(restored, params)
         assert report == {"b": 2}
@@ -135,26 +168,134 @@ def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
         (tmp_path / "work" / "layers.0.npz").write_bytes(b"damaged")
         with pytest.raises(ValueError, match=r"layers\.0\.npz is damaged: remove it"):
             journal.read(0)
-    with Journal(tmp_path / "work", {"a": 2}) as journal:
+    with Journal(tmp_path / "work") as journal:
+        journal.begin({"a": 2})
         assert 0 not in journal
+        part = journal.part("first")
+        part.begin({"b": 1})
+        part.write(0, params, {})
+        journal.begin({"a": 2})
+        assert 0 in part
         journal.remove()
     assert not (tmp_path / "work").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="is no calibration under way"):
-        Journal(tmp_path / "other", {})
+        Journal(tmp_path / "other").begin({})
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
 
 
-def test_what_is_compared_differs_where_it_should(config, params, gptq_result, held_out):
-    difference, largest = logit_difference(config, gptq_result.params, gptq_result.params, held_out[:2])
-    assert difference == 0 < largest
-    planted = jax.tree.map(lambda leaf: leaf, gptq_result.params)
-    weight = planted["layers"]["2"]["mlp"]["down_proj"]["weight"]
-    values = weight.values.at[3, 5].set(jnp.int4(3 - int(weight.values[3, 5])))
-    planted["layers"]["2"]["mlp"]["down_proj"]["weight"] = replace(weight, values=values)
-    assert logit_difference(config, gptq_result.params, planted, held_out[:2])[0] > 1e-4 * largest
-    planted["final_norm"] = {"weight": jnp.full_like(params["final_norm"]["weight"], jnp.nan)}
-    assert logit_difference(config, params, planted, held_out[:2])[0] == float("inf")
+def reader(params):
+    return lambda name: params["layers"][name[7:]] if name.startswith("layers.") else params[name]
+
+
+def changed(params, path, change):
+    """The same with one leaf replaced."""
+    return jax.tree_util.tree_map_with_path(
+        lambda keys, leaf: change(leaf) if ".".join(key.key for key in keys) == path else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QuantizedArray),
+    )
+
+
+def test_what_is_compared_differs_where_it_should(config, model, gptq_result, held_out):
+    made = gptq_result.params
+    calibrated = Side(config, gptq_result.read, model.rest)
+
+    def compare(found):
+        return compare_models(calibrated, Side(config, reader(found), model.rest), held_out[:2])
+
+    same = compare(jax.tree.map(np.asarray, made))
+    assert same.problems == []
+    assert same.difference < 1e-5 * same.largest  # products of integers, next to weights as floats
+
+    down, norm = "layers.2.mlp.down_proj.weight", "final_norm.weight"
+    other_value = lambda leaf: replace(leaf, values=leaf.values.at[3, 5].set(jnp.int4(3 - int(leaf.values[3, 5]))))  # noqa: E731
+    with_activations = lambda leaf: replace(leaf, scheme=replace(leaf.scheme, activations="int8"))  # noqa: E731
+    for path, change, words in (
+        (down, other_value, "1 of 2048 values differ"),
+        (down, with_activations, "int3, 16 inputs a scale, activations int8 instead of int3, 16 inputs a scale"),
+        (down, lambda leaf: leaf.dequantize(), "float32 not quantized instead of int3, 16 inputs a scale"),
+        (
+            down,
+            lambda leaf: replace(leaf, scales=leaf.scales.astype("bfloat16")),
+            "bfloat16[4, 32] instead of float32[4, 32]",
+        ),
+        (norm, lambda leaf: leaf.at[0].set(jnp.nan), "1 of 32 values differ"),
+        ("embed", lambda leaf: leaf.at[63].set(0), "32 of 2048 values differ"),
+    ):
+        found = compare(changed(made, path, change))
+        assert found.problems == [f"{path}: {words}"]
+        assert found.difference == float("inf")
+    other_rope = replace(config, rope=replace(config.rope, theta=500.0))
+    found = compare_models(calibrated, Side(other_rope, gptq_result.read, model.rest), held_out[:2])
+    assert found.problems == []
+    assert found.difference > 1e-3 * found.largest
+    untied = replace(config, tie_word_embeddings=False), reader({**made, "lm_head": made["embed"].T})
+    found = compare_models(calibrated, Side(*untied, ("embed", "final_norm", "lm_head")), held_out[:2])
+    assert found.problems == ["lm_head is new"]
+
+
+def test_the_products_of_the_model_that_was_written_are_compared(config, model, held_out, gptq_result, monkeypatch):
+    """A product that is wrong with the right weights shows in the logits."""
+    from jaxinfer.models import layers
+
+    original = layers.matmul
+
+    def wrong(x, weight, *rest):
+        y = original(x, weight, *rest)
+        return y * 1.01 if isinstance(weight, QuantizedArray) else y
+
+    capture._programs.cache_clear()
+    monkeypatch.setattr(layers, "matmul", wrong)
+    sides = Side(config, gptq_result.read, model.rest), Side(config, gptq_result.read, model.rest)
+    found = compare_models(*sides, held_out[:2])
+    capture._programs.cache_clear()
+    assert found.problems == []
+    assert found.difference > 1e-3 * found.largest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"method": "rtn", "symmetric": False},
+        {"method": "awq", "keep": (Keep("*.down_proj"), Keep("layers.0", 8))},
+        {"method": "smoothquant", "bits": 8, "group_size": None},
+        {"gptq": GptqOptions(static_groups=False)},
+        {"gptq": GptqOptions(static_groups=False), "group_size": 64, "bits": 8},
+    ],
+)
+def test_what_a_weight_will_be_is_known_before(config, model, tokens, change):
+    options = replace(OPTIONS, dtype="bfloat16", **change)
+    expected = outcome(config, options)
+    params = quantize_model(model, options, tokens).params
+    found = {
+        tuple(key.key for key in path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray)
+        )
+        if isinstance(leaf, QuantizedArray)
+    }
+    assert found.keys() == expected.keys()
+    for path, leaf in found.items():
+        assert jax.tree.structure(leaf) == jax.tree.structure(expected[path])
+        kinds = [[(part.shape, part.dtype) for part in jax.tree.leaves(each)] for each in (leaf, expected[path])]
+        assert kinds[0] == kinds[1]
+
+
+def test_values_too_large_for_the_type_are_told_at_once(config, params, held_out, tmp_path):
+    options = replace(OPTIONS, method="rtn", dtype="float16")
+    for path, words in (
+        ("embed", "embed: 1 of 2048 values are not finite in float16"),
+        ("layers.1.attention_norm.weight", "layers.1.attention_norm.weight: 1 of 32 values are not finite in float16"),
+    ):
+        large = FloatModel.of(config, changed(params, path, lambda leaf: leaf.at[(0,) * leaf.ndim].set(1e6)))
+        with pytest.raises(ValueError, match=words):
+            quantize_model(large, options, None, journal=Journal(tmp_path / "work"))
+    quantized = quantize_params(params, "int8")
+    with pytest.raises(ValueError, match=r"needs floating-point parameters, but layers\.0.* is quantized"):
+        FloatModel.of(config, quantized)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +310,7 @@ def test_what_is_compared_differs_where_it_should(config, params, gptq_result, h
 def test_wrong_input_is_told_before_anything_is_done(model, tokens, held_out, tmp_path, change, words):
     given = {"options": OPTIONS, "tokens": tokens, "held_out": held_out} | change
     with pytest.raises(ValueError, match=words):
-        quantize_model(model, **given, work_dir=tmp_path / "work")
+        quantize_model(model, **given, journal=Journal(tmp_path / "work"))
     assert not (tmp_path / "work").exists()
 
 

@@ -38,7 +38,7 @@ def test_every_linear_layer_gets_the_scheme(layer, method, symmetric):
     bits = 8 if method == "smoothquant" else 4
     size = "auto" if bits == 8 else 16
     options = replace(OPTIONS, method=method, bits=bits, symmetric=symmetric, group_size=size)
-    found, errors = quantize_layer(program, 0, params, chunks, options)
+    found, errors, _ = quantize_layer(program, 0, params, chunks, options)
     assert set(errors) == set(linear_names(program))
     for name in linear_names(program):
         weight = find(found, name)["weight"]
@@ -77,7 +77,7 @@ def test_folding_changes_nothing_but_the_rounding(layer, method, dtype, monkeypa
 
 def test_biases_of_folded_layers_are_rounded_to_what_is_stored(layer):
     program, params, chunks = layer
-    found, _ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method="awq", bits=3, dtype="bfloat16"))
+    found, *_ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method="awq", bits=3, dtype="bfloat16"))
     for leaf in jax.tree.leaves(found, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray)):
         if not isinstance(leaf, QuantizedArray):
             np.testing.assert_array_equal(leaf, leaf.astype("bfloat16").astype("float32"))
@@ -89,7 +89,7 @@ def test_biases_of_folded_layers_are_rounded_to_what_is_stored(layer):
 def test_what_is_kept_has_its_bits(layer, method):
     program, params, chunks = layer
     keep = (Keep("layers.0.mlp", 8), Keep("*.down_proj"), Keep("layers.0.attention.v_proj"))
-    found, errors = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method=method, keep=keep))
+    found, errors, _ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method=method, keep=keep))
     assert isinstance(found["attention"]["v_proj"]["weight"], jax.Array)
     assert isinstance(found["mlp"]["down_proj"]["weight"], jax.Array)
     assert found["mlp"]["up_proj"]["weight"].scheme.bits == 8
@@ -99,7 +99,7 @@ def test_what_is_kept_has_its_bits(layer, method):
         np.testing.assert_array_equal(found["mlp"]["down_proj"]["weight"], params["mlp"]["down_proj"]["weight"])
     # Where a kept layer's input was scaled, its weight was too.
     x = chunks[0]
-    all_kept, _ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method=method, keep=(Keep("*"),)))
+    all_kept, *_ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method=method, keep=(Keep("*"),)))
     np.testing.assert_allclose(program.forward(all_kept, x), program.forward(params, x), rtol=1e-5, atol=1e-4)
 
 
@@ -107,9 +107,9 @@ def test_gptq_sees_what_the_quantized_layers_before_make(layer):
     """With `o_proj` alone quantized its inputs are exact; after coarse q, k and v they are not."""
     program, params, chunks = layer
     options = replace(OPTIONS, method="gptq", bits=4)
-    alone, _ = quantize_layer(program, 0, params, chunks, replace(options, keep=(Keep("*"), Keep("*.o_proj", 4))))
+    alone, *_ = quantize_layer(program, 0, params, chunks, replace(options, keep=(Keep("*"), Keep("*.o_proj", 4))))
     coarse = (Keep("*.q_proj", 2), Keep("*.k_proj", 2), Keep("*.v_proj", 2))
-    after, _ = quantize_layer(program, 0, params, chunks, replace(options, keep=coarse))
+    after, *_ = quantize_layer(program, 0, params, chunks, replace(options, keep=coarse))
     first, second = (each["attention"]["o_proj"]["weight"].values for each in (alone, after))
     assert (np.asarray(first) != np.asarray(second)).any()
 
@@ -117,7 +117,7 @@ def test_gptq_sees_what_the_quantized_layers_before_make(layer):
 def test_a_permuted_result_runs(layer):
     program, params, chunks = layer
     options = replace(OPTIONS, method="gptq", gptq=GptqOptions(static_groups=False))
-    found, errors = quantize_layer(program, 0, params, chunks, options)
+    found, errors, _ = quantize_layer(program, 0, params, chunks, options)
     assert found["mlp"]["down_proj"]["weight"].permutation is not None
     assert all(error.error < error.rounded for error in errors.values())
     leaves, floats = (program.forward(each, chunks[0]) for each in (found, dequantized(found)))

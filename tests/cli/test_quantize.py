@@ -35,7 +35,10 @@ def test_a_checkpoint_is_written_and_opens(jaxinfer, json_lines, model, text, tm
     [report] = json_lines(result.stdout)
     bits = 8 if method == "smoothquant" else 4
     assert (report["method"], report["bits"], report["num_quantized"]) == (method, bits, 14)
-    assert report["max_logit_difference"] == 0
+    assert report["max_logit_difference"] < 1e-3
+    assert report["schemes"] == {
+        "int8, a scale per output, activations int8" if bits == 8 else "int4, 16 inputs a scale": 14
+    }
     assert 0 < report["quality"]["kl"] < 1
     assert report["quality"]["num_tokens"] == 32
     assert [len(layer["linears"]) for layer in report["layers"]] == [7, 7]
@@ -68,9 +71,9 @@ def test_rounding_needs_no_text(jaxinfer, model, tmp_path):
         "layers.1.mlp.up_proj=4",
     )
     assert result.exit_code == 0, result.stderr
-    assert "12 of 8 bits, scales for an output, rtn" in result.stdout
+    assert "weights        rtn: 11 int8, a scale per output; 1 int4, a scale per output" in result.stdout
     assert "held out" not in result.stdout
-    assert "logits differ by at most 0" in result.stdout
+    assert "logits differ by at most" in result.stdout
     _, params = checkpoints_convert.load(out)
     assert not isinstance(params["layers"]["0"]["mlp"]["down_proj"]["weight"], QuantizedArray)
     assert params["layers"]["1"]["mlp"]["up_proj"]["weight"].scheme.bits == 4
@@ -80,9 +83,6 @@ def test_rounding_needs_no_text(jaxinfer, model, tmp_path):
     assert (again.exit_code, again.stdout) == (1, "")
     assert "exists" in again.stderr
     assert jaxinfer("quantize", model, out, "--method", "rtn", "--overwrite").exit_code == 0
-    twice = jaxinfer("quantize", out, tmp_path / "twice", "--method", "rtn")
-    assert twice.exit_code == 1
-    assert "quantized already" in twice.stderr
 
 
 def test_bits_are_chosen_within_a_budget(jaxinfer, json_lines, model, text, tmp_path):
@@ -120,14 +120,47 @@ def test_an_interrupted_run_goes_on(jaxinfer, json_lines, model, text, tmp_path,
     assert report["num_resumed"] == 1
 
 
-def test_what_does_not_compute_the_same_is_not_published(jaxinfer, model, tmp_path, monkeypatch):
+def test_what_is_not_the_same_is_not_published(jaxinfer, model, text, tmp_path, monkeypatch):
+    from checkpoints_convert.huggingface import save
     from jaxinfer.calibration import verify
 
-    monkeypatch.setattr(verify, "logit_difference", lambda *arguments: (float("nan"), 1.0))
-    result = jaxinfer("quantize", model, tmp_path / "out", "--method", "rtn")
-    assert result.exit_code == 1
-    assert "computes other logits than the model it was written from" in result.stderr
-    assert not (tmp_path / "out").exists()
+    def refused(*words):
+        for word in ("is not the model that was calibrated", "nothing was written to", *words):
+            assert word in result.stderr
+        assert result.exit_code == 1
+        assert not (tmp_path / "out").exists()
+
+    with monkeypatch.context() as planted:  # weights are right, and W8A8 is written as weights alone
+        groups = save.quantization_config
+
+        def forget(*arguments, **more):
+            config = groups(*arguments, **more)
+            config["config_groups"]["group_0"]["input_activations"] = None
+            return config
+
+        planted.setattr(save, "quantization_config", forget)
+        options = ["--method", "smoothquant", "--calibration", text, *TEXT]
+        result = jaxinfer("quantize", model, tmp_path / "out", *options)
+    refused(
+        "layers.0.attention.q_proj.weight: int8, a scale per output instead of int8, a scale per output, activations"
+    )
+    with monkeypatch.context() as planted:
+        logits = verify.logits
+        planted.setattr(verify, "logits", lambda *arguments: logits(*arguments) * np.nan)
+        result = jaxinfer("quantize", model, tmp_path / "out", "--method", "rtn")
+    refused("logits differ by up to inf")
+
+
+def test_permuted_inputs_are_warned_of(jaxinfer, model, text, tmp_path):
+    out = tmp_path / "out"
+    arguments = ["--calibration", text, *SMALL, "--no-static-groups"]
+    result = jaxinfer("quantize", model, out, *arguments)
+    assert result.exit_code == 0, result.stderr
+    assert '14 weights have permuted inputs (weight_g_idx, actorder "group")' in result.stderr
+    assert "compressed-tensors 0.20 does not" in result.stderr
+    group = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    assert group["weights"]["actorder"] == "group"
+    assert jaxinfer("quantize", model, tmp_path / "one", *arguments[:-3], "--no-static-groups").stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -148,6 +181,18 @@ def test_what_does_not_compute_the_same_is_not_published(jaxinfer, model, tmp_pa
         (["--method", "smoothquant", "--calibration", "TEXT", "--asymmetric"], 1, "makes symmetric weights"),
         (["--method", "rtn", "--bits", 9], 2, "less than or equal to 8"),
         (["--method", "rtn", "--group-size", 0], 2, "--group-size is a number of inputs, or -1 for all"),
+        (
+            ["--method", "rtn", "--group-size", 24],
+            2,
+            "--group-size 24: the 32 inputs of layers.0.attention.q_proj leave 8 over, which compressed-tensors cannot "
+            "store; --group-size 32 fits every layer, or leave the layer as it is with --keep",
+        ),
+        (
+            ["--method", "gptq", "--calibration", "TEXT", "--keep", "*.attention", "--group-size", 48],
+            2,
+            "--group-size 48: layers.0.mlp.gate_proj has 32 inputs",
+        ),
+        (["--method", "auto", "--max-kl", 1, "--calibration", "TEXT", "--group-size", 1000], 2, "has 32 inputs; -1 "),
         (["--calibration", "TEXT", "--length", 9000], 2, "are fewer than two pieces of 9000"),
     ],
 )

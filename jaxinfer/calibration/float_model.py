@@ -1,0 +1,76 @@
+"""The model that is quantized, of which one part is read at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.quantization.tree import check_plain
+
+CHUNK_TOKENS = 4096  # of hidden states on the device at once
+ReadUnit = Callable[[str], Params]
+
+
+@dataclass(frozen=True)
+class FloatModel:
+    """A model to quantize, of which one part is read at a time.
+
+    Attributes:
+      read: gives the parameters of a unit, "layers.3" or any other name in `rest`, as a nested dict below its name.
+      rest: names of the parameters that belong to no layer: embed, final_norm, lm_head.
+      fingerprint: changes when the weights do.
+    """
+
+    config: ModelConfig
+    read: ReadUnit
+    rest: tuple[str, ...]
+    fingerprint: str = ""
+
+    @classmethod
+    def of(cls, config: ModelConfig, params: Params) -> "FloatModel":
+        """Of parameters in memory. Raises ValueError where they are quantized."""
+        check_plain(params, "calibration")
+
+        def read(name: str) -> Params:
+            return params["layers"][name.removeprefix("layers.")] if name.startswith("layers.") else params[name]
+
+        return cls(config, read, tuple(name for name in params if name != "layers"))
+
+    def layer(self, number: int) -> Params:
+        """float32 parameters of a layer. Raises ValueError where they are quantized."""
+        return jax.tree.map(_float32, self._plain(f"layers.{number}"))
+
+    def without_layers(self) -> Params:
+        """float32 parameters of everything else."""
+        return {name: jax.tree.map(_float32, self._plain(name)) for name in self.rest}
+
+    def embedded(self, tokens: np.ndarray | None) -> list[np.ndarray]:
+        """float32 hidden states before the first layer, in chunks; the whole table is held only meanwhile."""
+        if tokens is None:
+            return []
+        table = np.asarray(self._plain("embed"))
+        return [table[chunk].astype(np.float32) for chunk in in_chunks(tokens)]
+
+    def _plain(self, name: str) -> Params:
+        params = self.read(name)
+        check_plain({name: params}, "calibration")
+        return params
+
+
+def in_chunks(rows: np.ndarray) -> list[np.ndarray]:
+    """Rows [rows, T] in pieces of about `CHUNK_TOKENS` tokens."""
+    count = max(CHUNK_TOKENS // rows.shape[1], 1)
+    return [rows[first : first + count] for first in range(0, len(rows), count)]
+
+
+def rounded(leaf: Any, dtype: str) -> jax.Array:
+    """float32, rounded to what it is stored in."""
+    return jnp.asarray(leaf).astype(dtype).astype(jnp.float32)
+
+
+def _float32(leaf: Any) -> jax.Array:
+    return jnp.asarray(leaf).astype(jnp.float32)
