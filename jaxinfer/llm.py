@@ -407,7 +407,7 @@ class LLM:
         tokenizer = "none: token ids only" if self.tokenizer is None else f"{self.tokenizer.vocab_size} tokens"
         defaults = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
         quantized = describe(self.params)
-        weights = {"quantized": quantized} if quantized else {}
+        weights: dict[str, Any] = {"quantized": quantized} if quantized else {}
         if self._copies is not None and self._copies.num_copyable:
             weights["float32 copies"] = f"{self._copies}, for XLA:CPU fuses no conversion into products"
             weights["quantized bytes kept too"] = num_bytes(self.params)
