@@ -224,13 +224,15 @@ class LengthController:
             times.num_skipped += 1
             caught_up = max(seconds - num_rounds * usual, 0.0)
             self._catch_ups.append(caught_up / num_behind)
+            caught_up = min(caught_up, num_behind * median_low(self._catch_ups))
         else:
             times.num_skipped = 0
             times.samples.append(per_round)
         num_plain = num_rounds * (tokens_per_round if num_draft_tokens else 1)  # steps that it stands for
         bucket.purse += SHARE * num_plain
         if num_draft_tokens:
-            # By what is usual, not by this measurement: a hiccup would have hit plain decoding as well.
+            # By what is usual, not by this measurement: a hiccup would have hit plain decoding as well. One that hit
+            # while a draft caught up would otherwise empty the purse, and drafting stop for thousands of steps.
             bucket.purse += num_plain - (num_rounds * usual + caught_up) / self.seconds(num_slots, 0)
         bucket.purse = min(max(bucket.purse, -ALLOWANCE), ALLOWANCE)
 

@@ -208,6 +208,15 @@ def test_catching_up_is_paid_for_but_is_no_measurement():
     assert controller.seconds(1, 4) == 9.5, "where it always catches up, that is what a round takes"
 
 
+def test_a_hiccup_while_catching_up_does_not_stop_drafting():
+    controller = known({0: 1.0, 4: 1.5})
+    for number in range(50):  # answers, each of which begins with catching up
+        seconds = 60.0 if number % 7 == 3 else 3.5
+        controller.observe_time(1, 4, seconds, 1, 2.5, num_behind=100)
+        assert controller.purse(1) > 20
+        controller.observe_time(1, 4, 6.0, 4, 2.5)
+
+
 def test_a_trial_begins_with_catching_up():
     controller = LengthController((4,))
     for _ in range(3):
