@@ -10,7 +10,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams, parallel
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, bind, compute_dtype, init_params
-from jaxinfer.quantization import QuantizedArray, quantize_params
+from jaxinfer.quantization import QuantizedArray, Recipe, quantize_params
 from jaxinfer.quantization.on_cpu import float32_copies
 from jaxinfer.quantization.tree import describe, is_quantized, num_bytes, num_parameters
 from jaxinfer.training.distill import pruned_draft
@@ -142,8 +142,14 @@ def test_counting(params):
 
 def test_shardings(params):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (parallel.MODEL,))
-    for recipe in ("int4-g32-asym", "nf4-dq"):
-        quantized = quantize_params(params, recipe)
+    blocks = Recipe("fp8", 8, (48, 48))  # of which no part holds whole ones, as of 576 rows in blocks of 128
+    for recipe in ("int4-g32-asym", "nf4-dq", blocks, "act-order"):
+        quantized = quantize_params(params, "int4-g32" if recipe == "act-order" else recipe)
+        if recipe == "act-order":
+            mlp = quantized["layers"]["0"]["mlp"]
+            for linear in mlp.values():
+                order = jax.random.permutation(jax.random.key(1), linear["weight"].shape[0])
+                linear["weight"] = replace(linear["weight"], permutation=order)
         shardings = parallel.parameter_shardings(mesh, CONFIG, quantized)
         placed = jax.device_put(quantized, shardings)
         down, up = (placed["layers"]["0"]["mlp"][name]["weight"] for name in ("down_proj", "up_proj"))

@@ -174,16 +174,44 @@ def test_a_bias_of_zeros_that_the_model_lacks(tmp_path):
         load(checkpoint.write(tmp_path / "ones"))
 
 
-def test_a_quantized_head_beside_tied_embeddings_is_used(tmp_path, caplog):
-    checkpoint = tiny.tiny("gptq-v1")
-    parts, weight = encoders.gptq(checkpoint.weights["lm_head.weight"])
+@pytest.mark.parametrize(
+    ("name", "encode"),
+    [
+        ("gptq-v1", encoders.gptq),
+        ("nf4", encoders.bitsandbytes4),
+        ("fp8-block", lambda weight: encoders.float8(weight, block=(48, 32), suffix="weight_scale_inv")),
+    ],
+)
+def test_a_quantized_head_beside_tied_embeddings_is_used(name, encode, tmp_path, caplog):
+    checkpoint = tiny.tiny(name)
+    parts, weight = encode(checkpoint.weights["lm_head.weight"])
+    checkpoint.config["quantization_config"].pop("modules_to_not_convert", None)
     del checkpoint.tensors["lm_head.weight"]
     checkpoint.tensors |= {f"lm_head.{suffix}": part for suffix, part in parts.items()}
     checkpoint.weights["lm_head.weight"] = weight
     checkpoint.config["tie_word_embeddings"] = True
     config, params = load(checkpoint.write(tmp_path / "head"))
     assert not config.tie_word_embeddings
-    assert "the head is quantized by itself" in caplog.text
+    said = ("the head is quantized by itself", "lm_head.weight differs from the embedding; using both")
+    assert any(words in caplog.text for words in said)
+    tiny.assert_weights(params, checkpoint.weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("awq", "modules_to_not_convert"), ("bitsandbytes-int8", "llm_int8_skip_modules")]
+)
+def test_modules_left_alone_stay_dense(name, field, tmp_path):
+    """Their tensors say so; a list that names them changes nothing."""
+    checkpoint = tiny.tiny(name)
+    checkpoint.config["quantization_config"][field] = ["up_proj"]
+    for layer in range(tiny.LAYERS):
+        module = f"model.layers.{layer}.mlp.up_proj"
+        for tensor in [tensor for tensor in checkpoint.tensors if tensor.startswith(module + ".")]:
+            del checkpoint.tensors[tensor]
+        checkpoint.tensors[f"{module}.weight"] = checkpoint.weights[f"{module}.weight"]
+    _, params = load(checkpoint.write(tmp_path / "some"))
+    mlp = params["layers"]["1"]["mlp"]
+    assert (is_quantized(mlp["up_proj"]["weight"]), is_quantized(mlp["down_proj"]["weight"])) == (False, True)
     tiny.assert_weights(params, checkpoint.weights)
 
 
