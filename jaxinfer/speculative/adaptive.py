@@ -28,6 +28,7 @@ WELL_KNOWN = 9  # samples
 TOLERANCE = 0.8  # a time measured earlier may be by so much shorter now
 MIN_SAMPLES = 2  # one measurement may be a hiccup
 WINDOW = 25  # measurements that count
+HICCUP = 2.0  # of what the dispatch usually takes: what catching up takes beyond its own usual time and this
 STRANGE = 10.0  # a measurement that many times the estimate, such as one that compiled, must be seen twice
 
 PRIOR_RATE, PRIOR_ROUNDS = 0.7, 4.0  # what an engine begins with, and how many rounds that counts for
@@ -224,15 +225,16 @@ class LengthController:
             times.num_skipped += 1
             caught_up = max(seconds - num_rounds * usual, 0.0)
             self._catch_ups.append(caught_up / num_behind)
-            caught_up = min(caught_up, num_behind * median_low(self._catch_ups))
+            caught_up = min(caught_up, num_behind * median_low(self._catch_ups) + HICCUP * num_rounds * usual)
         else:
             times.num_skipped = 0
             times.samples.append(per_round)
         num_plain = num_rounds * (tokens_per_round if num_draft_tokens else 1)  # steps that it stands for
         bucket.purse += SHARE * num_plain
         if num_draft_tokens:
-            # By what is usual, not by this measurement: a hiccup would have hit plain decoding as well. One that hit
-            # while a draft caught up would otherwise empty the purse, and drafting stop for thousands of steps.
+            # By what is usual, not by this measurement: a hiccup would have hit plain decoding as well. What a draft
+            # caught up with differs, so that counts as measured, but for hiccups: one could empty the purse, and
+            # drafting would stop for thousands of steps.
             bucket.purse += num_plain - (num_rounds * usual + caught_up) / self.seconds(num_slots, 0)
         bucket.purse = min(max(bucket.purse, -ALLOWANCE), ALLOWANCE)
 

@@ -62,4 +62,4 @@ def test_a_draft_changes_no_answer(params, recipe, kv_dtype, monkeypatch, reques
     for drafting in drafts:
         found, stats = answers(quantized, kv_dtype=kv_dtype, **drafting)
         assert found == plain, drafting
-        assert stats.proposed > 0
+        assert stats.proposed > 0 or drafting["draft"] == "ngram"  # which may find nothing
