@@ -154,9 +154,10 @@ def _tile(x_ref, w_ref, scales_ref, zero_refs, out_ref, smem, group: int, size: 
         product = compat.wgmma(smem["w"][slot].astype(x_ref.dtype), smem["x"].at[slot], transpose_b=True)
         if excess is not None:
             product = product - excess
-        # All warps are done with the slot before it is filled again.
+        # All warps are done with the slot before it is filled again; what they read lies before the fence.
         plgpu.barrier_arrive(smem["done"])
         plgpu.barrier_wait(smem["done"])
+        plgpu.commit_smem()
         pl.when(index + stages < num_steps)(lambda: load(index + stages))
         return total + product * scale
 
