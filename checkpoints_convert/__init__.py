@@ -1,21 +1,19 @@
-"""Files in, (ModelConfig, params) out: Hugging Face and native checkpoints, read, written, converted and verified.
+"""Files in, (ModelConfig, params) out: Hugging Face, GGUF and native checkpoints, read, converted and verified.
 
-Nothing here unpickles or runs code from a checkpoint, and nothing touches the network except `resolve` of a hub id.
+Nothing here unpickles or runs code from a checkpoint, and nothing touches the network except `resolve` of a hub id, and
+what is read from a URL that it was given.
 """
 
+from checkpoints_convert.abstract import abstract, abstract_of
+from checkpoints_convert.companions import bos_token_id, eos_token_ids, generation_config, tokenizer_files
 from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.hub import resolve
-from checkpoints_convert.huggingface.config import (
-    bos_token_id,
-    eos_token_ids,
-    generation_config,
-    huggingface_config,
-    model_config,
-)
+from checkpoints_convert.huggingface.config import huggingface_config, model_config
 from checkpoints_convert.huggingface.save import save_huggingface
 from checkpoints_convert.load import kv_scales, load
+from checkpoints_convert.load_plan import HostPlan, LoadPlan, load_plan
 from checkpoints_convert.manifest import verify_manifest
 from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
 from checkpoints_convert.verify import TensorDifference, VerifyReport, compare_tensors, verify_against
@@ -24,11 +22,15 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "ConvertReport",
+    "HostPlan",
     "LayerKVScales",
+    "LoadPlan",
     "QuantizedPlan",
     "TensorDifference",
     "TensorPlan",
     "VerifyReport",
+    "abstract",
+    "abstract_of",
     "bos_token_id",
     "compare_tensors",
     "convert",
@@ -37,10 +39,12 @@ __all__ = [
     "huggingface_config",
     "kv_scales",
     "load",
+    "load_plan",
     "model_config",
     "plan",
     "resolve",
     "save_huggingface",
+    "tokenizer_files",
     "verify_against",
     "verify_manifest",
 ]

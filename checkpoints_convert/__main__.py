@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.files import in_words
+from checkpoints_convert.load import requantize_summary
 from checkpoints_convert.manifest import verify_manifest
 from checkpoints_convert.source import DTYPES
 from checkpoints_convert.verify import compare_tensors
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             progress=not options.quiet,
             overwrite=options.overwrite,
             revision=options.revision,
+            requantize=options.requantize,
+            tokenizer=options.tokenizer,
         )
         problems = _verified(report) if options.verify else []
     except (ValueError, OSError) as error:
@@ -52,11 +55,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m checkpoints_convert",
         description="Convert a checkpoint. A conversion to the native form that was interrupted resumes when repeated.",
     )
-    parser.add_argument("src", metavar="SRC", help="checkpoint directory, Hugging Face or native, or a hub id")
+    parser.add_argument(
+        "src", metavar="SRC", help="checkpoint directory, Hugging Face or native, a GGUF file, or a hub id"
+    )
     parser.add_argument("dst", metavar="DST", help="directory to write; it appears when it is whole")
     parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto", help="cast to this dtype; auto keeps it")
     parser.add_argument("--to", choices=("native", "huggingface"), default="native", help="form to write")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument(
+        "--requantize", metavar="NAME", help="a GGUF file's quantized weights: dense, or int4-g128, ..."
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer files to write instead of SRC's own")
     parser.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DST")
     parser.add_argument("--verify", action="store_true", help="read the result again and compare it with SRC")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -68,7 +77,7 @@ def _verified(report: ConvertReport) -> list[str]:
     """What is wrong with the written checkpoint, read again. A cast may change values, by what the report says."""
     directory = report.destination
     problems = verify_manifest(directory) if (directory / "manifest.json").exists() else []
-    if not problems and not report.cast_errors:
+    if not problems and not report.cast_errors and not report.requantize_errors:
         problems = [
             f"{difference.name}: {difference.num_different} of {difference.size} values differ"
             for difference in compare_tensors(directory, report.source)
@@ -86,6 +95,8 @@ def _summary(report: ConvertReport) -> str:
     if report.cast_errors:
         name, error = max(report.cast_errors.items(), key=lambda item: item[1])
         lines.append(f"cast: largest relative error {error:.3g}, in {name}")
+    if report.requantize_errors:
+        lines.append(requantize_summary(report.requantize_errors, report.requantize or ""))
     return "\n".join(lines)
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ CONFIG = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 NATIVE_CONFIG = "jaxinfer_config.json"
 MANIFEST = "manifest.json"
+PARAMS = "params"  # the folder of the arrays in the native form
 
 # What a checkpoint carries beside its weights, as patterns of file names relative to its directory.
 COMPANION_FILES = (
@@ -118,6 +119,18 @@ def copy_files(source: Path, destination: Path, names: Iterable[str]) -> None:
     for name in names:
         (destination / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, destination / name)
+
+
+def write_companions(companions: Mapping[str, Path | str], destination: Path) -> list[str]:
+    """Copies files and writes texts to relative paths in a directory; their names, sorted."""
+    for name, content in companions.items():
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, target)
+        else:
+            target.write_text(content, encoding="utf-8")
+    return sorted(companions)
 
 
 def in_words(num_bytes: int) -> str:

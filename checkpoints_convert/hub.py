@@ -1,4 +1,4 @@
-"""From a path or a hub id to a local directory."""
+"""From a path, a hub id or a URL to a local directory."""
 
 import re
 from collections.abc import Iterator
@@ -18,15 +18,20 @@ from checkpoints_convert.files import (
 )
 from checkpoints_convert.formats import with_side_file
 from checkpoints_convert.huggingface.config import model_config
-from checkpoints_convert.safetensors_index import weight_files
+from checkpoints_convert.object_store import is_url, stage
+from checkpoints_convert.safetensors_index import TensorHeader, weight_files
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(/[A-Za-z0-9][A-Za-z0-9_.\-]*)?")
+_URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.\-]*:/[^/]")
 _DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
 _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 
 
 def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
-    """The local directory of a checkpoint, fetched from the hub when no directory has that name.
+    """The local directory of a checkpoint, or its GGUF file; fetched from the hub when no directory has that name.
+
+    Of a URL such as gs://bucket/model, of any store that fsspec opens, it is a directory with copies of the files that
+    describe the model; its weights stay in the store, and are read by ranges when this process opens the directory.
 
     Of a repository only safetensors, JSON and tokenizer files are fetched; never pickles, never code. What describes
     the model comes first, so an unsupported one is refused before its weights are downloaded. The environment
@@ -37,20 +42,66 @@ def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
 
     Raises:
       CheckpointNotFoundError: no such directory or repository, no access to it, or no connection.
-      CheckpointError: a model we cannot load. ValueError: a revision of a local directory.
+      CheckpointError: a model we cannot load. ValueError: a revision of a local directory or a URL.
     """
     name = str(path_or_hub_id)
+    if is_url(name):
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for hub ids; {name} is a URL")
+        return stage(name)
     path = Path(path_or_hub_id).expanduser()
     is_path = bool(name) and "\0" not in name
     if is_path and path.is_dir():
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for hub ids; {name} is a local directory")
         return path
+    if is_path and path.is_file() and path.suffix == ".gguf":
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for hub ids; {name} is a local file")
+        return path
     if is_path and path.is_file():
         raise CheckpointError(path, "is a file: pass the directory it lies in, with its config.json")
+    if isinstance(path_or_hub_id, Path) and _URL_AS_PATH.match(name):
+        raise CheckpointNotFoundError(name, "no such directory; a URL is a string, which a Path takes a slash from")
     if _looks_local(path_or_hub_id) or not _HUB_ID.fullmatch(name):
         raise CheckpointNotFoundError(name, "no such directory, and not the form of a hub id (owner/name)")
     return _download(name, revision)
+
+
+def is_local(path_or_hub_id: str | Path) -> bool:
+    """Whether `resolve` would not go to the hub: it is a file or folder, or no hub id at all."""
+    name = str(path_or_hub_id)
+    if not name or "\0" in name or _looks_local(path_or_hub_id) or not _HUB_ID.fullmatch(name):
+        return True
+    return Path(path_or_hub_id).expanduser().exists()
+
+
+def describe(repo_id: str, revision: str | None) -> tuple[Path, dict[str, TensorHeader] | None]:
+    """A folder with what describes a repository's model, and the headers {name: (dtype, shape)} of its safetensors,
+    read without the weights; None where it has a converted checkpoint.
+
+    Raises CheckpointNotFoundError as `resolve`, CheckpointError for a repository without safetensors.
+    """
+    try:
+        from huggingface_hub import errors, get_safetensors_metadata, snapshot_download
+    except ImportError:
+        raise CheckpointNotFoundError(
+            repo_id, "no such directory, and fetching its headers needs the package huggingface_hub"
+        ) from None
+    with _explained(repo_id, revision):
+        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_DESCRIBING)))
+    if (snapshot / NATIVE_CONFIG).is_file():
+        return snapshot, None
+    with _explained(repo_id, revision):
+        try:
+            found = get_safetensors_metadata(repo_id, revision=snapshot.name)
+        except errors.NotASafetensorsRepoError:
+            raise CheckpointError(repo_id, "the repository has no safetensors of a whole model") from None
+    return snapshot, {
+        name: (tensor.dtype, tuple(tensor.shape))
+        for file in found.files_metadata.values()
+        for name, tensor in file.tensors.items()
+    }
 
 
 def _looks_local(path_or_hub_id: str | Path) -> bool:

@@ -20,12 +20,15 @@ from checkpoints_convert.staging import JOURNAL
 
 @dataclass(frozen=True)
 class FinishedUnit:
-    """A unit on the disk: its files relative to the checkpoint, the largest relative errors of its casts, and the
-    descriptions of its quantized parameters."""
+    """A unit on the disk: its files relative to the checkpoint, the digests of its parameters, the largest relative
+    errors of its casts, the descriptions of its quantized parameters, and the errors of those that were rounded
+    again."""
 
     files: Entries
+    parameters: dict[str, str]
     cast_errors: dict[str, float] = field(default_factory=dict)
     quantized: dict[str, Description] = field(default_factory=dict)
+    requantize_errors: dict[str, float] = field(default_factory=dict)
 
 
 class Journal:
@@ -84,7 +87,13 @@ class Journal:
         for line in lines[1:]:
             if line is None:
                 break
-            unit = FinishedUnit(line["files"], line["cast_errors"], line["quantized"])
+            unit = FinishedUnit(
+                line["files"],
+                line["parameters"],
+                line["cast_errors"],
+                line["quantized"],
+                line.get("requantize_errors", {}),
+            )
             if self._is_whole(unit):
                 finished[line["unit"]] = unit
         return finished
@@ -120,5 +129,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    is_unit = isinstance(record, dict) and {"unit", "files", "cast_errors", "quantized"} <= set(record)
+    is_unit = isinstance(record, dict) and {"unit", "files", "parameters", "cast_errors", "quantized"} <= set(record)
     return record if is_unit or (isinstance(record, dict) and set(record) == {"fingerprint"}) else None

@@ -1,10 +1,17 @@
-"""manifest.json: size and SHA-256 of every file of a converted checkpoint. Safetensors has no checksum of its own."""
+"""manifest.json: size and SHA-256 of every file of a converted checkpoint. Safetensors has no checksum of its own.
 
+Beside the files it has the SHA-256 of every parameter's values. Files of one conversion differ from those of another in
+times and names, which Orbax gives them; parameters do not.
+"""
+
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import MANIFEST, files_below, read_json, sha256, write_json
@@ -26,8 +33,23 @@ def measure(directory: Path, names: Iterable[str]) -> Entries:
         }
 
 
-def write_manifest(directory: Path, entries: Mapping[str, Mapping[str, Any]]) -> None:
-    write_json(directory / MANIFEST, {"format_version": _VERSION, "files": dict(sorted(entries.items()))})
+def array_digest(parts: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 of a parameter: of the dtypes, shapes and bytes of the arrays that it is made of, by name."""
+    found = hashlib.sha256()
+    for name, array in sorted(parts.items()):
+        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()
+
+
+def write_manifest(
+    directory: Path, entries: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, str] | None = None
+) -> None:
+    """`parameters`: the `array_digest` of each, by name."""
+    data = {"format_version": _VERSION, "files": dict(sorted(entries.items()))}
+    if parameters is not None:
+        data["parameters"] = dict(sorted(parameters.items()))
+    write_json(directory / MANIFEST, data)
 
 
 def read_manifest(directory: Path) -> Entries:

@@ -9,12 +9,12 @@ import numpy as np
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 Description = dict[str, Any]
-_PARTS = ("values", "scales", "zeros", "codebook", "permutation")
+_PARTS = ("values", "scales", "zeros", "codebook", "permutation", "minima")
 _NESTED = ("codes", "table", "outer", "offset")
 
 
 def flatten(array: QuantizedArray) -> dict[str, np.ndarray]:
-    """Its arrays by part: values, scales (or scales.codes, ...), zeros, codebook, permutation."""
+    """Its arrays by part: values, scales (or scales.codes, ...), zeros, codebook, permutation, minima."""
     parts: dict[str, np.ndarray] = {}
     for part in _PARTS:
         value = getattr(array, part)

@@ -1,8 +1,9 @@
 """Which tensors of a checkpoint become which parameter, decided from names and shapes before any byte is read."""
 
 import difflib
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,24 +11,37 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.formats import FormatError, Method, ModuleReader, quantization_method
 from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names
-from checkpoints_convert.huggingface.config import declared_dtype, model_config
-from checkpoints_convert.huggingface.families import Family, family_of, source_of
+from checkpoints_convert.formats.mxfp4 import SUFFIXES as MXFP4_SUFFIXES
+from checkpoints_convert.huggingface.config import declared_dtype, family_for, model_config
+from checkpoints_convert.huggingface.families import WRAPPER_SKIPPED, family_of, is_wrapper
+from checkpoints_convert.huggingface.family import Family
+from checkpoints_convert.huggingface.names import head_names, renaming
+from checkpoints_convert.huggingface.rules import Bundle, Placement
+from checkpoints_convert.outputs import Outputs
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
 from checkpoints_convert.safetensors_index import TensorHeader
-from checkpoints_convert.source import DTYPES, ParamPath, check_dtype, param_shapes
-from jaxinfer.models import ModelConfig
+from checkpoints_convert.source import DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
+from jaxinfer.models import ModelConfig, keeps_float32
 
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,6})\.")
+_SPARE_LAYERS = 8
 _NUM_HINTS = 20  # near misses are looked up for as many problems as a message shows
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor's way into the parameters.
+    """One parameter's way from the checkpoint.
 
     Attributes:
-      source: its name in the checkpoint. source_shape, source_dtype: as stored; the dtype by its safetensors name.
+      source: the tensor that holds it, alone or with others. source_shape, source_dtype: as stored; the dtype by its
+        safetensors name.
       target: the keys of the parameter. shape, dtype: what it becomes.
       transpose: whether the stored matrix is the parameter's transpose.
+      outputs: which of the stored outputs are the parameter's; None for all.
+      add: what is added to the stored values.
+      stacked: the tensors, of which `source` is the first, that are stacked along the parameter's first axis; () for
+        one that is not a stack. Each is of `source_shape`.
+      view: the shape in which the stored tensor is looked at; None for its own.
     """
 
     source: str
@@ -37,6 +51,15 @@ class TensorPlan:
     shape: tuple[int, ...]
     dtype: str
     transpose: bool
+    outputs: Outputs | None = None
+    add: float = 0.0
+    stacked: tuple[str, ...] = ()
+    view: tuple[int, ...] | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All tensors it is read from."""
+        return self.stacked or (self.source,)
 
 
 @dataclass(frozen=True)
@@ -48,6 +71,9 @@ class QuantizedPlan:
       zero_bias: a bias the model has no parameter for; old GPTQ files store one, of zeros.
       target: the keys of the parameter. shape: the parameter's.
       transpose: whether the stored matrix [N, K] is the parameter's transpose, as every Linear's is.
+      outputs: which of the module's outputs are the parameter's; None for all.
+      view: the shape in which the weight, made dense, is looked at as it is stored; None for its own.
+      experts: the modules that are stacked along the parameter's first axis, this one the first; () for no stack.
     """
 
     module: str
@@ -57,6 +83,14 @@ class QuantizedPlan:
     shape: tuple[int, ...]
     transpose: bool
     zero_bias: str | None = None
+    outputs: Outputs | None = None
+    view: tuple[int, ...] | None = None
+    experts: tuple["QuantizedPlan", ...] = ()
+
+    @property
+    def tensors(self) -> list[str]:
+        """All tensors it is read from."""
+        return [name for one in self.experts or (self,) for name in one.sources.values()]
 
 
 def plan(
@@ -82,63 +116,210 @@ def plan(
       CheckpointError: names, shapes and dtypes that do not fit, all at once, each with its nearest miss.
     """
     check_dtype(dtype)
+    _check_num_layers(hf_config, headers, where)
     config = model_config(hf_config, where)
-    method = quantization_method(hf_config)
     family = family_of(config)
-    rename = _prefix(headers)
-    shapes = param_shapes(config)
-    rules = {target: source_of(family, target) for target in shapes}
-    sources = {target: rename(source) for target, (source, _) in rules.items()}
-    modules = _modules(set(sources.values()), headers) if method else {}
-    problems = _kv_scale_problems(config, headers)
-    plans: dict[ParamPath, TensorPlan | QuantizedPlan] = {}
-    expected: dict[str, str] = {}
-    used: set[str] = set()  # by quantized modules
-    for target, shape in shapes.items():
-        source, transpose = sources[target], rules[target][1]
-        module = source.removesuffix(".weight")
-        if method and module in modules and len(shape) == 2:
-            tensors = {f"{module}.{suffix}" for suffix in modules[module]}
-            try:
-                reader = method.reader(
-                    module, _stored_shape(shape, transpose), modules[module], "Linear" if transpose else "Embedding"
-                )
-            except FormatError as error:
-                problems.append(_format_problem(error, module, tensors, file_of))
-                used |= tensors
-                continue
-            if reader:
-                bias = f"{module}.bias"
-                is_extra = bias in headers and bias not in sources.values()
-                names = {suffix: f"{module}.{suffix}" for suffix in reader.suffixes}
-                plans[target] = QuantizedPlan(
-                    module, target, reader, names, shape, transpose, bias if is_extra else None
-                )
-                used |= {*names.values(), bias} if is_extra else set(names.values())
-                continue
-        stored = _stored_shape(shape, transpose)
-        expected[source] = _described(stored)
-        if source not in headers:
-            continue
-        found_dtype, found = headers[source]
-        if found != stored:
-            problems.append(
-                f"tensor {source!r} has shape {_described(found)}, config.json makes it {_described(stored)}"
-            )
-        plans[target] = TensorPlan(source, target, found, found_dtype, shape, config.dtype, transpose)
-    dense = [tensor for tensor in plans.values() if isinstance(tensor, TensorPlan)]
-    problems += _unmatched(family, config, expected, {name: headers[name] for name in headers if name not in used})
-    problems += _unsupported_dtypes(dense, method)
+    skipped = WRAPPER_SKIPPED if is_wrapper(hf_config) else ()
+    work = _Matching(config, family, headers, quantization_method(hf_config), file_of, skipped)
+    for target, shape in param_shapes(config).items():
+        work.match(target, shape)
+    problems = work.all_problems()
     if problems:
         raise CheckpointError(where, *problems)
-    config = replace(config, dtype=_choose_dtype([tensor.source_dtype for tensor in dense], hf_config, dtype, where))
+    dense = [tensor for tensor in work.plans if isinstance(tensor, TensorPlan)]
+    dtypes = [headers[name][0] for tensor in dense for name in tensor.sources if not keeps_float32(tensor.target)]
+    config = replace(config, dtype=_choose_dtype(dtypes, hf_config, dtype, where))
     return config, [
-        replace(tensor, dtype=config.dtype) if isinstance(tensor, TensorPlan) else tensor for tensor in plans.values()
+        replace(tensor, dtype=param_dtype(config, tensor.target)) if isinstance(tensor, TensorPlan) else tensor
+        for tensor in work.plans
     ]
 
 
-def _stored_shape(shape: tuple[int, ...], transpose: bool) -> tuple[int, ...]:
-    return shape[::-1] if transpose else shape
+def _check_num_layers(hf_config: Mapping[str, Any], headers: Mapping[str, TensorHeader], where: str | Path) -> None:
+    """Raises CheckpointError where config.json has far more layers than the tensors name, before as many are computed
+    with. A few too many are told apart later, tensor by tensor."""
+    family, data = family_for(hf_config, where)
+    name = family.names.get("num_hidden_layers") or "num_hidden_layers"
+    declared = data.get(name)
+    found = {int(match[1]) for tensor in headers for match in _LAYER_NUMBER.finditer(tensor)}
+    if isinstance(declared, int) and declared > 2 * len(found) + _SPARE_LAYERS:
+        raise CheckpointError(where, f"{name} is {declared}, the {len(headers)} tensors name {len(found)} layers")
+
+
+class _Matching:
+    """Parameters matched with tensors one by one; what is left at the end does not fit."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        family: Family,
+        headers: Mapping[str, TensorHeader],
+        method: Method | None,
+        file_of: Callable[[str], str] | None,
+        skipped: tuple[str, ...],
+    ):
+        self.config, self.family, self.headers, self.method = config, family, headers, method
+        self.file_of, self.skipped = file_of, skipped
+        self.rename = renaming(family, headers)
+        self.layout = family.layout(config)
+        self.beginnings = {f"{name.rpartition('.')[0]}." for name in headers}
+        names = {self.rename(name) for bundles in self.layout.of_target.values() for one in bundles
+                 for name in (one.sources if self._begins(one) else one.sources[:1])}  # fmt: skip
+        self.modules = _modules(names, headers) if method else {}
+        # gpt-oss's experts are parameters, not modules: their parts have an underscore before the suffix.
+        self.bare = {name for name in names if not name.endswith((".weight", ".bias"))}
+        self.plans: list[TensorPlan | QuantizedPlan] = []
+        self.problems = _kv_scale_problems(config, headers)
+        self.expected: dict[str, str] = {}  # shapes by name
+        self.used: set[str] = set()  # by quantized modules
+        self.refused: set[str] = set()  # modules, each of which is a problem once
+
+    def match(self, target: ParamPath, shape: tuple[int, ...]) -> None:
+        """Finds the tensors of a parameter."""
+        bundle, placement = self._found(target)
+        names = tuple(map(self.rename, bundle.sources))
+        module = names[0].removesuffix(".weight")
+        if self.method and module in self.modules and len(shape) > 1:
+            modules = [name.removesuffix(".weight") for name in names]
+            plans = [self._quantized(one, placement, shape, is_embedding=target == ("embed",)) for one in modules]
+            if self.refused.intersection(modules):
+                return
+            if found := [one for one in plans if one is not None]:
+                if len(found) < len(plans):
+                    lacking = modules[plans.index(None)]
+                    self.problems.append(f"module {lacking!r} is not quantized, and {found[0].module!r} beside it is")
+                self.plans.append(replace(found[0], experts=tuple(found)) if bundle.is_stacked else found[0])
+                return
+        for name in names:
+            self.expected[name] = _described(placement.stored)
+        if not all(name in self.headers for name in names):
+            return
+        for name in names:
+            found = self.headers[name][1]
+            if found != placement.stored:
+                wanted = _described(placement.stored)
+                self.problems.append(f"tensor {name!r} has shape {_described(found)}, config.json makes it {wanted}")
+        dtype, found = self.headers[names[0]]
+        stacked = names if bundle.is_stacked else ()
+        self.plans.append(
+            TensorPlan(
+                names[0],
+                target,
+                found,
+                dtype,
+                shape,
+                self.config.dtype,
+                placement.transpose,
+                placement.outputs,
+                placement.add,
+                stacked,
+                placement.view,
+            )
+        )
+
+    def _begins(self, bundle: Bundle) -> bool:
+        """Whether the first of a stack is there, in some form: the names of the others need not be made otherwise."""
+        first = self.rename(bundle.sources[0])
+        module = first.removesuffix(".weight")
+        return not bundle.is_stacked or first in self.headers or f"{module}." in self.beginnings
+
+    def _found(self, target: ParamPath) -> tuple[Bundle, Placement]:
+        """Of the bundles that may hold a parameter the one the checkpoint has, or else the usual one."""
+        bundles = self.layout.of_target[target]
+
+        def is_there(bundle: Bundle) -> bool:
+            name = self.rename(bundle.sources[0])
+            return name in self.headers or name.removesuffix(".weight") in self.modules
+
+        bundle = next((bundle for bundle in bundles if is_there(bundle)), bundles[0])
+        return bundle, next(one for one in bundle.placements if one.target == target)
+
+    def _reader(self, module: str, placement: Placement, *, is_embedding: bool) -> ModuleReader | None:
+        assert self.method is not None
+        kind = "Embedding" if is_embedding else "Linear"
+        try:
+            reader = self.method.reader(module, placement.stored, self.modules.get(module, {}), kind)
+            is_matrix = len(placement.stored) == 2
+            if reader is not None and is_matrix and not placement.transpose and not is_embedding:
+                raise FormatError("is a Conv1D, stored [in, out], which is not read quantized")
+            return reader
+        except FormatError as error:
+            tensors = {self._tensor_name(module, suffix) for suffix in self.modules.get(module, {})}
+            if module not in self.refused:
+                self.problems.append(self._format_problem(error, module, tensors))
+            self.refused.add(module)
+            self.used |= tensors
+            return None
+
+    def _quantized(
+        self, module: str, placement: Placement, shape: tuple[int, ...], *, is_embedding: bool
+    ) -> QuantizedPlan | None:
+        """The way of a quantized module into a parameter, or one expert's into a stack; None for a dense module."""
+        reader = self._reader(module, placement, is_embedding=is_embedding)
+        if reader is None:
+            return None
+        bias = f"{module}.bias"
+        known = {self.rename(name) for one in self.layout.bundles for name in one.sources}
+        is_extra = bias in self.headers and bias not in known
+        names = {suffix: self._tensor_name(module, suffix) for suffix in reader.suffixes}
+        self.used |= {*names.values(), bias} if is_extra else set(names.values())
+        return QuantizedPlan(
+            module,
+            placement.target,
+            reader,
+            names,
+            shape,
+            placement.transpose,
+            bias if is_extra else None,
+            placement.outputs,
+            placement.view,
+        )
+
+    def _tensor_name(self, module: str, suffix: str) -> str:
+        return f"{module}_{suffix}" if module in self.bare else f"{module}.{suffix}"
+
+    def _format_problem(self, error: FormatError, module: str, tensors: set[str]) -> str:
+        if error.suffix is None:
+            return f"module {module!r} {error}"
+        name = self._tensor_name(module, error.suffix)
+        known = name if name in tensors else min(tensors)
+        return f"tensor {name!r}{f' ({self.file_of(known)})' if self.file_of else ''} {error}"
+
+    def all_problems(self) -> list[str]:
+        rest = {name: header for name, header in self.headers.items() if name not in self.used}
+        problems = self.problems + self._unmatched(rest)
+        return list(dict.fromkeys(problems + self._unsupported_dtypes()))
+
+    def _unmatched(self, headers: Mapping[str, TensorHeader]) -> list[str]:
+        """Parameters without a tensor and tensors without a parameter, with the likely partner of each."""
+        missing = [name for name in self.expected if name not in headers]
+        extra = [name for name in headers if name not in self.expected]
+        ignored = unused_tensors(self.family, self.config, set(extra), self.rename, self.skipped)
+        extra = [name for name in extra if name not in ignored]
+        hints = _hints(missing, extra)
+        problems = []
+        for name in missing:
+            why = hints.get(name, "")
+            if name in map(self.rename, head_names(self.family)):
+                why = ": tie_word_embeddings is false or absent in config.json; set it to true if the model ties them"
+            problems.append(f"tensor {name!r} {self.expected[name]} is missing{why}")
+        problems += [
+            f"tensor {name!r} {_described(headers[name][1])} is not of this model{hints.get(name, '')}"
+            for name in extra
+        ]
+        return problems
+
+    def _unsupported_dtypes(self) -> list[str]:
+        kind = "weights without a quantization_config"
+        if self.method:
+            kind = f"weights that {self.method.name} did not quantize"
+        return [
+            f"tensor {name!r} is stored as {self.headers[name][0]}, {kind} are {', '.join(FLOAT_DTYPES)}"
+            for tensor in self.plans
+            if isinstance(tensor, TensorPlan)
+            for name in tensor.sources
+            if self.headers[name][0] not in FLOAT_DTYPES
+        ]
 
 
 def _modules(sources: set[str], headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
@@ -150,15 +331,11 @@ def _modules(sources: set[str], headers: Mapping[str, TensorHeader]) -> dict[str
         place = next((place for place in reversed(dots) if name[:place] in names), None)
         if place is not None and name[place + 1 :] != "bias" and not kv_scale_names([name]):
             modules.setdefault(name[:place], {})[name[place + 1 :]] = header
+    for source in sources:
+        found = {suffix: headers[f"{source}_{suffix}"] for suffix in MXFP4_SUFFIXES if f"{source}_{suffix}" in headers}
+        if found:
+            modules[source] = found
     return modules
-
-
-def _format_problem(error: FormatError, module: str, tensors: set[str], file_of: Callable[[str], str] | None) -> str:
-    if error.suffix is None:
-        return f"module {module!r} {error}"
-    name = f"{module}.{error.suffix}"
-    known = name if name in tensors else min(tensors)
-    return f"tensor {name!r}{f' ({file_of(known)})' if file_of else ''} {error}"
 
 
 def _kv_scale_problems(config: ModelConfig, headers: Mapping[str, TensorHeader]) -> list[str]:
@@ -171,44 +348,33 @@ def _kv_scale_problems(config: ModelConfig, headers: Mapping[str, TensorHeader])
     return problems
 
 
-def unused_tensors(family: Family, config: ModelConfig, names: set[str]) -> set[str]:
-    """Tensors a family's checkpoints may hold that are no parameters: buffers, scales of the key-value cache, and the
-    copy of a tied embedding."""
+def unused_tensors(
+    family: Family,
+    config: ModelConfig,
+    names: set[str],
+    rename: Callable[[str], str] = lambda name: name,
+    skipped: tuple[str, ...] = (),
+) -> set[str]:
+    """Tensors a family's checkpoints may hold that are no parameters: buffers, scales of the key-value cache, the copy
+    of a tied embedding, and what the patterns `skipped` fit."""
     unused = {name for name in names if family.is_skipped(name)} | set(kv_scale_names(names))
+    unused |= {name for name in names if any(re.fullmatch(pattern, name) for pattern in skipped)}
+    unused |= later_layer_tensors(family, config, names)
     if config.tie_word_embeddings:
-        unused |= {"lm_head.weight"} & names
+        unused |= {rename(name) for name in head_names(family)} & names
     return unused
 
 
-def _prefix(headers: Mapping[str, TensorHeader]):
-    """Checkpoints of the bare model lack the `model.` in front of every name but the head's."""
-    is_bare = "embed_tokens.weight" in headers and "model.embed_tokens.weight" not in headers
-    return (lambda name: name.removeprefix("model.")) if is_bare else (lambda name: name)
+def later_layer_tensors(family: Family, config: ModelConfig, names: Iterable[str]) -> set[str]:
+    """Those of layers beyond the last, of multi-token prediction, in the families that have them."""
+    if not family.has_later_layers:
+        return set()
+    layers = ((name, re.fullmatch(r"model\.layers\.(\d+)\..*", name)) for name in names)
+    return {name for name, found in layers if found and int(found[1]) >= config.num_layers}
 
 
 def _described(shape: tuple[int, ...]) -> str:
     return "[" + ", ".join(map(str, shape)) + "]"
-
-
-def _unmatched(
-    family: Family, config: ModelConfig, expected: Mapping[str, str], headers: Mapping[str, TensorHeader]
-) -> list[str]:
-    """Parameters without a tensor and tensors without a parameter, with the likely partner of each."""
-    missing = [name for name in expected if name not in headers]
-    extra = [name for name in headers if name not in expected]
-    ignored = unused_tensors(family, config, set(extra))
-    extra = [name for name in extra if name not in ignored]
-    hints = _hints(missing, extra)
-    problems = []
-    for name in missing:
-        why = hints.get(name, "")
-        if name == "lm_head.weight":
-            why = ": tie_word_embeddings is false or absent in config.json; set it to true if the model ties them"
-        problems.append(f"tensor {name!r} {expected[name]} is missing{why}")
-    problems += [
-        f"tensor {name!r} {_described(headers[name][1])} is not of this model{hints.get(name, '')}" for name in extra
-    ]
-    return problems
 
 
 def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
@@ -220,15 +386,6 @@ def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
         if near := difflib.get_close_matches(name, missing, n=1, cutoff=0.7):
             hints[name] = f"; the model needs {near[0]!r}"
     return hints
-
-
-def _unsupported_dtypes(tensors: list[TensorPlan], method: Method | None) -> list[str]:
-    kind = f"weights that {method.name} did not quantize" if method else "weights without a quantization_config"
-    return [
-        f"tensor {tensor.source!r} is stored as {tensor.source_dtype}, {kind} are {', '.join(FLOAT_DTYPES)}"
-        for tensor in tensors
-        if tensor.source_dtype not in FLOAT_DTYPES
-    ]
 
 
 def _choose_dtype(stored: list[str], hf_config: Mapping[str, Any], dtype: str, where: str | Path) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -61,20 +61,58 @@ class TensorEntry:
     end: int
 
 
+class ByteFile(Protocol):
+    """An open file of any kind. path: for messages. size: in bytes."""
+
+    path: str | Path
+    size: int
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Reads from `offset` on into the buffer's beginning; how many bytes, 0 at the end. Thread-safe."""
+        ...
+
+    def version(self) -> str:
+        """Changes when the file does."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalFile:
+    """A `ByteFile` on a disk."""
+
+    def __init__(self, path: str | Path):
+        self.path: str | Path = Path(path)
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError(self.path, f"cannot be opened: {error.strerror}") from None
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        return os.preadv(self._descriptor, [buffer], offset)
+
+    def version(self) -> str:
+        status = os.stat(self.path)
+        return f"{status.st_size} {status.st_mtime_ns}"
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 class SafetensorsFile:
     """An open file. `tensors` maps names to entries, `metadata` is the header's free text.
 
     Raises CheckpointError, naming the file and the tensor, for a file that is not well formed.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, file: str | Path | ByteFile):
+        self._file: ByteFile = LocalFile(file) if isinstance(file, (str, Path)) else file
+        self.path = self._file.path
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(self.path, f"cannot be opened: {error.strerror}") from None
-        try:
-            size = os.fstat(self._descriptor).st_size
+            size = self._file.size
             self.header = self._read_header(size)
             self._data_start = 8 + len(self.header)
             self.tensors, self.metadata = parse_header(self.header, size - self._data_start, self.path)
@@ -90,18 +128,14 @@ class SafetensorsFile:
             size = entry.end - entry.begin
             raise IndexError(f"bytes [{offset}, {offset + len(buffer)}) of tensor {name!r}, which has {size}")
         where = self._data_start + entry.begin + offset
-        while buffer:
-            num_read = os.preadv(self._descriptor, [buffer], where)
-            if num_read == 0:
-                raise CheckpointError(
-                    self.path, f"tensor {name!r}: the file ends at byte {where}, {len(buffer)} bytes too soon"
-                )
-            where, buffer = where + num_read, buffer[num_read:]
+        self._fill(buffer, where, f"tensor {name!r}")
+
+    def version(self) -> str:
+        """Changes when the file does."""
+        return self._file.version()
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> "SafetensorsFile":
         return self
@@ -112,15 +146,27 @@ class SafetensorsFile:
     def _read_header(self, size: int) -> bytes:
         if size < 8:
             raise CheckpointError(self.path, f"{size} bytes, too short for the 8-byte header length")
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        length = int.from_bytes(self._read(8, 0), "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(self.path, f"header of {length} bytes, the limit is {MAX_HEADER_BYTES}")
         if 8 + length > size:
             raise CheckpointError(self.path, f"header of {length} bytes in a file of {size} bytes: truncated?")
-        header = os.pread(self._descriptor, length, 8)
+        header = self._read(length, 8)
         if not header.startswith(b"{"):
             raise CheckpointError(self.path, f"the header begins with {header[:8]!r}, not with '{{'")
         return header
+
+    def _read(self, length: int, where: int) -> bytes:
+        buffer = bytearray(length)
+        self._fill(memoryview(buffer), where, "the header")
+        return bytes(buffer)
+
+    def _fill(self, buffer: memoryview, where: int, what: str) -> None:
+        while buffer:
+            num_read = self._file.read_into(where, buffer)
+            if num_read == 0:
+                raise CheckpointError(self.path, f"{what}: the file ends at byte {where}, {len(buffer)} bytes too soon")
+            where, buffer = where + num_read, buffer[num_read:]
 
 
 def parse_header(

@@ -1,19 +1,25 @@
 """The safetensors files of a checkpoint directory, read as one table of tensors."""
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import WEIGHTS_INDEX, read_json
+from checkpoints_convert.object_store import MIN_PIECE_BYTES as REMOTE_MIN_PIECE_BYTES
+from checkpoints_convert.object_store import remote_of
 from checkpoints_convert.safetensors_file import SafetensorsFile, TensorEntry
 
 # What a tensor's header says: its safetensors dtype and its shape.
 TensorHeader = tuple[str, tuple[int, ...]]
 
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+_NUM_OPENED = 8
+# A page: a disk reads no less, so that below it reading a piece costs as much as reading what lies between.
+MIN_PIECE_BYTES = 4096
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl"}
 
 
@@ -29,17 +35,33 @@ class SafetensorsIndex:
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
+        self._remote = remote_of(self.directory)
+        self.where: str | Path = self._remote.url if self._remote else self.directory
         weight_map = _weight_map(self.directory)
-        names = sorted(set(weight_map.values())) if weight_map is not None else _shard_names(self.directory)
+        present = set(self._remote.files) if self._remote else _present(self.directory)
+        names = sorted(set(weight_map.values())) if weight_map is not None else _shard_names(self.where, present)
+        missing = [name for name in names if name not in present]
+        if missing:
+            raise CheckpointError(self.where, *(f"the shard {name} is missing" for name in missing))
         self._files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, str] = {}
         try:
-            for path in _checked_paths(self.directory, names):
-                self._files[path.name] = SafetensorsFile(path)
+            if remote := self._remote:
+                with ThreadPoolExecutor(_NUM_OPENED) as executor:  # each takes a few round trips
+                    opened = executor.map(SafetensorsFile, map(remote.open, names))
+                    self._files = dict(zip(names, opened, strict=True))
+            else:
+                for path in _checked_paths(self.directory, names):
+                    self._files[path.name] = SafetensorsFile(path)
             self._build_table(weight_map or {})
         except BaseException:
             self.close()
             raise
+
+    @property
+    def min_piece_bytes(self) -> int:
+        """How small a piece of a row may be to be read by itself."""
+        return REMOTE_MIN_PIECE_BYTES if self._remote else MIN_PIECE_BYTES
 
     @property
     def headers(self) -> dict[str, TensorHeader]:
@@ -49,9 +71,13 @@ class SafetensorsIndex:
     def entry(self, name: str) -> TensorEntry:
         return self._files[self._file_of[name]].tensors[name]
 
-    def path_of(self, name: str) -> Path:
-        """The file a tensor lies in."""
+    def path_of(self, name: str) -> str | Path:
+        """The file a tensor lies in; a URL where it is in an object store."""
         return self._files[self._file_of[name]].path
+
+    def file_of(self, name: str) -> str:
+        """The name of the file a tensor lies in."""
+        return self._file_of[name]
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with the tensor's bytes from `offset` on. Safe to call from several threads."""
@@ -61,8 +87,7 @@ class SafetensorsIndex:
         """Changes when a file is replaced, resized or touched; reads headers only."""
         digest = hashlib.sha256()
         for name, file in sorted(self._files.items()):
-            status = os.stat(file.path)
-            digest.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode() + file.header)
+            digest.update(f"{name} {file.version()}\n".encode() + file.header)
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -87,7 +112,7 @@ class SafetensorsIndex:
                 found = f", it is in {self._file_of[name]}" if name in self._file_of else ""
                 problems.append(f"tensor {name!r} is not in {file_name}, where {WEIGHTS_INDEX} puts it{found}")
         if problems:
-            raise CheckpointError(self.directory, *problems)
+            raise CheckpointError(self.where, *problems)
 
 
 def weight_files(directory: Path) -> list[str] | None:
@@ -122,26 +147,29 @@ def _name_problem(name: str) -> str | None:
     return None
 
 
-def _shard_names(directory: Path) -> list[str]:
-    if (directory / "model.safetensors").exists():
+def _present(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir() if path.is_file()} if directory.is_dir() else set()
+
+
+def _shard_names(where: str | Path, present: set[str]) -> list[str]:
+    if "model.safetensors" in present:
         return ["model.safetensors"]
-    names = sorted(path.name for path in directory.glob("model-*.safetensors"))
+    names = sorted(name for name in present if fnmatchcase(name, "model-*.safetensors"))
     if not names:
-        raise CheckpointError(directory, _nothing_to_open(directory))
+        raise CheckpointError(where, _nothing_to_open(sorted(present)))
     totals = {int(match[2]) for name in names if (match := _SHARD.fullmatch(name))}
     if len(totals) > 1:
-        raise CheckpointError(directory, f"shards of {' and of '.join(map(str, sorted(totals)))} files lie together")
+        raise CheckpointError(where, f"shards of {' and of '.join(map(str, sorted(totals)))} files lie together")
     for total in totals:
-        present = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
+        numbers = {int(match[1]) for name in names if (match := _SHARD.fullmatch(name))}
         width = len(next(match[1] for name in names if (match := _SHARD.fullmatch(name))))
         names += [
-            f"model-{i:0{width}}-of-{total:0{width}}.safetensors" for i in range(1, total + 1) if i not in present
+            f"model-{i:0{width}}-of-{total:0{width}}.safetensors" for i in range(1, total + 1) if i not in numbers
         ]
     return names
 
 
-def _nothing_to_open(directory: Path) -> str:
-    present = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
+def _nothing_to_open(present: list[str]) -> str:
     pickled = [name for name in present if Path(name).suffix in _PICKLED]
     other = [name for name in present if name.endswith((".safetensors", ".gguf"))]
     if pickled:
@@ -157,9 +185,6 @@ def _nothing_to_open(directory: Path) -> str:
 
 
 def _checked_paths(directory: Path, names: list[str]) -> list[Path]:
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        raise CheckpointError(directory, *(f"the shard {name} is missing" for name in missing))
     for name in names:
         if not _stays_inside(directory, directory / name):
             target = (directory / name).resolve()

@@ -9,33 +9,45 @@
     params/final_norm/ ...
     config.json, tokenizer.json, ...   copied from the source
 
-One checkpoint per layer, rather than one for the model, so that a conversion resumes at a layer and reading holds one
-layer beside what is already on the device. Keys are whole parameter names, so a unit is readable by itself.
+One checkpoint per layer, rather than one for the model, so that a conversion resumes at a layer. Keys are whole
+parameter names, so a unit is readable by itself.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
 import numpy as np
 
+from checkpoints_convert.arrays import empty_aligned
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import NATIVE_CONFIG, read_json
+from checkpoints_convert.files import NATIVE_CONFIG, PARAMS, read_json
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.manifest import read_manifest, size_problems, verify_manifest
 from checkpoints_convert.native_arrays import Description, flatten, parts_of, rebuild
-from checkpoints_convert.source import ParamPath, Source, check_dtype, digest, numpy_dtype, param_shapes
+from checkpoints_convert.parts import Bounds, shape_of, slices_of, whole
+from checkpoints_convert.regions import cast_array
+from checkpoints_convert.source import (
+    Group,
+    ParamPath,
+    Source,
+    check_dtype,
+    digest,
+    numpy_dtype,
+    param_dtype,
+    param_shapes,
+    unit_of,
+)
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray, check
 
 FORMAT_VERSION = 2
 _DENSE_VERSION = 1  # written where nothing is quantized, so that older readers open it
-PARAMS = "params"
 _CHUNK_BYTES = 16 * 2**20  # what is compressed at once; whole arrays would be held three times while they are written
 
 
@@ -112,26 +124,38 @@ class NativeSource(Source):
         native = read_native_config(directory)
         self._stored, self._quantized, self.kv_scales = native.model, native.quantized, native.kv_scales
         self.config = self._stored if dtype == "auto" else replace(self._stored, dtype=dtype)
+        self._opened: dict[str, _Unit] = {}
+        self._lock = Lock()
         self._manifest = read_manifest(directory)
         problems = verify_manifest(directory) if verify else size_problems(directory, self._manifest)
         if problems:
             raise CheckpointError(directory, *problems)
 
-    def read(self, unit: str) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
-        directory = self.directory / PARAMS / unit
-        shapes = self.units()[unit]
-        stored = _restore(directory, self._parts(shapes))
-        release_heap()
-        for path, shape in shapes.items():
-            name = ".".join(path)
+    def read_group(
+        self, group: Group, parts: Mapping[ParamPath, Sequence[Bounds]]
+    ) -> Iterator[tuple[ParamPath, list[np.ndarray] | QuantizedArray]]:
+        """Of dense parameters the chunks are read, of 16 MiB at most, that the parts lie in."""
+        for path in group:
+            name, unit = ".".join(path), self._unit(unit_of(path))
             if name in self._quantized:
-                yield path, self._rebuilt(name, stored, directory)
+                yield path, self._rebuilt(name, unit)
                 continue
-            array = stored.pop(name)
-            copy = partial(_copy_bytes, array)
-            yield path, self.host_array(copy, shape, array.dtype, param=name, name=name, where=directory)
-            del array, copy
-        release_heap()
+            shape = param_shapes(self.config)[path]
+            yield path, [self._part(unit, path, bounds) for bounds in parts.get(path) or [whole(shape)]]
+
+    def _unit(self, name: str) -> "_Unit":
+        with self._lock:
+            if name not in self._opened:
+                self._opened[name] = _Unit(self.directory / PARAMS / name, self._parts(self.units()[name]))
+            return self._opened[name]
+
+    def _part(self, unit: "_Unit", path: ParamPath, bounds: Bounds) -> np.ndarray:
+        name = ".".join(path)
+        stored = unit.read(name, bounds)
+        wanted = numpy_dtype(param_dtype(self.config, path))
+        array, seen = cast_array(stored, wanted, executor=self.executor, measure_cast=self._measure_casts)
+        self.check_seen(seen, stored.dtype, wanted, param=name, name=name, where=unit.directory)
+        return array
 
     def param_bytes(self, path: ParamPath) -> int:
         description = self._quantized.get(".".join(path))
@@ -149,16 +173,16 @@ class NativeSource(Source):
                 for part, (part_shape, dtype) in parts_of(self._quantized[name]).items():
                     parts[f"{name}.{part}"] = (part_shape, numpy_dtype(dtype))
             else:
-                parts[name] = (shape, numpy_dtype(self._stored.dtype))
+                parts[name] = (shape, numpy_dtype(param_dtype(self._stored, path)))
         return parts
 
-    def _rebuilt(self, name: str, stored: dict[str, np.ndarray], directory: Path) -> QuantizedArray:
+    def _rebuilt(self, name: str, unit: "_Unit") -> QuantizedArray:
         description = self._quantized[name]
-        array = rebuild(description, {part: stored.pop(f"{name}.{part}") for part in description["parts"]})
+        array = rebuild(description, {part: unit.read(f"{name}.{part}") for part in description["parts"]})
         try:
             check(array, f"parameter {name!r}")
         except ValueError as error:
-            raise CheckpointError(directory, str(error)) from None
+            raise CheckpointError(unit.directory, str(error)) from None
         return array
 
     def quantized(self) -> dict[ParamPath, str]:
@@ -180,23 +204,50 @@ def itemsize_bits(dtype: str) -> int:
     return jax.dtypes.itemsize_bits(numpy_dtype(dtype))
 
 
-def _restore(directory: Path, wanted: Mapping[str, tuple[tuple[int, ...], np.dtype]]) -> dict[str, np.ndarray]:
-    """The arrays of a unit, exactly as stored: what Orbax would cast or reshape in silence is refused first."""
-    import orbax.checkpoint as ocp
+class _Unit:
+    """One unit opened for reading: names, shapes and dtypes are those `wanted`, which Orbax would cast and reshape in
+    silence. Arrays are read by TensorStore, which Orbax writes with, straight to where they stay, and in parts."""
 
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    def __init__(self, directory: Path, wanted: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
+        import orbax.checkpoint as ocp
+
+        self.directory, self._wanted = directory, wanted
+        with self._explained(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             tree = checkpointer.metadata(directory.absolute()).item_metadata.tree
             found = {name: (tuple(entry.shape), np.dtype(entry.dtype)) for name, entry in tree.items()}
-            if found != wanted:
-                raise CheckpointError(directory, *_differences(wanted, found))
-            arguments = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in wanted}
-            return checkpointer.restore(directory.absolute(), args=ocp.args.PyTreeRestore(restore_args=arguments))
-    except CheckpointError:
-        raise
-    except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(directory, f"cannot be read, {type(error).__name__}: {reason}") from error
+        if found != wanted:
+            raise CheckpointError(directory, *_differences(wanted, found))
+
+    def read(self, name: str, bounds: Bounds | None = None) -> np.ndarray:
+        """An array, or a part of it, as stored."""
+        import tensorstore as ts
+
+        shape, dtype = self._wanted[name]
+        bounds = whole(shape) if bounds is None else bounds
+        array = empty_aligned(shape_of(bounds), dtype)
+        base = {"driver": "file", "path": f"{self.directory.absolute()}/"}
+        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        with self._explained():
+            # A chunk that is missing is an error, not zeros.
+            spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
+            stored = ts.open(ts.Spec(spec), open=True, read=True).result()
+            if (tuple(stored.shape), np.dtype(stored.dtype.numpy_dtype)) != (shape, dtype):
+                raise CheckpointError(
+                    self.directory, f"tensor {name!r} is {stored.dtype}{list(stored.shape)} in its data"
+                )
+            view = stored[slices_of(bounds)].translate_to[(0,) * len(shape)] if shape else stored
+            ts.array(array).write(view).result()
+        return array
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
+            reason = str(error).strip().split("\n")[0]
+            raise CheckpointError(self.directory, f"cannot be read, {type(error).__name__}: {reason}") from error
 
 
 def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
@@ -207,8 +258,3 @@ def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[st
             (shape, dtype), (other_shape, other_dtype) = wanted[name], found[name]
             problems.append(f"tensor {name!r} is {other_dtype}{list(other_shape)}, not {dtype}{list(shape)}")
     return problems
-
-
-def _copy_bytes(array: np.ndarray, offset: int, buffer: memoryview) -> None:
-    raw = array.reshape(-1).view(np.uint8)
-    buffer[:] = raw[offset : offset + len(buffer)].data

@@ -13,9 +13,9 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.load import load, open_source
 from checkpoints_convert.source import Source
+from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, Params, bind, collect, tap_names
 from jaxinfer.quantization import QuantizedArray
-from pallas_kernels.flash_attention import flash_attention
 
 NUM_TOKENS = 320  # short prompts have let wrong rotations pass
 _LOGIT_BLOCK = 64  # positions whose logits are held at once
@@ -169,13 +169,10 @@ def _programs(config: ModelConfig) -> tuple[Callable[..., Any], Callable[..., ja
     """Jitted forward pass and logits, compiled once for both sides. The dtype is that of the parameters."""
     names = _compared_states(config)
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-        return flash_attention(q, k, v, window=window)
-
     def forward(params: Params, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         found, tap = collect(names)
         positions = jnp.arange(tokens.shape[0])[None]
-        hidden = bind(config, params)(tokens[None], positions, attend, tap)
+        hidden = bind(config, params)(tokens[None], positions, attend_without_cache, tap)
         return hidden[0], {name: found[name][0] for name in names}
 
     return jax.jit(forward), jax.jit(lambda params, hidden: bind(config, params).logits(hidden))

@@ -3,7 +3,7 @@
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.formats.method import METHODS, quantization_method, with_side_file
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
-from checkpoints_convert.formats.mxfp4 import mxfp4_experts, mxfp4_gate_up, mxfp4_weight
+from checkpoints_convert.formats.mxfp4 import mxfp4_experts, mxfp4_weight
 
 __all__ = [
     "METHODS",
@@ -12,7 +12,6 @@ __all__ = [
     "Method",
     "ModuleReader",
     "mxfp4_experts",
-    "mxfp4_gate_up",
     "mxfp4_weight",
     "quantization_method",
     "with_side_file",

@@ -14,7 +14,7 @@ from jaxinfer.models import ModelConfig
 _LOG = logging.getLogger(__name__)
 # compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files.
 _NAME = re.compile(
-    r"(?:model\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
+    r"(?:\w+\.)*(?:layers|h)\.(\d+)\.(?:self_attn|self_attention|attention|attn)\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
     r"|v_proj\.output_scale)"
 )
 _KEY = ("k_scale", "k_proj.output_scale")

@@ -13,6 +13,7 @@ from checkpoints_convert.formats.compressed_tensors import compressed_tensors
 from checkpoints_convert.formats.fp8 import fbgemm_fp8, fp8, modelopt
 from checkpoints_convert.formats.gptq import gptq
 from checkpoints_convert.formats.module import FormatError, Method
+from checkpoints_convert.formats.mxfp4 import mxfp4
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "gptq": gptq,
@@ -22,12 +23,12 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "fp8": fp8,
     "fbgemm_fp8": fbgemm_fp8,
     "modelopt": modelopt,
+    "mxfp4": mxfp4,
     "auto-round": autoround,
     "intel/auto-round": autoround,
 }
 # What is known of the others, for the message.
 _REFUSED = {
-    "mxfp4": "it is read for the experts of gpt-oss only",
     "mlx": "MLX checkpoints hold affine groups with floating-point offsets",
 }
 

@@ -1,12 +1,19 @@
 """MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats in blocks of 32 that share a power of two."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.formats.module import FormatError, host_quantized
+from checkpoints_convert.formats.module import FormatError, Method, ModuleReader, has_shape, host_quantized
+from checkpoints_convert.safetensors_index import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 BLOCK = 32
+# After the name of a parameter of gpt-oss, with an underscore.
+SUFFIXES = ("blocks", "scales")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -35,15 +42,34 @@ def mxfp4_weight(packed: np.ndarray, exponents: np.ndarray) -> QuantizedArray:
 
 
 def mxfp4_experts(blocks: np.ndarray, scales: np.ndarray) -> QuantizedArray:
-    """gpt-oss's experts [E, K, N] of `*_blocks` uint8 [E, N, K / 32, 16] and `*_scales` uint8 [E, N, K / 32]."""
+    """gpt-oss's experts [E, K, N], outputs in the order of the file, of `*_blocks` uint8 [E, N, K / 32, 16] and
+    `*_scales` uint8 [E, N, K / 32]."""
     if blocks.ndim != 4 or blocks.shape[-1] != BLOCK // 2 or blocks.shape[:-1] != scales.shape:
         raise FormatError(f"blocks {list(blocks.shape)} and scales {list(scales.shape)} are not of one weight")
     return mxfp4_weight(blocks.reshape(*blocks.shape[:2], -1), scales)
 
 
-def mxfp4_gate_up(blocks: np.ndarray, scales: np.ndarray) -> tuple[QuantizedArray, QuantizedArray]:
-    """Gate and up [E, K, F] of gpt-oss's `gate_up_proj`, whose 2 F rows alternate: gate first."""
-    if blocks.ndim != 4 or blocks.shape[1] % 2:
-        raise FormatError(f"blocks {list(blocks.shape)} are not gates and ups in turn")
-    gate, up = (mxfp4_experts(blocks[:, first::2], scales[:, first::2]) for first in (0, 1))
-    return gate, up
+@dataclass(frozen=True)
+class Mxfp4(Method):
+    """gpt-oss's: experts [E, N, K / 32, 16] with scales [E, N, K / 32]; nothing else is quantized."""
+
+    name: str = "mxfp4"
+
+    def reader(
+        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
+    ) -> ModuleReader | None:
+        """Of an expert parameter, whose dense form is `shape` [E, K, N]."""
+        if not set(SUFFIXES) & set(headers):
+            return None
+        if len(shape) != 3 or shape[1] % BLOCK:
+            raise FormatError(f"of shape {list(shape)} is no stack of experts with inputs in blocks of {BLOCK}")
+        experts, inputs, outputs = shape
+        blocks = (experts, outputs, inputs // BLOCK)
+        has_shape(headers, "blocks", ("U8",), (*blocks, BLOCK // 2))
+        has_shape(headers, "scales", ("U8", "F8_E8M0"), blocks)
+        return ModuleReader(SUFFIXES, lambda tensors: mxfp4_experts(tensors["blocks"], tensors["scales"]))
+
+
+def mxfp4(data: Mapping[str, Any]) -> Mxfp4:
+    """`quant_method` "mxfp4"."""
+    return Mxfp4()

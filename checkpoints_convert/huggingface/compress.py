@@ -43,6 +43,8 @@ def stored_form(weight: QuantizedArray) -> Stored:
         if is_nested or scheme.activations is not None or is_permuted:
             raise ValueError(f"MXFP4 with nested scales, quantized activations or permuted inputs: {_INSTEAD}")
         return Stored("mxfp4-pack-quantized", 4, "float", True, "group", BLOCK)
+    if scheme.kind == "affine":
+        raise ValueError(f"minima that are no multiple of the scale: {_INSTEAD}")
     if is_nested:
         raise ValueError(f"nested scales: {_INSTEAD}")
     strategy = _strategy(weight)

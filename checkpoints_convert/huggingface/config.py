@@ -7,69 +7,105 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError, did_you_mean
 from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import FormatError, quantization_method
-from checkpoints_convert.huggingface.families import FAMILIES, Bias, Family, family_of
+from checkpoints_convert.huggingface.families import FAMILIES, WRAPPERS, family_of, text_part
+from checkpoints_convert.huggingface.family import ACTIVATIONS, Bias, Family, Setting
 from checkpoints_convert.huggingface.fields import Fields
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.models import ModelConfig
 
-_SILU = ("silu", "swish")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+# Fields that some families call otherwise.
+_COMMON = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps"),
+)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelConfig:
     """The configuration a parsed config.json describes, with the defaults of Transformers 5.
 
-    Its dtype is the declared one, float32 when none is; the tensors decide what a loaded model has.
+    Of a model of text and images it is the text part's. Its dtype is the declared one, float32 when none is; the
+    tensors decide what a loaded model has.
 
     Raises:
       CheckpointError: an architecture, activation, rotation or quantization we do not have, by name; fields that are
         missing or ill typed, all of them at once. Code named in `auto_map` is never run.
     """
-    family = _family(data, where)
+    family, data = family_for(data, where)
     problems: list[str] = []
-    fields = Fields(data, problems)
+    fields = Fields(data, problems, names=family.names)
+    for name, (value, reason) in family.refused.items():
+        if data.get(name) == value:
+            fields.problem(name, f"is {str(value).lower()}, which is not supported: {reason}")
     num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
+    if family.names.get("head_dim", "") is None and hidden_size % num_heads and not problems:
+        fields.problem("hidden_size", f"{hidden_size} is not a multiple of the {num_heads} attention heads")
     max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     window = _window(fields, family)
     layer_types = _layer_types(fields, family, num_layers, window)
-    rope = rope_config(
-        data, problems, head_dim=head_dim, max_position_embeddings=max_positions, layer_types=layer_types
-    )
-    if rope.rotary_dim != head_dim and not family.has_partial_rotary and not problems:
-        asked = f"{rope.rotary_dim} of {head_dim} dimensions"
-        problems.append(f"partial_rotary_factor: {family.architecture} rotates whole heads, this asks for {asked}")
-    activation = data.get("hidden_act", "silu")
-    if activation not in _SILU:
-        fields.problem("hidden_act", f"{activation!r} is not supported for {family.architecture}, only 'silu' is")
+    options = {"form": family.rope, "head_dim": head_dim, "max_position_embeddings": max_positions}
+    rope = rope_config(data, problems, **options, layer_types=layer_types)
+    local_rope = None if family.rope.local_theta is None else rope_config(data, problems, **options, is_local=True)
+    for one in (rope, local_rope):
+        if one is not None and one.rotary_dim != head_dim and not family.rope.has_partial and not problems:
+            asked = f"{one.rotary_dim} of {head_dim} dimensions"
+            problems.append(f"partial_rotary_factor: {family.architecture} rotates whole heads, this asks for {asked}")
     try:
         quantization_method(data)
     except FormatError as error:
         fields.problem("quantization_config:", str(error))
+    inner = None if family.inner_factor is None else family.inner_factor * hidden_size
     values = {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("intermediate_size", *([] if inner is None else [inner])),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": fields.integer("num_key_value_heads", family.num_kv_heads or num_heads),
         "head_dim": head_dim,
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", False),
+        "norm_eps": fields.number("rms_norm_eps", family.norm_eps),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", family.is_tied),
         "qkv_bias": _bias(fields, family.qkv_bias),
         "output_bias": _bias(fields, family.output_bias),
         "mlp_bias": _bias(fields, family.mlp_bias),
+        "qk_norm": family.qk_norm,
+        "activation": _activation(fields, family),
         "sliding_windows": _windows(fields, layer_types, window),
+        "rotated_layers": _rotated_layers(fields, family, layer_types),
         "max_position_embeddings": max_positions,
         "dtype": declared_dtype(data, problems) or "float32",
+        **family.fixed,
+        **{setting.field: _setting(fields, setting) for setting in family.settings},
     }
-    if problems:
-        raise CheckpointError(where, *problems)
     try:
-        return ModelConfig(architecture=family.architecture, rope=rope, qk_norm=family.qk_norm, **values)
+        if family.build is not None:
+            values |= family.build(fields, values | {"rope": rope})
+        if problems:
+            raise CheckpointError(where, *problems)
+        return ModelConfig(
+            architecture=family.architecture,
+            rope=rope,
+            local_rope=None if local_rope == rope else local_rope,
+            **values,
+        )
+    except CheckpointError:
+        raise
     except ValueError as error:
-        raise CheckpointError(where, str(error)) from None
+        raise CheckpointError(where, *(problems or [str(error)])) from None
+
+
+def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Family, Mapping[str, Any]]:
+    """The family of a parsed config.json, and its fields: the text part's, with the family's defaults.
+
+    Raises CheckpointError for an architecture we do not have, with the nearest one.
+    """
+    data = text_part(data)
+    family = _family(data, where)
+    data = {**family.defaults, **data}
+    return family, data if family.normalize is None else family.normalize(data)
 
 
 def declared_dtype(data: Mapping[str, Any], problems: list[str]) -> str | None:
@@ -95,31 +131,39 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
             CONFIG, f"no architecture {config.architecture!r}{did_you_mean(config.architecture, FAMILIES)}"
         )
     family = family_of(config)
+    names = {name: name if (own := family.names.get(name, name)) is None else own for name in _COMMON}
     data: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
+        names["hidden_size"]: config.hidden_size,
+        names["intermediate_size"]: config.intermediate_size,
+        names["num_hidden_layers"]: config.num_layers,
+        names["num_attention_heads"]: config.num_heads,
+        names["num_key_value_heads"]: config.num_kv_heads,
+        names["head_dim"]: config.head_dim,
+        names["hidden_act"]: _activation_name(family, config),
+        names["max_position_embeddings"]: config.max_position_embeddings,
+        names["rms_norm_eps"]: config.norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": config.dtype,
-        **rope_fields(config.rope),
+        **rope_fields(config, family.rope),
         **_window_fields(family, config),
+        **_rotated_fields(family, config),
     }
-    for name, value in (
-        ("qkv_bias", config.qkv_bias),
-        ("output_bias", config.output_bias),
-        ("mlp_bias", config.mlp_bias),
-    ):
+    for name, own in family.names.items():
+        if own is None:
+            data.pop(name, None)
+    for name in ("qkv_bias", "output_bias", "mlp_bias"):
         if isinstance(field := getattr(family, name), str):
-            data[field] = value
+            data[field] = getattr(config, name)
+    for setting in family.settings:
+        if setting.is_derived:
+            continue
+        value = getattr(config, setting.field)
+        data[setting.name] = None if value is None else setting.conversion.write(value)
+    if family.express is not None:
+        data |= family.express(config)
     _check_round_trip(config, data)
     return data
 
@@ -166,11 +210,12 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
         raise CheckpointError(where, f"architectures must be a list of names, got {names!r}")
     if names[0] in FAMILIES:
         return FAMILIES[names[0]]
+    known = (*FAMILIES, *WRAPPERS)
     needs_code = " Its auto_map asks for code from the repository, which is never run." if data.get("auto_map") else ""
     raise CheckpointError(
         where,
-        f"the architecture {names[0]!r} is not supported{did_you_mean(names[0], FAMILIES)}."
-        f" Supported: {', '.join(FAMILIES)}.{needs_code}",
+        f"the architecture {names[0]!r} is not supported{did_you_mean(names[0], known)}."
+        f" Supported: {', '.join(known)}.{needs_code}",
     )
 
 
@@ -178,10 +223,35 @@ def _bias(fields: Fields, bias: Bias) -> bool:
     return fields.boolean(bias, False) if isinstance(bias, str) else bias
 
 
+def _setting(fields: Fields, setting: Setting) -> Any:
+    name, default = setting.name, setting.default
+    if setting.kind == "text":
+        return fields.data.get(name, default)
+    if setting.kind == "optional" and name in fields.data and fields.data[name] is None:
+        return None
+    value = fields.boolean(name, default) if setting.kind == "boolean" else fields.number(name, default)
+    return None if value is None else setting.conversion.read(value)
+
+
+def _activation(fields: Fields, family: Family) -> str:
+    name = fields.text("hidden_act", family.activation)
+    if name not in family.activations:
+        known = ", ".join(map(repr, family.activations))
+        fields.problem("hidden_act", f"{name!r} is not supported for {family.architecture}, only {known} are")
+        return "silu"
+    return family.activations[name]
+
+
+def _activation_name(family: Family, config: ModelConfig) -> str:
+    if family.activations[family.activation] == config.activation:
+        return family.activation
+    return next(name for name, kind in ACTIVATIONS.items() if kind == config.activation)
+
+
 def _window(fields: Fields, family: Family) -> int | None:
     """Visible keys of a sliding layer; null means no window, absence the family's default."""
-    is_off = family.windows == "late" and not fields.boolean("use_sliding_window", False)
-    if family.windows == "none" or is_off:
+    is_switched = family.windows in ("late", "unrotated")
+    if family.windows == "none" or (is_switched and not fields.boolean("use_sliding_window", False)):
         return None
     return fields.integer("sliding_window", None if "sliding_window" in fields.data else family.default_window)
 
@@ -189,12 +259,9 @@ def _window(fields: Fields, family: Family) -> int | None:
 def _layer_types(fields: Fields, family: Family, num_layers: int, window: int | None) -> tuple[str, ...]:
     """One of "full_attention" and "sliding_attention" for every layer."""
     given = fields.data.get("layer_types")
+    known = (_FULL,) if family.windows == "none" else (_FULL, _SLIDING)
     if given is None:
-        first = num_layers
-        if window is not None:
-            first = 0 if family.windows == "all" else fields.integer("max_window_layers", 28, least=0)
-        return tuple("sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers))
-    known = ("full_attention",) if family.windows == "none" else ("full_attention", "sliding_attention")
+        return _default_layer_types(fields, family, num_layers, window)
     if not isinstance(given, list):
         fields.problem("layer_types", f"must be a list, got {given!r}")
     elif unknown := [kind for kind in given if kind not in known]:
@@ -203,41 +270,86 @@ def _layer_types(fields: Fields, family: Family, num_layers: int, window: int | 
         fields.problem("layer_types", f"has {len(given)} entries for num_hidden_layers={num_layers}")
     else:
         return tuple(given)
-    return ("full_attention",) * num_layers
+    return (_FULL,) * num_layers
+
+
+def _default_layer_types(fields: Fields, family: Family, num_layers: int, window: int | None) -> tuple[str, ...]:
+    layers = range(num_layers)
+    if window is None:
+        is_sliding = [False] * num_layers
+    elif family.windows == "pattern":
+        full_every = fields.integer("sliding_window_pattern", family.full_every)
+        is_sliding = [(layer + 1) % full_every != 0 for layer in layers]
+    elif family.windows == "unrotated":
+        is_sliding = [not is_rotated for is_rotated in _listed_rotations(fields, num_layers)]
+    else:
+        first = 0 if family.windows == "all" else fields.integer("max_window_layers", 28, least=0)
+        is_sliding = [layer >= first for layer in layers]
+    return tuple(_SLIDING if one else _FULL for one in is_sliding)
 
 
 def _windows(fields: Fields, layer_types: tuple[str, ...], window: int | None) -> tuple[int | None, ...]:
-    if "sliding_attention" not in layer_types:
+    if _SLIDING not in layer_types:
         return ()
     if window is None:
         fields.problem("layer_types", "names sliding_attention layers, but no sliding_window is in use")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return tuple(window if kind == _SLIDING else None for kind in layer_types)
+
+
+def _rotated_layers(fields: Fields, family: Family, layer_types: tuple[str, ...]) -> tuple[bool, ...]:
+    rotated = family.rope.rotated
+    if rotated == "none":
+        return (False,) * len(layer_types)
+    if rotated == "windowed":
+        found = tuple(kind == _SLIDING for kind in layer_types)
+    else:
+        found = _listed_rotations(fields, len(layer_types)) if rotated == "listed" else ()
+    return () if all(found) else found
+
+
+def _listed_rotations(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """`no_rope_layers` has a 1 for each layer that is rotated."""
+    given = fields.data.get("no_rope_layers")
+    if given is None:
+        every = fields.integer("no_rope_layer_interval", 4)
+        return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    if not isinstance(given, list) or len(given) < num_layers or any(one not in (0, 1) for one in given):
+        fields.problem("no_rope_layers", f"must list a 0 or 1 for each of {num_layers} layers, got {given!r}")
+        return (True,) * num_layers
+    return tuple(bool(one) for one in given[:num_layers])
 
 
 def _window_fields(family: Family, config: ModelConfig) -> dict[str, Any]:
-    windows = config.sliding_windows
-    sizes = {window for window in windows if window is not None}
-    window = max(sizes, default=None)
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    window = max((size for size in windows if size is not None), default=None)
+    types = [_FULL if size is None else _SLIDING for size in windows]
     if family.windows == "none":
         return {}
     if family.windows == "all":
-        return {"sliding_window": window}
+        # Without layer_types: Transformers' Mistral has none.
+        return {"sliding_window": window} if len(set(types)) == 1 else {"sliding_window": window, "layer_types": types}
+    if family.windows == "pattern":
+        # A window that no layer has must be one all the same.
+        return {"sliding_window": window or family.default_window, "layer_types": types}
     if window is None:
         return {"use_sliding_window": False, "sliding_window": None}
-    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    return {
-        "use_sliding_window": True,
-        "sliding_window": window,
-        "max_window_layers": types.index("sliding_attention"),
-        "layer_types": types,
-    }
+    late = {"max_window_layers": types.index(_SLIDING)} if family.windows == "late" else {}
+    return {"use_sliding_window": True, "sliding_window": window, **late, "layer_types": types}
+
+
+def _rotated_fields(family: Family, config: ModelConfig) -> dict[str, Any]:
+    if family.rope.rotated != "listed":
+        return {}
+    return {"no_rope_layers": [int(config.rope_of(layer) is not None) for layer in range(config.num_layers)]}
 
 
 def _check_round_trip(config: ModelConfig, data: Mapping[str, Any]) -> None:
     """Reads back what was written: whatever differs is something the architecture has no field for."""
     wanted, found = config.to_dict(), model_config(data).to_dict()
     for side in (wanted, found):
-        del side["rope"]["sequence_length"]  # what the engine serves, not a property of the checkpoint
+        for name in ("rope", "local_rope"):
+            if side[name] is not None:
+                del side[name]["sequence_length"]  # what the engine serves, not a property of the checkpoint
     if not any(wanted["sliding_windows"]):
         wanted["sliding_windows"] = ()
     differing = [name for name in wanted if wanted[name] != found[name]]

@@ -10,11 +10,32 @@ REQUIRED: Any = object()
 class Fields:
     """Reads fields of `data`; `prefix` is put before their names in messages, `problems` collects what is wrong.
 
+    `names` has those that are called otherwise in `data`, None for one that does not exist there.
+
     A field that is absent or null has its default. After a problem the reading goes on with a harmless value.
     """
 
-    def __init__(self, data: Mapping[str, Any], problems: list[str], prefix: str = ""):
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        problems: list[str],
+        prefix: str = "",
+        names: Mapping[str, str | None] | None = None,
+    ):
         self.data, self.problems, self._prefix = data, problems, prefix
+        self._names = names or {}
+
+    def has(self, name: str) -> bool:
+        """Whether a field is given, and not null."""
+        own = self._names.get(name, name)
+        return own is not None and self.data.get(own) is not None
+
+    def text(self, name: str, default: str) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            self.problem(name, f"must be a string, got {value!r}")
+            return default
+        return value
 
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> Any:
         """An int of at least `least`."""
@@ -55,12 +76,13 @@ class Fields:
         return tuple(float(x) for x in value)
 
     def problem(self, name: str, text: str) -> None:
-        self.problems.append(f"{self._prefix}{name} {text}")
+        self.problems.append(f"{self._prefix}{self._names.get(name, name)} {text}")
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self.data.get(name)
+        own = self._names.get(name, name)
+        value = None if own is None else self.data.get(own)
         if value is None:
             if default is REQUIRED:
-                self.problem(name, "is null" if name in self.data else "is missing")
+                self.problem(name, "is null" if own in self.data else "is missing")
             return default
         return value

@@ -1,6 +1,7 @@
 """Reading one quantized module: its tensors, whole, and what its format makes of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -8,6 +9,7 @@ from checkpoints_convert.arrays import count_nonfinite
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.module import host_quantized
+from checkpoints_convert.outputs import OutputsError, taken
 from checkpoints_convert.plan import QuantizedPlan
 from checkpoints_convert.safetensors_file import NUMPY_DTYPES
 from checkpoints_convert.safetensors_index import SafetensorsIndex
@@ -21,6 +23,9 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
     Raises CheckpointError, naming file and tensor, for tensors that do not hold what the format says, and scales that
     are not finite.
     """
+    if plan.experts:
+        parts = [read_quantized(index, replace(one, experts=()), dtype) for one in plan.experts]
+        return _stacked(parts, plan, index)
     reader = plan.reader
     tensors = {
         suffix: read_whole(index, name, is_checked=suffix not in reader.raw) for suffix, name in plan.sources.items()
@@ -37,7 +42,11 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
         known = next((suffix for suffix in plan.sources if suffix == error.suffix), next(iter(plan.sources)))
         what = f"module {plan.module!r}" if error.suffix is None else f"tensor '{plan.module}.{error.suffix}'"
         raise CheckpointError(index.path_of(plan.sources[known]), f"{what} {error}") from None
-    if not plan.transpose:
+    if plan.view is not None:
+        return _viewed(weight, plan, dtype)
+    if plan.outputs is not None:
+        weight = _part(weight, plan, index)
+    if not plan.transpose and weight.ndim == 2:
         weight = weight.T if isinstance(weight, np.ndarray) else _transposed(weight, plan, index)
     if isinstance(weight, np.ndarray):
         return np.ascontiguousarray(weight.astype(numpy_dtype(dtype), copy=False))
@@ -46,6 +55,67 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
     except ValueError as error:
         raise CheckpointError(index.path_of(next(iter(plan.sources.values()))), str(error)) from None
     return weight
+
+
+def _viewed(weight: QuantizedArray | np.ndarray, plan: QuantizedPlan, dtype: str) -> np.ndarray:
+    """The parameter of a module [K, N] whose outputs are of several heads; made dense."""
+    dense = weight if isinstance(weight, np.ndarray) else np.asarray(weight.dequantize())
+    assert plan.view is not None
+    heads = dense.T.reshape(plan.view)
+    if plan.outputs is not None:
+        heads = heads[:, plan.outputs.index]
+    return np.ascontiguousarray(heads.swapaxes(-1, -2).astype(numpy_dtype(dtype), copy=False))
+
+
+def _stacked(
+    parts: list[QuantizedArray | np.ndarray], plan: QuantizedPlan, index: SafetensorsIndex
+) -> QuantizedArray | np.ndarray:
+    """One leaf of the experts' weights, which must be quantized alike. Raises CheckpointError."""
+    dense = [part for part in parts if isinstance(part, np.ndarray)]
+    if len(dense) == len(parts):
+        return np.stack(dense)
+    weights = [part for part in parts if isinstance(part, QuantizedArray)]
+    first = weights[0]
+    for one, part in zip(plan.experts, parts, strict=True):
+        if not isinstance(part, QuantizedArray) or not _alike(part, first):
+            where = index.path_of(next(iter(one.sources.values())))
+            raise CheckpointError(
+                where, f"module {one.module!r} is quantized otherwise than {plan.module!r}, of the same layer"
+            )
+
+    def stack(name: str) -> np.ndarray | None:
+        found = [getattr(weight, name) for weight in weights]
+        if all(array is None for array in found):
+            return None
+        if name == "permutation":  # experts without one keep the order of the inputs
+            found = [np.arange(first.shape[0], dtype=np.int32) if array is None else array for array in found]
+        return np.stack([np.asarray(array) for array in found])
+
+    scales = first.scales
+    if isinstance(scales, NestedScales):
+        parts_of: dict[str, Any] = {
+            name: np.stack([np.asarray(getattr(weight.scales, name)) for weight in weights])
+            for name in ("codes", "outer", "offset")
+        }
+        scales = replace(scales, **parts_of)
+    else:
+        scales = stack("scales")
+    return host_quantized(
+        first.scheme,
+        stack("values"),
+        scales,
+        zeros=stack("zeros"),
+        codebook=first.codebook,
+        permutation=stack("permutation"),
+    )
+
+
+def _alike(a: QuantizedArray, b: QuantizedArray) -> bool:
+    same = a.scheme == b.scheme and (a.zeros is None) == (b.zeros is None) and type(a.scales) is type(b.scales)
+    if isinstance(a.scales, NestedScales) and isinstance(b.scales, NestedScales):
+        same = same and a.scales.inner == b.scales.inner and np.array_equal(a.scales.table, b.scales.table)
+    books = [None if one.codebook is None else np.asarray(one.codebook).tolist() for one in (a, b)]
+    return same and books[0] == books[1]
 
 
 def read_whole(index: SafetensorsIndex, name: str, *, is_checked: bool = True) -> np.ndarray:
@@ -59,6 +129,23 @@ def read_whole(index: SafetensorsIndex, name: str, *, is_checked: bool = True) -
     if is_checked and entry.dtype.startswith(("F", "BF")) and entry.dtype != "F8_E8M0":  # powers of two: their reader
         check_finite(index.path_of(name), name, count_nonfinite(array), array.size)
     return array
+
+
+def _part(
+    weight: QuantizedArray | np.ndarray, plan: QuantizedPlan, index: SafetensorsIndex
+) -> QuantizedArray | np.ndarray:
+    """What of a module [K, N] with several layers, or with outputs in another order, is the parameter."""
+    assert plan.outputs is not None
+    if isinstance(weight, np.ndarray):
+        return weight[:, plan.outputs.index]
+    try:
+        return taken(weight, plan.outputs)
+    except OutputsError as error:
+        where = index.path_of(next(iter(plan.sources.values())))
+        name = ".".join(plan.target)
+        raise CheckpointError(
+            where, f"module {plan.module!r} holds the parameter {name!r} with others in {error}"
+        ) from None
 
 
 def _transposed(weight: QuantizedArray, plan: QuantizedPlan, index: SafetensorsIndex) -> QuantizedArray:

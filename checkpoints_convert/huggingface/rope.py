@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from checkpoints_convert.errors import did_you_mean
+from checkpoints_convert.huggingface.family import RopeForm
 from checkpoints_convert.huggingface.fields import Fields
-from jaxinfer.models import RopeConfig
+from jaxinfer.models import ModelConfig, RopeConfig
 from jaxinfer.models.config import RopeKind
 
 _KINDS = get_args(RopeKind)
@@ -30,6 +31,7 @@ _FIELDS = {
 }
 # Notes of the checkpoint's author, which no implementation computes with.
 _INERT_FIELDS = {"finetuned", "mrope_section", "mrope_interleaved", "original_max_position_embeddings"}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 
 
@@ -39,43 +41,56 @@ def rope_config(
     *,
     head_dim: int,
     max_position_embeddings: int,
-    layer_types: Sequence[str] = ("full_attention",),
+    layer_types: Sequence[str] = (_FULL,),
+    form: RopeForm | None = None,
+    is_local: bool = False,
 ) -> RopeConfig:
     """The rotation config.json asks for. What is wrong with it is appended to `problems`, by field.
 
     Args:
-      layer_types: of the model's layers; with settings nested by layer type, all of these must agree.
+      layer_types: of the model's layers; with settings nested by layer type, all of these must agree, unless the
+        family's layers with a window have a rotation of their own.
+      form: the family's. is_local: the rotation of the layers with a window.
     """
-    name, settings = _settings(data, problems, layer_types)
+    form = form or RopeForm()
+    types = layer_types if form.local_theta is None else (_SLIDING,) if is_local else (_FULL,)
+    name, settings = _settings(data, problems, types, form, is_local)
     fields = Fields(settings, problems, f"{name}.")
     top = Fields(data, problems)
     given = settings.get("rope_type", settings.get("type")) or "default"
-    kind = _ALIASES.get(given, given) if isinstance(given, str) else given
+    aliases = {**_ALIASES, **form.aliases}
+    kind = aliases.get(given, given) if isinstance(given, str) else given
     if kind not in _KINDS:
         known = (*_KINDS, *_ALIASES)
         fields.problem("rope_type", f"{given!r} is not one of {', '.join(known)}{did_you_mean(str(given), known)}")
         kind = "default"
+    known = _FIELDS[kind] | ({"llama_4_scaling_beta", "max_position_embeddings"} if form.has_query_scale else set())
     for key, value in settings.items():
-        if value is not None and key not in _SHARED_FIELDS | _FIELDS[kind] | _INERT_FIELDS:
+        if value is not None and key not in _SHARED_FIELDS | known | _INERT_FIELDS:
             fields.problem(key, f"is not a setting of rope type {kind!r}{did_you_mean(key, _FIELDS[kind])}")
 
-    theta = fields.number("rope_theta", None) or top.number("rope_theta", 10000.0)
-    partial = fields.number("partial_rotary_factor", None) or top.number("partial_rotary_factor", 1.0)
+    theta_name, theta = _top_theta(form, is_local)
+    theta = fields.number("rope_theta", None) or top.number(theta_name, theta)
+    partial = fields.number("partial_rotary_factor", None) or top.number(form.partial_name, form.partial)
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        if not problems:  # else a consequence of those
+        if not problems and form.rotated != "none":  # else a consequence of those
             problems.append(
                 f"partial_rotary_factor={partial} makes {rotary_dim} rotated dimensions of {head_dim} a head"
             )
         rotary_dim = 2
-    common = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
+    common: dict[str, Any] = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
+    if form.has_query_scale:
+        common["query_scale_beta"] = fields.number("llama_4_scaling_beta", None)
+        if common["query_scale_beta"] is not None:
+            common["original_length"] = fields.integer("original_max_position_embeddings", max_position_embeddings)
     if kind == "default":
         return RopeConfig(**common)
     if kind == "linear":
         return RopeConfig(**common, factor=fields.number("factor"))
     if kind == "dynamic":
         # Transformers stretches beyond what the configuration declares, whatever the original length was.
-        return RopeConfig(**common, factor=fields.number("factor"), original_length=max_position_embeddings)
+        return RopeConfig(**{**common, "original_length": max_position_embeddings}, factor=fields.number("factor"))
     original = top.integer("original_max_position_embeddings", None) or fields.integer(
         "original_max_position_embeddings", max_position_embeddings
     )
@@ -93,13 +108,37 @@ def rope_config(
     )
 
 
-def rope_fields(rope: RopeConfig) -> dict[str, Any]:
-    """The inverse: `rope_theta` and `rope_scaling`, the form every version of Transformers reads."""
+def rope_fields(config: ModelConfig, form: RopeForm) -> dict[str, Any]:
+    """The inverse: `rope_theta` and `rope_scaling`, the form every version of Transformers reads, as far as it goes;
+    `rope_parameters`, which version 5 reads, beyond."""
+    if form.rotated == "none":
+        return {}
+    rope, local = config.rope, config.local_rope or config.rope
+    if form.has_query_scale:
+        return {"rope_parameters": _flat(rope)}
+    partial = {form.partial_name: _share(rope.rotary_dim, config.head_dim)} if form.has_partial else {}
+    top = {form.theta_name: rope.theta, "rope_scaling": None if rope.kind == "default" else _scaling(rope), **partial}
+    if rope.kind == "longrope" and form.aliases:
+        top["original_max_position_embeddings"] = rope.original_length
+    if form.local_theta is None:
+        return top
+    if local.kind != "default" or (form.local_theta_name == form.theta_name and local.theta != rope.theta):
+        return {"rope_parameters": {_FULL: _flat(rope), _SLIDING: _flat(local)}}
+    return {**top, form.local_theta_name: local.theta}
+
+
+def _flat(rope: RopeConfig) -> dict[str, Any]:
+    return {"rope_theta": rope.theta, **_scaling(rope)}
+
+
+def _scaling(rope: RopeConfig) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": rope.kind}
     if rope.kind != "default":
         scaling["factor"] = rope.factor
-    if rope.kind in ("llama3", "yarn", "longrope"):
+    if rope.kind in ("llama3", "yarn", "longrope") or rope.query_scale_beta is not None:
         scaling["original_max_position_embeddings"] = rope.original_length
+    if rope.query_scale_beta is not None:
+        scaling["llama_4_scaling_beta"] = rope.query_scale_beta
     if rope.kind == "llama3":
         scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
@@ -109,24 +148,39 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
         scaling["attention_factor"] = rope.attention_factor
     if rope.kind == "longrope":
         scaling |= {"short_factor": list(rope.short_factor or ()), "long_factor": list(rope.long_factor or ())}
-    scaling = {key: value for key, value in scaling.items() if value is not None}
-    return {"rope_theta": rope.theta, "rope_scaling": None if rope.kind == "default" else scaling}
+    return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _share(rotary_dim: int, head_dim: int) -> float:
+    """A factor of which `int(head_dim * factor)` is `rotary_dim`."""
+    share = rotary_dim / head_dim
+    return share if int(head_dim * share) == rotary_dim else (rotary_dim + 0.5) / head_dim
+
+
+def _top_theta(form: RopeForm, is_local: bool) -> tuple[str, float]:
+    """The field beside `rope_scaling` that has the base, and its default."""
+    if is_local and form.local_theta is not None:
+        return form.local_theta_name, form.local_theta
+    return form.theta_name, form.theta
 
 
 def _settings(
-    data: Mapping[str, Any], problems: list[str], layer_types: Sequence[str]
+    data: Mapping[str, Any], problems: list[str], layer_types: Sequence[str], form: RopeForm, is_local: bool
 ) -> tuple[str, Mapping[str, Any]]:
     """The name of the field in use, and the one flat object in it."""
     name = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
-    settings = data.get(name) or {}
-    if not isinstance(settings, dict):
+    settings = data.get(name) or form.default or {}
+    if not isinstance(settings, Mapping):
         problems.append(f"{name} must be an object or null, got {settings!r}")
         return name, {}
     if not _LAYER_TYPES & set(settings):
-        return name, settings
+        # Flat settings are those of the layers without a window.
+        return name, {} if is_local else settings
     used = {kind: settings.get(kind) for kind in dict.fromkeys(layer_types)}
     for kind, value in used.items():
-        if not isinstance(value, dict):
+        if value is None and form.local_theta is not None:
+            return f"{name}.{kind}", {}
+        if not isinstance(value, Mapping):
             problems.append(f"{name}.{kind} must be an object, got {value!r}")
             return name, {}
     first = next(iter(used))

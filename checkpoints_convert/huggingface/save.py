@@ -19,13 +19,26 @@ from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, make_durable, write
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.huggingface.compress import Stored, compress, quantization_config
 from checkpoints_convert.huggingface.config import huggingface_config
-from checkpoints_convert.huggingface.families import Family, family_of, source_of
-from checkpoints_convert.source import ParamPath, check_dtype, check_finite, numpy_dtype, param_shapes
+from checkpoints_convert.huggingface.families import family_of
+from checkpoints_convert.huggingface.family import Family
+from checkpoints_convert.huggingface.names import head_names
+from checkpoints_convert.huggingface.rules import Bundle
+from checkpoints_convert.outputs import joined
+from checkpoints_convert.source import (
+    ParamPath,
+    check_dtype,
+    check_finite,
+    numpy_dtype,
+    param_dtype,
+    param_shapes,
+)
 from checkpoints_convert.staging import staged
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models import ModelConfig, Params, keeps_float32
+from jaxinfer.models.experts import is_shared
 from jaxinfer.quantization import QuantizedArray, check
 from jaxinfer.quantization.matmul import transposed
 
+_OUTPUT_PROJECTION = "layers.{layer}.attention.o_proj.weight"
 MAX_SHARD_BYTES = 2 * 2**30  # a shard is held in host memory while it is written
 
 
@@ -70,8 +83,10 @@ def save_huggingface(
         leaf = leaves[path]
         return leaf.num_bytes if isinstance(leaf, QuantizedArray) else _num_bytes(config, path)
 
-    with staged(Path(dst), sum(map(size_of, leaves)), overwrite=overwrite) as partial:
-        for file in map(Path, extra_files):
+    extra = [Path(file) for file in extra_files]
+    names = [file.name for file in extra]
+    with staged(Path(dst), sum(map(size_of, leaves)), overwrite=overwrite, also_own=names) as partial:
+        for file in extra:
             shutil.copyfile(file, partial / file.name)
         quantization = write_shards(
             config, partial, leaves.__getitem__, size_of, kv_scales=kv_scales, max_shard_bytes=max_shard_bytes
@@ -94,23 +109,28 @@ def write_shards(
     `read` is called once per parameter, in the order of `param_shapes`; one shard is held at a time. `size_of` is a
     parameter's size in bytes, about. Returns the fields for config.json that say how parameters are quantized.
     """
-    shards = list(_shards(config, size_of, max_shard_bytes))
     family = family_of(config)
+    bundles = family.layout(config).bundles
+    shards = list(_shards(bundles, size_of, max_shard_bytes))
+    leaves = _Leaves(config, read)
     weight_map: dict[str, str] = {}
     modules: dict[str, Stored] = {}
     total = 0
-    for number, paths in enumerate(shards, start=1):
+    for number, bundles_of_shard in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        tensors = _kv_tensors(config, kv_scales) if number == 1 else {}
-        for path in paths:
-            key, transpose = source_of(family, path)
-            leaf = read(path)
-            if isinstance(leaf, QuantizedArray):
-                module = key.removesuffix(".weight")
-                parts, modules[module] = _compressed(leaf, path, transpose, directory)
-                tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
+        tensors = _kv_tensors(config, family, kv_scales) if number == 1 else {}
+        for bundle in bundles_of_shard:
+            paths = [placement.target for placement in bundle.placements]
+            found = [leaves.take(path) for path in paths]
+            if any(isinstance(leaf, QuantizedArray) for leaf in found):
+                for number_in_stack, source in enumerate(bundle.sources):
+                    module = source.removesuffix(".weight")
+                    own = [_of_stack(leaf, number_in_stack) for leaf in found] if bundle.is_stacked else found
+                    parts, modules[module] = _compressed(own, bundle, directory)
+                    tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
             else:
-                tensors[key] = _stored(leaf, path, numpy_dtype(config.dtype), transpose, directory)
+                arrays = [_cast(config, leaf, path, directory) for leaf, path in zip(found, paths, strict=True)]
+                tensors |= bundle.assemble(arrays)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, directory / name, metadata={"format": "pt"})
@@ -124,72 +144,109 @@ def write_shards(
         strategy = (
             "tensor" if all(len(scale) == 1 for layer in kv_scales for scale in (layer.k, layer.v)) else "attn_head"
         )
-    linears = _linears(config, family)
+    linears = _linears(bundles, head_names(family)[0])
     return {"quantization_config": quantization_config(modules, linears, kv_strategy=strategy)}
 
 
-def _linears(config: ModelConfig, family: Family) -> list[str]:
+class _Leaves:
+    """Parameters that come in the order of `param_shapes` and are taken, each once, in another."""
+
+    def __init__(self, config: ModelConfig, read: Callable[[ParamPath], Any]):
+        self._paths, self._read = iter(param_shapes(config)), read
+        self._held: dict[ParamPath, Any] = {}
+
+    def take(self, wanted: ParamPath) -> Any:
+        while wanted not in self._held:
+            path = next(self._paths)
+            self._held[path] = self._read(path)
+        return self._held.pop(wanted)
+
+
+def _linears(bundles: Sequence[Bundle], head: str) -> list[str]:
     """Modules of the class Linear, the head also where it is the embedding."""
-    names = []
-    for path in param_shapes(config):
-        key, transpose = source_of(family, path)
-        if transpose:
-            names.append(key.removesuffix(".weight"))
-    return [*names, *(["lm_head"] if "lm_head" not in names else [])]
+    names = [
+        source.removesuffix(".weight")
+        for bundle in bundles
+        for source in bundle.sources
+        if bundle.placements[0].transpose and source.endswith(".weight")
+    ]
+    head = head.removesuffix(".weight")
+    return [*names, *([head] if head not in names else [])]
 
 
-def _kv_tensors(config: ModelConfig, kv_scales: Sequence[LayerKVScales]) -> dict[str, np.ndarray]:
+def _kv_tensors(config: ModelConfig, family: Family, kv_scales: Sequence[LayerKVScales]) -> dict[str, np.ndarray]:
     if kv_scales and len(kv_scales) != config.num_layers:
         raise ValueError(f"{len(kv_scales)} layers of kv_scales for a model of {config.num_layers}")
+    output = next(rule.source for rule in family.tensors if rule.targets == (_OUTPUT_PROJECTION,))
+    attention = output.removesuffix(".weight").rpartition(".")[0]
     return {
-        f"model.layers.{layer}.self_attn.{side}_scale": np.array(values, np.float32)
+        f"{attention.format(layer=layer)}.{side}_scale": np.array(values, np.float32)
         for layer, scales in enumerate(kv_scales)
         for side, values in (("k", scales.k), ("v", scales.v))
     }
 
 
-def _compressed(
-    leaf: QuantizedArray, path: ParamPath, transpose: bool, where: Path
-) -> tuple[dict[str, np.ndarray], Stored]:
-    leaf = jax.tree.map(np.asarray, leaf)
-    name = f"parameter {'.'.join(path)!r}"
+def _of_stack(leaf: Any, number: int) -> Any:
+    """One expert's part of a stack."""
+
+    def take(path: Any, array: Any) -> Any:
+        return array if is_shared(path, array) else array[number]
+
+    return jax.tree_util.tree_map_with_path(take, leaf)
+
+
+def _compressed(leaves: Sequence[Any], bundle: Bundle, where: Path) -> tuple[dict[str, np.ndarray], Stored]:
+    """The tensors of a quantized module, of the parameters in it."""
+    names = [f"parameter {'.'.join(placement.target)!r}" for placement in bundle.placements]
+    if not all(isinstance(leaf, QuantizedArray) for leaf in leaves):
+        dense = next(name for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, QuantizedArray))
+        raise CheckpointError(where, f"{dense} is not quantized, others of the tensor {bundle.sources[0]!r} are")
+    leaves = [jax.tree.map(np.asarray, leaf) for leaf in leaves]
+    outputs = [placement.outputs for placement in bundle.placements if placement.outputs is not None]
+    name, is_embedding = names[0], bundle.placements[0].target == ("embed",)
     try:
-        check(leaf, name)
-        return compress(leaf if transpose else jax.tree.map(np.asarray, transposed(leaf)))
+        for name, leaf in zip(names, leaves, strict=True):
+            check(leaf, name)
+        weight = joined(leaves, outputs) if outputs else leaves[0]
+        if weight.ndim > 2:
+            raise ValueError("all experts are one tensor in this family, which compressed-tensors cannot say")
+        if not is_embedding and not bundle.placements[0].transpose:
+            raise ValueError("a Conv1D of the family stores [in, out], which compressed-tensors cannot say")
+        return compress(jax.tree.map(np.asarray, transposed(weight)) if is_embedding else weight)
     except ValueError as error:
         raise CheckpointError(where, str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
 def _shards(
-    config: ModelConfig, size_of: Callable[[ParamPath], int], max_shard_bytes: int
-) -> Iterator[list[ParamPath]]:
-    shard: list[ParamPath] = []
+    bundles: Sequence[Bundle], size_of: Callable[[ParamPath], int], max_shard_bytes: int
+) -> Iterator[list[Bundle]]:
+    shard: list[Bundle] = []
     filled = 0
-    for path in param_shapes(config):
-        size = size_of(path)
+    for bundle in bundles:
+        size = sum(size_of(placement.target) for placement in bundle.placements)
         if shard and filled + size > max_shard_bytes:
             yield shard
             shard, filled = [], 0
-        shard.append(path)
+        shard.append(bundle)
         filled += size
     yield shard
 
 
 def _num_bytes(config: ModelConfig, path: ParamPath) -> int:
-    return int(np.prod(param_shapes(config)[path], dtype=np.int64)) * numpy_dtype(config.dtype).itemsize
+    return int(np.prod(param_shapes(config)[path], dtype=np.int64)) * numpy_dtype(param_dtype(config, path)).itemsize
 
 
-def _stored(leaf: Any, path: ParamPath, dtype: np.dtype, transpose: bool, where: Path) -> np.ndarray:
-    array = np.asarray(leaf)
+def _cast(config: ModelConfig, leaf: Any, path: ParamPath, where: Path) -> np.ndarray:
+    array, dtype = np.asarray(leaf), numpy_dtype(param_dtype(config, path))
     with np.errstate(over="ignore", invalid="ignore"):
         array = array.astype(dtype, copy=False)
     check_finite(where, ".".join(path), count_nonfinite(array), array.size)
-    # The writer takes the memory as it lies, so the order must be C.
-    return np.ascontiguousarray(array.T if transpose else array)
+    return array
 
 
 def _own_dtype(leaves: Mapping[ParamPath, Any], where: str | Path) -> str:
-    dtypes = sorted({str(leaf.dtype) for leaf in leaves.values() if not isinstance(leaf, QuantizedArray)})
+    own = (leaf for path, leaf in leaves.items() if not isinstance(leaf, QuantizedArray) and not keeps_float32(path))
+    dtypes = sorted({str(leaf.dtype) for leaf in own})
     if len(dtypes) != 1:
         raise CheckpointError(where, f"the parameters mix {' and '.join(dtypes)}: choose one with dtype=")
     return dtypes[0]

@@ -59,8 +59,8 @@ def quantize_within(
     with a choice has a larger KL, the next is made for a sum of the parts' KLs that is smaller by as much. What
     `options.keep` names has the bits it says.
 
-    Args: as `quantize_model`; each round has a part of the journal. report_part and report_round are called after each
-      layer that was measured, and with each choice before it is tried.
+    Arguments are those of `quantize_model`; each round has a part of the journal. report_part and report_round are
+    called after each layer that was measured, and with each choice before it is tried.
 
     Raises:
       ValueError: a budget that is not positive, or that no choice meets; as `quantize_model`.

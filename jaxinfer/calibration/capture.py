@@ -1,45 +1,25 @@
 """One decoder layer at a time: its output, and statistics of what goes into each of its linear layers."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxinfer.cache import attend_without_cache
+from jaxinfer.calibration.routed import InputStatistics, experts_at_once, nothing_seen, sum_over_experts
 from jaxinfer.models import ModelConfig, Params, abstract_params, bind
 from jaxinfer.models.layers import DecoderLayer, Linear
-from jaxinfer.models.rope import rotation
-from pallas_kernels.flash_attention import flash_attention
+from jaxinfer.models.moe import Router, SparseMoE
+from jaxinfer.models.rope import Positions
 
-
-class InputStatistics(NamedTuple):
-    """Sums over the tokens that a linear layer saw; float32.
-
-    Attributes:
-      hessian: [K, K], the sum of x x^T. absolute: [K], the sum of |x|. largest: [K], the largest |x|.
-      num_tokens: how many.
-    """
-
-    hessian: jax.Array
-    absolute: jax.Array
-    largest: jax.Array
-    num_tokens: jax.Array
-
-    def __add__(self, other: "InputStatistics") -> "InputStatistics":  # type: ignore[override]
-        return InputStatistics(
-            self.hessian + other.hessian,
-            self.absolute + other.absolute,
-            jnp.maximum(self.largest, other.largest),
-            self.num_tokens + other.num_tokens,
-        )
-
-    @property
-    def mean_absolute(self) -> jax.Array:
-        return self.absolute / self.num_tokens
+ROUTER = "mlp.router"
+STACKS = ("mlp.experts.gate_proj", "mlp.experts.up_proj", "mlp.experts.down_proj")
+_CHOSEN = "mlp.router.chosen"
 
 
 @dataclass(frozen=True)
@@ -57,9 +37,8 @@ class LayerProgram:
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "LayerProgram":
         """The programs of layer number `layer`."""
-        windows = (config.sliding_windows[layer],) if config.sliding_windows else ()
         # A model of that layer and one token, whose layer it is.
-        return cls(replace(config, num_layers=1, sliding_windows=windows, vocab_size=1, tie_word_embeddings=True))
+        return cls(replace(config.with_layers([layer]), vocab_size=1, tie_word_embeddings=True))
 
     def forward(self, params: Params, x: jax.Array | np.ndarray) -> jax.Array:
         """Hidden states [B, T, D] after the layer, of those before it."""
@@ -68,7 +47,7 @@ class LayerProgram:
     def statistics(
         self, params: Params, chunks: Iterable[jax.Array | np.ndarray], names: tuple[str, ...]
     ) -> InputStatistics:
-        """Of the input that the linear layers `names` share, over chunks [B, T, D] of hidden states."""
+        """Of the input that the linear layers `names` share, or of `ROUTER`, over chunks [B, T, D] of hidden states."""
         collect = _programs(self.config).statistics
         total = None
         for chunk in chunks:
@@ -77,15 +56,48 @@ class LayerProgram:
             raise ValueError("no hidden states to take statistics of")
         return total
 
+    def expert_statistics(
+        self, params: Params, chunks: Sequence[jax.Array | np.ndarray], name: str, memory: int
+    ) -> Iterator[InputStatistics]:
+        """Of what each expert's part of the stack `name` reads, one expert after another: tokens that the router sends
+        to it, or for down_proj what its own gate and up make of them. Tokens are not kept.
+
+        The Hessians of as many experts as `memory` bytes hold are summed side by side, and the layer runs once over the
+        text for each such block of experts; sums do not depend on it. Raises ValueError where not even one fits.
+        """
+        moe = self.config.experts_of(0)
+        if moe is None:
+            raise ValueError(f"{name}: the layer has no experts")
+        width = self.config.hidden_size if name != STACKS[-1] else moe.expert_size
+        count = min(experts_at_once(name, width, memory), moe.num_experts)
+        collect = _programs(self.config).expert_statistics
+        for first in range(0, moe.num_experts, count):
+            total = nothing_seen(count, width)
+            for chunk in chunks:
+                total = collect(params, chunk, jnp.int32(first), total, is_inner=name == STACKS[-1])
+            for number in range(min(count, moe.num_experts - first)):
+                yield InputStatistics(*(part[number] for part in total))
+
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         return _programs(self.config).groups
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Names of the projections of all experts, in the order of computation."""
+        return tuple(name for names in self.stack_groups for name in names)
+
+    @property
+    def stack_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The same, those together that read the same."""
+        return (STACKS[:2], STACKS[2:]) if self.config.experts_of(0) is not None else ()
 
 
 class _Programs(NamedTuple):
     groups: tuple[tuple[str, ...], ...]
     forward: Callable[..., jax.Array]
     statistics: Callable[..., InputStatistics]
+    expert_statistics: Callable[..., InputStatistics]
 
 
 class _Recorder(nnx.Module):
@@ -100,6 +112,19 @@ class _Recorder(nnx.Module):
         return self._linear(x)
 
 
+class _RoutedRecorder(nnx.Module):
+    """Stands for a router, and keeps what goes into it and which experts it chose."""
+
+    def __init__(self, router: Router, found: dict[str, jax.Array]):
+        self._router = router
+        self._record = lambda x, chosen: found.update({ROUTER: x, _CHOSEN: chosen})
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen, weights = self._router(x)
+        self._record(x, chosen)
+        return chosen, weights
+
+
 @lru_cache(maxsize=8)
 def _programs(config: ModelConfig) -> _Programs:
     rest = abstract_params(config)
@@ -108,39 +133,46 @@ def _programs(config: ModelConfig) -> _Programs:
         blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
         return bind(config, {**blank, "layers": {"0": params}}).layers[0]
 
-    def attend(layer, q, k, v, window):
-        return flash_attention(q, k, v, window=window)
-
-    def rotations(x: jax.Array):
-        return rotation(config.rope, jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
-
     def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
-        return layer(x, *rotations(x), attend, lambda name, value: None)
+        positions = Positions(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
+        return layer(x, positions, attend_without_cache, lambda name, value: None)
 
-    def inputs(params: Params, x: jax.Array) -> dict[str, jax.Array]:
-        layer, found = layer_of(params), {}
+    def inputs(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
+        found: dict[str, jax.Array] = {}
         for path, linear in list(nnx.iter_modules(layer)):
             if isinstance(linear, Linear):
                 parent = layer
                 for part in path[:-1]:
                     parent = getattr(parent, str(part))
                 setattr(parent, str(path[-1]), _Recorder(linear, ".".join(map(str, path)), found))
+        if isinstance(layer.mlp, SparseMoE):
+            setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, found))  # noqa: B010
         run(layer, x)
         return found
 
     def statistics(params: Params, x: jax.Array, name: str, total: InputStatistics | None) -> InputStatistics:
-        rows = inputs(params, x)[name].astype(jnp.float32)
+        rows = inputs(layer_of(params), x)[name].astype(jnp.float32)
         rows = rows.reshape(-1, rows.shape[-1])
         sizes = jnp.abs(rows)
         hessian = jnp.matmul(rows.T, rows, precision=jax.lax.Precision.HIGHEST)
         found = InputStatistics(hessian, sizes.sum(0), sizes.max(0), jnp.float32(len(rows)))
         return found if total is None else total + found
 
+    def expert_statistics(
+        params: Params, x: jax.Array, first: jax.Array, total: InputStatistics, *, is_inner: bool
+    ) -> InputStatistics:
+        layer = layer_of(params)
+        found = inputs(layer, x)
+        rows, mlp = found[ROUTER].astype(jnp.float32), cast(SparseMoE, layer.mlp)
+        return sum_over_experts(mlp, rows, found[_CHOSEN], first, total, is_inner=is_inner)
+
     groups: dict[int, list[str]] = {}
 
     def find_groups(params: Params, x: jax.Array) -> None:
-        found = inputs(params, x)  # all alive at once, so that no two share an identity by chance
+        found = inputs(layer_of(params), x)  # all alive at once, so that no two share an identity by chance
         for name, value in found.items():
+            if name in (ROUTER, _CHOSEN):
+                continue
             groups.setdefault(id(value), []).append(name)
 
     width = jax.ShapeDtypeStruct((1, 2, config.hidden_size), jnp.float32)
@@ -149,4 +181,5 @@ def _programs(config: ModelConfig) -> _Programs:
         tuple(map(tuple, groups.values())),
         jax.jit(lambda params, x: run(layer_of(params), x)),
         jax.jit(statistics, static_argnames="name", donate_argnames="total"),
+        jax.jit(expert_statistics, static_argnames="is_inner", donate_argnames="total"),
     )

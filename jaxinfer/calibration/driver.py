@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.calibration.capture import LayerProgram
+from jaxinfer.calibration.capture import STACKS, LayerProgram
 from jaxinfer.calibration.float_model import FloatModel, ReadUnit, in_chunks, rounded
 from jaxinfer.calibration.journal import Journal
-from jaxinfer.calibration.layer import LinearError, QuantizedLayer, dequantized, quantize_layer
-from jaxinfer.calibration.options import CalibrationOptions
+from jaxinfer.calibration.layer import quantize_layer
+from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
 from jaxinfer.calibration.outcome import all_linears
 from jaxinfer.calibration.quality import Quality, compare
+from jaxinfer.calibration.routed import experts_at_once
+from jaxinfer.calibration.work import LinearError, QuantizedLayer, dequantized
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization.tree import is_quantized
 
@@ -28,7 +30,7 @@ class LayerReport:
       errors: of its linear layers, by name.
       divergence: squared difference of the held-out hidden states after the layer from the float model's, over their
         squares; what all layers so far add up to. None without a held-out text.
-      value_divisors: as of `QuantizedLayer`.
+      value_divisors, notes: as of `QuantizedLayer`.
       is_resumed: whether an earlier run had finished it.
     """
 
@@ -36,6 +38,7 @@ class LayerReport:
     errors: dict[str, LinearError]
     divergence: float | None
     value_divisors: tuple[float | None, ...] = ()
+    notes: tuple[str, ...] = ()
     is_resumed: bool = False
 
 
@@ -86,8 +89,8 @@ def quantize_model(
       report: called after each decoder layer.
 
     Raises:
-      ValueError: no tokens for a method that needs them, or out of the vocabulary; options that fit no layer; values
-        too large for `options.dtype`.
+      ValueError: no tokens for a method that needs them, or out of the vocabulary; options that fit no layer; an
+        expert whose Hessian does not fit `options.expert_memory`; values too large for `options.dtype`.
     """
     check_input(model.config, options, tokens, held_out)
     streams = _Streams.begin(model, options, tokens, held_out)
@@ -138,17 +141,18 @@ def _advance(
     if journal is not None and is_resumed:
         params, found = journal.read(number)
         errors = {name: LinearError(**error) for name, error in found["errors"].items()}
-        done = QuantizedLayer(params, errors, tuple(found["value_divisors"]))
+        done = QuantizedLayer(params, errors, tuple(found["value_divisors"]), tuple(found.get("notes", ())))
     else:
         done = quantize_layer(program, number, original, streams.calibration, options)
         _check_finite(done.params, f"layers.{number}", options.dtype)
         if journal is not None:
             errors = {name: asdict(error) for name, error in done.errors.items()}
-            journal.write(number, done.params, {"errors": errors, "value_divisors": done.value_divisors})
+            found = {"errors": errors, "value_divisors": done.value_divisors, "notes": done.notes}
+            journal.write(number, done.params, found)
     # Weights alone need no program of their own; activations that are rounded too do.
     runnable = dequantized(done.params, keeps_activations=True)
     streams.advance(program, original, runnable, options, is_last=number == model.config.num_layers - 1)
-    report = LayerReport(number, done.errors, streams.divergence(), done.value_divisors, is_resumed)
+    report = LayerReport(number, done.errors, streams.divergence(), done.value_divisors, done.notes, is_resumed)
     return done.params, report
 
 
@@ -175,11 +179,8 @@ class _Streams:
             _check_finite(
                 jax.tree.map(lambda leaf: rounded(leaf, options.dtype), model.read(name)), name, options.dtype
             )
-        dtype = jnp.dtype(options.dtype)
-        calibration, exact = model.embedded(tokens), model.embedded(held_out)
-        if options.method == "gptq":
-            calibration = [chunk.astype(dtype).astype(np.float32) for chunk in calibration]
-        return cls(calibration, [chunk.astype(dtype).astype(np.float32) for chunk in exact], exact)
+        calibration = model.embedded(tokens, options.dtype if options.method == "gptq" else "float32")
+        return cls(calibration, model.embedded(held_out, options.dtype), model.embedded(held_out))
 
     def advance(
         self, program: LayerProgram, original: Params, quantized: Params, options: CalibrationOptions, *, is_last: bool
@@ -202,10 +203,21 @@ def _run(program: LayerProgram, params: Params, chunks: list[np.ndarray]) -> lis
     return [np.asarray(program.forward(params, chunk)) for chunk in chunks]
 
 
+def _check_experts(config: ModelConfig, options: CalibrationOptions) -> None:
+    if config.moe is None or options.method not in ("gptq", "awq"):
+        return
+    widths = dict(zip(STACKS, (config.hidden_size, config.hidden_size, config.moe.expert_size), strict=True))
+    for number in config.moe.layers:
+        for name, width in widths.items():
+            if options.bits_of(f"layers.{number}.{name}") != KEEP_AS_IS:
+                experts_at_once(f"layers.{number}.{name}", width, options.expert_memory)
+
+
 def check_input(
     config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
 ) -> None:
     """Raises ValueError as `quantize_model`, before anything is read or written."""
+    _check_experts(config, options)
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")
     for name, given in (("tokens", tokens), ("held_out", held_out)):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models.decoder import embedded
 from jaxinfer.quantization.tree import check_plain
 
 CHUNK_TOKENS = 4096  # of hidden states on the device at once
@@ -48,12 +49,22 @@ class FloatModel:
         """float32 parameters of everything else."""
         return {name: jax.tree.map(_float32, self._plain(name)) for name in self.rest}
 
-    def embedded(self, tokens: np.ndarray | None) -> list[np.ndarray]:
-        """float32 hidden states before the first layer, in chunks; the whole table is held only meanwhile."""
+    def embedded(self, tokens: np.ndarray | None, dtype: str = "float32") -> list[np.ndarray]:
+        """float32 hidden states before the first layer, in chunks, of tables rounded to `dtype`; whole tables are held
+        only meanwhile."""
         if tokens is None:
             return []
-        table = np.asarray(self._plain("embed"))
-        return [table[chunk].astype(np.float32) for chunk in in_chunks(tokens)]
+        names = ("embed", "position_embed") if self.config.has_position_embedding else ("embed",)
+        tables = {name: np.asarray(self._plain(name)) for name in names}
+
+        def rows(name: str, index: np.ndarray) -> jax.Array:
+            return rounded(tables[name][index], dtype).astype(jnp.float32)
+
+        found = []
+        for chunk in in_chunks(tokens):
+            positions = rows("position_embed", np.arange(chunk.shape[1])) if len(names) > 1 else None
+            found.append(np.asarray(embedded(self.config, rows("embed", chunk), positions)))
+        return found
 
     def _plain(self, name: str) -> Params:
         params = self.read(name)

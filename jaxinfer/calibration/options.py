@@ -53,8 +53,9 @@ class CalibrationOptions:
       symmetric: whether a range is centred on 0.
       keep: what differs; the last that fits a weight counts.
       dtype: what the model is stored in: scales, norms and biases are rounded to it on the way.
+      expert_memory: bytes of the device that the Hessians of experts may take; a layer with more of them is looked at
+        block by block. It changes no result.
       gptq: of GPTQ. duo_scaling, clip: of AWQ. alpha: of SmoothQuant, how much of the difficulty moves to weights.
-      zero_centred_norms: norms multiply by 1 + weight.
     """
 
     method: Method = "gptq"
@@ -67,7 +68,7 @@ class CalibrationOptions:
     duo_scaling: bool = True
     clip: bool = True
     alpha: float = 0.8
-    zero_centred_norms: bool = False
+    expert_memory: int = 4 * 2**30
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -110,4 +111,4 @@ class CalibrationOptions:
         """JSON-ready, in full: what makes two runs the same."""
         from dataclasses import asdict
 
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "expert_memory"}

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.layer import find, linear_names
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
+from jaxinfer.calibration.work import find, linear_names
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization import QuantizedArray, quantize
 
@@ -45,6 +45,6 @@ def _quantized(shape: tuple[int, ...], bits: int, options: CalibrationOptions) -
 
     weight = jax.eval_shape(rounded, jax.ShapeDtypeStruct(shape, jnp.float32))
     is_permuted = options.method == "gptq" and options.gptq.act_order and not options.gptq.static_groups
-    if not is_permuted or options.grid(bits).num_groups(shape[0]) == 1:
+    if not is_permuted or options.grid(bits).num_groups(shape[-2]) == 1:
         return weight
-    return replace(weight, permutation=jax.ShapeDtypeStruct(shape[:1], jnp.int32))
+    return replace(weight, permutation=jax.ShapeDtypeStruct(shape[:-1], jnp.int32))

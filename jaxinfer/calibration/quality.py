@@ -1,7 +1,7 @@
 """How far a quantized model is from the one it was made of, on text neither was made from."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import lru_cache, reduce
 from typing import Any, NamedTuple
 
@@ -76,7 +76,7 @@ def logits(config: ModelConfig, rest: Params, hidden: Hidden) -> jax.Array:
 
 @lru_cache(maxsize=4)
 def _head(config: ModelConfig) -> tuple[Callable[..., jax.Array], Callable[..., _Sums]]:
-    config = replace(config, num_layers=1, sliding_windows=config.sliding_windows[:1])
+    config = config.with_layers([0])
     layer = abstract_params(config)["layers"]["0"]
 
     def logits(rest: Params, hidden: jax.Array) -> jax.Array:

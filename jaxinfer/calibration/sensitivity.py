@@ -8,9 +8,9 @@ import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
 from jaxinfer.calibration.float_model import FloatModel, in_chunks
-from jaxinfer.calibration.layer import dequantized, find, linear_names
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
 from jaxinfer.calibration.quality import compare
+from jaxinfer.calibration.work import dequantized, find, linear_names
 from jaxinfer.models import Params
 from jaxinfer.quantization import quantize
 

@@ -1,10 +1,28 @@
 """What a model is, apart from its weights. Families differ in these fields, not in code."""
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from jaxinfer.models.mla_config import MLAConfig
+from jaxinfer.models.moe_config import MoEConfig
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+# RMSNorm (Zhang & Sennrich 2019) whose weight multiplies the result as rounded to the input's dtype (Llama), before it
+# is rounded (OLMo 2), or plus one, before it is rounded (Gemma); or LayerNorm (Ba et al. 2016).
+NormKind = Literal["rms", "rms_float32", "rms_zero_centred", "layer"]
+# Where norms and residuals are, with A attention, M the MLP and N a norm of its own:
+#   pre_norm            x += A(N(x)), x += M(N(x))
+#   post_norm           x += N(A(x)), x += N(M(x))
+#   sandwich_norm       x += N(A(N(x))), x += N(M(N(x)))
+#   parallel_one_norm   x += A(y) + M(y) with y = N(x)
+#   parallel_two_norms  x += A(N(x)) + M(N(x))
+BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel_one_norm", "parallel_two_norms"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# What a norm of queries or keys spans: each head, with one weight [K] for all or a weight [H, K]; or all heads, with
+# a weight [H * K].
+QKNormSpan = Literal["head", "each_head", "all_heads"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,8 @@ class RopeConfig:
       low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
       attention_factor: multiplies cos and sin (yarn, longrope); None uses the formula.
       short_factor, long_factor: one factor per frequency (longrope).
+      query_scale_beta: queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_length)), after
+        rotation (Ministral 3; the form is Llama 4's).
     """
 
     kind: RopeKind = "default"
@@ -41,6 +61,12 @@ class RopeConfig:
     attention_factor: float | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    query_scale_beta: float | None = None
+
+    @property
+    def stretches(self) -> bool:
+        """Whether the formula changes with the length it is made for."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -50,10 +76,25 @@ class ModelConfig:
     Attributes:
       architecture: the name in the checkpoint's config, such as "LlamaForCausalLM".
       hidden_size, intermediate_size, head_dim: widths; heads need not fill the hidden size.
-      qkv_bias, output_bias, mlp_bias: which projections have a bias.
-      qk_norm: RMSNorm over each head of queries and keys, before rope (Qwen3).
+      rope: the rotation of all layers, or of all that `local_rope` does not serve.
+      local_rope: the rotation of the layers with a sliding window, where it is another one.
+      rotated_layers: per layer whether queries and keys are rotated; the empty tuple means all are.
+      has_position_embedding: a learned row for each of `max_position_embeddings` positions is added to the embedding.
+      norm, norm_eps, norm_bias, block: what the norms compute, and where they are.
+      activation, is_mlp_gated: the MLP is down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+      qkv_bias, output_bias, mlp_bias, lm_head_bias: which projections have a bias.
+      qk_norm, qk_norm_span: a norm of queries and keys, before rotation. Only the weight of one head has a bias, where
+        norms have.
+      attention_scale: of the scores; None is head_dim**-0.5.
+      attention_softcap, logit_softcap: scores, or logits, become c * tanh(x / c) (Gemma 2, section 2).
+      embedding_multiplier, residual_multiplier, logit_scale: of the embedding (rounded to its dtype first), of what
+        attention and MLP add, and of the logits.
       sliding_windows: per layer the number of visible keys, the query's own included, or None for all;
         the empty tuple means None everywhere.
+      has_sinks: each head has a number that takes part in every softmax and adds nothing (gpt-oss).
+      moe: the mixture of experts that some layers have in place of the MLP; None for none.
+      mla: multi-head latent attention; None for ordinary attention. `num_kv_heads` and `head_dim` are then those of the
+        cache: 1 and mla.key_size.
       max_position_embeddings: longest sequence the checkpoint declares, in tokens.
       dtype: dtype of the stored weights.
     """
@@ -76,6 +117,25 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...] = ()
     max_position_embeddings: int = 2048
     dtype: str = "float32"
+    local_rope: RopeConfig | None = None
+    rotated_layers: tuple[bool, ...] = ()
+    has_position_embedding: bool = False
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    block: BlockKind = "pre_norm"
+    activation: Activation = "silu"
+    is_mlp_gated: bool = True
+    lm_head_bias: bool = False
+    qk_norm_span: QKNormSpan = "head"
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    has_sinks: bool = False
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -83,18 +143,74 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier",
+                     "residual_multiplier", "logit_scale"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be positive, got {value!r}")
+        for name, kind in (("norm", NormKind), ("block", BlockKind), ("activation", Activation),
+                           ("qk_norm_span", QKNormSpan)):  # fmt: skip
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.sliding_windows and len(self.sliding_windows) != self.num_layers:
-            raise ValueError(f"{len(self.sliding_windows)} sliding_windows for {self.num_layers} layers")
-        if self.rope.rotary_dim % 2 or not 0 < self.rope.rotary_dim <= self.head_dim:
-            raise ValueError(f"rotary_dim={self.rope.rotary_dim} must be even and at most head_dim={self.head_dim}")
-        if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
-            raise ValueError(f"norm_eps must be positive, got {self.norm_eps!r}")
+        for name in _PER_LAYER:
+            values = getattr(self, name)
+            if values and len(values) != self.num_layers:
+                raise ValueError(f"{len(values)} {name} for {self.num_layers} layers")
+        for rope in self.ropes:
+            if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim:
+                raise ValueError(f"rotary_dim={rope.rotary_dim} must be even and at most head_dim={self.head_dim}")
+        if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
+            raise ValueError(f"experts in layers {self.moe.layers} of a model of {self.num_layers}")
+        if self.mla is not None:
+            _check_latent(self, self.mla)
+        if self.norm_bias and self.norm != "layer":
+            raise ValueError(f"norm_bias: only norms of kind 'layer' have a bias, not {self.norm!r}")
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotations, whether or not a layer uses them."""
+        return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
+
+    @property
+    def caches_values(self) -> bool:
+        """Whether a cache has room for values; in latent attention they are the first part of the keys."""
+        return self.mla is None
+
+    def experts_of(self, layer: int) -> MoEConfig | None:
+        """The mixture of experts of a layer, or None for a layer with an MLP."""
+        return self.moe if self.moe is not None and layer in self.moe.layers else None
+
+    @property
+    def qk_norm_bias(self) -> bool:
+        return self.norm_bias and self.qk_norm_span == "head"
 
     def window(self, layer: int) -> int | None:
         """Visible keys of a layer, or None for all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotation of a layer, or None for a layer without."""
+        if self.rotated_layers and not self.rotated_layers[layer]:
+            return None
+        return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
+
+    def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
+        """The configuration of a model of these layers, in this order."""
+        per_layer = {name: tuple(values[i] for i in layers) for name in _PER_LAYER if (values := getattr(self, name))}
+        moe = self.moe
+        if moe is not None:
+            moe = replace(moe, layers=tuple(new for new, old in enumerate(layers) if old in moe.layers))
+        return replace(self, num_layers=len(layers), moe=moe, **per_layer)
+
+    def for_length(self, num_tokens: int) -> "ModelConfig":
+        """The configuration with rotations made for sequences of so many tokens, where they change with the length."""
+        rope, *local = (
+            replace(rope, sequence_length=num_tokens) if rope.stretches and rope.sequence_length is None else rope
+            for rope in self.ropes
+        )
+        return replace(self, rope=rope, local_rope=local[0] if local else None)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form; `from_dict` is its inverse."""
@@ -103,11 +219,35 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
         """Raises ValueError for fields this version does not know."""
-        rope: dict[str, Any] = {key: _frozen(value) for key, value in data["rope"].items()}
-        _refuse_unknown(RopeConfig, rope)
         _refuse_unknown(cls, data)
-        rest: dict[str, Any] = {key: _frozen(value) for key, value in data.items()}
-        return cls(**{**rest, "rope": RopeConfig(**rope)})
+        values: dict[str, Any] = {key: _frozen(value) for key, value in data.items()}
+        for name, kind in (("rope", RopeConfig), ("local_rope", RopeConfig), ("moe", MoEConfig), ("mla", MLAConfig)):
+            if values.get(name) is not None:
+                values[name] = _part_from_dict(kind, values[name])
+        return cls(**values)
+
+
+# The fields with one entry per layer, or none at all.
+_PER_LAYER = ("sliding_windows", "rotated_layers")
+
+
+def _check_latent(config: ModelConfig, mla: MLAConfig) -> None:
+    if (config.num_kv_heads, config.head_dim) != (1, mla.key_size):
+        raise ValueError(
+            f"latent attention caches 1 head of {mla.key_size}, but num_kv_heads={config.num_kv_heads} and "
+            f"head_dim={config.head_dim}"
+        )
+    if config.rope.rotary_dim != mla.rope_size:
+        raise ValueError(f"rotary_dim={config.rope.rotary_dim} is not rope_size={mla.rope_size}")
+    if config.attention_scale is None:
+        raise ValueError("latent attention needs an attention_scale: scores are not those of the cached width")
+    if config.qk_norm or config.has_sinks or config.rotated_layers:
+        raise ValueError("latent attention has no qk_norm, no sinks, and rotates every layer")
+
+
+def _part_from_dict(kind: type, data: dict[str, Any]) -> Any:
+    _refuse_unknown(kind, data)
+    return kind(**{key: _frozen(value) for key, value in data.items()})
 
 
 def _frozen(value: Any) -> Any:

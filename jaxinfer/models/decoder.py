@@ -1,21 +1,26 @@
 """The one decoder, and the plain-dict form of its parameters that crosses `jax.jit`."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.layers import Attend, DecoderLayer, RMSNorm, Tap
-from jaxinfer.models.rope import rotation
+from jaxinfer.models.layers import Attend, DecoderLayer, Tap
+from jaxinfer.models.moe import SparseMoE
+from jaxinfer.models.norms import hidden_norm
+from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
 
 # Nested dict of arrays, or `QuantizedArray`s, keyed like the modules; layers by their number as a string.
 Params = dict[str, Any]
+_NUM_NAMED = 5  # parameters of each sort that a message names
 
 
 class Decoder(nnx.Module):
@@ -26,30 +31,55 @@ class Decoder(nnx.Module):
         init = nnx.initializers.normal(0.02)
         shape = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(init(rngs.params(), shape, dtype), axes=("vocab", "hidden"))
+        self.position_embed = None if not config.has_position_embedding else _positions(config, rngs, dtype)
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
-        self.final_norm = RMSNorm(config.hidden_size, ("hidden",), eps=config.norm_eps, dtype=dtype)
+        self.final_norm = hidden_norm(config, dtype)
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Param(init(rngs.params(), shape[::-1], dtype), axes=("hidden", "vocab"))
+        has_bias = config.lm_head_bias
+        self.lm_head_bias = nnx.Param(jnp.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
         self.config = config
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend, tap: Tap | None = None) -> jax.Array:
         """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
         tap = tap or (lambda name, value: None)
-        x = rows(self.embed.get_value(), tokens, self.final_norm.weight.get_value().dtype)
+        dtype = self.final_norm.weight.get_value().dtype
+        x = rows(self.embed.get_value(), tokens, dtype)
+        x = embedded(self.config, x, None if self.position_embed is None else self.position_embed[...][positions])
         tap("embed", x)
-        cos, sin = rotation(self.config.rope, positions)
+        shared = Positions(positions)
         for layer in self.layers:
             with jax.named_scope(layer.name):
-                x = layer(x, cos, sin, attend, tap)
+                x = layer(x, shared, attend, tap)
         x = self.final_norm(x)
         tap("final_norm", x)
         return x
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., D]."""
-        tied = self.config.tie_word_embeddings
-        weight = transposed(self.embed.get_value()) if tied else self.lm_head.get_value()
-        return matmul(hidden, weight, jnp.float32)
+        config = self.config
+        weight = transposed(self.embed.get_value()) if config.tie_word_embeddings else self.lm_head.get_value()
+        logits = matmul(hidden, weight, jnp.float32)
+        if self.lm_head_bias is not None:
+            logits = logits + self.lm_head_bias[...].astype(jnp.float32)
+        logits = logits[..., : config.vocab_size]  # a mesh pads what it cannot cut into equal parts
+        if config.logit_scale != 1.0:
+            logits = logits * config.logit_scale
+        if config.logit_softcap is not None:
+            logits = config.logit_softcap * jnp.tanh(logits / config.logit_softcap)
+        return logits
+
+
+def embedded(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:
+    """Hidden states [..., D] before the first layer, of rows of the embedding and of the position embedding."""
+    if config.embedding_multiplier != 1.0:
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)  # rounded to it, as Gemma does
+    return x if position_rows is None else x + position_rows
+
+
+def _positions(config: ModelConfig, rngs: nnx.Rngs, dtype) -> nnx.Param:
+    shape = (config.max_position_embeddings, config.hidden_size)
+    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, dtype), axes=("positions", "hidden"))
 
 
 def split(decoder: Decoder) -> Params:
@@ -57,17 +87,36 @@ def split(decoder: Decoder) -> Params:
     return _string_keys(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
 
 
-def bind(config: ModelConfig, params: Params) -> Decoder:
-    """The decoder over `params`; called while tracing, so modules never cross a jit boundary."""
-    graph, state = _definition(config)
+def bind(config: ModelConfig, params: Params, experts_over: tuple[Mesh, str] | None = None) -> Decoder:
+    """The decoder over `params`; called while tracing, so modules never cross a jit boundary.
+
+    `experts_over` is the mesh, and its axis, that stacks of experts are cut over.
+
+    Raises ValueError for parameters that are missing, or that the model does not have, by name.
+    """
+    graph, state, names = _definition(config)
+    found = frozenset(_leaf_names(params))
+    if found != names:
+        raise ValueError(_mismatch(config, names, found))
     state = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(state, _integer_keys(params))
-    return nnx.merge(graph, state)
+    decoder = nnx.merge(graph, state)
+    if experts_over is not None:
+        for layer in decoder.layers:
+            if isinstance(layer.mlp, SparseMoE):
+                layer.mlp.over = experts_over
+    return decoder
 
 
 def compute_dtype(params: Params) -> Any:
     """The dtype of hidden states. Weights may be quantized, norms never are."""
     return params["final_norm"]["weight"].dtype
+
+
+def keeps_float32(path: Sequence[str]) -> bool:
+    """Whether a parameter is float32 whatever the model's dtype: a router's correction bias, whose sums with scores
+    decide between experts."""
+    return tuple(path[-2:]) == ("router", "correction")
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:
@@ -82,15 +131,16 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:
 
 def abstract_params(config: ModelConfig, dtype=None) -> Params:
     """Shapes and dtypes of the parameters (`jax.ShapeDtypeStruct` leaves); allocates nothing."""
+    if dtype is None:
+        return _string_keys(nnx.to_pure_dict(_definition(config)[1]))
     return jax.eval_shape(lambda: split(Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
 
 
 def logical_axes(config: ModelConfig) -> Params:
     """The name of every dimension of every parameter, for sharding rules."""
-    module = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     axes: Params = {}
-    for path, variable in flat:
+    # As `param_shapes` of checkpoints: tracing 80 layers takes seconds.
+    for path, variable in nnx.to_flat_state(_definition(replace(config, dtype="float32"))[1]):
         node = axes
         for part in path[:-1]:
             node = node.setdefault(str(part), {})
@@ -128,7 +178,24 @@ def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Callable[[str, j
 
 @lru_cache(maxsize=32)
 def _definition(config: ModelConfig):
-    return nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return graph, state, frozenset(_leaf_names(_string_keys(nnx.to_pure_dict(state))))
+
+
+def _leaf_names(tree: Params, prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaf_names(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _mismatch(config: ModelConfig, wanted: frozenset[str], found: frozenset[str]) -> str:
+    missing, extra = sorted(wanted - found), sorted(found - wanted)
+    parts = [f"parameter {name!r} is missing" for name in missing[:_NUM_NAMED]]
+    parts += [f"parameter {name!r} is not of this model" for name in extra[:_NUM_NAMED]]
+    left_out = len(missing) + len(extra) - len(parts)
+    return f"{config.architecture}: {'; '.join(parts)}" + (f"; and {left_out} more" if left_out else "")
 
 
 def _string_keys(tree: Any) -> Any:

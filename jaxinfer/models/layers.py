@@ -1,46 +1,38 @@
 """The layers of a decoder. Shapes use the legend of jaxinfer/README.md."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.rope import rotate
-from jaxinfer.quantization.matmul import matmul
+from jaxinfer.models.config import Activation, ModelConfig
+from jaxinfer.models.linear import Linear
+from jaxinfer.models.mla import LatentAttention
+from jaxinfer.models.moe import SparseMoE
+from jaxinfer.models.norms import head_norm, hidden_norm
+from jaxinfer.models.rope import Positions, rotate
 
-# attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, int | None], jax.Array]
+# attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]; where they are not the
+# default it is also given scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`.
+Attend = Callable[..., jax.Array]
 Tap = Callable[[str, jax.Array], None]
 
-
-class Linear(nnx.Module):
-    """x @ weight + bias, with weight [inputs, outputs], which may be quantized."""
-
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02)
-        self.weight = nnx.Param(init(rngs.params(), (inputs, outputs), dtype), axes=axes)
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = matmul(x, self.weight.get_value())
-        return y if self.bias is None else y + self.bias[...]
+_ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "relu": jax.nn.relu,
+}
 
 
-class RMSNorm(nnx.Module):
-    """Zhang & Sennrich 2019. Statistics in float32; the result is rounded to x's dtype before the weight
-    multiplies it, as Llama does."""
-
-    def __init__(self, width: int, axes: tuple[str], *, eps: float, dtype):
-        self.weight = nnx.Param(jnp.ones((width,), dtype), axes=axes)
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return normed.astype(x.dtype) * self.weight[...]
+def activate(kind: Activation, x: jax.Array) -> jax.Array:
+    """The activation of x in its dtype; the inner sums of GELU (Hendrycks & Gimpel 2016) are float32."""
+    if not kind.startswith("gelu"):
+        return _ACTIVATIONS[kind](x)
+    return _ACTIVATIONS[kind](x.astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -54,52 +46,103 @@ class Attention(nnx.Module):
         self.k_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
         self.v_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
         self.o_proj = Linear(query_width, width, ("heads", "hidden"), bias=config.output_bias, **kwargs)
-        norm = (head_dim, ("head_dim",))
-        self.q_norm = RMSNorm(*norm, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
-        self.k_norm = RMSNorm(*norm, eps=config.norm_eps, dtype=dtype) if config.qk_norm else None
+        self.q_norm = head_norm(config, config.num_heads, "heads", dtype)
+        self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype)
         self.layer, self.head_dim, self.window = layer, head_dim, config.window(layer)
+        self.rope, self.qk_norm_span = config.rope_of(layer), config.qk_norm_span
+        sinks = jnp.zeros((config.num_heads,), dtype) if config.has_sinks else None
+        self.sinks = None if sinks is None else nnx.Param(sinks, axes=("heads",))
+        self.options = attention_options(config)
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend) -> jax.Array:
-        q, k, v = (
-            proj(x).reshape(*x.shape[:-1], -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self.layer, rotate(q, cos, sin), rotate(k, cos, sin), v, self.window)
+    def __call__(self, x: jax.Array, positions: Positions, attend: Attend) -> jax.Array:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        is_norm_of_all = self.qk_norm_span == "all_heads"
+        if is_norm_of_all:
+            q, k = self._normed(q, k)
+        q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in (q, k, v))
+        if not is_norm_of_all:
+            q, k = self._normed(q, k)
+        if self.rope is not None:
+            cos, sin = positions.rotation(self.rope)
+            q, k = positions.scaled_queries(self.rope, rotate(q, cos, sin)), rotate(k, cos, sin)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
+        out = attend(self.layer, q, k, v, self.window, **self.options, **sinks)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
+    def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
-class GatedMLP(nnx.Module):
-    """SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs):
-        width, inner = config.hidden_size, config.intermediate_size
+def attention_options(config: ModelConfig) -> dict[str, Any]:
+    """What every layer's call of `attend`, or of a kernel, is given beside window and sinks."""
+    options = {"scale": config.attention_scale, "soft_cap": config.attention_softcap}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+class MLP(nnx.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020), or without a gate down(activation(up(x))); `inner` is the width
+    between, the model's unless given."""
+
+    def __init__(self, config: ModelConfig, inner: int | None = None, *, dtype, rngs: nnx.Rngs):
+        width, inner = config.hidden_size, inner or config.intermediate_size
         kwargs = {"bias": config.mlp_bias, "dtype": dtype, "rngs": rngs}
-        self.gate_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs)
+        self.gate_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs) if config.is_mlp_gated else None
         self.up_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs)
         self.down_proj = Linear(inner, width, ("ffn", "hidden"), **kwargs)
+        self._activate = partial(activate, config.activation)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.gate_proj is None:
+            return self.down_proj(self._activate(self.up_proj(x)))
+        return self.down_proj(self._activate(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> nnx.Module:
+    """The MLP of a layer, or its experts with the MLP that they share."""
+    moe = config.experts_of(layer)
+    if moe is None:
+        return MLP(config, dtype=dtype, rngs=rngs)
+    shared = MLP(config, moe.shared_size, dtype=dtype, rngs=rngs) if moe.shared_size else None
+    activation = partial(activate, config.activation)
+    return SparseMoE(moe, config.hidden_size, activation, shared=shared, dtype=dtype, rngs=rngs)
 
 
 class DecoderLayer(nnx.Module):
-    """Pre-norm residual block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Attention and MLP between the norms and residuals of config.block."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
-        norm = {"eps": config.norm_eps, "dtype": dtype}
-        self.attention_norm = RMSNorm(config.hidden_size, ("hidden",), **norm)
-        self.attention = Attention(config, layer, dtype=dtype, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, ("hidden",), **norm)
-        self.mlp = GatedMLP(config, dtype=dtype, rngs=rngs)
+        has_before, has_after = config.block != "post_norm", config.block in ("post_norm", "sandwich_norm")
+        has_mlp_norm = has_before and config.block != "parallel_one_norm"
+        self.attention_norm = hidden_norm(config, dtype) if has_before else None
+        attention = Attention if config.mla is None else LatentAttention
+        self.attention = attention(config, layer, dtype=dtype, rngs=rngs)
+        self.attention_post_norm = hidden_norm(config, dtype) if has_after else None
+        self.mlp_norm = hidden_norm(config, dtype) if has_mlp_norm else None
+        self.mlp = _feed_forward(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp_post_norm = hidden_norm(config, dtype) if has_after else None
+        self.block, self.residual_multiplier = config.block, config.residual_multiplier
         self.name = f"layers.{layer}"
 
-    def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, tap: Tap) -> jax.Array:
-        attended = self.attention(self.attention_norm(x), cos, sin, attend)
-        tap(f"{self.name}.attention", attended)
-        x = x + attended
-        transformed = self.mlp(self.mlp_norm(x))
-        tap(f"{self.name}.mlp", transformed)
-        x = x + transformed
+    def __call__(self, x: jax.Array, positions: Positions, attend: Attend, tap: Tap) -> jax.Array:
+        """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are what is added to the residual."""
+        normed = x if self.attention_norm is None else self.attention_norm(x)
+        attended = self.attention(normed, positions, attend)
+        attended = self._to_add("attention", attended, self.attention_post_norm, tap)
+        if self.block in ("pre_norm", "post_norm", "sandwich_norm"):
+            x = x + attended
+            read = x if self.mlp_norm is None else self.mlp_norm(x)
+        else:
+            read = normed if self.mlp_norm is None else self.mlp_norm(x)
+            x = x + attended
+        x = x + self._to_add("mlp", self.mlp(read), self.mlp_post_norm, tap)
         tap(f"{self.name}.residual", x)
         return x
+
+    def _to_add(self, name: str, y: jax.Array, norm: Callable[[jax.Array], jax.Array] | None, tap: Tap) -> jax.Array:
+        y = y if norm is None else norm(y)
+        if self.residual_multiplier != 1.0:
+            y = (y.astype(jnp.float32) * self.residual_multiplier).astype(y.dtype)
+        tap(f"{self.name}.{name}", y)
+        return y

@@ -13,25 +13,48 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
     """Returns float32 [rotary_dim / 2] radians per token, and the factor on cos and sin.
 
     Formulas: linear (Chen et al. 2023), dynamic NTK, llama3 (Llama 3.1 report), YaRN (Peng et al. 2023,
-    sections 3.2 to 3.4), LongRoPE (Ding et al. 2024); defaults are those of Transformers' `modeling_rope_utils`.
+    sections 3.2 to 3.4), LongRoPE (Ding et al. 2024); defaults are those of Transformers' `modeling_rope_utils`. So are
+    the roundings, which are those of float32: at position 100,000 one in the last place is a hundredth of a radian.
     """
-    dim = rope.rotary_dim
-    base = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
-    scaling = 1.0
+    base, scaling = 1 / _powers(rope.theta, rope.rotary_dim), 1.0
     if rope.kind == "linear":
-        base = base / rope.factor
+        base = base / np.float32(rope.factor)
     elif rope.kind == "dynamic":
-        original = _original(rope)
-        length = max(rope.sequence_length or original, original)
-        theta = rope.theta * (rope.factor * length / original - (rope.factor - 1)) ** (dim / (dim - 2))
-        base = theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+        base = 1 / _powers(_dynamic_theta(rope), rope.rotary_dim)
     elif rope.kind == "llama3":
         base = _llama3(rope, base)
     elif rope.kind == "yarn":
-        base, scaling = _yarn(rope, base)
+        base, scaling = _yarn(rope)
     elif rope.kind == "longrope":
-        base, scaling = _longrope(rope, base)
-    return base.astype(np.float32), scaling
+        base, scaling = _longrope(rope)
+    return base, scaling
+
+
+def _powers(theta: float, dim: int) -> np.ndarray:
+    """float32 [dim / 2], theta**(2i / dim): exponent and result are rounded to float32, the power is not."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return np.power(np.float64(np.float32(theta)), exponents.astype(np.float64)).astype(np.float32)
+
+
+class Positions:
+    """int32 positions [...] of a forward pass, and what layers make of them, each made once."""
+
+    def __init__(self, positions: jax.Array):
+        self.positions = positions
+        self._rotations: dict[RopeConfig, tuple[jax.Array, jax.Array]] = {}
+
+    def rotation(self, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
+        """cos and sin, float32 [..., rotary_dim / 2]."""
+        if rope not in self._rotations:
+            self._rotations[rope] = rotation(rope, self.positions)
+        return self._rotations[rope]
+
+    def scaled_queries(self, rope: RopeConfig, q: jax.Array) -> jax.Array:
+        """Queries [..., H, K], of which later ones grow where the rotation says so (`query_scale_beta`)."""
+        if rope.query_scale_beta is None:
+            return q
+        periods = jnp.floor(self.positions.astype(jnp.float32) / _original(rope))
+        return q * (1 + rope.query_scale_beta * jnp.log1p(periods))[..., None, None].astype(q.dtype)
 
 
 def rotation(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -55,17 +78,25 @@ def _original(rope: RopeConfig) -> int:
     return rope.original_length
 
 
-def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
+def _dynamic_theta(rope: RopeConfig) -> float:
     original = _original(rope)
-    wavelength = 2 * math.pi / base
-    smooth = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - smooth) * base / rope.factor + smooth * base
-    scaled = np.where(wavelength > original / rope.low_freq_factor, base / rope.factor, base)
+    length = max(rope.sequence_length or original, original)
+    stretch = np.float32(rope.factor) * np.float32(length) / np.float32(original) - np.float32(rope.factor - 1)
+    exponent = np.float32(rope.rotary_dim / (rope.rotary_dim - 2))
+    return float(np.float32(rope.theta) * np.float32(np.float64(stretch) ** np.float64(exponent)))
+
+
+def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
+    original, factor, low = _original(rope), np.float32(rope.factor), np.float32(rope.low_freq_factor)
+    wavelength = np.float32(2 * math.pi) / base
+    smooth = (np.float32(original) / wavelength - low) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * base / factor + smooth * base
+    scaled = np.where(wavelength > original / rope.low_freq_factor, base / factor, base)
     is_medium = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
     return np.where(is_medium, blended, scaled)
 
 
-def _yarn(rope: RopeConfig, base: np.ndarray) -> tuple[np.ndarray, float]:
+def _yarn(rope: RopeConfig) -> tuple[np.ndarray, float]:
     dim, original = rope.rotary_dim, _original(rope)
 
     def correction_dim(rotations: float) -> float:
@@ -77,20 +108,21 @@ def _yarn(rope: RopeConfig, base: np.ndarray) -> tuple[np.ndarray, float]:
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+    kept = 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low), 0, 1)
+    powers = _powers(rope.theta, dim)
     scaling = rope.attention_factor
     if scaling is None and rope.mscale and rope.mscale_all_dim:
         scaling = _yarn_mscale(rope.factor, rope.mscale) / _yarn_mscale(rope.factor, rope.mscale_all_dim)
     if scaling is None:
         scaling = _yarn_mscale(rope.factor, 1.0)
-    return base / rope.factor * ramp + base * (1 - ramp), scaling
+    return 1 / (np.float32(rope.factor) * powers) * (1 - kept) + 1 / powers * kept, scaling
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _longrope(rope: RopeConfig, base: np.ndarray) -> tuple[np.ndarray, float]:
+def _longrope(rope: RopeConfig) -> tuple[np.ndarray, float]:
     original = _original(rope)
     is_long = (rope.sequence_length or original) > original
     factors = rope.long_factor if is_long else rope.short_factor
@@ -99,4 +131,4 @@ def _longrope(rope: RopeConfig, base: np.ndarray) -> tuple[np.ndarray, float]:
     scaling = rope.attention_factor
     if scaling is None:
         scaling = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
-    return base / np.asarray(factors), scaling
+    return 1 / (np.asarray(factors, np.float32) * _powers(rope.theta, rope.rotary_dim)), scaling

@@ -10,8 +10,13 @@ import numpy as np
 
 from pallas_kernels.quantized_matmul import dequantize
 
-Kind = Literal["int", "codebook", "float"]
-STORED = {"int": ("int4", "int8"), "codebook": ("int4",), "float": ("float8_e4m3fn", "float8_e5m2")}
+Kind = Literal["int", "affine", "codebook", "float"]
+STORED = {
+    "int": ("int4", "int8"),
+    "affine": ("int4", "int8"),
+    "codebook": ("int4",),
+    "float": ("float8_e4m3fn", "float8_e5m2"),
+}
 
 
 @dataclass(frozen=True)
@@ -19,8 +24,9 @@ class Scheme:
     """How the values of a `QuantizedArray` are read.
 
     Attributes:
-      kind: "int": (value - zero) * scale; "codebook": codebook[value + 8] * scale (NF4, FP4, MXFP4); "float": value *
-        scale (FP8).
+      kind: "int": (value - zero) * scale; "affine": code * scale + minimum, where a minimum need not be a multiple of
+        the scale (GGUF's Q4_1, Q5_1, Q4_K, Q5_K) and the code is value + 8 in int4, value in int8; "codebook":
+        codebook[value + 8] * scale (NF4, FP4, MXFP4); "float": value * scale (FP8).
       bits: of a value as it was quantized, 2 to 8; a value of 2 or 3 bits is stored in 4.
       block: (inputs, outputs) that share a scale: (K, 1) per output channel, (128, 1) group-wise, (128, 128) a block,
         (1, D) a row of an embedding, (K, N) the whole. The last block of an axis may be cut off.
@@ -78,7 +84,7 @@ class NestedScales:
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["values", "scales", "zeros", "codebook", "permutation"],
+    data_fields=["values", "scales", "zeros", "codebook", "permutation", "minima"],
     meta_fields=["scheme"],
 )
 @dataclass(frozen=True)
@@ -86,14 +92,15 @@ class QuantizedArray:
     """A weight [..., K, N] (inputs, outputs) of few bits; leading axes are experts.
 
     Invariants, which `check` verifies:
-      values [..., K, N]: int4 or int8 where the kind is "int" (int4 up to 4 bits), signed: unsigned codes of a file
-        are stored less 2^(bits-1); int4 where it is "codebook" (index - 8); float8_e4m3fn or float8_e5m2 where it is
-        "float".
+      values [..., K, N]: int4 or int8 where the kind is "int" or "affine" (int4 up to 4 bits), signed: unsigned codes
+        of a file are stored less 2^(bits-1), in int8 of the kind "affine" as they are; int4 where it is "codebook"
+        (index - 8); float8_e4m3fn or float8_e5m2 where it is "float".
       scales [..., ceil(K / block[0]), ceil(N / block[1])], floating point, finite; or `NestedScales` of that shape.
       zeros: int8, shaped as scales, in the units of values; None where the scheme is symmetric.
       codebook: float32 [16]; None unless the kind is "codebook".
       permutation: int32 [K] or [..., K], a permutation: row i of values belongs to input permutation[i], so that
         x @ w = x[..., permutation] @ values (GPTQ's act-order). None where it is the identity.
+      minima: floating point, finite, shaped as scales; None unless the kind is "affine".
     """
 
     values: jax.Array
@@ -102,6 +109,7 @@ class QuantizedArray:
     codebook: jax.Array | None = None
     permutation: jax.Array | None = None
     scheme: Scheme = field(default_factory=lambda: Scheme("int", 8, (1, 1)))
+    minima: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,7 +127,7 @@ class QuantizedArray:
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
         """The weight [..., K, N], its rows in the order of the inputs; computed in float32, then rounded to `dtype`."""
         scales = self.scales.dequantize() if isinstance(self.scales, NestedScales) else self.scales
-        weight = dequantize(self.values, scales, self.zeros, self.codebook, block=self.scheme.block)
+        weight = dequantize(self.values, scales, self.zeros, self.codebook, self.minima, block=self.scheme.block)
         if self.permutation is not None:
             order = jnp.argsort(self.permutation, axis=-1)
             weight = jnp.take_along_axis(weight, jnp.broadcast_to(order[..., None], weight.shape), axis=-2)
@@ -134,7 +142,7 @@ def check(array: QuantizedArray, name: str) -> None:
     scheme, values = array.scheme, array.values
     if values.ndim < 2:
         raise ValueError(f"{name}: quantized values need at least two axes, got shape {values.shape}")
-    if values.dtype.name not in STORED[scheme.kind] or (scheme.kind == "int" and scheme.bits > 4) != (
+    if values.dtype.name not in STORED[scheme.kind] or (scheme.kind in ("int", "affine") and scheme.bits > 4) != (
         values.dtype == jnp.int8
     ):
         raise ValueError(f"{name}: {values.dtype.name} does not hold {scheme.bits}-bit {scheme.kind} values")
@@ -148,6 +156,14 @@ def check(array: QuantizedArray, name: str) -> None:
         raise ValueError(f"{name}: {bad} of {scales.size} scales are not finite")
     if array.zeros is not None and (array.zeros.shape != expected or array.zeros.dtype != jnp.int8):
         raise ValueError(f"{name}: zeros {array.zeros.dtype.name} {array.zeros.shape}, expected int8 {expected}")
+    if (array.minima is not None) != (scheme.kind == "affine"):
+        raise ValueError(f"{name}: minima belong to the kind 'affine' and to no other")
+    if array.minima is not None:
+        if array.minima.shape != expected or array.zeros is not None:
+            raise ValueError(f"{name}: minima {array.minima.shape}, expected {expected} and no zeros")
+        bad = int((~np.isfinite(np.asarray(array.minima, np.float32))).sum())
+        if bad:
+            raise ValueError(f"{name}: {bad} of {array.minima.size} minima are not finite")
     if (array.codebook is not None) != (scheme.kind == "codebook"):
         raise ValueError(f"{name}: a codebook belongs to the kind 'codebook' and to no other")
     if array.permutation is not None:

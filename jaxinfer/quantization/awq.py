@@ -45,19 +45,30 @@ def candidate_scales(mean_absolute: jax.Array, relative: jax.Array | None = None
 def search_scale(candidates: Sequence[jax.Array], losses: Callable[[jax.Array], Sequence[float]]) -> jax.Array:
     """The candidate with the least sum of losses, each relative to the first candidate's, of those with which no loss
     is larger than the first candidate's. The first is the identity, so no layer gets worse for another's sake."""
-    first = losses(candidates[0])
+    return best_scale(candidates, [losses(scale) for scale in candidates])
+
+
+def best_scale(candidates: Sequence[jax.Array], losses: Sequence[Sequence[float]]) -> jax.Array:
+    """As `search_scale`, of the losses with each candidate."""
+    first = losses[0]
     best, least = candidates[0], float(len(first))
-    for scale in candidates[1:]:
-        ratios = [(loss + 1e-30) / (reference + 1e-30) for loss, reference in zip(losses(scale), first, strict=True)]
+    for scale, found in zip(candidates[1:], losses[1:], strict=True):
+        ratios = [(loss + 1e-30) / (reference + 1e-30) for loss, reference in zip(found, first, strict=True)]
         if max(ratios) <= 1 and sum(ratios) < least:
             best, least = scale, sum(ratios)
     return best
 
 
 @jax.jit
+def squared_outputs(weight: jax.Array, hessian: jax.Array) -> jax.Array:
+    """The sum of squares of the outputs of a weight [K, N], for the tokens in `hessian`, the sum of x x^T."""
+    return jnp.sum(weight * jnp.matmul(hessian, weight, precision=_PRECISION))
+
+
+@jax.jit
 def output_error(weight: jax.Array, approximation: jax.Array, hessian: jax.Array) -> jax.Array:
     """Squared error of the outputs over their squares, for the tokens in `hessian`, the sum of x x^T."""
-    return _squares(approximation - weight, hessian) / jnp.maximum(_squares(weight, hessian), 1e-30)
+    return squared_outputs(approximation - weight, hessian) / jnp.maximum(squared_outputs(weight, hessian), 1e-30)
 
 
 @partial(jax.jit, static_argnames="grid")
@@ -66,7 +77,7 @@ def scaled_error(weight: jax.Array, scale: jax.Array, hessian: jax.Array, grid: 
     again; `hessian` as in `output_error`."""
     groups = in_groups(weight * scale[:, None], grid.group(len(weight)))
     rounded = _rounded(groups, grid).reshape(-1, weight.shape[1])[: len(weight)]
-    return _squares(rounded / scale[:, None] - weight, hessian)
+    return squared_outputs(rounded / scale[:, None] - weight, hessian)
 
 
 @partial(jax.jit, static_argnames="grid")
@@ -101,7 +112,3 @@ def _rounded(groups: jax.Array, grid: IntegerGrid) -> jax.Array:
     """The nearest weights on their grid, of groups [G, g, N]."""
     scales, zeros = (found[:, None] for found in find_params(groups, grid))
     return (to_values(groups, scales, zeros, grid) - zeros) * scales
-
-
-def _squares(weight: jax.Array, hessian: jax.Array) -> jax.Array:
-    return jnp.sum(weight * jnp.matmul(hessian, weight, precision=_PRECISION))

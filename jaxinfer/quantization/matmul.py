@@ -41,7 +41,8 @@ def transposed(weight: Weight) -> Weight:
         raise ValueError("a weight with permuted inputs or nested scales cannot be transposed")
     scheme = replace(weight.scheme, block=weight.scheme.block[::-1])
     zeros = None if weight.zeros is None else weight.zeros.T
-    return replace(weight, values=weight.values.T, scales=weight.scales.T, zeros=zeros, scheme=scheme)
+    minima = None if weight.minima is None else weight.minima.T
+    return replace(weight, values=weight.values.T, scales=weight.scales.T, zeros=zeros, minima=minima, scheme=scheme)
 
 
 def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
@@ -53,7 +54,8 @@ def rows(table: Weight, indices: jax.Array, dtype=None) -> jax.Array:
         raise ValueError(f"the rows of an embedding have scales of their own, blocks (1, D), not {block}")
     flat = indices.reshape(-1)
     zeros = None if table.zeros is None else table.zeros[flat]
-    taken = replace(table, values=table.values[flat], scales=table.scales[flat], zeros=zeros)
+    minima = None if table.minima is None else table.minima[flat]
+    taken = replace(table, values=table.values[flat], scales=table.scales[flat], zeros=zeros, minima=minima)
     return taken.dequantize(dtype or jnp.float32).reshape(*indices.shape, table.shape[-1])
 
 
@@ -80,6 +82,7 @@ def _quantized(x: jax.Array, weight: QuantizedArray, out_dtype, implementation: 
         scales,
         weight.zeros,
         weight.codebook,
+        weight.minima,
         block=weight.scheme.block,
         activations=weight.scheme.activations,
         out_dtype=out_dtype,

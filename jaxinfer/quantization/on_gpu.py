@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Format, Layout
 
+from jaxinfer.quantization.array import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 
 # [K, N] with the inputs running fastest, so that an output's weights, seen transposed, are a row.
@@ -19,11 +20,16 @@ def outputs_together(params: Any, *, donate: bool = False) -> Any:
     """
 
     def placed(leaf: Any) -> Any:
-        if not is_quantized(leaf) or leaf.ndim != 2 or leaf.scheme.kind != "int" or leaf.scheme.block[1] != 1:
+        if not is_quantized(leaf) or not is_laid_out(leaf):
             return leaf
-        if leaf.scheme.block[0] >= leaf.shape[0] or leaf.scheme.activations is not None:
-            return leaf  # XLA multiplies these as they are
         values = jax.device_put(leaf.values, Format(OUTPUTS_TOGETHER, leaf.values.sharding), donate=donate)
         return type(leaf)(values, leaf.scales, leaf.zeros, leaf.codebook, leaf.permutation, leaf.scheme)
 
     return jax.tree.map(placed, params, is_leaf=is_quantized)
+
+
+def is_laid_out(leaf: QuantizedArray) -> bool:
+    """Whether the kernel multiplies by this weight; XLA takes others as they are."""
+    if leaf.ndim != 2 or leaf.scheme.kind != "int" or leaf.scheme.block[1] != 1:
+        return False
+    return leaf.scheme.block[0] < leaf.shape[0] and leaf.scheme.activations is None

@@ -21,6 +21,8 @@ from jaxinfer.quantization.tree import is_quantized
 FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 CODEBOOKS = {"nf4": NF4, "fp4": FP4, "mxfp4": E2M1}
 NESTED_BLOCK = 256
+# Routers decide in float32; the matrices of latent attention are used from both sides, so no axis suits their scales.
+PLAIN = ("router", "k_up", "v_up")
 
 
 def quantize(weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None) -> QuantizedArray:
@@ -45,7 +47,8 @@ def quantize(weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None) -
 
 
 def quantize_params(params: Any, how: str | Recipe, *, keep: Sequence[str] = (), also: Sequence[str] = ()) -> Any:
-    """The parameters with the weights of their linear layers quantized; embedding, head, norms and biases stay.
+    """The parameters with the weights of their linear layers quantized; embedding, head, norms, biases
+    and what is in `PLAIN` stay.
 
     Args:
       how: a `Recipe` or its name.
@@ -75,7 +78,9 @@ class Selection:
 
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
         name = ".".join(path)
-        is_linear = path[0] == "layers" and path[-1] == "weight" and leaf.ndim >= 2
+        is_weight = path[0] == "layers" and path[-1] == "weight" and leaf.ndim >= 2
+        # A norm has a row for each head in some models.
+        is_linear = is_weight and path[-2] not in PLAIN and not path[-2].endswith("norm")
         if not is_linear and name not in self.also:
             return leaf
         if is_quantized(leaf):

@@ -1,5 +1,6 @@
 """Walking parameters of which some are quantized."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -31,7 +32,8 @@ def num_parameters(params: Any) -> int:
 
 
 def num_bytes(params: Any) -> int:
-    """On the device: a CPU gives a 4-bit value a byte, a TPU or GPU half of one. Abstract arrays count as packed."""
+    """On each device that holds them: a CPU gives a 4-bit value a byte, a TPU or GPU half of one. Abstract arrays count
+    as packed."""
     return sum(_num_bytes(leaf) for leaf in jax.tree.leaves(params))
 
 
@@ -46,7 +48,8 @@ def describe_scheme(array: QuantizedArray) -> str:
     """Such as "int4, 128 inputs a scale"."""
     scheme, (inputs, outputs) = array.scheme, array.shape[-2:]
     rows, columns = min(scheme.block[0], inputs), min(scheme.block[1], outputs)
-    kind = {"int": f"int{scheme.bits}", "codebook": "4-bit codebook", "float": array.values.dtype.name}[scheme.kind]
+    named = {"codebook": "4-bit codebook", "float": array.values.dtype.name}
+    kind = named.get(scheme.kind, f"int{scheme.bits}")
     if (rows, columns) == (inputs, outputs):
         scales = "one scale"
     elif columns > 1:
@@ -58,6 +61,8 @@ def describe_scheme(array: QuantizedArray) -> str:
         parts.append("scales in 8 bits")
     if array.zeros is not None:
         parts.append("with zeros")
+    if array.minima is not None:
+        parts.append("with minima")
     if array.permutation is not None:
         parts.append("inputs permuted")
     if scheme.activations is not None:
@@ -66,7 +71,8 @@ def describe_scheme(array: QuantizedArray) -> str:
 
 
 def _num_bytes(array: Any) -> int:
-    bits = jax.dtypes.itemsize_bits(array.dtype)
-    if isinstance(array, jax.Array) and next(iter(array.devices())).platform == "cpu":
+    bits, sharding = jax.dtypes.itemsize_bits(array.dtype), getattr(array, "sharding", None)
+    shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
+    if isinstance(array, jax.Array) and next(iter(array.sharding.device_set)).platform == "cpu":
         bits = max(bits, 8)
-    return -(-array.size * bits // 8)
+    return -(-math.prod(shape) * bits // 8)

@@ -29,20 +29,31 @@ def config() -> ModelConfig:
     return CONFIG
 
 
-@pytest.fixture(scope="session")
-def params():
+def _varied(params):
+    """Parameters as of a trained model in that norms differ from channel to channel, biases are not zero, and weights
+    are large enough that answers vary."""
     random = np.random.default_rng(1)
 
     def vary(path, leaf):
         name = [key.key for key in path]
-        if leaf.ndim == 1:
+        if leaf.ndim == 1 or name[-1] == "bias":
             spread = (
                 np.exp(random.normal(0, 0.8, leaf.shape)) if "norm" in name[-2] else random.normal(0, 0.2, leaf.shape)
             )
             return jnp.asarray(spread, jnp.float32)
         return leaf * (50 if name == ["embed"] else 10)
 
-    return jax.tree_util.tree_map_with_path(vary, init_params(CONFIG, jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(vary, params)
+
+
+@pytest.fixture(scope="session")
+def varied():
+    return _varied
+
+
+@pytest.fixture(scope="session")
+def params(varied):
+    return varied(init_params(CONFIG, jax.random.key(0)))
 
 
 @pytest.fixture(scope="session")

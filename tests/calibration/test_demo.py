@@ -11,8 +11,8 @@ import pytest
 import checkpoints_convert
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.layer import dequantized
 from jaxinfer.calibration.rows import divide
+from jaxinfer.calibration.work import dequantized
 from jaxinfer.data import embedded_path
 from jaxinfer.text import Tokenizer
 from jaxinfer.training.corpus import standard_library

@@ -238,16 +238,16 @@ def test_what_is_compared_differs_where_it_should(config, model, gptq_result, he
 
 def test_the_products_of_the_model_that_was_written_are_compared(config, model, held_out, gptq_result, monkeypatch):
     """A product that is wrong with the right weights shows in the logits."""
-    from jaxinfer.models import layers
+    from jaxinfer.models import linear
 
-    original = layers.matmul
+    original = linear.matmul
 
     def wrong(x, weight, *rest):
         y = original(x, weight, *rest)
         return y * 1.01 if isinstance(weight, QuantizedArray) else y
 
     capture._programs.cache_clear()
-    monkeypatch.setattr(layers, "matmul", wrong)
+    monkeypatch.setattr(linear, "matmul", wrong)
     sides = Side(config, gptq_result.read, model.rest), Side(config, gptq_result.read, model.rest)
     found = compare_models(*sides, held_out[:2])
     capture._programs.cache_clear()

@@ -8,7 +8,11 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, Keep
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.layer import dequantized, find, linear_names, quantize_layer
+from jaxinfer.calibration.float_model import FloatModel
+from jaxinfer.calibration.folds import folds
+from jaxinfer.calibration.layer import quantize_layer
+from jaxinfer.calibration.work import Work, dequantized, find, linear_names
+from jaxinfer.models import init_params
 from jaxinfer.quantization import QuantizedArray, check
 from jaxinfer.quantization.gptq import GptqOptions
 
@@ -38,7 +42,7 @@ def test_every_linear_layer_gets_the_scheme(layer, method, symmetric):
     bits = 8 if method == "smoothquant" else 4
     size = "auto" if bits == 8 else 16
     options = replace(OPTIONS, method=method, bits=bits, symmetric=symmetric, group_size=size)
-    found, errors, _ = quantize_layer(program, 0, params, chunks, options)
+    found, errors, *_ = quantize_layer(program, 0, params, chunks, options)
     assert set(errors) == set(linear_names(program))
     for name in linear_names(program):
         weight = find(found, name)["weight"]
@@ -57,18 +61,16 @@ def test_every_linear_layer_gets_the_scheme(layer, method, symmetric):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_folding_changes_nothing_but_the_rounding(layer, method, dtype, monkeypatch):
     """With weights that are not rounded, the layer computes what it did, biases and grouped queries included."""
-    import jaxinfer.calibration.layer as module
+    import jaxinfer.calibration.scaling as module
 
     monkeypatch.setattr(module, "quantize", lambda weight, recipe, scale_dtype: weight)
     monkeypatch.setattr(module, "clip", lambda weight, hessian, grid: weight)
-    monkeypatch.setattr(
-        module._Work, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight)
-    )
+    monkeypatch.setattr(Work, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight))
     program, params, chunks = layer
     change = {"bits": 8, "group_size": "auto"} if method == "smoothquant" else {"bits": 3}
     options = replace(OPTIONS, method=method, dtype=dtype, **change)
-    work = module._Work(program, 0, params, chunks, options)
-    {"awq": module._awq, "smoothquant": module._smoothquant}[method](work)
+    work = Work(program, 0, params, chunks, options)
+    {"awq": module.awq, "smoothquant": module.smoothquant}[method](work)
     moved = np.asarray(work.result["attention_norm"]["weight"]) / np.asarray(params["attention_norm"]["weight"])
     assert moved.max() / moved.min() > 1.1  # something was folded
     before, after = (program.forward(each, chunks[0]) for each in (params, work.result))
@@ -89,7 +91,7 @@ def test_biases_of_folded_layers_are_rounded_to_what_is_stored(layer):
 def test_what_is_kept_has_its_bits(layer, method):
     program, params, chunks = layer
     keep = (Keep("layers.0.mlp", 8), Keep("*.down_proj"), Keep("layers.0.attention.v_proj"))
-    found, errors, _ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method=method, keep=keep))
+    found, errors, *_ = quantize_layer(program, 0, params, chunks, replace(OPTIONS, method=method, keep=keep))
     assert isinstance(found["attention"]["v_proj"]["weight"], jax.Array)
     assert isinstance(found["mlp"]["down_proj"]["weight"], jax.Array)
     assert found["mlp"]["up_proj"]["weight"].scheme.bits == 8
@@ -117,7 +119,7 @@ def test_gptq_sees_what_the_quantized_layers_before_make(layer):
 def test_a_permuted_result_runs(layer):
     program, params, chunks = layer
     options = replace(OPTIONS, method="gptq", gptq=GptqOptions(static_groups=False))
-    found, errors, _ = quantize_layer(program, 0, params, chunks, options)
+    found, errors, *_ = quantize_layer(program, 0, params, chunks, options)
     assert found["mlp"]["down_proj"]["weight"].permutation is not None
     assert all(error.error < error.rounded for error in errors.values())
     leaves, floats = (program.forward(each, chunks[0]) for each in (found, dequantized(found)))
@@ -157,3 +159,43 @@ def test_keep_is_read_from_text():
     ]
     with pytest.raises(ValueError, match=r"no linear layer is called 'layers.1'; the first is 'layers.0.a'"):
         options.check_keep(["layers.0.a"])
+
+
+FAMILIES = {
+    "gemma": {"norm": "rms_zero_centred", "block": "sandwich_norm", "qkv_bias": False, "embedding_multiplier": 5.6},
+    "neox": {"norm": "layer", "norm_bias": True, "block": "parallel_two_norms", "is_mlp_gated": False},
+    "cohere": {"norm": "layer", "block": "parallel_one_norm", "residual_multiplier": 0.5},
+    "olmo": {"norm": "rms_float32", "block": "post_norm", "qk_norm": True, "qk_norm_span": "all_heads"},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_folding_changes_nothing_in_other_blocks_and_norms(name, config, tokens, monkeypatch):
+    """As above, for folds derived from other configurations."""
+    import jaxinfer.calibration.scaling as module
+
+    monkeypatch.setattr(module, "quantize", lambda weight, recipe, scale_dtype: weight)
+    monkeypatch.setattr(Work, "set", lambda work, name, weight, *rest: find(work.result, name).update(weight=weight))
+    other = replace(config, **FAMILIES[name])
+    random = np.random.default_rng(4)
+    params = jax.tree.map(
+        lambda leaf: np.float32(random.normal(0.2, 0.3, leaf.shape)), init_params(other, jax.random.key(0))
+    )
+    program, layer = LayerProgram.of(other, 0), params["layers"]["0"]
+    chunks = [*FloatModel.of(other, params).embedded(tokens)]
+    options = replace(OPTIONS, method="smoothquant", bits=8, group_size="auto")
+    work = Work(program, 0, layer, chunks, options)
+    module.smoothquant(work)
+    for fold in folds(other):
+        if fold.norm is not None:
+            assert not np.allclose(work.result[fold.norm]["weight"], layer[fold.norm]["weight"])
+    before, after = (program.forward(each, chunks[0]) for each in (layer, work.result))
+    np.testing.assert_allclose(after, before, rtol=1e-4, atol=1e-4 * float(np.abs(before).max()))
+
+
+def test_layers_that_no_fold_has_are_quantized_too(config, tokens):
+    other = replace(config, block="post_norm", is_mlp_gated=False)
+    params = init_params(other, jax.random.key(0))
+    program, chunks = LayerProgram.of(other, 0), [*FloatModel.of(other, params).embedded(tokens)]
+    errors = quantize_layer(program, 0, params["layers"]["0"], chunks, replace(OPTIONS, method="awq")).errors
+    assert set(errors) == set(linear_names(program))

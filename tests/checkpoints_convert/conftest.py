@@ -1,6 +1,7 @@
 """Tiny checkpoints made without the code under test: names and shapes by hand, files by the safetensors library."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+# For `family_files`, and `encoders` and `gguf_writer`, which pack weights by hand.
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "formats", "gguf")]
 
 D, F, V, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 80, 4, 2, 8, 2
 

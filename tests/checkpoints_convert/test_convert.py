@@ -77,6 +77,37 @@ def test_killed_conversion_resumes_and_gives_the_same_parameters(killed):
     assert (embed.stat().st_ino, embed.stat().st_mtime_ns) == before  # kept, not written again
 
 
+def test_killed_conversion_resumes_and_gives_the_same_manifest(killed, tmp_path):
+    """Of the files Orbax writes, two conversions give others: they hold times, and names drawn at random."""
+    source, destination = killed
+    convert(source, destination, progress=None)
+    convert(source, tmp_path / "at-once", progress=None)
+    resumed, at_once = (
+        json.loads((path / "manifest.json").read_text()) for path in (destination, tmp_path / "at-once")
+    )
+    assert resumed["parameters"] == at_once["parameters"]
+    assert len(resumed["parameters"]) == len(jax.tree.leaves(load(source)[1]))
+    for manifest in (resumed, at_once):
+        manifest["files"] = {name: entry for name, entry in manifest["files"].items() if not name.startswith("params/")}
+    assert resumed == at_once
+    convert(source, tmp_path / "rounded", progress=None, dtype="bfloat16")
+    other = json.loads((tmp_path / "rounded" / "manifest.json").read_text())
+    assert all(other["parameters"][name] != found for name, found in resumed["parameters"].items())
+
+
+def test_killed_on_the_way_to_hugging_face_files_come_out_the_same(scene, tmp_path):
+    source = scene / "source"
+    program = KILLED_IN_LAYER_1.replace("progress=progress)", "progress=progress, to='huggingface')")
+    assert run(program, source, tmp_path / "files").returncode == -signal.SIGKILL
+    assert not (tmp_path / "files").exists()
+    convert(source, tmp_path / "files", progress=None, to="huggingface")
+    convert(source, tmp_path / "at-once", progress=None, to="huggingface")
+    names = sorted(path.name for path in (tmp_path / "at-once").iterdir())
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "files" / name).read_bytes() == (tmp_path / "at-once" / name).read_bytes()
+
+
 def test_finished_unit_that_is_damaged_is_written_again(killed):
     source, destination = killed
     embed = next((destination.parent / "native.partial" / "params" / "embed" / "d").iterdir())
@@ -185,6 +216,28 @@ def test_directories_that_are_no_checkpoint_are_never_overwritten(checkpoint, tm
     with pytest.raises(CheckpointError, match="exists and is not a directory"):
         convert(source, tmp_path / "file", overwrite=True, progress=None)
     assert (tmp_path / "home" / "thesis.txt").read_text() == "irreplaceable"
+
+
+def test_what_is_read_is_never_removed(checkpoint, tmp_path):
+    """Overwriting removes the destination: neither a source in it nor anything that is no checkpoint's own may go."""
+    source = checkpoint().write()
+    inner = tmp_path / "home" / "inner"
+    shutil.copytree(source, inner)
+    (tmp_path / "home" / "config.json").write_text("{}")
+    for form in ("native", "huggingface"):
+        with pytest.raises(CheckpointError, match=r"home: holds the source .*inner: name another destination"):
+            convert(inner, tmp_path / "home", to=form, overwrite=True, progress=None)
+    shutil.copytree(source, tmp_path / "there.partial")
+    with pytest.raises(CheckpointError, match=r"there\.partial: is the source itself"):
+        convert(tmp_path / "there.partial", tmp_path / "there", overwrite=True, progress=None)
+    (source / "model-f32.gguf").write_text("precious")
+    (source / "thesis.txt").write_text("irreplaceable")
+    with pytest.raises(CheckpointError, match=r"a checkpoint's, model-f32\.gguf, thesis\.txt: not overwriting"):
+        convert(inner, source, overwrite=True, progress=None)
+    convert(source, source / "native", progress=None)
+    convert(source, source / "native", progress=None, overwrite=True)
+    assert equal(load(source)[1], load(source / "native", verify=True)[1])
+    assert (source / "thesis.txt").read_text() == "irreplaceable"
 
 
 def test_two_conversions_to_one_place_do_not_mix(checkpoint, tmp_path):

@@ -177,10 +177,10 @@ def test_token_is_sent_and_what_fails_is_explained(hub, run):
 
 def test_unsupported_model_is_refused_before_its_weights_are_fetched(hub, run):
     config = json.loads(hub.files["config.json"])
-    hub.files["config.json"] = json.dumps({**config, "architectures": ["GPT2LMHeadModel"]}).encode()
+    hub.files["config.json"] = json.dumps({**config, "architectures": ["BertLMHeadModel"]}).encode()
     (found,) = run()
     assert found["error"] == "CheckpointError"
-    assert f"{REPO}/config.json: the architecture 'GPT2LMHeadModel' is not supported" in found["text"]
+    assert f"{REPO}/config.json: the architecture 'BertLMHeadModel' is not supported" in found["text"]
     assert not [path for path in hub.requested if path.endswith(".safetensors")]
 
 

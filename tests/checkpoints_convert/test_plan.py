@@ -1,11 +1,12 @@
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from checkpoints_convert import CheckpointError, plan
+from checkpoints_convert import CheckpointError, load, plan
 
 # config.json, names, shapes and dtypes of public checkpoints, transcribed; the parameter counts are the published ones.
 HEADERS = sorted((Path(__file__).parent / "headers").glob("*.json"))
@@ -194,3 +195,13 @@ def test_unknown_dtype_is_refused(checkpoint):
     source = checkpoint()
     with pytest.raises(ValueError, match="dtype='int4' is not 'auto', 'float32'"):
         plan(source.config, source.headers, dtype="int4")
+
+
+@pytest.mark.parametrize("num_layers", [100, 2**31 - 1])
+def test_layers_that_only_config_json_has_are_refused_before_they_are_computed_with(checkpoint, num_layers):
+    source = checkpoint()
+    source.config["num_hidden_layers"] = num_layers
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=rf"num_hidden_layers is {num_layers}, the \d+ tensors name 2 layers"):
+        load(source.write())
+    assert time.process_time() - start < 1

@@ -6,10 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 
-from checkpoints_convert import CheckpointError, convert, load
+from checkpoints_convert import CheckpointError, convert, load, store
 from checkpoints_convert.manifest import measure, write_manifest
-from checkpoints_convert.store import read_native_config, write_unit
+from checkpoints_convert.parts import slices_of
+from checkpoints_convert.store import NativeSource, read_native_config, write_unit
 
 
 @pytest.fixture
@@ -150,3 +152,28 @@ def test_field_of_a_newer_version_is_named(native):
     path.write_text(json.dumps(data))
     with pytest.raises(CheckpointError, match="no field num_experts: written by a newer jaxinfer"):
         load(native[0])
+
+
+def test_parts_are_read_from_their_chunks(tmp_path, checkpoint, monkeypatch):
+    monkeypatch.setattr(store, "_CHUNK_BYTES", 1000)
+    directory = tmp_path / "native"
+    convert(checkpoint().write(), directory, progress=None)
+    path = ("layers", "1", "mlp", "down_proj", "weight")
+    with NativeSource(directory) as source:
+        whole = dict(source.read("layers.1"))[path]
+        parts = [((0, 12), (0, 32)), ((40, 48), (3, 4)), ((5, 6), (0, 0))]
+        found = dict(source.read_group((path,), {path: parts}))[path]
+    assert [array.shape for array in found] == [(12, 32), (8, 1), (1, 0)]
+    assert all(np.array_equal(array, whole[slices_of(bounds)]) for array, bounds in zip(found, parts, strict=True))
+
+
+def test_a_chunk_that_is_lost_is_not_zeros(native):
+    directory, _ = native
+    unit = directory / "params" / "final_norm"
+    base = {"driver": "file", "path": f"{unit.absolute()}/"}
+    keys = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+    (chunk,) = [key for key in keys.list().result() if not key.endswith((b".zarray", b".zattrs"))]
+    keys.delete_range(tensorstore.KvStore.KeyRange(chunk, chunk + b"\0")).result()
+    rewrite_manifest(directory)
+    with pytest.raises(CheckpointError, match=r"final_norm: cannot be read, ValueError: .*chunk"):
+        load(directory)

@@ -99,3 +99,59 @@ def test_fields_of_a_newer_version_are_refused():
 def test_a_dict_is_checked_like_a_config():
     with pytest.raises(ValueError, match="num_layers must be a positive integer, got 0"):
         ModelConfig.from_dict({**CONFIG.to_dict(), "num_layers": 0})
+
+
+GEMMA = replace(
+    CONFIG,
+    local_rope=RopeConfig(rotary_dim=16, theta=1e4),
+    rotated_layers=(True, True, False),
+    norm="rms_zero_centred",
+    attention_softcap=50.0,
+)
+
+
+def test_the_rotation_of_a_layer():
+    assert [GEMMA.rope_of(layer) for layer in range(3)] == [GEMMA.rope, GEMMA.local_rope, None]
+    assert [CONFIG.rope_of(layer) for layer in range(3)] == [CONFIG.rope] * 3
+
+
+def test_a_model_of_some_layers():
+    found = GEMMA.with_layers([2, 0])
+    assert (found.num_layers, found.sliding_windows, found.rotated_layers) == (2, (24, None), (False, True))
+    assert CONFIG.with_layers(range(1)).rotated_layers == ()
+
+
+def test_rotations_that_change_with_the_length_are_made_for_one():
+    config = replace(GEMMA, rope=replace(LONGROPE, original_length=128), local_rope=RopeConfig(rotary_dim=16))
+    found = config.for_length(300)
+    assert (found.rope.sequence_length, found.local_rope) == (300, config.local_rope)
+    assert found.for_length(500) == found  # once it is made, it stays
+    assert CONFIG.for_length(300) == CONFIG
+
+
+def test_new_fields_go_through_json_and_old_files_lack_them():
+    data = json.loads(json.dumps(GEMMA.to_dict()))
+    assert ModelConfig.from_dict(data) == GEMMA
+    old = {name: value for name, value in CONFIG.to_dict().items() if name not in ("local_rope", "norm", "block")}
+    assert ModelConfig.from_dict(old) == CONFIG
+    with pytest.raises(ValueError, match="RopeConfig has no field speed"):
+        ModelConfig.from_dict({**data, "local_rope": {"speed": 2}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm": "batch"}, "norm must be one of rms, rms_float32, rms_zero_centred, layer, got 'batch'"),
+        ({"block": "post"}, "block must be one of pre_norm, post_norm"),
+        ({"activation": "tanh"}, "activation must be one of silu"),
+        ({"qk_norm_span": "all"}, "qk_norm_span must be one of head"),
+        ({"rotated_layers": (True,)}, "1 rotated_layers for 3 layers"),
+        ({"local_rope": RopeConfig(rotary_dim=32)}, "rotary_dim=32 must be even and at most head_dim=16"),
+        ({"norm_bias": True}, "norm_bias: only norms of kind 'layer' have a bias, not 'rms'"),
+        ({"attention_softcap": 0.0}, "attention_softcap must be positive, got 0.0"),
+        ({"residual_multiplier": -1.0}, "residual_multiplier must be positive"),
+    ],
+)
+def test_bad_values_of_new_fields_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(CONFIG, **changes)

@@ -1,5 +1,6 @@
 """The decoder and the plain dict of its parameters: what crosses jit, names, shapes, taps, and incremental == full."""
 
+import gc
 import re
 from dataclasses import replace
 from functools import cache, partial
@@ -43,7 +44,38 @@ FULL = replace(
     rope=RopeConfig(rotary_dim=4),
 )  # fmt: skip
 TIED = replace(PLAIN, tie_word_embeddings=True)
-CONFIGS = pytest.mark.parametrize("config", [PLAIN, FULL, TIED], ids=["plain", "full", "tied"])
+SANDWICH = replace(
+    PLAIN,
+    norm="rms_zero_centred",
+    block="sandwich_norm",
+    activation="gelu_tanh",
+    sliding_windows=(3, None),
+    local_rope=RopeConfig(rotary_dim=8, theta=100.0),
+    attention_scale=0.3,
+    attention_softcap=2.0,
+    logit_softcap=0.05,
+    embedding_multiplier=4.0,
+)
+PARALLEL = replace(
+    PLAIN,
+    norm="layer",
+    norm_bias=True,
+    block="parallel_one_norm",
+    is_mlp_gated=False,
+    lm_head_bias=True,
+    qk_norm=True,
+    qk_norm_span="each_head",
+    has_position_embedding=True,
+    max_position_embeddings=16,
+    rotated_layers=(False, True),
+    residual_multiplier=0.5,
+    logit_scale=2.0,
+)
+CONFIGS = pytest.mark.parametrize(
+    "config",
+    [PLAIN, FULL, TIED, SANDWICH, PARALLEL],
+    ids=["plain", "full", "tied", "sandwich", "parallel"],
+)
 TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4]], jnp.int32)
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -206,12 +238,16 @@ def test_logical_axes_name_every_dimension(config):
         "heads": config.num_heads * config.head_dim,
         "kv_heads": config.num_kv_heads * config.head_dim,
         "head_dim": config.head_dim,
+        "positions": config.max_position_embeddings,
     }
     for given, leaf in zip(jax.tree.leaves(axes, is_leaf=is_names), jax.tree.leaves(params), strict=True):
-        assert tuple(sizes[name] for name in given) == leaf.shape
+        # Where a head's width is an axis of its own, heads are counted.
+        own = {"heads": config.num_heads, "kv_heads": config.num_kv_heads} if given[1:] == ("head_dim",) else {}
+        assert tuple({**sizes, **own}[name] for name in given) == leaf.shape
 
 
 def test_large_models_are_described_without_memory():
+    gc.collect()  # arrays of other tests do not go meanwhile
     before = len(jax.live_arrays())
     for config, billions in ((LLAMA_8B, 8.03), (LLAMA_70B, 70.55)):
         params = jax.tree.leaves(abstract_params(config))
@@ -236,6 +272,18 @@ def test_split_is_the_inverse_of_bind(config):
     again = split(bind(config, params))
     assert names(again) == names(params)
     assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
+
+
+def test_parameters_that_do_not_fit_are_named():
+    params = init_params(PLAIN, jax.random.key(0))
+    del params["layers"]["1"]["mlp_norm"]
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: parameter 'layers\.1\.mlp_norm\.weight' is missing$"):
+        bind(PLAIN, params)
+    params = init_params(PLAIN, jax.random.key(0)) | {"lm_head_bias": jnp.zeros(50)}
+    with pytest.raises(ValueError, match="parameter 'lm_head_bias' is not of this model"):
+        bind(PLAIN, params)
+    with pytest.raises(ValueError, match=r"parameter 'embed' is missing; .*; and 16 more"):
+        bind(PLAIN, {})
 
 
 def test_binding_leaves_params_and_other_bindings_alone():

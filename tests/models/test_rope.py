@@ -37,6 +37,14 @@ def test_frequencies_are_those_of_transformers(name):
     assert scaling == pytest.approx(STORED[name]["scaling"], rel=1e-6)
 
 
+# Beyond its original length torch raises a tensor to a power, which is not rounded as a number's is.
+@pytest.mark.parametrize("name", [name for name in STORED if name != "dynamic_long"])
+def test_frequencies_are_rounded_as_in_transformers(name):
+    found, _ = inverse_frequencies(rope_of(STORED[name]))
+    assert found.dtype == np.float32
+    assert np.count_nonzero(found != np.float32(STORED[name]["frequencies"])) <= 2
+
+
 KINDS = {
     "linear": ("linear", "factor", 8.001),
     "dynamic_long": ("dynamic", "sequence_length", 6999),

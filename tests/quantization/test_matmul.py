@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.quantization import quantize
+from jaxinfer.quantization import QuantizedArray, Scheme, check, quantize
 from jaxinfer.quantization.matmul import matmul, rows, transposed
 
 X = jax.random.normal(jax.random.key(0), (2, 5, 128))
@@ -48,6 +48,33 @@ def test_an_embedding(name):
     np.testing.assert_array_equal(rows(table, tokens), table.dequantize()[tokens])
     assert rows(table, tokens, jnp.bfloat16).dtype == jnp.bfloat16
     np.testing.assert_allclose(matmul(X, transposed(table)), X @ table.dequantize().T, atol=2e-6)
+
+
+def affine(weight, bits=4, group=32):
+    """Codes with minima, of round-to-nearest's integers with zeros."""
+    found = quantize(weight, "int4-g32-asym" if bits == 4 else "int8-g32-asym")
+    scales = found.scales.astype(jnp.float32)
+    minima = (-8.0 - found.zeros) * scales if bits == 4 else (-128.0 - found.zeros) * scales
+    values = found.values if bits == 4 else ((found.values.astype(jnp.int32) + 128) // 8).astype(jnp.int8)
+    scales = scales if bits == 4 else scales * 8
+    return QuantizedArray(values, scales, scheme=Scheme("affine", bits, (group, 1)), minima=minima)
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+def test_minima(bits):
+    w = affine(W, bits)
+    check(w, "w")
+    assert float(jnp.abs(w.dequantize() - W).max()) < 0.05
+    np.testing.assert_allclose(matmul(X, w), X @ w.dequantize(), atol=2e-6)
+    table = transposed(w)
+    np.testing.assert_array_equal(rows(table, jnp.array([3, 0, 23])), w.dequantize().T[jnp.array([3, 0, 23])])
+    experts = jax.tree.map(lambda a, b: jnp.stack([a, b]), affine(W, bits), affine(-W, bits))
+    found = matmul(jnp.stack([X[0], X[0]]), experts)
+    np.testing.assert_allclose(found[1], matmul(X[0], affine(-W, bits)), atol=2e-6)
+    with pytest.raises(ValueError, match="minima belong to the kind 'affine'"):
+        check(replace(w, minima=None), "w")
+    with pytest.raises(ValueError, match="1 of 96 minima are not finite"):
+        check(replace(w, minima=w.minima.at[0, 0].set(jnp.nan)), "w")
 
 
 def test_what_cannot_be_an_embedding():

@@ -181,5 +181,5 @@ def test_live_models_are_checked(params):
     broken = replace(up["weight"], scales=up["weight"].scales.at[0, 3].set(jnp.nan))
     layers = quantized["layers"]
     mlp = {**layers["2"]["mlp"], "up_proj": {"weight": broken}}
-    with pytest.raises(ValueError, match=r"'2'.*'up_proj'.*1 of 128 scales are not finite"):
+    with pytest.raises(ValueError, match=r"layers\.2\.mlp\.up_proj\.weight.*1 of 128 scales are not finite"):
         LLM((CONFIG, {**quantized, "layers": {**layers, "2": {**layers["2"], "mlp": mlp}}}))

@@ -34,7 +34,7 @@ def test_models_that_are_not_quantized(data):
 
 
 @pytest.mark.parametrize(
-    "name", ["hqq", "torchao", "quark", "aqlm", "exl2", "mxfp4", "gemma", "spqr", "vptq", "qptq", None]
+    "name", ["hqq", "torchao", "quark", "aqlm", "exl2", "higgs", "gemma", "spqr", "vptq", "qptq", None]
 )
 def test_other_methods_are_refused_by_name(name):
     with pytest.raises(FormatError, match=f"quant_method {name!r} is not supported"):

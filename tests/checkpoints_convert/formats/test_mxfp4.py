@@ -3,7 +3,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints_convert.formats import FormatError, mxfp4_experts, mxfp4_gate_up, mxfp4_weight
+from checkpoints_convert.formats import FormatError, mxfp4_experts, mxfp4_weight
 
 
 def experts(rows, inputs=64, num=2):
@@ -19,13 +19,6 @@ def test_experts():
     assert np.array_equal(np.asarray(found.dequantize()), expected.swapaxes(1, 2))
     assert (found.values.dtype, found.scales.dtype) == (ml_dtypes.int4, ml_dtypes.bfloat16)
     assert found.shape == (2, 64, 12)
-
-
-def test_gate_and_up_alternate():
-    blocks, scales, expected = experts(12)
-    gate, up = mxfp4_gate_up(blocks, scales)
-    assert np.array_equal(np.asarray(gate.dequantize()), expected[:, 0::2].swapaxes(1, 2))
-    assert np.array_equal(np.asarray(up.dequantize()), expected[:, 1::2].swapaxes(1, 2))
 
 
 def test_every_exponent_is_a_power_of_two():
@@ -50,7 +43,5 @@ def test_what_does_not_fit_is_refused():
         mxfp4_experts(blocks, bad)
     with pytest.raises(FormatError, match="are not of one weight"):
         mxfp4_experts(blocks[:, :-1], scales)
-    with pytest.raises(FormatError, match="are not gates and ups in turn"):
-        mxfp4_gate_up(blocks[:, :-1], scales[:, :-1])
     with pytest.raises(FormatError, match="do not fit 48 inputs in blocks of 32"):
         mxfp4_weight(np.zeros((1, 24), np.uint8), np.zeros((1, 1), np.uint8))

@@ -23,12 +23,23 @@ LARGEST = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.architecture)
+# Those that keep Llama's parameters; for all see tests/checkpoints_convert/test_families.py.
+ALIKE = ("LlamaForCausalLM", "MistralForCausalLM", "MinistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@pytest.mark.parametrize("family", [FAMILIES[name] for name in ALIKE], ids=lambda family: family.architecture)
 def test_every_parameter_has_one_tensor_of_its_own(family):
     config = replace(LARGEST, architecture=family.architecture)
     sources = [source_of(family, path) for path in param_shapes(config)]
     assert len({name for name, _ in sources}) == len(param_shapes(config))
-    assert len({rule.source for rule in family.tensors}) == len(family.tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.architecture)
+def test_no_two_rules_have_the_same_source(family):
+    sources = [(rule.source, rule.when) for rule in family.tensors]
+    assert len(set(sources)) == len(sources)
+    assert family.title
+    assert family.examples
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,294 @@
+"""Which architecture of GGUF is which of Hugging Face, and the config.json that a file's metadata amounts to.
+
+The facts are those of llama.cpp's converter (convert_hf_to_gguf.py) and loader (llama-model.cpp): what the converter
+changed in the tensors, what it left out because the loader knows it.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoints_convert.gguf.metadata import Metadata
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Attributes:
+    huggingface: the architecture in config.json, where one name is enough.
+    fields: from the metadata to fields of config.json, with the names Llama has, beside those that all have.
+    pairs_neighbours: whether queries and keys are stored with the outputs that rotate together side by side, as ggml's
+      "normal" rope takes them. has_layer_norm: LayerNorm's epsilon, not RMSNorm's. adds_one: norms are stored as w + 1.
+    """
+
+    huggingface: str
+    fields: Callable[[Metadata], Values] = lambda metadata: {}
+    pairs_neighbours: bool = False
+    has_layer_norm: bool = False
+    adds_one: bool = False
+
+
+def _has(metadata: Metadata, name: str) -> bool:
+    return f"blk.0.{name}" in metadata.index.tensors
+
+
+def _num_experts(metadata: Metadata) -> int:
+    """As many as the routers choose from."""
+    count = metadata.integer("expert_count")
+    tensors = metadata.index.tensors
+    router = next((name for name in tensors if name.endswith(".ffn_gate_inp.weight")), None)
+    if router is not None and tensors[router].shape[0] != count:
+        found = list(tensors[router].shape)
+        metadata.problem("expert_count", f"is {count}, the router {router!r} has the shape {found}")
+        return 1
+    return count
+
+
+def _experts(metadata: Metadata) -> Values:
+    return {
+        "num_experts": _num_experts(metadata),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+    }
+
+
+def _llama(metadata: Metadata) -> Values:
+    values: Values = {
+        "attention_bias": _has(metadata, "attn_output.bias"),
+        "mlp_bias": _has(metadata, "ffn_down.bias"),
+    }
+    windows = _windows(metadata)
+    if metadata.has("expert_count") and not metadata.is_zero("expert_count"):  # llama.cpp's own writer stores the 0
+        experts = _num_experts(metadata), metadata.integer("expert_used_count")
+        metadata.expect("expert_weights_norm", True)
+        return {"architectures": ["MixtralForCausalLM"], "num_local_experts": experts[0],
+                "num_experts_per_tok": experts[1], **windows}  # fmt: skip
+    if windows["sliding_window"] is not None:
+        return {"architectures": ["MistralForCausalLM"], **windows}
+    return values
+
+
+def _qwen2moe(metadata: Metadata) -> Values:
+    shared = metadata.integer("expert_shared_feed_forward_length")
+    normalizes = metadata.boolean("expert_weights_norm", False)
+    return {**_experts(metadata), "shared_expert_intermediate_size": shared, "norm_topk_prob": normalizes}
+
+
+def _qwen3moe(metadata: Metadata) -> Values:
+    return {**_experts(metadata), "norm_topk_prob": metadata.boolean("expert_weights_norm", True)}
+
+
+def _deepseek2(metadata: Metadata) -> Values:
+    """V3 where a bias corrects the choice of experts, else V2; a router of another sort is neither's."""
+    layer = 0
+    if not metadata.is_zero("leading_dense_block_count"):
+        layer = metadata.integer("leading_dense_block_count", 0, is_width=False)
+    is_v3 = f"blk.{layer}.exp_probs_b.bias" in metadata.index.tensors
+    rope_size = metadata.integer("rope.dimension_count")
+    is_split = metadata.has("attention.key_length_mla")  # then the lengths without it are those of the latent vector
+    suffix = "_mla" if is_split else ""
+    key_length = metadata.integer(f"attention.key_length{suffix}")
+    if is_split:
+        metadata.expect("attention.value_length", metadata.integer("attention.kv_lora_rank"))
+    values: Values = {
+        "head_dim": rope_size,
+        "num_key_value_heads": metadata.integer("attention.head_count"),
+        "q_lora_rank": metadata.integer("attention.q_lora_rank", None),
+        "kv_lora_rank": metadata.integer("attention.kv_lora_rank"),
+        "qk_nope_head_dim": max(1, key_length - rope_size),
+        "v_head_dim": metadata.integer(f"attention.value_length{suffix}"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "n_routed_experts": _num_experts(metadata),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0),
+        "first_k_dense_replace": layer,
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "attention_bias": _has(metadata, "attn_output.bias"),
+    }
+    groups = metadata.integer("expert_group_count", 1), metadata.integer("expert_group_used_count", 1)
+    values |= {"n_group": groups[0], "topk_group": groups[1]}
+    normalizes = metadata.boolean("expert_weights_norm", False)
+    _check_gating(metadata, is_v3)
+    if is_v3:
+        return {**values, "architectures": ["DeepseekV3ForCausalLM"], "norm_topk_prob": normalizes}
+    return {
+        **values,
+        "topk_method": "group_limited_greedy" if groups[0] > 1 else "greedy",
+        "norm_topk_prob": normalizes,
+    }
+
+
+def _check_gating(metadata: Metadata, is_v3: bool) -> None:
+    """Files without the key are V2's, as llama.cpp takes them."""
+    known, wanted = {0: "softmax", 1: "softmax", 2: "sigmoid"}, "sigmoid" if is_v3 else "softmax"
+    name = "expert_gating_func"
+    value = 0 if metadata.is_zero(name) else metadata.integer(name, 0, is_width=False)
+    if known.get(value) != wanted:
+        bias = "a" if is_v3 else "no"
+        found = f"is {value}, {known.get(value, 'unknown')}" if metadata.has(name) else "is missing, which is softmax"
+        metadata.problem(name, f"{found}; with {bias} bias of the experts' choice only {wanted} is supported")
+
+
+def _gpt_oss(metadata: Metadata) -> Values:
+    metadata.expect("expert_gating_func", 3)  # softmax of the chosen
+    experts = _num_experts(metadata), metadata.integer("expert_used_count")
+    return {
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_local_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+        **_windows(metadata),
+        "attention_bias": _has(metadata, "attn_output.bias"),
+    }
+
+
+def _windows(metadata: Metadata) -> Values:
+    """`sliding_window`, None where the file says 0 or nothing, and which layers have it where the file says so."""
+    name = "attention.sliding_window"
+    window = None if metadata.is_zero(name) else metadata.integer(name, None, is_width=False)
+    found: Values = {"sliding_window": window}
+    pattern = f"{name}_pattern"
+    num_layers = metadata.integer("block_count", is_width=False)
+    if not metadata.has(pattern) or num_layers > len(metadata.index.tensors):
+        return found
+    if metadata.index.count(f"{metadata.prefix}{pattern}") is not None:
+        is_sliding = metadata.flags(pattern, num_layers)
+    else:  # the last of every so many layers sees everything; 0: none does
+        every = 0 if metadata.is_zero(pattern) else metadata.integer(pattern, is_width=False)
+        is_sliding = [not every or (layer + 1) % every != 0 for layer in range(num_layers)]
+    if window is None or is_sliding is None:  # the pattern is of no consequence, or a problem by now
+        return found
+    return {**found, "layer_types": ["sliding_attention" if one else "full_attention" for one in is_sliding]}
+
+
+def _cap(metadata: Metadata, name: str, default: float | None) -> float | None:
+    """None where the file says 0."""
+    return None if metadata.is_zero(name) else metadata.number(name, default)
+
+
+def _score_scalar(metadata: Metadata, computed: int) -> float:
+    """What scores are divided by the root of: the file's own scale, where it has one."""
+    name = "attention.scale"
+    if not metadata.has(name) or metadata.is_zero(name):
+        return computed
+    scalar = metadata.number(name) ** -2
+    return computed if math.isclose(scalar, computed, rel_tol=1e-5) else scalar
+
+
+def _gemma2(metadata: Metadata) -> Values:
+    heads, width = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    head_dim = metadata.integer("attention.key_length", 256)
+    # The 27B divides scores by the root of its width per head, which the file does not say.
+    is_27b = metadata.integer("block_count", is_width=False) == 46
+    return {
+        **_windows(metadata),
+        "attn_logit_softcapping": _cap(metadata, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _cap(metadata, "final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _score_scalar(metadata, width // heads if is_27b else head_dim),
+    }
+
+
+def _gemma3(metadata: Metadata) -> Values:
+    heads, width = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
+    head_dim = metadata.integer("attention.key_length", 256)
+    is_27b = metadata.integer("block_count", is_width=False) == 62
+    return {
+        **_windows(metadata),
+        "attn_logit_softcapping": _cap(metadata, "attn_logit_softcapping", None),
+        "final_logit_softcapping": _cap(metadata, "final_logit_softcapping", None),
+        "query_pre_attn_scalar": _score_scalar(metadata, width // heads if is_27b else head_dim),
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10000.0),
+    }
+
+
+def _phi3(metadata: Metadata) -> Values:
+    original = metadata.integer("rope.scaling.original_context_length", None, is_width=False)
+    found: Values = {**_windows(metadata)}
+    return found if original is None else {**found, "original_max_position_embeddings": original}
+
+
+def _stablelm(metadata: Metadata) -> Values:
+    # Converters write true where config.json is silent; the norm before the MLP is what tells.
+    metadata.boolean("use_parallel_residual", True)
+    return {
+        "use_qkv_bias": _has(metadata, "attn_q.bias"),
+        "qk_layernorm": _has(metadata, "attn_q_norm.weight"),
+        "use_parallel_residual": not _has(metadata, "ffn_norm.weight"),
+    }
+
+
+def _falcon(metadata: Metadata) -> Values:
+    kv_heads = metadata.integer("attention.head_count_kv", 1)
+    has_two_norms = _has(metadata, "attn_norm_2.weight")
+    return {
+        "new_decoder_architecture": has_two_norms or kv_heads > 1,
+        "num_ln_in_parallel_attn": 2 if has_two_norms else 1,
+        "multi_query": kv_heads == 1,
+        "parallel_attn": True,
+        "alibi": False,
+        "bias": _has(metadata, "attn_qkv.bias"),
+    }
+
+
+def _olmo2(metadata: Metadata) -> Values:
+    windows = _windows(metadata)
+    if windows["sliding_window"] is not None:
+        return {"architectures": ["Olmo3ForCausalLM"], **windows}
+    return {"attention_bias": False}
+
+
+def _granite(metadata: Metadata) -> Values:
+    return {
+        "attention_multiplier": metadata.number("attention.scale"),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+        "attention_bias": _has(metadata, "attn_output.bias"),
+        "mlp_bias": _has(metadata, "ffn_down.bias"),
+    }
+
+
+def _cohere(metadata: Metadata) -> Values:
+    return {
+        "logit_scale": metadata.number("logit_scale"),
+        "use_qk_norm": _has(metadata, "attn_q_norm.weight"),
+        "attention_bias": _has(metadata, "attn_q.bias"),
+    }
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", _llama, pairs_neighbours=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", lambda _: {"use_sliding_window": False}),
+    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _qwen2moe),
+    "qwen3": Architecture("Qwen3ForCausalLM", lambda _: {"use_sliding_window": False}),
+    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _qwen3moe),
+    "gemma": Architecture("GemmaForCausalLM", adds_one=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", _gemma2, adds_one=True),
+    "gemma3": Architecture("Gemma3ForCausalLM", _gemma3, adds_one=True),
+    "phi2": Architecture("PhiForCausalLM", has_layer_norm=True),
+    "phi3": Architecture("Phi3ForCausalLM", _phi3),
+    "gpt2": Architecture("GPT2LMHeadModel", has_layer_norm=True),
+    "gptneox": Architecture(
+        "GPTNeoXForCausalLM",
+        lambda metadata: {"use_parallel_residual": metadata.boolean("use_parallel_residual", True)},
+        has_layer_norm=True,
+    ),
+    "stablelm": Architecture("StableLmForCausalLM", _stablelm, has_layer_norm=True),
+    "falcon": Architecture("FalconForCausalLM", _falcon, has_layer_norm=True),
+    "olmo2": Architecture("Olmo2ForCausalLM", _olmo2),
+    "command-r": Architecture("CohereForCausalLM", _cohere, pairs_neighbours=True, has_layer_norm=True),
+    "cohere2": Architecture(
+        "Cohere2ForCausalLM",
+        lambda metadata: {"logit_scale": metadata.number("logit_scale"), **_windows(metadata)},
+        pairs_neighbours=True,
+        has_layer_norm=True,
+    ),
+    "granite": Architecture("GraniteForCausalLM", _granite, pairs_neighbours=True),
+    "glm4": Architecture(
+        "Glm4ForCausalLM", lambda metadata: {"attention_bias": _has(metadata, "attn_q.bias")}, pairs_neighbours=True
+    ),
+    "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss),
+    "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek2),
+    "smollm3": Architecture("SmolLM3ForCausalLM", pairs_neighbours=True),
+}

@@ -1,0 +1,312 @@
+"""One GGUF file: its metadata and its table of tensors, checked in full, and its bytes, read where asked.
+
+The format (ggml, docs/gguf.md): magic, version, counts; key-value pairs; one entry per tensor; then, from the next
+multiple of the alignment on, the tensors' bytes. All sizes are compared with the file's before anything of that size
+is read, so a file cannot make this module allocate more than it has bytes. Strings and arrays stay in the file until
+they are asked for.
+"""
+
+import math
+import os
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.gguf.cursor import Cursor
+from checkpoints_convert.gguf.types import TYPE_NAMES, TYPES, BlockType
+
+VERSIONS = (2, 3)
+# Far above any model there is; they bound the time and memory that a table of nonsense can cost.
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**16
+MAX_STRINGS = 2**20  # of one array: the largest vocabularies have 2**18 tokens and 2**19 merges
+MAX_NAME_BYTES = 2**10
+MAX_ALIGNMENT = 2**20
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = (
+    *((0, np.uint8), (1, np.int8), (2, np.uint16), (3, np.int16), (4, np.uint32), (5, np.int32), (6, np.float32)),
+    *((_BOOL, np.uint8), (10, np.uint64), (11, np.int64), (12, np.float64)),
+)
+_NUMPY = {number: np.dtype(scalar).newbyteorder("<") for number, scalar in _SCALARS}
+# An entry takes at least this: an empty name, type and value of a byte; name, dimensions, type and offset.
+_LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+
+Scalar = bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies: [begin, end) bytes of the file. `shape` is in C order, the rows' length last."""
+
+    kind: BlockType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A string of `count` bytes, or an array of `count` items of a type, that begins at a byte of the file."""
+
+    item_type: int
+    is_array: bool
+    count: int
+    begin: int
+    end: int
+
+
+class GGUFFile:
+    """An open file. `tensors` maps names to entries; metadata is read by `scalar`, `text`, `numbers` and `texts`.
+
+    Raises CheckpointError, naming the file and the key or tensor, for a file that is not well formed or has a tensor
+    of a type that is not read.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError as error:
+            raise CheckpointError(self.path, f"cannot be opened: {error.strerror}") from None
+        try:
+            status = os.fstat(self._descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(self.path, "is not a regular file")
+            self.size = status.st_size
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(self._values)
+
+    def scalar(self, key: str) -> Scalar | None:
+        """A number or boolean; None where the key is missing, an array or a string."""
+        value = self._values.get(key)
+        return None if isinstance(value, _Stored) else value
+
+    def text(self, key: str) -> str | None:
+        """A string; None where the key is missing or not a string. Raises CheckpointError unless it is UTF-8."""
+        value = self._values.get(key)
+        if not isinstance(value, _Stored) or value.is_array:
+            return None
+        return self._decoded(self._cursor(value.begin).take(value.count, "the value"), key)
+
+    def numbers(self, key: str) -> np.ndarray | None:
+        """An array of numbers or booleans; None where the key is missing or something else."""
+        value = self._values.get(key)
+        if not isinstance(value, _Stored) or not value.is_array or value.item_type == _STRING:
+            return None
+        raw = self._cursor(value.begin).take(value.end - value.begin, "the array")
+        return np.frombuffer(raw, _NUMPY[value.item_type])
+
+    def texts(self, key: str) -> Iterator[str] | None:
+        """An array of strings, one by one; None where the key is missing or something else."""
+        value = self._values.get(key)
+        if not isinstance(value, _Stored) or not value.is_array or value.item_type != _STRING:
+            return None
+        return self._texts(key, value)
+
+    def places(self, key: str, wanted: Collection[str]) -> dict[str, list[int]]:
+        """Which items of an array of strings are one of these, without the others being decoded; {} for what is no such
+        array."""
+        value = self._values.get(key)
+        if not isinstance(value, _Stored) or not value.is_array or value.item_type != _STRING:
+            return {}
+        raw = {text.encode(): text for text in wanted}
+        found = self._cursor(value.begin).skip_strings(value.count, key, raw)
+        return {raw[text]: indices for text, indices in found.items()}
+
+    def count(self, key: str) -> int | None:
+        """Items of an array, without reading it; None where the key is missing or no array."""
+        value = self._values.get(key)
+        return value.count if isinstance(value, _Stored) and value.is_array else None
+
+    def describe(self, key: str) -> str:
+        """A value in words, for messages."""
+        value = self._values.get(key)
+        if not isinstance(value, _Stored):
+            return "missing" if value is None else repr(value)
+        return f"an array of {value.count} items" if value.is_array else f"a string of {value.count} bytes"
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fills `buffer` with the tensor's bytes from `offset` on. Safe to call from several threads."""
+        entry = self.tensors[name]
+        buffer = buffer.cast("B")
+        if offset < 0 or offset + len(buffer) > entry.end - entry.begin:
+            size = entry.end - entry.begin
+            raise IndexError(f"bytes [{offset}, {offset + len(buffer)}) of tensor {name!r}, which has {size}")
+        where = entry.begin + offset
+        while buffer:
+            num_read = os.preadv(self._descriptor, [buffer], where)
+            if num_read == 0:
+                raise CheckpointError(
+                    self.path, f"tensor {name!r}: the file ends at byte {where}, {len(buffer)} bytes too soon"
+                )
+            where, buffer = where + num_read, buffer[num_read:]
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> "GGUFFile":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _cursor(self, position: int) -> Cursor:
+        return Cursor(self._descriptor, self.size, self.path, position)
+
+    def _read_header(self) -> None:
+        cursor = self._cursor(0)
+        magic = cursor.take(min(4, self.size), "the magic")
+        if magic != b"GGUF":
+            raise CheckpointError(self.path, f"begins with {magic!r}, not with b'GGUF': not a GGUF file")
+        version = cursor.number("<u4", "the version")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            why = "a big-endian file" if swapped in VERSIONS else f"this version reads {VERSIONS[0]} and {VERSIONS[1]}"
+            raise CheckpointError(self.path, f"GGUF version {version}: {why}")
+        num_tensors = cursor.number("<u8", "the number of tensors")
+        num_keys = cursor.number("<u8", "the number of keys")
+        self._check_count("tensors", num_tensors, MAX_TENSORS, _LEAST_TENSOR_BYTES, cursor)
+        self._check_count("keys", num_keys, MAX_KEYS, _LEAST_KEY_BYTES, cursor)
+        self._values: dict[str, Scalar | _Stored] = {}
+        for index in range(num_keys):
+            self._read_pair(cursor, index)
+        self.alignment = self._alignment()
+        self.tensors = self._read_table(cursor, num_tensors)
+
+    def _check_count(self, what: str, count: int, limit: int, least: int, cursor: Cursor) -> None:
+        if count > limit:
+            raise CheckpointError(self.path, f"{count} {what}, the limit is {limit}")
+        if count * least > cursor.num_left:
+            raise CheckpointError(
+                self.path, f"{count} {what} take at least {count * least} bytes, {cursor.num_left} follow: truncated?"
+            )
+
+    def _read_pair(self, cursor: Cursor, index: int) -> None:
+        key = self._name(cursor, f"key {index}")
+        what = f"key {key!r}"
+        if key in self._values:
+            raise CheckpointError(self.path, f"{what} appears twice")
+        kind = cursor.number("<u4", what)
+        if kind == _ARRAY:
+            self._values[key] = self._skip_array(cursor, what)
+        elif kind == _STRING:
+            length = cursor.number("<u8", what)
+            begin = cursor.position
+            cursor.skip(length, what)
+            self._values[key] = _Stored(_STRING, False, length, begin, cursor.position)
+        elif kind in _NUMPY:
+            value = cursor.number(_NUMPY[kind], what)
+            if kind == _BOOL and value > 1:
+                raise CheckpointError(self.path, f"{what} is a boolean of value {value}")
+            self._values[key] = bool(value) if kind == _BOOL else value
+        else:
+            raise CheckpointError(self.path, f"{what} has the value type {kind}, which does not exist")
+
+    def _skip_array(self, cursor: Cursor, what: str) -> _Stored:
+        kind, count = cursor.number("<u4", what), cursor.number("<u8", what)
+        begin = cursor.position
+        if kind in _NUMPY:
+            cursor.skip(count * _NUMPY[kind].itemsize, what)
+        elif kind == _STRING:
+            if count > MAX_STRINGS:
+                raise CheckpointError(self.path, f"{what} has {count} strings, the limit is {MAX_STRINGS}")
+            cursor.skip_strings(count, what)
+        elif kind == _ARRAY:
+            raise CheckpointError(self.path, f"{what} is an array of arrays, which is not read")
+        else:
+            raise CheckpointError(self.path, f"{what} is an array of type {kind}, which does not exist")
+        return _Stored(kind, True, count, begin, cursor.position)
+
+    def _name(self, cursor: Cursor, what: str) -> str:
+        length = cursor.number("<u8", what)
+        if not 0 < length <= MAX_NAME_BYTES:
+            raise CheckpointError(self.path, f"{what} has a name of {length} bytes, not 1 to {MAX_NAME_BYTES}")
+        return self._decoded(cursor.take(length, what), what)
+
+    def _decoded(self, raw: bytes, what: str) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(self.path, f"{what} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+    def _texts(self, key: str, value: _Stored) -> Iterator[str]:
+        cursor = self._cursor(value.begin)
+        for index in range(value.count):
+            raw = cursor.take(cursor.number("<u8", key), key)
+            yield self._decoded(raw, f"item {index} of {key}")
+
+    def _alignment(self) -> int:
+        key = "general.alignment"
+        value = self._values.get(key, 32)
+        is_power = type(value) is int and 0 < value <= MAX_ALIGNMENT and not value & (value - 1)
+        if not is_power:
+            raise CheckpointError(self.path, f"{key} is {self.describe(key)}, not a power of two up to {MAX_ALIGNMENT}")
+        return int(value)  # type: ignore[arg-type]  # an int, as just checked
+
+    def _read_table(self, cursor: Cursor, num_tensors: int) -> dict[str, TensorEntry]:
+        found: dict[str, tuple[BlockType, tuple[int, ...], int]] = {}
+        for index in range(num_tensors):
+            name = self._name(cursor, f"tensor {index}")
+            if name in found:
+                raise CheckpointError(self.path, f"tensor {name!r} appears twice")
+            found[name] = self._read_entry(cursor, f"tensor {name!r}")
+        start = -(-cursor.position // self.alignment) * self.alignment
+        entries = {}
+        for name, (kind, shape, offset) in found.items():
+            begin = start + offset
+            end = begin + math.prod(shape) // kind.block_size * kind.block_bytes
+            if end > self.size:
+                raise CheckpointError(
+                    self.path, f"tensor {name!r} ends at byte {end}, the file has {self.size} bytes: truncated?"
+                )
+            entries[name] = TensorEntry(kind, shape, begin, end)
+        self._check_layout(entries)
+        return entries
+
+    def _read_entry(self, cursor: Cursor, what: str) -> tuple[BlockType, tuple[int, ...], int]:
+        num_dims = cursor.number("<u4", what)
+        if not 1 <= num_dims <= 4:
+            raise CheckpointError(self.path, f"{what} has {num_dims} dimensions, not 1 to 4")
+        shape = tuple(cursor.number("<u8", what) for _ in range(num_dims))[::-1]  # the file has the rows' length first
+        number, offset = cursor.number("<u4", what), cursor.number("<u8", what)
+        name = TYPE_NAMES.get(number)
+        if name is None:
+            raise CheckpointError(self.path, f"{what} has the type {number}, which ggml does not have")
+        if name not in TYPES:
+            known = ", ".join(TYPES)
+            raise CheckpointError(self.path, f"{what} is stored as {name}, which is not read; read are {known}")
+        kind = TYPES[name]
+        if not all(0 < size < 2**63 for size in shape) or math.prod(shape) >= 2**63:
+            raise CheckpointError(self.path, f"{what} has the shape {list(shape)}")
+        if shape[-1] % kind.block_size:
+            raise CheckpointError(
+                self.path, f"{what} has rows of {shape[-1]} values, not a multiple of {name}'s {kind.block_size}"
+            )
+        if offset % self.alignment or offset >= 2**63:
+            raise CheckpointError(
+                self.path, f"{what} begins at offset {offset}, not a multiple of the alignment {self.alignment}"
+            )
+        return kind, shape, offset
+
+    def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
+        position, previous = 0, ""
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin < position:
+                raise CheckpointError(
+                    self.path,
+                    f"tensor {name!r} begins at byte {entry.begin}, inside {previous!r} which ends at {position}",
+                )
+            position, previous = entry.end, name

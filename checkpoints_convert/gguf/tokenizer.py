@@ -1,0 +1,301 @@
+"""tokenizer.json and tokenizer_config.json of a GGUF file's metadata.
+
+`tokenizer.ggml.model` says which of two kinds it is: "gpt2", byte pairs of bytes spelled as printable characters
+(Radford et al. 2019, section 2.2), with the cut named by `tokenizer.ggml.pre`; or "llama", SentencePiece's BPE (Kudo &
+Richardson 2018) with a score per token and bytes for what the vocabulary lacks.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from checkpoints_convert.errors import CheckpointError, did_you_mean
+from checkpoints_convert.gguf.index import GGUFIndex
+from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+
+_GGML = "tokenizer.ggml."
+_HUGGING_FACE = "tokenizer.huggingface.json"
+_TEMPLATE = "tokenizer.chat_template"
+MODELS = ("gpt2", "llama")
+MAX_TOKEN_LENGTH = 2**10  # characters; every cut of a piece is looked at
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+_SPACE = "▁"
+_NAMED = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# Tokens that end an answer whether or not the metadata name their id: those of llama.cpp (llama-vocab.cpp), since many
+# files name only the end of the sequence, which a chat model does not write at the end of its turn.
+_END_SPELLINGS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<turn|>", "<end_of_utterance>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+)
+# gpt-oss ends the parts of an answer with <|end|>, and the answer with these.
+_PART, _WHOLE = "<|end|>", ("<|return|>", "<|call|>")
+_OVERRIDE = "give the tokenizer's folder instead (tokenizer=, --tokenizer)"
+
+
+def tokenizer_files(index: GGUFIndex) -> dict[str, str]:
+    """The files of the tokenizer and their contents, as a Hugging Face repository has them; {} where the metadata has
+    none.
+
+    Raises CheckpointError, naming the key, for a kind of tokenizer or a cut of text that is not known exactly, and for
+    tokens, scores or merges that do not fit together.
+    """
+    given = index.text(_HUGGING_FACE)
+    if given is None and index.text(f"{_GGML}model") is None:
+        return {}
+    reader = _Reader(index)
+    spec = given if given is not None else json.dumps(reader.specification(), ensure_ascii=False)
+    return {"tokenizer.json": spec, "tokenizer_config.json": json.dumps(reader.configuration(), ensure_ascii=False)}
+
+
+def end_token_ids(index: GGUFIndex) -> tuple[int, ...]:
+    """Ids that end a generation: the end of the sequence, of a turn and of a message, by the metadata, and then the
+    special tokens that are spelled so. Raises CheckpointError."""
+    found = [token_id(index, name) for name in _ENDS]
+    spelled = _spelled_ends(index)
+    if all(text in spelled for text in (_PART, *_WHOLE)) and (part := spelled.pop(_PART)) in found:
+        found.remove(part)
+    return tuple(dict.fromkeys(id for id in (*found, *spelled.values()) if id is not None))
+
+
+def _spelled_ends(index: GGUFIndex) -> dict[str, int]:
+    """Ids by spelling; {} in a file without kinds of tokens, as any text may be spelled so."""
+    kinds = index.numbers(f"{_GGML}token_type")
+    if kinds is None or len(kinds) != index.count(f"{_GGML}tokens"):  # an error of the tokenizer's, not of the model's
+        return {}
+    places = index.places(f"{_GGML}tokens", _END_SPELLINGS)
+    found = {ids[0]: text for text, ids in places.items() if kinds[ids[0]] in (CONTROL, USER_DEFINED)}
+    return {text: id for id, text in sorted(found.items())}
+
+
+def token_id(index: GGUFIndex, name: str) -> int | None:
+    """A token by its role, such as "bos_token_id"; None where the file has none. Raises CheckpointError."""
+    key = f"{_GGML}{name}"
+    value = index.scalar(key)
+    if value is None and key not in index.keys:
+        return None
+    count = index.count(f"{_GGML}tokens")
+    is_id = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if not is_id or (count is not None and int(value or 0) >= count):
+        of = "" if count is None else f" of {count} tokens"
+        raise CheckpointError(index.path, f"{key} is {index.describe(key)}, not the id of a token{of}")
+    return int(value)  # type: ignore[arg-type]  # an int, as just checked
+
+
+class _Reader:
+    """The tokens with their kinds, read once."""
+
+    def __init__(self, index: GGUFIndex):
+        self.index = index
+        tokens = index.texts(f"{_GGML}tokens")
+        if tokens is None:
+            raise self._error("tokens", "not an array of strings")
+        self.tokens = list(tokens)
+        kinds = self._numbers("token_type")
+        self.kinds = kinds if kinds is not None else np.full(len(self.tokens), NORMAL)
+
+    def specification(self) -> dict[str, Any]:
+        """tokenizer.json."""
+        model = self.index.text(f"{_GGML}model")
+        if model not in MODELS:
+            raise self._error("model", f"{model!r}, and only {' and '.join(MODELS)} are read; {_OVERRIDE}")
+        if len(set(self.tokens)) != len(self.tokens):
+            seen: set[str] = set()
+            twice = next(token for token in self.tokens if token in seen or seen.add(token))
+            raise self._error("tokens", f"the token {twice!r} twice")
+        spec = self._byte_level() if model == "gpt2" else self._sentencepiece()
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": self._added_tokens(),
+            **spec,
+            "post_processor": self._post_processor(),
+        }
+
+    def configuration(self) -> dict[str, Any]:
+        """tokenizer_config.json: the named tokens and the chat templates."""
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for name, key in _NAMED.items():
+            if (id := token_id(self.index, key)) is not None:
+                config[name] = self.tokens[id]
+        templates = {
+            key.removeprefix(_TEMPLATE).removeprefix(".") or "default": text
+            for key in self.index.keys
+            if (key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")) and (text := self.index.text(key)) is not None
+        }
+        if set(templates) == {"default"}:
+            config["chat_template"] = templates["default"]
+        elif templates:
+            config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        return config
+
+    def _byte_level(self) -> dict[str, Any]:
+        pre = self._pre_tokenizer()
+        merges = self.index.texts(f"{_GGML}merges")
+        if merges is None:
+            raise self._error("merges", "not an array of strings")
+        vocab = {token: id for id, token in enumerate(self.tokens)}
+        return {
+            "normalizer": {"type": "NFC"} if pre.normalizes else None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
+            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            "model": _bpe(vocab, self._pairs(merges, vocab), ignore_merges=pre.ignores_merges),
+        }
+
+    def _pre_tokenizer(self) -> PreTokenizer:
+        name = self.index.text(f"{_GGML}pre")
+        if name is None:
+            raise self._error("pre", f"missing: nothing says how text is cut before merging; {_OVERRIDE}")
+        if name not in PRE_TOKENIZERS:
+            hint = did_you_mean(name, PRE_TOKENIZERS)
+            raise self._error("pre", f"{name!r}, a pre-tokenizer that is not known exactly{hint}; {_OVERRIDE}")
+        return PRE_TOKENIZERS[name]
+
+    def _pairs(self, merges: Iterable[str], vocab: dict[str, int]) -> list[list[str]]:
+        pairs = []
+        for number, merge in enumerate(merges):
+            cut = merge.find(" ", 1)  # a space in front would be part of the token
+            left, right = merge[:cut], merge[cut + 1 :]
+            if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
+                raise self._error("merges", f"{merge!r} at {number}, which does not make a token of two others")
+            pairs.append([left, right])
+        return pairs
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        is_gemma = str(self.index.text("general.architecture")).startswith("gemma")
+        if is_gemma:
+            self._respell_spaces()
+        # Gemma's scores do not follow the order in which its pieces are merged; the order of its tokens does.
+        scores = None if is_gemma else self._numbers("scores")
+        if scores is None:
+            scores = -np.arange(len(self.tokens), dtype=np.float32)
+        vocab = {token: id for id, token in enumerate(self.tokens)}
+        adds_space = self._flag("add_space_prefix", not is_gemma)
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        prepend = [{"type": "Prepend", "prepend": _SPACE}] if adds_space else []
+        decoder = [
+            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_space else []),
+        ]
+        unknown = token_id(self.index, "unknown_token_id")
+        kinds = self.kinds.tolist()
+        skipped = {token for token, id in vocab.items() if kinds[id] in (UNKNOWN, CONTROL, USER_DEFINED, BYTE)}
+        if (longest := max(map(len, vocab), default=0)) > MAX_TOKEN_LENGTH:
+            raise self._error("tokens", f"one of {longest} characters, the limit is {MAX_TOKEN_LENGTH}")
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]} if adds_space else replace,
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": decoder},
+            "model": _bpe(
+                vocab,
+                _merges_of(vocab, scores, skipped),
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=True,
+                byte_fallback=True,
+            ),
+        }
+
+    def _respell_spaces(self) -> None:
+        """Gemma's runs of spaces are stored as such, and its pieces as all others with U+2581."""
+        self.kinds = self.kinds.copy()
+        for id, token in enumerate(self.tokens):
+            if token and not token.strip(" "):
+                self.tokens[id], self.kinds[id] = _SPACE * len(token), NORMAL
+
+    def _added_tokens(self) -> list[dict[str, Any]]:
+        """Control tokens, the unknown token and the user's own, which are found in text before anything else."""
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        return [
+            {"id": id, "content": self.tokens[id], **flags, "special": bool(self.kinds[id] != USER_DEFINED)}
+            for id in np.flatnonzero(np.isin(self.kinds, (UNKNOWN, CONTROL, USER_DEFINED))).tolist()
+            if self.tokens[id]
+        ]
+
+    def _post_processor(self) -> dict[str, Any] | None:
+        is_byte_level = self.index.text(f"{_GGML}model") == "gpt2"
+        ids = {
+            "bos": self._flag("add_bos_token", self._pre_tokenizer().adds_bos if is_byte_level else True),
+            "eos": self._flag("add_eos_token", False),
+        }
+        tokens = {}
+        for name, is_added in ids.items():
+            if not is_added:
+                continue
+            id = token_id(self.index, f"{name}_token_id")
+            if id is None:
+                if f"{_GGML}add_{name}_token" not in self.index.keys:
+                    continue
+                raise self._error(f"add_{name}_token", f"true, but there is no {_GGML}{name}_token_id")
+            tokens[name] = (self.tokens[id], id)
+        if not tokens:
+            return None
+        before = [{"SpecialToken": {"id": tokens["bos"][0], "type_id": 0}}] if "bos" in tokens else []
+        after = [{"SpecialToken": {"id": tokens["eos"][0], "type_id": 0}}] if "eos" in tokens else []
+        single = [*before, {"Sequence": {"id": "A", "type_id": 0}}, *after]
+        second = [{**item, kind: {**part, "type_id": 1}} for item in single for kind, part in item.items()]
+        second = [{"Sequence": {"id": "B", "type_id": 1}} if "Sequence" in item else item for item in second]
+        special = {text: {"id": text, "ids": [id], "tokens": [text]} for text, id in tokens.values()}
+        return {"type": "TemplateProcessing", "single": single, "pair": single + second, "special_tokens": special}
+
+    def _numbers(self, name: str) -> np.ndarray | None:
+        """An array with an entry for every token, or None where the file has none."""
+        key = f"{_GGML}{name}"
+        if key not in self.index.keys:
+            return None
+        found = self.index.numbers(key)
+        if found is None or len(found) != len(self.tokens):
+            raise self._error(name, f"{self.index.describe(key)} for {len(self.tokens)} tokens")
+        return found
+
+    def _flag(self, name: str, default: bool) -> bool:
+        key = f"{_GGML}{name}"
+        if key not in self.index.keys:
+            return default
+        value = self.index.scalar(key)
+        if not isinstance(value, bool):
+            raise self._error(name, f"{self.index.describe(key)}, not true or false")
+        return value
+
+    def _error(self, name: str, problem: str) -> CheckpointError:
+        return CheckpointError(self.index.path, f"{_GGML}{name} is {problem}")
+
+
+def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dict[str, Any]:
+    model = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    return {**model, **settings, "vocab": vocab, "merges": merges}
+
+
+def _merges_of(vocab: dict[str, int], scores: np.ndarray, skipped: set[str]) -> list[list[str]]:
+    """Every way to make a token of two others, the tokens of the highest score first: SentencePiece merges whichever
+    neighbours make the best token. Ties are ordered as Transformers orders them."""
+    found = []
+    for token, id in vocab.items():
+        if token in skipped:
+            continue
+        score = float(scores[id])
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab and left not in skipped and right not in skipped:
+                found.append((-score, -len(left), -len(right), id, left, right))
+    found.sort(key=lambda item: item[:4])
+    return [[left, right] for *_, left, right in found]

@@ -1,0 +1,249 @@
+"""Llama and the families that keep its names: another window, bias, norm, or the place of the norms."""
+
+from checkpoints_convert.huggingface.family import RECIPROCAL, Family, RopeForm, Setting
+from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
+
+LAYER, TARGET = "model.layers.{layer}", "layers.{layer}"
+
+EMBEDDING: tuple[TensorRule, ...] = (TensorRule("model.embed_tokens.weight", ("embed",)),)
+HEAD: tuple[TensorRule, ...] = (TensorRule("lm_head.weight", ("lm_head",), transpose=True),)
+ATTENTION: tuple[TensorRule, ...] = (
+    *linear(f"{LAYER}.self_attn.q_proj", f"{TARGET}.attention.q_proj", is_rotated=True),
+    *linear(f"{LAYER}.self_attn.k_proj", f"{TARGET}.attention.k_proj", is_rotated=True),
+    *linear(f"{LAYER}.self_attn.v_proj", f"{TARGET}.attention.v_proj"),
+    *linear(f"{LAYER}.self_attn.o_proj", f"{TARGET}.attention.o_proj"),
+)
+QK_NORMS: tuple[TensorRule, ...] = (
+    *norm(f"{LAYER}.self_attn.q_norm", f"{TARGET}.attention.q_norm", is_rotated=True),
+    *norm(f"{LAYER}.self_attn.k_norm", f"{TARGET}.attention.k_norm", is_rotated=True),
+)
+GATED_MLP: tuple[TensorRule, ...] = (
+    *linear(f"{LAYER}.mlp.gate_proj", f"{TARGET}.mlp.gate_proj"),
+    *linear(f"{LAYER}.mlp.up_proj", f"{TARGET}.mlp.up_proj"),
+    *linear(f"{LAYER}.mlp.down_proj", f"{TARGET}.mlp.down_proj"),
+)
+FUSED_MLP: tuple[TensorRule, ...] = (
+    *linear(f"{LAYER}.mlp.gate_up_proj", f"{TARGET}.mlp.gate_proj", f"{TARGET}.mlp.up_proj"),
+    *linear(f"{LAYER}.mlp.down_proj", f"{TARGET}.mlp.down_proj"),
+)
+NORMS: tuple[TensorRule, ...] = (
+    *norm(f"{LAYER}.input_layernorm", f"{TARGET}.attention_norm"),
+    *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.mlp_norm"),
+    *norm("model.norm", "final_norm"),
+)
+LLAMA_TENSORS = (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
+_POST_NORMS = (
+    *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.attention_post_norm"),
+    *norm(f"{LAYER}.post_feedforward_layernorm", f"{TARGET}.mlp_post_norm"),
+    *norm("model.norm", "final_norm"),
+)
+_GLM_NORMS = (
+    *NORMS,
+    *norm(f"{LAYER}.post_self_attn_layernorm", f"{TARGET}.attention_post_norm"),
+    *norm(f"{LAYER}.post_mlp_layernorm", f"{TARGET}.mlp_post_norm"),
+)
+_FUSED_ATTENTION = (
+    *linear(
+        f"{LAYER}.self_attn.qkv_proj",
+        *(f"{TARGET}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj")),
+    ),
+    *linear(f"{LAYER}.self_attn.o_proj", f"{TARGET}.attention.o_proj"),
+)
+
+# Buffers old exports stored; they are computed from the configuration.
+SKIPPED = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
+_NO_HEAD_DIM = {"head_dim": None}
+_OLMO = {"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"}
+
+LLAMA_LIKE: tuple[Family, ...] = (
+    Family(
+        "LlamaForCausalLM",
+        "llama",
+        title="Llama 1 to 3.3",
+        examples="Llama, TinyLlama, SmolLM2, Yi, DeepSeek LLM",
+        max_position_embeddings=2048,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "MistralForCausalLM",
+        "mistral",
+        title="Mistral",
+        examples="Mistral 7B, Nemo, Small",
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        windows="all",
+        default_window=4096,
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "MinistralForCausalLM",
+        "ministral",
+        title="Ministral",
+        examples="Ministral 8B",
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        windows="all",
+        default_window=4096,
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        title="Ministral 3",
+        examples="Ministral 3 3B to 14B",
+        max_position_embeddings=262144,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        windows="all",
+        rope=RopeForm(
+            has_query_scale=True,
+            default={
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        title="Qwen2, Qwen2.5",
+        examples="Qwen2.5 0.5B to 72B, QwQ",
+        max_position_embeddings=32768,
+        num_kv_heads=32,
+        qkv_bias=True,
+        windows="late",
+        default_window=4096,
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        title="Qwen3",
+        examples="Qwen3 0.6B to 32B",
+        max_position_embeddings=32768,
+        num_kv_heads=32,
+        head_dim=128,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="late",
+        default_window=4096,
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "Phi3ForCausalLM",
+        "phi3",
+        title="Phi-3, 3.5, 4",
+        examples="Phi-3 mini, Phi-3.5 mini, Phi-4, Phi-4 mini",
+        max_position_embeddings=4096,
+        norm_eps=1e-5,
+        windows="all",
+        names=_NO_HEAD_DIM,
+        defaults={"original_max_position_embeddings": 4096},
+        rope=RopeForm(has_partial=True, aliases={"yarn": "longrope"}),
+        tensors=(*EMBEDDING, *NORMS, *_FUSED_ATTENTION, *FUSED_MLP, *HEAD),
+        skipped=SKIPPED,
+    ),
+    Family(
+        "Olmo2ForCausalLM",
+        "olmo2",
+        title="OLMo 2",
+        examples="OLMo 2 1B to 32B",
+        max_position_embeddings=2048,
+        norm_eps=1e-5,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        names=_NO_HEAD_DIM,
+        fixed=_OLMO,
+        tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
+        skipped=SKIPPED,
+    ),
+    Family(
+        "Olmo3ForCausalLM",
+        "olmo3",
+        title="OLMo 3",
+        examples="OLMo 3 7B, 32B",
+        max_position_embeddings=2048,
+        norm_eps=1e-5,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=True,
+        windows="pattern",
+        full_every=4,
+        default_window=4096,
+        names=_NO_HEAD_DIM,
+        rope=RopeForm(theta=500000.0, local_theta=500000.0),
+        fixed=_OLMO,
+        tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
+        skipped=SKIPPED,
+    ),
+    Family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        title="SmolLM3",
+        examples="SmolLM3 3B",
+        max_position_embeddings=32768,
+        num_kv_heads=4,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        is_tied=True,
+        windows="unrotated",
+        names=_NO_HEAD_DIM,
+        rope=RopeForm(theta=2e6, rotated="listed"),
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "GraniteForCausalLM",
+        "granite",
+        title="Granite",
+        examples="Granite 3.0 to 3.3",
+        max_position_embeddings=2048,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        names=_NO_HEAD_DIM,
+        settings=(
+            Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
+            Setting("residual_multiplier", "residual_multiplier", "number", 1.0),
+            Setting("attention_scale", "attention_multiplier", "number", 1.0),
+            Setting("logit_scale", "logits_scaling", "number", 1.0, RECIPROCAL),
+        ),
+        tensors=LLAMA_TENSORS,
+        skipped=SKIPPED,
+    ),
+    Family(
+        "Glm4ForCausalLM",
+        "glm4",
+        title="GLM-4",
+        examples="GLM-4 9B and 32B of 2025 (0414)",
+        max_position_embeddings=131072,
+        num_kv_heads=2,
+        head_dim=128,
+        norm_eps=1.5625e-07,
+        qkv_bias="attention_bias",
+        defaults={"attention_bias": True},
+        rope=RopeForm(partial=0.5, has_partial=True, pairs_neighbours=True),
+        fixed={"block": "sandwich_norm"},
+        tensors=(*EMBEDDING, *_GLM_NORMS, *ATTENTION, *FUSED_MLP, *HEAD),
+        skipped=SKIPPED,
+    ),
+)

@@ -1,0 +1,212 @@
+"""Checkpoints in object stores: gs://, s3:// and whatever else fsspec opens.
+
+What describes the model, a few MB, is copied to a temporary directory that is removed when the process ends; from then
+on it is a checkpoint directory as any other, but for its safetensors files, which stay where they are and are read by
+ranges. Which directories are such copies is kept in this process only, never in a file: a directory that somebody else
+made can not ask for a connection.
+"""
+
+import atexit
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
+from checkpoints_convert.files import (
+    COMPANION_FILES,
+    CONFIG,
+    MAX_JSON_BYTES,
+    NATIVE_CONFIG,
+    QUANTIZATION_FILES,
+    WEIGHTS_INDEX,
+)
+
+EXTRA = "object-store"
+# A request takes some 30 ms to answer, in which a connection of 100 MB/s moves 3 MB: smaller pieces cost more than
+# what lies between them.
+MIN_PIECE_BYTES = 4 * 2**20
+_NUM_CONNECTIONS = 8
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-:]*://")
+_DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX)
+# What tells one version of an object from another, as stores name it.
+_VERSION_KEYS = (
+    "etag",
+    "ETag",
+    "generation",
+    "md5Hash",
+    "mtime",
+    "updated",
+    "LastModified",
+    "last_modified",
+    "created",
+)
+
+_staged: dict[Path, "RemoteDirectory"] = {}
+
+
+def is_url(name: str) -> bool:
+    return _URL.match(name) is not None
+
+
+class RemoteFile:
+    """An object read by ranges. path: its URL. size: bytes, as listed."""
+
+    def __init__(self, directory: "RemoteDirectory", name: str):
+        self.path: str | Path = f"{directory.url}/{name}"
+        self.size = int(directory.files[name]["size"])
+        self._directory, self._name = directory, name
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fills `buffer` with the bytes from `offset` on, as far as there are; how many."""
+        data = self._directory.read(self._name, offset, offset + len(buffer))
+        if len(data) > len(buffer):
+            raise CheckpointError(self.path, f"asked for {len(buffer)} bytes, the store gave {len(data)}")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def version(self) -> str:
+        return self._directory.version(self._name)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class RemoteDirectory:
+    """A directory in a store, as it was listed.
+
+    Attributes:
+      url: without a slash at the end. system: fsspec's file system. root: the directory's name in it.
+      files: what the store says of each file, by name.
+    """
+
+    url: str
+    system: Any
+    root: str
+    files: Mapping[str, Mapping[str, Any]]
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a file, in one request. Raises CheckpointError."""
+        with _explained(f"{self.url}/{name}"):
+            return self.system.cat_file(f"{self.root}/{name}", start=start, end=stop)
+
+    def open(self, name: str) -> RemoteFile:
+        return RemoteFile(self, name)
+
+    def version(self, name: str) -> str:
+        info = self.files[name]
+        return " ".join([str(info["size"]), *(f"{key}={info[key]}" for key in _VERSION_KEYS if key in info)])
+
+
+def remote_of(directory: Path) -> RemoteDirectory | None:
+    """Where the weights of a directory are that this process copied from a store; None for any other."""
+    return _staged.get(directory)
+
+
+def stage(url: str) -> Path:
+    """The local directory that stands for a Hugging Face checkpoint in a store.
+
+    Raises:
+      CheckpointNotFoundError: nothing there. CheckpointError: no access; a converted checkpoint or a GGUF file, which
+        are read from disks only; a package that is missing, with its extra.
+    """
+    remote = _listed(url.rstrip("/"))
+    for directory, known in _staged.items():
+        if known.url == remote.url and known.files == remote.files:
+            return directory
+    _check_form(remote)
+    directory = Path(tempfile.mkdtemp(prefix="jaxinfer-store-")).resolve()
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    names = [name for name in remote.files if any(fnmatch(name, pattern) for pattern in _DESCRIBING)]
+    for name in names:
+        if remote.files[name]["size"] > MAX_JSON_BYTES:
+            size = remote.files[name]["size"]
+            raise CheckpointError(f"{remote.url}/{name}", f"{size} bytes, the limit is {MAX_JSON_BYTES}")
+
+    def copy(name: str) -> None:
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(remote.read(name, 0, remote.files[name]["size"]))
+
+    with ThreadPoolExecutor(_NUM_CONNECTIONS) as executor:
+        list(executor.map(copy, names))
+    _staged[directory] = remote
+    return directory
+
+
+def _listed(url: str) -> RemoteDirectory:
+    try:
+        import fsspec
+    except ImportError:
+        raise CheckpointNotFoundError(
+            url, f"object stores need the package fsspec, which is not installed: pip install 'jaxinfer[{EXTRA}]'"
+        ) from None
+    if "::" in url:
+        raise CheckpointNotFoundError(url, "chained URLs are not read: name the directory itself")
+    try:
+        system, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        protocol = url.split(":")[0]
+        raise CheckpointNotFoundError(
+            url,
+            f"{protocol}:// needs a package of its own beside 'jaxinfer[{EXTRA}]': {str(error).strip()} "
+            "(gcsfs for gs://, s3fs for s3://, adlfs for az://)",
+        ) from None
+    except ValueError as error:
+        raise CheckpointNotFoundError(url, f"is not a URL that fsspec opens: {error}") from None
+    with _explained(url):
+        entries = system.ls(root, detail=True)
+        files = _files(entries)
+        for entry in entries:
+            name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
+            if entry["type"] == "directory" and any(pattern.startswith(f"{name}/") for pattern in _DESCRIBING):
+                files |= {
+                    f"{name}/{inner}": info for inner, info in _files(system.ls(entry["name"], detail=True)).items()
+                }
+    return RemoteDirectory(url, system, root.rstrip("/"), files)
+
+
+def _files(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {entry["name"].rsplit("/", 1)[-1]: entry for entry in entries if entry["type"] == "file"}
+
+
+def _check_form(remote: RemoteDirectory) -> None:
+    name = remote.url.rsplit("/", 1)[-1]
+    if name.endswith((".gguf", ".safetensors")) and len(remote.files) <= 1:
+        what = "GGUF files are read from disks: copy it to one" if name.endswith(".gguf") else "pass its directory"
+        raise CheckpointError(remote.url, f"is a file: {what}")
+    if NATIVE_CONFIG in remote.files:
+        raise CheckpointError(
+            remote.url,
+            "is a converted checkpoint, which is read from a disk: copy it to one, or store the Hugging Face form",
+        )
+    if CONFIG in remote.files:
+        return
+    if any(name.endswith(".gguf") for name in remote.files):
+        raise CheckpointError(remote.url, "holds a GGUF file, which is read from a disk: copy it to one")
+    raise CheckpointNotFoundError(remote.url, f"holds no {CONFIG}: not a checkpoint")
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """Turns the store's errors into ours. Its packages raise many kinds."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(url, "nothing is there") from None
+    except PermissionError as error:
+        raise CheckpointError(url, f"no access: {_first_line(error)}") from error
+    except Exception as error:
+        raise CheckpointError(url, f"could not be read, {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().split("\n")), "") or type(error).__name__

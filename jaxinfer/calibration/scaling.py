@@ -1,0 +1,188 @@
+"""AWQ and SmoothQuant of one decoder layer: inputs of linear layers are divided by scales, which go into what comes
+before, and the weights that read them are multiplied, and rounded."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.calibration.folds import V_UP, Fold, folds, left_out
+from jaxinfer.calibration.routed import InputStatistics
+from jaxinfer.calibration.stacks import common_losses, own_scales, relative_sizes_of_stack, round_stacks
+from jaxinfer.calibration.work import Work, find
+from jaxinfer.models import ModelConfig
+from jaxinfer.quantization import quantize
+from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error
+from jaxinfer.quantization.folding import fold_into_norm, fold_into_outputs
+from jaxinfer.quantization.smoothquant import smoothing_scale
+
+_Found = dict[Fold, tuple[jax.Array, InputStatistics | None]]  # the scale [K], or [E, K] of a stack
+
+
+def awq(work: Work) -> None:
+    """Lin et al. 2023. The experts of a layer share one scale of what they all read, by the sum of their errors."""
+    found: _Found = {}
+    for fold in folds(work.config):
+        names = tuple(name for name in fold.names if work.is_quantized(name))
+        if not names:
+            continue
+        if fold.norm is None and fold.stacks:
+            found[fold] = own_scales(work, fold.stacks[0]), None
+            continue
+        statistics = work.statistics(fold.reads)
+        found[fold] = _awq_scale(work, fold, names, statistics), statistics
+    work.notes += left_out(work.config)
+    _fold_and_round(work, found)
+
+
+def _awq_scale(work: Work, fold: Fold, names: tuple[str, ...], statistics: InputStatistics) -> jax.Array:
+    """The scale with which the outputs of the layers `names` err least."""
+    share = _sharing(work.config, fold)
+    relative = share(_relative_sizes(work, fold, names)) if work.options.duo_scaling else None
+    candidates = candidate_scales(share(statistics.mean_absolute), relative)
+    linears = [name for name in names if name not in fold.stacks]
+    grids = [work.options.grid(work.bits(name)) for name in linears]
+
+    def losses(scale: jax.Array) -> list[float]:
+        errors = [
+            scaled_error(work.weight(name), scale, statistics.hessian, grid)
+            for name, grid in zip(linears, grids, strict=True)
+        ]
+        return [float(error) for error in errors]
+
+    table = [losses(scale) for scale in candidates]
+    if stacks := [name for name in names if name in fold.stacks]:
+        of_stacks = common_losses(work, stacks, candidates)
+        table = [[*row, *more] for row, more in zip(table, of_stacks, strict=True)]
+    return best_scale(candidates, table)
+
+
+def _relative_sizes(work: Work, fold: Fold, names: tuple[str, ...]) -> jax.Array:
+    """Of all that read the input, side by side."""
+    parts, counts = [], []
+    group_size = work.options.grid(work.bits(names[0])).group_size
+    if fold.linears:
+        weights = [work.weight(name) for name in fold.linears]
+        parts.append(relative_sizes(weights, group_size))
+        counts.append(sum(weight.shape[1] for weight in weights))
+    for name in fold.stacks:
+        weight = work.weight(name)
+        parts.append(relative_sizes_of_stack(weight, group_size))
+        counts.append(weight.shape[0] * weight.shape[2])
+    if len(parts) == 1:
+        return parts[0]
+    return jnp.average(jnp.stack(parts), axis=0, weights=jnp.array(counts))
+
+
+def smoothquant(work: Work) -> None:
+    """Xiao et al. 2022, of what norms feed."""
+    found: _Found = {}
+    for fold in folds(work.config):
+        if fold.norm is not None and any(work.is_quantized(name) for name in fold.names):
+            weights = [work.weight(name) for name in fold.linears]
+            weights += [jnp.abs(work.weight(name)).max(0) for name in fold.stacks]
+            statistics = work.statistics(fold.reads)
+            found[fold] = smoothing_scale(statistics.largest, weights, work.options.alpha), statistics
+    _fold_and_round(work, found)
+
+
+def _fold_and_round(work: Work, found: _Found) -> None:
+    """Divides inputs by their scales, multiplies the weights that read them, clips those if asked, and rounds."""
+    divisors: dict[str, jax.Array] = {}  # of a linear layer's outputs
+    multipliers: dict[str, jax.Array] = {}  # of its inputs
+    for fold, (scale, _) in found.items():
+        if fold.norm is not None:
+            scale = _divide_norm(work, fold.norm, scale)
+        elif fold.previous is not None:
+            divisors[fold.previous] = _of_kv_heads(work.config, scale) if fold.is_by_kv_head else scale
+        multipliers |= dict.fromkeys(fold.names, scale)
+        for name in fold.others:
+            module, _, key = name.rpartition(".")
+            find(work.result, module)[key] = find(work.original, module)[key] * scale[:, None]
+    if (divisor := divisors.get("attention.v_proj")) is not None:
+        by_head = np.asarray(divisor).reshape(work.config.num_kv_heads, -1)
+        work.value_divisors = tuple(float(head[0]) if (head == head[0]).all() else None for head in by_head)
+    if (divisor := divisors.get(V_UP)) is not None:
+        weight = work.weight(V_UP)
+        find(work.result, V_UP)["weight"] = weight / divisor.reshape(len(weight), 1, -1)
+    hessians = {
+        name: statistics.hessian for fold, (_, statistics) in found.items() if statistics for name in fold.linears
+    }
+    for name in (name for names in work.program.groups for name in names):
+        _round_linear(work, name, multipliers.get(name), divisors.get(name), hessians.get(name))
+    for names in work.program.stack_groups:
+        _round_stacks(work, names, multipliers.get(names[0]), divisors)
+
+
+def _divide_norm(work: Work, name: str, scale: jax.Array) -> jax.Array:
+    """Divides what a norm gives; returns the scale it is then really divided by."""
+    norm, is_zero_centred = find(work.result, name), work.config.norm == "rms_zero_centred"
+    norm["weight"], scale = fold_into_norm(
+        norm["weight"], scale, zero_centred=is_zero_centred, dtype=work.options.dtype
+    )
+    if "bias" in norm:
+        norm["bias"] = norm["bias"] / scale
+    return scale
+
+
+def _round_linear(
+    work: Work, name: str, rows: jax.Array | None, columns: jax.Array | None, hessian: jax.Array | None
+) -> None:
+    options, linear, weight = work.options, find(work.result, name), work.weight(name)
+    rows = jnp.ones(weight.shape[0]) if rows is None else rows
+    columns = jnp.ones(weight.shape[1]) if columns is None else columns
+    weight, bias = fold_into_outputs(weight * rows[:, None], linear.get("bias"), columns)
+    if bias is not None:
+        linear["bias"] = bias
+    if not work.is_quantized(name):
+        work.set(name, weight)
+        return
+    # What smoothing gains is in the activations; the error of weights alone would say nothing of it.
+    if options.method != "awq":
+        hessian = None
+    elif hessian is None:  # its input cannot be divided, but it can be looked at
+        hessian = work.statistics((name,)).hessian
+    # AutoAWQ does not clip q and k, whose outputs are multiplied with one another. With an exact criterion it pays
+    # there too: the KL of the embedded model is 0.0168 with it and 0.0174 without (4 bits).
+    if hessian is not None and options.clip:
+        weight = clip(weight, hessian / (rows[:, None] * rows), options.grid(work.bits(name)))
+    rounded = quantize(weight, options.recipe(work.bits(name)), scale_dtype=options.dtype)
+    work.set(name, rounded, hessian, _undoing(rows, columns))
+
+
+def _round_stacks(work: Work, names: tuple[str, ...], rows: jax.Array | None, divisors: dict[str, jax.Array]) -> None:
+    """Of stacks that read the same."""
+    rows = jnp.ones(work.weight(names[0]).shape[1]) if rows is None else rows
+    columns = {name: divisors[name] for name in names if name in divisors}
+    for name, scale in columns.items():
+        stack = find(work.result, name)
+        if "bias" in stack:
+            stack["bias"] = stack["bias"] / scale
+    for name in names:
+        if not work.is_quantized(name):
+            weight = work.weight(name) * rows[..., :, None]
+            work.set(name, weight / columns[name][:, None] if name in columns else weight)
+    if names := tuple(filter(work.is_quantized, names)):
+        round_stacks(work, names, rows, columns)
+
+
+def _undoing(rows: jax.Array, columns: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    return lambda weight: weight / rows[:, None] * columns
+
+
+def _sharing(config: ModelConfig, fold: Fold) -> Callable[[jax.Array], jax.Array]:
+    """Makes one of what belongs to inputs that are divided together: the mean, for all of them."""
+    if not fold.is_by_kv_head:
+        return lambda values: values
+
+    def share(values: jax.Array) -> jax.Array:
+        by_head = values.reshape(config.num_kv_heads, -1, config.head_dim)
+        return jnp.broadcast_to(by_head.mean(axis=1, keepdims=True), by_head.shape).reshape(-1)
+
+    return share
+
+
+def _of_kv_heads(config: ModelConfig, scale: jax.Array) -> jax.Array:
+    """[Hkv * K] of [Hq * K], where the query heads of a key-value head have the same."""
+    return scale.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)

@@ -1,0 +1,54 @@
+"""The norms: RMSNorm in its three roundings, and LayerNorm."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxinfer.models.config import ModelConfig, NormKind
+
+
+class Norm(nnx.Module):
+    """Divides by the size of the last axis, and multiplies by a weight that may have leading axes (one row per head).
+
+    RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016). Statistics are float32; whether the result is rounded
+    to x's dtype before the weight multiplies it, and whether the weight is stored less one, is the kind's.
+    """
+
+    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], kind: NormKind, *, eps: float, bias: bool, dtype):
+        initial = jnp.zeros if kind == "rms_zero_centred" else jnp.ones
+        self.weight = nnx.Param(initial(shape, dtype), axes=axes)
+        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=axes) if bias else None
+        self.kind, self.eps = kind, eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x32, weight = x.astype(jnp.float32), self.weight[...]
+        if self.kind == "layer":
+            x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        if self.kind == "rms":
+            return normed.astype(x.dtype) * weight
+        weight = weight.astype(jnp.float32)
+        out = normed * (1 + weight if self.kind == "rms_zero_centred" else weight)
+        if self.bias is not None:
+            out = out + self.bias[...].astype(jnp.float32)
+        return out.astype(x.dtype)
+
+
+def hidden_norm(config: ModelConfig, dtype) -> Norm:
+    """A norm of hidden states."""
+    return Norm(
+        (config.hidden_size,), ("hidden",), config.norm, eps=config.norm_eps, bias=config.norm_bias, dtype=dtype
+    )
+
+
+def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype) -> Norm | None:
+    """The norm of queries or keys [..., H, K], where a model has one; over all heads it is of [..., H * K]."""
+    if not config.qk_norm:
+        return None
+    shape, axes = {
+        "head": ((config.head_dim,), ("head_dim",)),
+        "each_head": ((num_heads, config.head_dim), (heads_axis, "head_dim")),
+        "all_heads": ((num_heads * config.head_dim,), (heads_axis,)),
+    }[config.qk_norm_span]
+    return Norm(shape, axes, config.norm, eps=config.norm_eps, bias=config.qk_norm_bias, dtype=dtype)
