@@ -22,8 +22,10 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# The smallest slice of each generation that the TPU compiler accepts as a topology.
-_TPU_TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+# The slices that are rented, by their numbers of chips; the first is the smallest that the TPU compiler accepts.
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SOLID = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
+_TPU_TOPOLOGIES = {"v5e": _FLAT, "v5p": _SOLID, "v6e": _FLAT, "tpu7x": _SOLID}
 # The public figures of a chip, in the form of XLA's GpuTargetConfigProto (openxla/xla, target_config/specs).
 _GPU_TARGET = """
 gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -64,6 +66,17 @@ class Compilation:
     aliased_bytes: int
     temporary_bytes: int
     cost: dict[str, float]
+    code_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What one device must hold to run the program."""
+        return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes + self.code_bytes
+
+
+def slices(chip: str) -> tuple[str, ...]:
+    """The slices of a TPU generation that programs can be compiled for, the smallest first; () for other chips."""
+    return _TPU_TOPOLOGIES.get(chip, ())
 
 
 def missing_compiler(chip: str) -> str | None:
@@ -77,31 +90,47 @@ def missing_compiler(chip: str) -> str | None:
     return None
 
 
-@functools.cache
 def mesh(chip: str, num_devices: int = 1, axis: str = "x") -> Mesh:
-    """A mesh of one axis over devices of `chip`, of which a TPU's slice has four here and a GPU's one.
+    """A mesh of one axis over devices of `chip`; raises as `slice_mesh`."""
+    return slice_mesh(chip, ((axis, num_devices),))
 
-    Raises RuntimeError when its compiler is not installed, ValueError for more devices than there are.
+
+@functools.cache
+def slice_mesh(chip: str, axes: tuple[tuple[str, int], ...]) -> Mesh:
+    """A mesh of named axes with their sizes over devices of `chip`: of the smallest slice that has as many, for a TPU,
+    and of one host, for a GPU.
+
+    Raises RuntimeError when its compiler is not installed, ValueError for more devices than any slice has.
     """
     reason = missing_compiler(chip)
     if reason is not None:
         raise RuntimeError(reason)
-    if chip in _TPU_TOPOLOGIES:
-        # Without these libtpu asks a metadata server which machine it is on, and refuses a second process.
-        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        topology = topologies.get_topology_desc(platform="tpu", topology_name=_TPU_TOPOLOGIES[chip])
-    else:
-        with warnings.catch_warnings():
-            # The plugin of one patch release earlier compiles the same programs.
-            warnings.filterwarnings("ignore", message="JAX plugin jax_cuda12_plugin version")
-            topology = topologies.get_topology_desc(
-                chip, "cuda", target_config=_GPU_TARGET.format(**_GPU_TARGETS[chip]), topology="1x1x1"
-            )
-    if num_devices > len(topology.devices):
-        raise ValueError(f"{num_devices} devices of {chip}: the topology compiled for has {len(topology.devices)}")
-    return Mesh(np.array(topology.devices[:num_devices]), (axis,))
+    num_devices = math.prod(size for _, size in axes)
+    devices = _tpu_devices(chip, num_devices) if chip in _TPU_TOPOLOGIES else _gpu_devices(chip, num_devices)
+    return Mesh(np.array(devices[:num_devices]).reshape([size for _, size in axes]), tuple(name for name, _ in axes))
+
+
+def _tpu_devices(chip: str, num_devices: int) -> list[Any]:
+    # Without these libtpu asks a metadata server which machine it is on, and refuses a second process.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    devices: list[Any] = []
+    for bounds in _TPU_TOPOLOGIES[chip]:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:{bounds}").devices
+        if len(devices) >= num_devices:
+            return devices
+    raise ValueError(f"{num_devices} devices of {chip}: the largest slice compiled for has {len(devices)}")
+
+
+def _gpu_devices(chip: str, num_devices: int) -> list[Any]:
+    with warnings.catch_warnings():
+        # The plugin of one patch release earlier compiles the same programs.
+        warnings.filterwarnings("ignore", message="JAX plugin jax_cuda12_plugin version")
+        target = _GPU_TARGET.format(**_GPU_TARGETS[chip])
+        return topologies.get_topology_desc(
+            f"{chip}x{num_devices}", "cuda", target_config=target, topology=f"1x1x{num_devices}"
+        ).devices
 
 
 @contextlib.contextmanager
@@ -155,4 +184,5 @@ def compile_for(
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         cost=dict(program.cost_analysis() or {}),
+        code_bytes=memory.generated_code_size_in_bytes,
     )

@@ -19,6 +19,8 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# The compiler's own kernels of `jax.lax.ragged_dot`, which say nothing of their cost: each expert is read once.
+_RAGGED = "ragged-dot"
 # Bits of an element, where the name does not say it.
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
@@ -110,6 +112,23 @@ class Program:
         """
         return list(self._moves(self.entry, takes_branches, loop_trips))
 
+    def executed(self, loop_trips: int = 1) -> Iterator[tuple[Instruction, int]]:
+        """Every instruction that a run of the program executes, those inside fusions and asynchronous calls too, and
+        how often; branches and unknown trip counts as in `moves`."""
+        yield from self._executed(self.entry, 1, loop_trips)
+
+    def _executed(self, name: str, times: int, loop_trips: int) -> Iterator[tuple[Instruction, int]]:
+        for instruction in self.computations.get(name, {}).values():
+            if instruction.opcode == "while":
+                trips = int(found.group(1)) if (found := _TRIPS.search(instruction.text)) else loop_trips
+                yield from self._executed(instruction.called or "", times * trips, loop_trips)
+            elif instruction.opcode == "conditional":
+                yield from self._executed(self._branches(instruction)[0], times, loop_trips)
+            else:
+                yield instruction, times
+                if instruction.opcode in (*_CALLS, "fusion"):
+                    yield from self._executed(instruction.called or "", times, loop_trips)
+
     def made_in_hbm(self, at_least: int) -> list[Instruction]:
         """Instructions, in any branch, with a result of `at_least` bytes in HBM that is not one of their operands."""
         fused = {instruction.called for instruction in self.instructions if instruction.opcode == "fusion"}
@@ -154,15 +173,15 @@ class Program:
             elif num_bytes := self._num_bytes(instruction, computation):
                 yield Move(instruction, num_bytes)
 
-    def _branch(self, instruction: Instruction, takes_branches: bool, loop_trips: int) -> list[Move]:
-        found = _BRANCHES.search(instruction.text)
+    def _branches(self, instruction: Instruction) -> list[str]:
+        """The computations of a conditional, the false one first."""
+        if (found := _BRANCHES.search(instruction.text)) is not None:
+            return _NAME.findall(found.group(1))
         # A boolean conditional names its true branch first.
-        names = (
-            _NAME.findall(found.group(1))
-            if found
-            else re.findall(r"(?:false|true)_computation=%([\w.\-]+)", instruction.text)[::-1]
-        )
-        branches = [list(self._moves(name, takes_branches, loop_trips)) for name in names]
+        return re.findall(r"(?:false|true)_computation=%([\w.\-]+)", instruction.text)[::-1]
+
+    def _branch(self, instruction: Instruction, takes_branches: bool, loop_trips: int) -> list[Move]:
+        branches = [list(self._moves(name, takes_branches, loop_trips)) for name in self._branches(instruction)]
         return max(branches, key=lambda moves: sum(m.num_bytes for m in moves)) if takes_branches else branches[0]
 
     def _num_bytes(self, instruction: Instruction, computation: dict[str, Instruction]) -> int:
@@ -174,9 +193,9 @@ class Program:
         if opcode == "slice-start":  # ((source), destination, context)
             source, destination = instruction.results[:2]
             return destination.num_bytes * (source.in_hbm + destination.in_hbm)
-        if opcode == "custom-call":
-            return _custom_call_bytes(instruction)
         sources = [_of(computation, name) for name in instruction.operands]
+        if opcode == "custom-call":
+            return _custom_call_bytes(instruction, sources)
         if opcode == "fusion":
             return self._fusion_bytes(instruction, sources)
         if opcode in _SLICES:
@@ -278,10 +297,12 @@ def _parameter(instruction: Instruction) -> int:
     return int(instruction.operands[0])
 
 
-def _custom_call_bytes(instruction: Instruction) -> int:
+def _custom_call_bytes(instruction: Instruction, sources: list[tuple[Array, ...]]) -> int:
     if 'custom_call_target="tpu_custom_call"' not in instruction.text:
         return 0  # the compiler's own: allocations, joins of buffers that lie side by side
     found = _COST.search(instruction.text)
+    if found is None and instruction.name.startswith(_RAGGED):
+        return instruction.hbm_bytes + sum(array.hbm_bytes for arrays in sources for array in arrays)
     if found is None:
         raise ValueError(f"{instruction.name} has no cost estimate: its bytes are unknown")
     return int(found.group(1))

@@ -34,7 +34,9 @@ class Model(Protocol):
     name: str
     seed: int
     default_params: SamplingParams
-    tokenizer: "Tokenizer | None"
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None": ...
 
     def fingerprint(self) -> str: ...
 

@@ -81,7 +81,7 @@ class _Recorder(PromptScorer):
     """In the place of what scores prompts: keeps the hidden states that it would score."""
 
     def __init__(self, engine: PagedEngine):
-        super().__init__(engine.model, engine.weights, engine.config.vocab_size)
+        super().__init__(engine.config.vocab_size, engine)
         self.rows: dict[Generation, np.ndarray] = {}
 
     def score(self, pieces: tuple[Piece, ...], hidden: jax.Array) -> None:

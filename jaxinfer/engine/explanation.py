@@ -5,13 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import AUTO, is_scaled, kv_dtype_name
 from jaxinfer.engine import contiguous_programs, paged_programs, programs, speculative_programs
 from jaxinfer.engine.contiguous import ContiguousEngine
 from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.speculation import Speculation
+from jaxinfer.models import ModelConfig
+from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.flash_attention import explain
@@ -19,7 +23,7 @@ from pallas_kernels.paged_attention import BitPages, Choice, PagedSpec, Pages, c
 from pallas_kernels.quantized_matmul import form
 from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
 
-Engine = PagedEngine | ContiguousEngine
+Engine = PagedEngine | Replicas | ContiguousEngine
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,13 @@ class Explanation:
 
 def explain_engine(engine: Engine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
     """`model` and `sampling` are what the caller knows beyond the engine; they come first and last."""
-    config = engine.config
+    config, num_replicas = engine.config, 1
+    if isinstance(engine, Replicas):
+        engine, num_replicas = engine.engines[0], len(engine.engines)
     describe = _describe_paged(engine) if isinstance(engine, PagedEngine) else _describe_contiguous(engine)
     params = jax.tree.unflatten(engine.model.structure, engine.weights)
-    device = next(iter(engine.weights[0].devices()))
-    rope = {"rope": config.rope.kind, "rope theta": config.rope.theta}
-    if config.rope.sequence_length is not None:
-        rope["rope made for length"] = config.rope.sequence_length
+    mesh = engine.placement.mesh if isinstance(engine, PagedEngine) else None
+    device = engine.weights[0].addressable_shards[0].device
     return Explanation(
         {
             "model": {
@@ -58,18 +62,27 @@ def explain_engine(engine: Engine, model: dict[str, Any], sampling: dict[str, An
                 "dtype": str(engine.dtype),
                 "layers": config.num_layers,
                 "heads (query / key)": f"{config.num_heads} / {config.num_kv_heads} x {config.head_dim}",
-                **rope,
+                **_describe_model(config),
                 "declared length": config.max_position_embeddings,
             },
             **describe,
             "device": {
                 "platform": device.platform,
                 "kind": device.device_kind,
-                "devices used": f"1 of {jax.device_count()}",
+                "devices used": f"{num_replicas * (1 if mesh is None else mesh.size)} of {jax.device_count()}",
+                **_describe_mesh(mesh, num_replicas),
             },
             "sampling": sampling,
         }
     )
+
+
+def _describe_mesh(mesh: Mesh | None, num_replicas: int) -> dict[str, Any]:
+    """Sizes in bytes are those of one device; pages and slots those of one replica."""
+    if mesh is None:
+        return {}
+    axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    return {"mesh": axes, "replicas": num_replicas, "processes": jax.process_count()}
 
 
 def _describe_paged(engine: PagedEngine) -> dict[str, dict[str, Any]]:
@@ -179,6 +192,44 @@ def _describe_stored(engine: Engine, pages: Pages, asked: str) -> dict[str, str]
     return facts
 
 
+def _describe_model(config: ModelConfig) -> dict[str, Any]:
+    """What the family's layers are, where it is not what Llama's are."""
+    windows = [window for window in config.sliding_windows if window is not None]
+    facts: dict[str, Any] = {}
+    if config.rope_of(0) is None and not any(config.rotated_layers):
+        facts["positions"] = "learned" if config.has_position_embedding else "none"
+    else:
+        facts |= {"rope": config.rope.kind, "rope theta": config.rope.theta}
+        if config.rope.sequence_length is not None:
+            facts["rope made for length"] = config.rope.sequence_length
+        if config.local_rope is not None:
+            facts["rope of layers with a window"] = f"{config.local_rope.kind}, theta {config.local_rope.theta}"
+        if not all(config.rotated_layers):
+            facts["layers without rope"] = sum(not is_rotated for is_rotated in config.rotated_layers)
+    if windows:
+        sizes = " and ".join(map(str, sorted(set(windows))))
+        facts["layers with a window"] = f"{len(windows)} of {config.num_layers}, {sizes} tokens"
+    facts["block"] = f"{config.block}, norms of kind {config.norm}"
+    facts["MLP"] = f"{config.activation}{', gated' if config.is_mlp_gated else ''}"
+    if config.moe is not None:
+        facts["experts"] = (
+            f"{config.moe.num_experts_per_token} of {config.moe.num_experts}, {config.moe.expert_size} wide, in "
+            f"{len(config.moe.layers)} of {config.num_layers} layers"
+        )
+        if config.moe.shared_size:
+            facts["  beside them"] = f"an MLP of {config.moe.shared_size} for all tokens"
+    if config.mla is not None:
+        facts["latent attention"] = (
+            f"{config.mla.latent_size} + {config.mla.rope_size} numbers cached a token and layer"
+        )
+    if config.has_sinks:
+        facts["attention sinks"] = "one a head"
+    for name in ("attention_scale", "attention_softcap", "logit_softcap"):
+        if getattr(config, name) is not None:
+            facts[name.replace("_", " ")] = getattr(config, name)
+    return facts
+
+
 def _bytes_per_token(pages: Pages, num_layers: int, num_tokens: int) -> dict[str, int]:
     """What a token takes in all layers, padding of the layout included, from one layer's pages of `num_tokens`."""
     sizes = {"values": 0, "scales": 0}
@@ -195,7 +246,9 @@ def _paged_spec(engine: PagedEngine, num_tokens: int, pages: int, longest: int, 
     kv = jax.ShapeDtypeStruct((num_tokens, config.num_kv_heads, config.head_dim), engine.dtype)
     table = jax.ShapeDtypeStruct((engine.options.max_seqs, pages), jnp.int32)
     one_layer = engine.abstract_pages
-    return make_spec(q, kv, kv, one_layer, table, max_query_length=longest, is_uniform=is_uniform)
+    options = attention_options(config)
+    values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)
+    return make_spec(q, kv, values, one_layer, table, max_query_length=longest, is_uniform=is_uniform, **options)
 
 
 def _contiguous_choice(engine: ContiguousEngine, batch: int, tokens: int) -> Choice:
@@ -204,7 +257,7 @@ def _contiguous_choice(engine: ContiguousEngine, batch: int, tokens: int) -> Cho
     shape = (batch, tokens, config.num_heads, config.head_dim)
     q, kv = (jax.ShapeDtypeStruct(dims, engine.dtype) for dims in (shape, cached))
     lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths)
+    return explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths, **attention_options(config))
 
 
 def _chosen(name: str, kernel: str, choice: Choice) -> dict[str, str]:
@@ -245,7 +298,13 @@ def _quantized_products(engine: Engine, params: Any) -> dict[str, str]:
             values = jax.ShapeDtypeStruct(leaf.shape[-2:], leaf.values.dtype)
             scheme = leaf.scheme
             spec = make_matmul_spec(
-                x, values, leaf.zeros, leaf.codebook, block=scheme.block, activations=scheme.activations
+                x,
+                values,
+                leaf.zeros,
+                leaf.codebook,
+                leaf.minima,
+                block=scheme.block,
+                activations=scheme.activations,
             )
             forms.append(form(spec))
         shown = forms[0] if forms[0] == forms[1] else f"{forms[0]} (one row); {forms[1]}"

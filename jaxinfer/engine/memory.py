@@ -62,9 +62,7 @@ def plan_pool(
     max_seqs, num_pages, memory_fraction = options.max_seqs, options.num_pages, options.memory_fraction
     per_sequence = -(-options.max_model_len // page_size)
     sampler = max_seqs * config.vocab_size * 9  # bias and counts of 4 bytes, a mask of 1
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
-    activations = options.token_buckets[-1] * hidden * dtype_bytes + LIVE_LOGITS * max_seqs * config.vocab_size * 4
+    activations = activation_bytes(config, options, dtype_bytes)
     wanted = max_seqs * per_sequence + 1
     parts = {"weights": weights, "sampler": sampler, "activations": activations}
     if available is None:
@@ -86,6 +84,14 @@ def plan_pool(
         raise _does_not_fit(parts, per_sequence + 1, page_bytes, available, helps)
     pages = fitting if fills_memory else min(fitting, wanted)
     return PoolPlan(pages, page_bytes, weights, sampler, activations, available, pages < wanted)
+
+
+def activation_bytes(config: ModelConfig, options: EngineOptions, dtype_bytes: int) -> int:
+    """A guess of what a step's arrays of tokens and rows of logits take at once, on one device that has all of them."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
+    logits = LIVE_LOGITS * options.max_seqs * config.vocab_size * 4
+    return options.token_buckets[-1] * hidden * dtype_bytes + logits
 
 
 def available_bytes(device: Any) -> int | None:

@@ -5,27 +5,41 @@ import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales, applied_scales, init_paged_cache, page_bytes, stored_dtype
 from jaxinfer.engine import paged_programs, programs, results
+from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.paged_programs import NOT_SOUND, WIDE_ROWS, DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.placement import Placement
 from jaxinfer.engine.request import Generation
 from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, Sequence
-from jaxinfer.engine.scoring import PendingScores, Piece, PromptScorer, needs_scores
+from jaxinfer.engine.scoring import DeviceScorer, PendingScores, Piece, PromptScorer, ScoreWork, needs_scores
 from jaxinfer.engine.speculation import RoundChoice, Speculation
 from jaxinfer.engine.speculative_programs import RoundCounts
 from jaxinfer.models import ModelConfig, Params, compute_dtype
+from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.sampling import SampleOutput, SamplingParams, SamplingRow, make_batch, make_state
-from jaxinfer.speculative import Draft, TokenTree
+from jaxinfer.sampling import (
+    SampleOutput,
+    SamplingBatch,
+    SamplingParams,
+    SamplingRow,
+    SamplingState,
+    TokenLogprobs,
+    make_batch,
+    make_state,
+)
+from jaxinfer.speculative import Draft, SpeculationStats, TokenTree
 from pallas_kernels.paged_attention import Pages, platform_layout
 
 MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
@@ -61,7 +75,8 @@ class PagedEngine:
 
     Every `step` plans a dispatch, sends it, and reads the one before, so that the device never waits for the host.
     Raises OutOfMemoryError when made, if model and cache do not fit; `available` bytes stand in for the device's own
-    figure. `kv_scales` are the checkpoint's, for an fp8 cache; others leave them.
+    figure. `kv_scales` are the checkpoint's, for an fp8 cache; others leave them. With a `mesh`, configuration and
+    parameters are as `parallel.fit` makes them, and figures in bytes are those of one device.
     """
 
     def __init__(
@@ -73,28 +88,37 @@ class PagedEngine:
         draft: Draft | None = None,
         available: int | None = None,
         kv_scales: KVScales | None = None,
+        mesh: Mesh | None = None,
     ):
         self.config, self.options = config, options
-        self.model, self.weights = programs.program_model(config, params)
+        self.publish: Callable[[str, Sequences[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
+        self.placement = Placement(mesh)
+        self.model, self.weights = programs.program_model(config, params, mesh)
         self.dtype = compute_dtype(params)
-        self.device = next(iter(self.weights[0].devices()))
+        self.device = self.weights[0].addressable_shards[0].device
         platform = self.device.platform
         self.kv_dtype = stored_dtype(options.kv_dtype, self.dtype)
         self.kv_scales = applied_scales(kv_scales, self.kv_dtype, config)
         self.page_size = options.page_size or default_page_size(platform, self.kv_dtype)
-        layout = platform_layout(platform, self.kv_dtype)
+        layout = platform_layout(platform, self.kv_dtype, has_values=config.caches_values)
         self.speculation = None
         if draft is not None:
-            self.speculation = Speculation(config, params, draft, options, page_size=self.page_size, platform=platform)
+            self.speculation = Speculation(
+                config, params, draft, options, page_size=self.page_size, platform=platform, placement=self.placement
+            )
+        if available is None:
+            available = available_bytes(self.device)
+            if not self.placement.is_of_this_process and (others := hosts.current()) is not None:
+                available = others.least(available)  # a page has the same number on all hosts
         self.memory = plan_pool(
             config,
             options,
             page_size=self.page_size,
-            page_bytes=page_bytes(config, self.page_size, self.kv_dtype, layout)
+            page_bytes=page_bytes(config, self.page_size, self.kv_dtype, layout, mesh)
             + (self.speculation.page_bytes if self.speculation is not None else 0),
             dtype_bytes=self.dtype.itemsize,
             weights=num_bytes(self.weights) + (self.speculation.weight_bytes if self.speculation is not None else 0),
-            available=available_bytes(self.device) if available is None else available,
+            available=available,
             fills_memory=self.device.platform != "cpu",
         )
         self.scheduler = Scheduler(
@@ -111,15 +135,18 @@ class PagedEngine:
             options.decode_slots,
         )
         self._cache = init_paged_cache(
-            config, self.memory.num_pages, self.page_size, self.kv_dtype, layout, scales=self.kv_scales
+            config, self.memory.num_pages, self.page_size, self.kv_dtype, layout, mesh, self.kv_scales
         )
         if self.speculation is not None:
             self.speculation.allocate(self.memory.num_pages)
         draft_length = None if self.speculation is None else self.speculation.length
-        self._slots, self._batch = paged_programs.init_slots(options.max_seqs, config.vocab_size, draft_length)
+        slots, batch = paged_programs.init_slots(options.max_seqs, config.vocab_size, draft_length)
+        self._slots, self._batch = self.placement.slots(slots, batch)
         self._table = np.zeros((options.max_seqs, -(-options.max_model_len // self.page_size)), np.int32)
         self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
-        self._scorer = PromptScorer(self.model, self.weights, config.vocab_size)
+        self._scorer = PromptScorer(config.vocab_size, self)
+        self._scores = DeviceScorer(self.model, self.weights, self.placement)
+        self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
         self._sequences: dict[Generation, Sequence] = {}
         self._num_with_logprobs = 0  # of the unfinished ones
         self._in_flight: deque[_Flight] = deque()
@@ -202,22 +229,35 @@ class PagedEngine:
         if not self._sequences:
             self._in_flight.clear()  # nobody waits for what is still coming
 
+    def num_known_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens of a sequence that the cache holds, and it could reuse."""
+        return self.scheduler.num_known_tokens(sequence)
+
+    @property
+    def speculation_stats(self) -> SpeculationStats | None:
+        """Of all answers since the start; None without a draft."""
+        return None if self.speculation is None else self.speculation.stats
+
     def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
         """Compiles every program, so that none compiles later; returns how many. Raises RuntimeError while requests
         run. `progress` may wrap the iteration over the calls."""
         if self.has_work:
             raise RuntimeError(f"warm_up while {len(self._sequences)} requests are unfinished")
-        calls = self._warm_up_calls()
+        calls = self.warm_up_calls()
         for call in progress(iter(calls)) if progress else calls:
             call()
+        return self.warmed_up()
+
+    def warmed_up(self) -> int:
+        """After all of `warm_up_calls`: waits for the devices; how many programs there are."""
         jax.block_until_ready(self._slots)
         # The call for the slots runs three programs, and each for scores two.
-        return len(calls) + 2 + len(self.options.token_buckets)
+        return self.num_warm_up_calls + 2 + len(self.options.token_buckets)
 
     @property
     def num_warm_up_calls(self) -> int:
         """How many steps `warm_up` has, for a progress bar."""
-        return len(self._warm_up_calls())
+        return len(self.warm_up_calls())
 
     def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
@@ -274,20 +314,16 @@ class PagedEngine:
             order = np.arange(self.options.max_seqs, dtype=np.int32)
             for old, new in plan.moves:
                 order[[old, new]] = order[[new, old]]
-            self._slots, self._batch = paged_programs.move_slots(self._slots, self._batch, jax.device_put(order))
+            self._move_slots(order)
         for sequence in plan.admitted:
             self._write_slot(sequence)
         for start in range(0, len(plan.copies), COPIES):
             self._copy(plan.copies[start : start + COPIES])
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        sources = results.padded([source for source, _ in pairs], COPIES)
         destinations = np.full(COPIES, self.memory.num_pages, np.int32)
         destinations[: len(pairs)] = [destination for _, destination in pairs]
-        arguments = jax.device_put((sources, destinations))
-        self._cache = paged_programs.copy_pages(self._cache, *arguments)
-        if self.speculation is not None:
-            self.speculation.copy_pages(*arguments)
+        self._copy_pages(results.padded([source for source, _ in pairs], COPIES), destinations)
 
     def _write_slot(self, sequence: Sequence) -> None:
         generation: Generation = sequence.owner
@@ -299,16 +335,16 @@ class PagedEngine:
         is_plain = not (has_penalties or params.logit_bias or params.allowed_token_ids is not None)
         rows = make_batch([generation.row], vocab_size)
         history = make_state([() if is_plain else generation.prompt], vocab_size, [generation.output])
-        slot = np.int32(_slot(sequence))
+        slot = _slot(sequence)
         if is_plain:
-            small = ({name: row for name, row in vars(one).items() if name not in WIDE_ROWS} for one in (rows, history))
-            arguments = jax.device_put((slot, *small))
-            self._slots, self._batch = paged_programs.write_plain_slot(self._slots, self._batch, *arguments)
+            row, small = (
+                {name: part for name, part in vars(one).items() if name not in WIDE_ROWS} for one in (rows, history)
+            )
+            self._write_plain_row(slot, row, small)
         else:
-            arguments = jax.device_put((slot, rows, history))
-            self._slots, self._batch = paged_programs.write_slot(self._slots, self._batch, *arguments)
+            self._write_row(slot, rows, history)
         if self.speculation is not None:
-            self._slots = self.speculation.write_slot(self._slots, _slot(sequence), sequence)
+            self._write_draft_row(slot, *self.speculation.slot_row(sequence))
 
     # Dispatching.
 
@@ -320,31 +356,32 @@ class PagedEngine:
         is_step = bool(chunks) or (self.options.deterministic and choice is None)
         sizes = self.options.step_slots if is_step or self.options.deterministic else self.options.decode_slots
         num_slots = next(size for size in sizes if size > highest)
-        table, sent_at = self._page_table(plan, num_slots), time.perf_counter()
+        self._list_pages(plan, num_slots)
+        sent_at = time.perf_counter()
         num_behind = 0
         if self.speculation is not None:
             num_behind = self.speculation.started(plan.decodes, choice, plan.num_steps)
         if is_step:
-            return self._dispatch_step(chunks, decodes, table, sent_at)
+            return self._dispatch_step(chunks, decodes, num_slots, sent_at)
         is_held = np.zeros(num_slots, np.bool_)
         is_held[slots] = True
         if self.speculation is not None and choice is not None:
             num_drafts = np.zeros(num_slots, np.int32)
             num_drafts[slots] = [choice.length_of(sequence) for _, sequence in decodes]
             work = {"is_held": is_held, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
-            output, counts = self._run_rounds(work, table, choice.tree)
+            output, counts = self._run_rounds(work, self.speculation.number_of(choice.tree))
             rounds = _Rounds(plan.num_steps, choice.tree, counts, num_behind)
             return _Flight(chunks, decodes, output, num_slots, sent_at, rounds=rounds)
-        output = self._run_decode(is_held, table, plan.num_steps)
+        output = self._run_decode(is_held, plan.num_steps)
         return _Flight(chunks, decodes, output, num_slots, sent_at)
 
     def _dispatch_step(
-        self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, Sequence]], table: jax.Array, sent_at: float
+        self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, Sequence]], num_slots: int, sent_at: float
     ) -> _Flight:
         """One step: the decoding slots' rows come first, then the prompts' tokens."""
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
         size = next(bucket for bucket in self.options.token_buckets if bucket >= num_rows)
-        work = _empty_work(size, table.shape[0])
+        work = _empty_work(size, num_slots)
         slots = [slot for slot, _ in decodes]
         work["token_slots"][: len(slots)] = slots
         work["query_starts"][slots] = np.arange(len(slots))
@@ -360,39 +397,15 @@ class PagedEngine:
             work["remaining"][slot] = sequence.num_prompt + sequence.max_tokens - end
             pieces.append(Piece(sequence.owner, row, chunk.start, chunk.length))
             row += chunk.length
-        output, hidden = self._run_step(work, table)
-        scores = self._scorer.score(tuple(pieces), hidden)
-        return _Flight(chunks, decodes, output, table.shape[0], sent_at, scores)
+        is_scored = any(needs_scores(piece.generation) for piece in pieces)
+        output = self._run_step(work, is_scored)
+        scores = None
+        if is_scored and self._hidden is not None:
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden), None
+        return _Flight(chunks, decodes, output, num_slots, sent_at, scores)
 
-    def _run_step(self, work: dict[str, np.ndarray], table: jax.Array) -> tuple[StepOutput, jax.Array]:
-        device_work = StepWork(**jax.device_put(work), page_table=table)
-        self._cache, self._slots, output, hidden = paged_programs.step(
-            self.model, self.weights, self._cache, self._slots, self._batch, device_work, self.options.deterministic
-        )
-        return output, hidden
-
-    def _run_decode(self, is_held: np.ndarray, table: jax.Array, num_steps: int) -> StepOutput:
-        held, steps = jax.device_put((is_held, np.int32(num_steps)))
-        self._cache, self._slots, output = paged_programs.decode(
-            self.model,
-            self.weights,
-            self._cache,
-            self._slots,
-            self._batch,
-            DecodeWork(held, table, steps),
-            self.options.steps_per_dispatch,
-        )
-        return output
-
-    def _run_rounds(self, work: dict[str, Any], table: jax.Array, tree: TokenTree) -> tuple[StepOutput, RoundCounts]:
-        speculation = _checked(self.speculation)
-        self._cache, self._slots, output, counts = speculation.run(
-            self.model, self.weights, self._cache, self._slots, self._batch, work, table, tree
-        )
-        return output, counts
-
-    def _page_table(self, plan: Plan | None, num_slots: int) -> jax.Array:
-        """The first rows of the table on the device; it is sent only when it has changed."""
+    def _list_pages(self, plan: Plan | None, num_slots: int) -> None:
+        """Sees to it that the device has the first rows of the table; they are sent only where they have changed."""
         for sequence in plan.sequences if plan is not None else ():
             start, end = sequence.num_listed, len(sequence.pages)
             if start < end:
@@ -402,11 +415,103 @@ class PagedEngine:
                     self.speculation.forget(sequence.pages[max(start, num_found) : end])
                 sequence.num_listed = end
                 self._sent_table = None
-        sent = self._sent_table
-        if sent is None or sent.shape[0] != num_slots:
+        if self._sent_table is None or self._sent_table.shape[0] != num_slots:
             # A copy: the device may read the host's memory for as long as it computes.
-            sent = self._sent_table = jax.device_put(self._table[:num_slots].copy())
-        return sent
+            self._send_table(self._table[:num_slots].copy())
+
+    # What runs on the devices, on those of all hosts alike: arguments are host values.
+
+    @operation
+    def _move_slots(self, order: np.ndarray) -> None:
+        mesh = self.placement.mesh
+        self._slots, self._batch = paged_programs.move_slots(mesh, self._slots, self._batch, self.placement.put(order))
+
+    @operation
+    def _copy_pages(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        arguments = self.placement.put((sources, destinations))
+        self._cache = paged_programs.copy_pages(self.placement.mesh, self._cache, *arguments)
+        if self.speculation is not None:
+            self.speculation.copy_pages(*arguments)
+
+    @operation
+    def _write_plain_row(self, slot: int, row: dict[str, np.ndarray], history: dict[str, np.ndarray]) -> None:
+        arguments = self.placement.put((np.int32(slot), row, history))
+        self._slots, self._batch = paged_programs.write_plain_slot(
+            self.placement.mesh, self._slots, self._batch, *arguments
+        )
+
+    @operation
+    def _write_row(self, slot: int, row: SamplingBatch, history: SamplingState) -> None:
+        arguments = self.placement.put((np.int32(slot), row, history))
+        self._slots, self._batch = paged_programs.write_slot(self.placement.mesh, self._slots, self._batch, *arguments)
+
+    @operation
+    def _write_draft_row(self, slot: int, tokens: np.ndarray, num_drafted: int) -> None:
+        arguments = self.placement.put((np.int32(slot), tokens, np.int32(num_drafted)))
+        self._slots = paged_programs.write_draft_slot(self.placement.mesh, self._slots, *arguments)
+
+    @operation
+    def _send_table(self, table: np.ndarray) -> None:
+        self._sent_table = self.placement.put(table)
+
+    @property
+    def _listed(self) -> jax.Array:
+        if self._sent_table is None:
+            raise RuntimeError("a dispatch was planned without a page table")
+        return self._sent_table
+
+    @operation
+    def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
+        device_work = StepWork(**self.placement.put(work), page_table=self._listed)
+        self._cache, self._slots, output, hidden = paged_programs.step(
+            self.model, self.weights, self._cache, self._slots, self._batch, device_work, self.options.deterministic
+        )
+        self._hidden = hidden if is_scored else None
+        return output
+
+    @operation
+    def _run_decode(self, is_held: np.ndarray, num_steps: int) -> StepOutput:
+        held, steps = self.placement.put((is_held, np.int32(num_steps)))
+        self._cache, self._slots, output = paged_programs.decode(
+            self.model,
+            self.weights,
+            self._cache,
+            self._slots,
+            self._batch,
+            DecodeWork(held, self._listed, steps),
+            self.options.steps_per_dispatch,
+        )
+        return output
+
+    @operation
+    def _run_rounds(self, work: dict[str, Any], tree: int) -> tuple[StepOutput, RoundCounts]:
+        speculation = _checked(self.speculation)
+        self._cache, self._slots, output, counts = speculation.run(
+            self.model, self.weights, self._cache, self._slots, self._batch, work, self._listed, tree
+        )
+        return output, counts
+
+    @operation
+    def start_scores(self, number: int, history: SamplingState) -> None:
+        """As `DeviceScorer.start`."""
+        self._scores.start(number, history)
+
+    @operation
+    def stop_scores(self, number: int) -> None:
+        """As `DeviceScorer.stop`."""
+        self._scores.stop(number)
+
+    @operation
+    def run_scores(self, work: ScoreWork) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]:
+        """As `DeviceScorer.run`, of the step just sent."""
+        if self._hidden is None:
+            raise RuntimeError("scores were planned of a step that keeps no hidden states")
+        hidden, self._hidden = self._hidden, None
+        return self._scores.run(work, hidden)
+
+    @operation
+    def _keep_empty_hidden(self, size: int) -> None:
+        self._hidden = self.placement.put(np.zeros((size, self.config.hidden_size), self.dtype))
 
     # Reading results.
 
@@ -487,7 +592,7 @@ class PagedEngine:
 
     # Compiling.
 
-    def _warm_up_calls(self) -> list[Callable[[], object]]:
+    def warm_up_calls(self) -> list[Callable[[], object]]:
         """Every program once, with nothing to do."""
         calls: list[Callable[[], object]] = [self._warm_up_slots, partial(self._copy, [])]
         for num_slots in self.options.step_slots:
@@ -504,28 +609,31 @@ class PagedEngine:
         return calls + [partial(self._warm_up_scores, size) for size in self.options.token_buckets]
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
-        self._run_step(_empty_work(size, num_slots), self._page_table(None, num_slots))
+        self._list_pages(None, num_slots)
+        self._run_step(_empty_work(size, num_slots), False)
 
     def _warm_up_decode(self, num_slots: int) -> None:
-        self._run_decode(np.zeros(num_slots, np.bool_), self._page_table(None, num_slots), 0)
+        self._list_pages(None, num_slots)
+        self._run_decode(np.zeros(num_slots, np.bool_), 0)
 
     def _warm_up_rounds(self, num_slots: int, tree: TokenTree) -> None:
         work = {"is_held": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
         work["num_drafts"] = np.zeros(num_slots, np.int32)
-        self._run_rounds(work, self._page_table(None, num_slots), tree)
+        self._list_pages(None, num_slots)
+        self._run_rounds(work, _checked(self.speculation).number_of(tree))
 
     def _warm_up_slots(self) -> None:
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
             generation = Generation([0], SamplingRow(params), max_tokens=1)
             self._write_slot(Sequence([0], 1, 1, owner=generation, slot=0))
-        order = np.arange(self.options.max_seqs, dtype=np.int32)
-        self._slots, self._batch = paged_programs.move_slots(self._slots, self._batch, jax.device_put(order))
+        self._move_slots(np.arange(self.options.max_seqs, dtype=np.int32))
 
     def _warm_up_scores(self, size: int) -> None:
         generation = Generation([0], SamplingRow(SamplingParams(seed=0, prompt_logprobs=0)), 1, score_from=0)
-        hidden = jax.device_put(np.zeros((size, self.config.hidden_size), self.dtype))
+        self._keep_empty_hidden(size)
         self._scorer.start(generation)
-        self._scorer.score((Piece(generation, 0, 0, 1),), hidden)
+        if self._hidden is not None:
+            self._scorer.score((Piece(generation, 0, 0, 1),), self._hidden)
         self._scorer.stop(generation)
 
 

@@ -7,11 +7,14 @@ arrays of all. What is donated is named in each docstring.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxinfer import parallel
 from jaxinfer.cache import PagedAttention, PagedCache
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.sampling import (
@@ -32,6 +35,7 @@ from pallas_kernels import copy_pages as _copy_pages
 NO_TOKEN, NOT_SOUND = -1, -2
 # A slot's rows over the vocabulary, which only requests with a bias or penalties need.
 WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
@@ -120,12 +124,15 @@ def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None)
 def slot_axes(slots: Slots, batch: SamplingBatch) -> tuple[Slots, SamplingBatch]:
     """The logical name of each dimension of `init_slots`' arrays, for `jaxinfer.parallel`: rows over the vocabulary
     lie where its logits are, all else is whole on every device."""
+    return axes_of(slots), axes_of(batch)
 
-    def axes(rows):
-        wide = {name: (None, "vocab") for name in WIDE_ROWS if hasattr(rows, name)}
-        return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
-    return replace(axes(slots), history=axes(slots.history)), axes(batch)
+def axes_of(rows):
+    """`slot_axes` of slots, or of the sampling parameters."""
+    if isinstance(rows, Slots):
+        return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), history=axes_of(rows.history))
+    wide = {name: (None, "vocab") for name in WIDE_ROWS if hasattr(rows, name)}
+    return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
@@ -180,7 +187,8 @@ def step(
     )
     tokens = coded(samples, is_produced, takes_part)
     output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
-    return attend.cache, write_first(all_slots, new_slots), output, hidden
+    slots, output, hidden = write_first(all_slots, new_slots), whole(model.mesh, output), whole(model.mesh, hidden)
+    return attend.cache, pinned(model.mesh, slots), output, hidden
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
@@ -235,21 +243,26 @@ def decode(
     outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
     outputs = replace(outputs, tokens=outputs.tokens + NO_TOKEN)
     _, cache, slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), cache, slots, outputs))
-    return cache, write_first(all_slots, slots), outputs
+    return cache, pinned(model.mesh, write_first(all_slots, slots)), whole(model.mesh, outputs)
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def write_slot(
-    slots: Slots, batch: SamplingBatch, slot: jax.Array, row: SamplingBatch, history: SamplingState
+    mesh: Mesh | None, slots: Slots, batch: SamplingBatch, slot: jax.Array, row: SamplingBatch, history: SamplingState
 ) -> tuple[Slots, SamplingBatch]:
     """Gives a slot (int32 scalar) a new request: one row of parameters and of history. Donates slots and batch."""
     slots = replace(slots, is_active=slots.is_active.at[slot].set(False), history=set_row(slots.history, slot, history))
-    return slots, set_row(batch, slot, row)
+    return pinned(mesh, (slots, set_row(batch, slot, row)))
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def write_plain_slot(
-    slots: Slots, batch: SamplingBatch, slot: jax.Array, row: dict[str, jax.Array], history: dict[str, jax.Array]
+    mesh: Mesh | None,
+    slots: Slots,
+    batch: SamplingBatch,
+    slot: jax.Array,
+    row: dict[str, jax.Array],
+    history: dict[str, jax.Array],
 ) -> tuple[Slots, SamplingBatch]:
     """`write_slot` for a request without bias and penalties, whose rows over the vocabulary nothing reads: the small
     arrays only, by name."""
@@ -258,29 +271,53 @@ def write_plain_slot(
         return replace(rows, **{name: set_row(getattr(rows, name), slot, value) for name, value in new.items()})
 
     slots = replace(slots, is_active=slots.is_active.at[slot].set(False), history=write(slots.history, history))
-    return slots, write(batch, row)
+    return pinned(mesh, (slots, write(batch, row)))
 
 
-@partial(jax.jit, donate_argnums=0)
-def write_draft_slot(slots: Slots, slot: jax.Array, sequence: jax.Array, num_drafted: jax.Array) -> Slots:
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def write_draft_slot(
+    mesh: Mesh | None, slots: Slots, slot: jax.Array, sequence: jax.Array, num_drafted: jax.Array
+) -> Slots:
     """Gives a slot (int32 scalar) its tokens int32[L], and how many leading ones the draft has stored. Donates the
     slots."""
-    return replace(slots, draft=set_row(slots.draft, slot, DraftSlots(sequence[None], num_drafted[None])))
+    return pinned(mesh, replace(slots, draft=set_row(slots.draft, slot, DraftSlots(sequence[None], num_drafted[None]))))
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
-def move_slots(slots: Slots, batch: SamplingBatch, order: jax.Array) -> tuple[Slots, SamplingBatch]:
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def move_slots(mesh: Mesh | None, slots: Slots, batch: SamplingBatch, order: jax.Array) -> tuple[Slots, SamplingBatch]:
     """Row i becomes what row order[i] was, for int32[S]. Donates slots and batch."""
-    return jax.tree.map(lambda leaf: leaf[order], (slots, batch))
+    return pinned(mesh, jax.tree.map(lambda leaf: leaf[order], (slots, batch)))
 
 
-@partial(jax.jit, donate_argnums=0)
-def copy_pages(cache: PagedCache, source: jax.Array, destination: jax.Array) -> PagedCache:
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def copy_pages(mesh: Mesh | None, cache: PagedCache, source: jax.Array, destination: jax.Array) -> PagedCache:
     """Copies page source[i] to destination[i] (int32 [N]; one past the last page copies nothing) in all layers.
 
-    Donates the cache. No page may be both, none twice a destination.
+    Donates the cache. No page may be both, none twice a destination. On a mesh each device copies what it holds.
     """
-    return replace(cache, layers=_copy_pages(cache.layers, source, destination))
+    copy = _copy_pages
+    if mesh is not None:
+        specs = tuple(parallel.page_specs(mesh, pages) for pages in cache.layers)
+        whole = PartitionSpec()
+        copy = jax.shard_map(_copy_pages, mesh=mesh, in_specs=(specs, whole, whole), out_specs=specs, check_vma=False)
+    return replace(cache, layers=copy(cache.layers, source, destination))
+
+
+def pinned(mesh: Mesh | None, rows: Any) -> Any:
+    """Slots, or slots and their parameters, that lie on a mesh where they lay before: where the compiler put them, the
+    next program would be compiled once more."""
+    if mesh is None:
+        return rows
+    axes = slot_axes(*rows) if isinstance(rows, tuple) else axes_of(rows)
+    return lax.with_sharding_constraint(rows, parallel.array_shardings(mesh, rows, axes))
+
+
+def whole(mesh: Mesh | None, tree: Tree) -> Tree:
+    """What the host, or a program for other rows, reads: whole on every device of a mesh."""
+    if mesh is None:
+        return tree
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return lax.with_sharding_constraint(tree, everywhere)
 
 
 def coded(samples: SampleOutput, is_produced: jax.Array, takes_part: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxinfer import parallel
 from jaxinfer.cache import KVScales, attend_as_stored
 from jaxinfer.engine.results import padded
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
@@ -48,7 +49,9 @@ class ProgramModel:
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
-        return bind(self.config, jax.tree.unflatten(self.structure, weights))
+        axis = None if self.mesh is None else parallel.axis_of(self.mesh, "expert")
+        over = None if self.mesh is None or axis is None else (self.mesh, axis)
+        return bind(self.config, jax.tree.unflatten(self.structure, weights), over)
 
 
 @lru_cache(maxsize=64)

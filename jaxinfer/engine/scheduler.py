@@ -222,6 +222,14 @@ class Scheduler:
         self.counters.prompt_tokens += sequence.num_prompt
         insort(self.waiting, sequence, key=_rank)
 
+    def num_known_tokens(self, sequence: Sequence) -> int:
+        """Leading tokens of a sequence that is not queued yet, whose pages are known."""
+        if not (sequence.can_reuse and self.options.reuses_prefixes):
+            return 0
+        page_size = self.options.page_size
+        keys = sequence.keys(page_size, len(sequence.tokens) - 1)
+        return self.prefixes.num_known(keys, sequence.salt) * page_size
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

@@ -1,14 +1,16 @@
 """Log-probabilities of prompts, piece by piece as their chunks are computed."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from jaxinfer.engine import programs, results
+from jaxinfer.engine.placement import Placement
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.request import Generation
-from jaxinfer.sampling import SamplingState, TokenLogprobs, make_batch, make_state
+from jaxinfer.sampling import SamplingBatch, SamplingState, TokenLogprobs, make_batch, make_state
 from jaxinfer.sampling.params import MAX_LOGPROBS
 
 
@@ -46,53 +48,111 @@ class PendingScores:
                 results.take_processed(piece.generation, values, rows, first)
 
 
-class PromptScorer:
-    """Scores the prompts of generations that ask for it."""
+@dataclass(frozen=True)
+class ScoreWork:
+    """What is scored of one step, as host values.
 
-    def __init__(self, model: ProgramModel, weights: Weights, vocab_size: int):
-        self._model, self._weights, self._vocab_size = model, weights, vocab_size
-        self._histories: dict[Generation, SamplingState] = {}
+    Attributes:
+      targets: int32[T], the tokens that the rows predict. wants_raw: whether any piece asks for raw ones.
+      processed: for each piece that is scored under its sampling parameters the number of its history, which rows are
+        scored, bool[T], and the parameters; else None.
+    """
+
+    targets: np.ndarray
+    wants_raw: bool
+    processed: tuple[tuple[int, np.ndarray, SamplingBatch] | None, ...]
+
+
+class ScoreOperations(Protocol):
+    """The device's side of scoring, which an engine does on all hosts."""
+
+    def start_scores(self, number: int, history: SamplingState) -> None: ...
+
+    def stop_scores(self, number: int) -> None: ...
+
+    def run_scores(self, work: ScoreWork) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]: ...
+
+
+class PromptScorer:
+    """Scores the prompts of generations that ask for it: the host's side."""
+
+    def __init__(self, vocab_size: int, operations: ScoreOperations):
+        self._vocab_size, self._operations = vocab_size, operations
+        self._numbers: dict[Generation, int] = {}  # of those with a history on the device
+        self._next_number = 0
 
     def start(self, generation: Generation) -> None:
         """Before the first chunk, and again where the prompt is computed once more."""
         generation.prompt_logprobs, generation.processed_logprobs = [], []
-        self._histories.pop(generation, None)
+        self.stop(generation)
         if generation.score_from is not None:
             history = make_state([generation.prompt[: generation.score_from]], self._vocab_size)
-            self._histories[generation] = jax.device_put(history)
+            self._numbers[generation] = number = self._next_number
+            self._next_number += 1
+            self._operations.start_scores(number, history)
 
     def stop(self, generation: Generation) -> None:
         """Its prompt is done, or is not wanted any more."""
-        self._histories.pop(generation, None)
+        number = self._numbers.pop(generation, None)
+        if number is not None:
+            self._operations.stop_scores(number)
 
     def score(self, pieces: tuple[Piece, ...], hidden: jax.Array) -> PendingScores | None:
-        """Starts scoring the pieces that ask for it from the final hidden states [T, D]; None if none does."""
+        """Starts scoring the pieces that ask for it from the final hidden states [T, D] of the step just sent; None if
+        none does."""
         pieces = tuple(piece for piece in pieces if needs_scores(piece.generation) and piece.num_targets >= 0)
         if not pieces:
             return None
-        size, raw = hidden.shape[0], None
+        size = hidden.shape[0]
         targets = np.zeros(size, np.int32)
         for piece in pieces:
             following = piece.generation.prompt[piece.start + 1 : piece.start + 1 + piece.num_targets]
             targets[piece.row : piece.row + piece.num_targets] = following
-        on_device = jax.device_put(targets)
-        if any(piece.generation.params.prompt_logprobs is not None for piece in pieces):
-            raw = programs.score(self._model, self._weights, hidden, on_device, MAX_LOGPROBS)
-        processed = tuple(self._processed(piece, hidden, on_device) for piece in pieces)
-        return PendingScores(pieces, raw, processed)
+        wants_raw = any(piece.generation.params.prompt_logprobs is not None for piece in pieces)
+        work = ScoreWork(targets, wants_raw, tuple(self._processed(piece, size) for piece in pieces))
+        return PendingScores(pieces, *self._operations.run_scores(work))
 
-    def _processed(self, piece: Piece, hidden: jax.Array, targets: jax.Array) -> jax.Array | None:
+    def _processed(self, piece: Piece, size: int) -> tuple[int, np.ndarray, SamplingBatch] | None:
         generation = piece.generation
         if generation.score_from is None:
             return None
-        offset = np.arange(hidden.shape[0]) - piece.row
+        offset = np.arange(size) - piece.row
         is_scored = (offset >= 0) & (offset < piece.num_targets)
         is_scored &= piece.start + 1 + offset >= generation.score_from
-        scored, batch = jax.device_put((is_scored, make_batch([generation.row], self._vocab_size)))
-        self._histories[generation], values = programs.score_processed(
-            self._model, self._weights, hidden, targets, scored, batch, self._histories[generation]
-        )
-        return values
+        return self._numbers[generation], is_scored, make_batch([generation.row], self._vocab_size)
+
+
+class DeviceScorer:
+    """Scores on the device, with the histories that processed scores need, by number."""
+
+    def __init__(self, model: ProgramModel, weights: Weights, placement: Placement):
+        self._model, self._weights, self._placement = model, weights, placement
+        self._histories: dict[int, SamplingState] = {}
+
+    def start(self, number: int, history: SamplingState) -> None:
+        """Keeps a history on the device."""
+        self._histories[number] = self._placement.put(history)
+
+    def stop(self, number: int) -> None:
+        """Drops it."""
+        del self._histories[number]
+
+    def run(self, work: ScoreWork, hidden: jax.Array) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]:
+        """Raw scores of all rows if wanted, and processed ones [T] of each piece, from hidden states [T, D]."""
+        targets, raw = self._placement.put(work.targets), None
+        if work.wants_raw:
+            raw = programs.score(self._model, self._weights, hidden, targets, MAX_LOGPROBS)
+        processed: list[jax.Array | None] = []
+        for one in work.processed:
+            values = None
+            if one is not None:
+                number, *arrays = one
+                scored, batch = self._placement.put(tuple(arrays))
+                self._histories[number], values = programs.score_processed(
+                    self._model, self._weights, hidden, targets, scored, batch, self._histories[number]
+                )
+            processed.append(values)
+        return raw, tuple(processed)
 
 
 def needs_scores(generation: Generation) -> bool:

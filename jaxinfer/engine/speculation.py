@@ -13,6 +13,7 @@ from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cach
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.paged_programs import Slots, StepOutput
+from jaxinfer.engine.placement import Placement
 from jaxinfer.engine.scheduler import Sequence
 from jaxinfer.engine.speculative_programs import Drafter, RoundCounts, SpeculativeWork, speculate
 from jaxinfer.models import ModelConfig, Params, compute_dtype
@@ -62,11 +63,13 @@ class Speculation:
         *,
         page_size: int,
         platform: str,
+        placement: Placement,
     ):
         settings = options.speculation
         if settings is None:
             raise ValueError("a draft needs EngineOptions.speculation")
-        self.draft, self.options, self.settings = draft, options, settings
+        self.draft, self.options, self.settings, self.placement = draft, options, settings, placement
+        mesh = placement.mesh
         self.max_rounds = 1 if options.deterministic else max(1, options.steps_per_dispatch // 2)
         self.weights: programs.Weights = ()
         self.page_bytes = self.weight_bytes = 0
@@ -92,9 +95,9 @@ class Speculation:
                 self._draft_config = draft_config
                 self.kv_dtype = stored_dtype(settings.kv_dtype or options.kv_dtype, compute_dtype(draft_params))
                 self._kv_scales = applied_scales(draft.kv_scales, self.kv_dtype, draft_config)
-                self._layout = platform_layout(platform, self.kv_dtype)
-                self.page_bytes = page_bytes(draft_config, page_size, self.kv_dtype, self._layout)
-            kind, self.weights = programs.program_model(draft_config, draft_params)
+                self._layout = platform_layout(platform, self.kv_dtype, has_values=draft_config.caches_values)
+                self.page_bytes = page_bytes(draft_config, page_size, self.kv_dtype, self._layout, mesh)
+            kind, self.weights = programs.program_model(draft_config, draft_params, mesh)
             if isinstance(draft, ModelDraft):
                 self.weight_bytes = num_bytes(self.weights)
         self.drafters = {
@@ -108,6 +111,7 @@ class Speculation:
             )
             for tree in settings.trees
         }
+        self._by_number = list(self.drafters.values())
         self._has_keys = bytearray()  # of each page: whether the draft has stored all of it
         self.rounds: Counter[tuple[int, int]] = Counter()
         self.num_plain = 0
@@ -122,12 +126,22 @@ class Speculation:
         """Tokens of the longest sequence that slots hold."""
         return self.options.max_model_len + 1
 
+    def number_of(self, tree: TokenTree) -> int:
+        """Which of the trees it is, for `run`."""
+        return list(self.drafters).index(tree)
+
     def allocate(self, num_pages: int) -> None:
         """The draft's cache, of as many pages as the target's."""
         self._has_keys = bytearray(num_pages)
         if self._draft_config is not None and self.kv_dtype is not None:
             self.cache = init_paged_cache(
-                self._draft_config, num_pages, self._page_size, self.kv_dtype, self._layout, scales=self._kv_scales
+                self._draft_config,
+                num_pages,
+                self._page_size,
+                self.kv_dtype,
+                self._layout,
+                self.placement.mesh,
+                self._kv_scales,
             )
 
     def close(self) -> None:
@@ -204,15 +218,13 @@ class Speculation:
 
     # On the device.
 
-    def write_slot(self, slots: Slots, slot: int, sequence: Sequence) -> Slots:
-        """Gives a slot the tokens of its sequence. Donates the slots."""
-        row = results.padded(sequence.tokens[: self.length], self.length)
-        arguments = jax.device_put((np.int32(slot), row, np.int32(self._num_drafted(sequence))))
-        return paged_programs.write_draft_slot(slots, *arguments)
+    def slot_row(self, sequence: Sequence) -> tuple[np.ndarray, int]:
+        """What the slot of a sequence starts with: its tokens int32[L], and how many the draft has stored."""
+        return results.padded(sequence.tokens[: self.length], self.length), self._num_drafted(sequence)
 
     def copy_pages(self, sources: jax.Array, destinations: jax.Array) -> None:
         if self.cache is not None:
-            self.cache = paged_programs.copy_pages(self.cache, sources, destinations)
+            self.cache = paged_programs.copy_pages(self.placement.mesh, self.cache, sources, destinations)
 
     def run(
         self,
@@ -223,14 +235,14 @@ class Speculation:
         batch: SamplingBatch,
         work: dict[str, Any],
         table: jax.Array,
-        tree: TokenTree,
+        tree: int,
     ) -> tuple[PagedCache, Slots, StepOutput, RoundCounts]:
-        """One dispatch of rounds. Donates the cache and the slots."""
-        device_work = SpeculativeWork(**jax.device_put(work), page_table=table)
+        """One dispatch of rounds, with the tree of this number. Donates the cache and the slots."""
+        device_work = SpeculativeWork(**self.placement.put(work), page_table=table)
         cache, self.cache, slots, output, counts = speculate(
             model,
             weights,
-            self.drafters[tree],
+            self._by_number[tree],
             self.weights,
             cache,
             self.cache,

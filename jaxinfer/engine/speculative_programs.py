@@ -13,7 +13,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache import PagedAttention, PagedCache
-from jaxinfer.engine.paged_programs import NO_TOKEN, NOT_SOUND, Slots, StepOutput, first, write_first
+from jaxinfer.engine.paged_programs import (
+    NO_TOKEN,
+    NOT_SOUND,
+    Slots,
+    StepOutput,
+    first,
+    pinned,
+    whole,
+    write_first,
+)
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import SampleOutput, SamplingBatch
@@ -161,7 +170,8 @@ def speculate(
         RoundCounts(nothing, nothing),
     )
     _, caches, slots, outputs, _, counts = lax.while_loop(keep_going, one_round, carry)
-    return *caches, write_first(all_slots, slots), outputs, counts
+    slots = pinned(model.mesh, write_first(all_slots, slots))
+    return *caches, slots, whole(model.mesh, outputs), whole(model.mesh, counts)
 
 
 def verify(

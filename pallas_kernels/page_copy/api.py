@@ -25,8 +25,9 @@ def copy_pages(
 
     Args:
       pages: a pytree of arrays whose first axis is the page, of one layer or all. Donate it: the result aliases it.
-      source, destination: int32 [N], ids of pages. No page may be both, and no destination occurs twice: the order of
-        the copies is not defined. A destination of the number of pages (one past the last) copies nothing.
+      source: int32 [N], ids of pages.
+      destination: int32 [N], ids of pages. No page may be both, and no destination occurs twice: the order of the
+        copies is not defined. A destination of the number of pages (one past the last) copies nothing.
       count: int32 scalar, how many entries are real; all N when None. Entries beyond it may hold anything.
       implementation: None picks by platform; "xla" or "pallas_tpu" (page-sized DMAs within HBM, no temporary).
 

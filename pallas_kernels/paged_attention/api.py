@@ -45,15 +45,17 @@ def new_pages(
     dtype: str,
     *,
     layout: str | None = None,
+    has_values: bool = True,
 ) -> Pages:
-    """Zeroed pages of one layer, in the layout of the platform's kernel ("interleaved" on a TPU) unless named."""
-    shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name)
-    return empty_pages(shape, layout or platform_layout(current_platform(), shape.dtype))
+    """Zeroed pages of one layer, in the layout of the platform's kernel ("interleaved" on a TPU) unless named; without
+    `has_values` for keys alone, whose first part is the values."""
+    shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name, has_values)
+    return empty_pages(shape, layout or platform_layout(current_platform(), shape.dtype, has_values=has_values))
 
 
-def platform_layout(platform: str, dtype: Any) -> str:
+def platform_layout(platform: str, dtype: Any, *, has_values: bool = True) -> str:
     """The layout that the platform's kernel reads best, for a cache of `dtype`."""
-    if platform == "tpu":
+    if platform == "tpu" and has_values:
         return pallas_tpu.LAYOUT
     is_narrow_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return "bits" if platform == "cpu" and is_narrow_float else xla.LAYOUT
@@ -105,11 +107,13 @@ def paged_attention(
     Attention, arXiv 2604.15464.)
 
     Args:
-      q: queries [T, Hq, K]; k_new, v_new: keys and values of the same tokens [T, Hkv, K].
+      q: queries [T, Hq, K]; k_new, v_new: keys and values of the same tokens [T, Hkv, K]. Where the pages have no
+        values (`new_pages`), v_new is the first part of k_new, [T, Hkv, W].
       pages: one layer's cache (`new_pages`). Donate it: the result aliases it.
       page_table: int32 [S, P], the page ids of each sequence in order. Ids of pages that hold no key a query sees
         are never used and may be anything. No two sequences with new tokens may share the pages these go to.
-      query_lengths, kv_lengths: int32 [S]; kv_lengths counts the new tokens too. Length 0 costs and touches nothing.
+      query_lengths: int32 [S], new tokens. Length 0 costs and touches nothing.
+      kv_lengths: int32 [S], all tokens, the new ones too.
       query_starts: int32 [S]; the running sum of query_lengths when None. Rows outside every sequence are padding:
         what is returned there has no meaning (but is finite when q is).
       max_query_length: static bound of query_lengths, T when None; 1 to 16 picks the programs for decode and verify.
@@ -127,7 +131,7 @@ def paged_attention(
         "reference" (dense, float32, for tests).
 
     Returns:
-      (out [T, Hq, K] in q's dtype, the pages with the new tokens).
+      (out [T, Hq, K], or [T, Hq, W], in q's dtype, the pages with the new tokens).
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit, or a schedule made for others.

@@ -5,6 +5,7 @@ every implementation is checked in. Stored values are what attention reads: new 
 dtype first, so an answer does not depend on how a prompt was cut into chunks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,10 @@ LAYOUTS = ("separate", "interleaved", "bits")
 
 
 class SeparatePages(NamedTuple):
-    """Keys and values [pages, page, Hkv, K]; with int8, float32 scales [pages, Hkv, page], else None."""
+    """Keys and values [pages, page, Hkv, K]; with int8, float32 scales [pages, Hkv, page], else None.
+
+    Where values are the first part of the keys, as in multi-head latent attention, v and v_scales are None.
+    """
 
     k: Any
     v: Any
@@ -60,13 +64,14 @@ Pages = SeparatePages | InterleavedPages | BitPages
 
 @dataclass(frozen=True)
 class PageShape:
-    """The static facts of one layer's pages."""
+    """The static facts of one layer's pages; without `has_values`, values are the first part of the keys."""
 
     num_pages: int
     page_size: int
     num_kv_heads: int
     head_dim: int
     dtype: str
+    has_values: bool = True
 
     def __post_init__(self):
         if self.dtype not in DTYPES:
@@ -110,15 +115,18 @@ class PageShape:
         if layout == "separate":
             kv = jax.ShapeDtypeStruct((self.num_pages, self.page_size, self.num_kv_heads, self.head_dim), dtype)
             scales = jax.ShapeDtypeStruct((self.num_pages, self.num_kv_heads, self.page_size), jnp.float32)
-            return SeparatePages(kv, kv, *((scales, scales) if self.has_scales else (None, None)))
+            scales = scales if self.has_scales else None
+            return SeparatePages(kv, kv, scales, scales) if self.has_values else SeparatePages(kv, None, scales, None)
         if layout == "bits":
             if not self.is_narrow_float:
                 raise ValueError(f"layout='bits' is for floats of 8 or 16 bits, not {self.dtype}")
             shape = (self.num_pages, self.page_size, self.num_kv_heads, self.head_dim)
             kv = jax.ShapeDtypeStruct(shape, _bits_of(self.dtype))
-            return BitPages(kv, kv, self.dtype)
+            return BitPages(kv, kv if self.has_values else None, self.dtype)
         if layout != "interleaved":
             raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+        if not self.has_values:
+            raise ValueError("the interleaved layout has room for values, and here keys hold them")
         shape = (self.num_pages, self.page_size, self.num_rows // self.pack, self.pack, self.num_lanes)
         kv = jax.ShapeDtypeStruct(shape, dtype)
         if not self.has_scales:
@@ -141,7 +149,8 @@ def page_shape(pages: Pages, num_kv_heads: int, head_dim: int) -> PageShape:
     """The facts of `pages`; raises ValueError when they were not made for these heads."""
     array = pages.kv if isinstance(pages, InterleavedPages) else pages.k
     dtype = pages.dtype if isinstance(pages, BitPages) else jnp.dtype(array.dtype).name
-    shape = PageShape(array.shape[0], array.shape[1], num_kv_heads, head_dim, dtype)
+    has_values = isinstance(pages, InterleavedPages) or pages.v is not None
+    shape = PageShape(array.shape[0], array.shape[1], num_kv_heads, head_dim, dtype, has_values)
     expected = shape.abstract(layout_of(pages))
     found = jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype).name), pages)
     wanted = jax.tree.map(lambda a: (a.shape, jnp.dtype(a.dtype).name), expected)
@@ -156,7 +165,7 @@ def pack(logical: SeparatePages, layout: str) -> Pages:
         return logical
     shape = page_shape(logical, logical.k.shape[2], logical.k.shape[3])
     if layout == "bits":
-        return BitPages(_to_bits(logical.k), _to_bits(logical.v), shape.dtype)
+        return BitPages(_to_bits(logical.k), None if logical.v is None else _to_bits(logical.v), shape.dtype)
     kv = interleave(logical.k, logical.v, shape)
     if not shape.has_scales:
         return InterleavedPages(kv)
@@ -172,7 +181,7 @@ def unpack(pages: Pages, num_kv_heads: int, head_dim: int) -> SeparatePages:
         return pages
     shape = page_shape(pages, num_kv_heads, head_dim)
     if isinstance(pages, BitPages):
-        return SeparatePages(*(lax.bitcast_convert_type(bits, shape.dtype) for bits in (pages.k, pages.v)))
+        return SeparatePages(*(_from_bits(bits, shape.dtype) for bits in (pages.k, pages.v)))
     k, v = deinterleave(pages.kv, shape)
     if not shape.has_scales:
         return SeparatePages(k, v)
@@ -232,24 +241,29 @@ def from_stored(values: jax.Array, scales: jax.Array | None, dtype=jnp.float32) 
 def append(
     pages: Pages, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array, *, is_unique: bool = False
 ) -> Pages:
-    """Writes tokens k, v [T, Hkv, K] at (page [T], slot [T]); a page or slot beyond the last drops its token.
+    """Writes tokens k, v [T, Hkv, K] at (page [T], slot [T]); a page or slot beyond the last drops its token. Pages
+    without values take the keys alone.
 
     `is_unique` promises that no place occurs twice, dropped ones included, which saves TPUs from looking.
     """
     shape = page_shape(pages, k.shape[1], k.shape[2])
     (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.dtype), to_stored(v, shape.dtype)
     options: dict[str, Any] = {"mode": "drop", "unique_indices": is_unique}
+
+    def put(stored: Any, new: Any, heads: tuple[jax.Array, ...] = ()) -> Any:
+        at = (page[:, None], *heads, slot[:, None]) if heads else (page, slot)
+        return None if stored is None else stored.at[at].set(new, **options)
+
     if isinstance(pages, BitPages):
-        k_bits = pages.k.at[page, slot].set(_to_bits(k_values), **options)
-        return BitPages(k_bits, pages.v.at[page, slot].set(_to_bits(v_values), **options), shape.dtype)
+        return BitPages(put(pages.k, _to_bits(k_values)), put(pages.v, _to_bits(v_values)), shape.dtype)
     if isinstance(pages, SeparatePages):
-        k_stored = pages.k.at[page, slot].set(k_values, **options)
-        v_stored = pages.v.at[page, slot].set(v_values, **options)
-        if not shape.has_scales:
-            return SeparatePages(k_stored, v_stored)
-        at = (page[:, None], jnp.arange(shape.num_kv_heads), slot[:, None])
-        k_scales = pages.k_scales.at[at].set(k_scales, **options)
-        return SeparatePages(k_stored, v_stored, k_scales, pages.v_scales.at[at].set(v_scales, **options))
+        heads = (jnp.arange(shape.num_kv_heads),)
+        return SeparatePages(
+            put(pages.k, k_values),
+            put(pages.v, v_values),
+            put(pages.k_scales, k_scales, heads),
+            put(pages.v_scales, v_scales, heads),
+        )
     kv = pages.kv.at[page, slot].set(interleave(k_values, v_values, shape), **options)
     if not shape.has_scales:
         return InterleavedPages(kv)
@@ -310,7 +324,7 @@ def gather(pages: Pages, ids: jax.Array, shape: PageShape) -> SeparatePages:
     if isinstance(pages, SeparatePages):
         return SeparatePages(*(None if array is None else take(array) for array in pages))
     if isinstance(pages, BitPages):
-        return SeparatePages(*(lax.bitcast_convert_type(take(bits), shape.dtype) for bits in (pages.k, pages.v)))
+        return SeparatePages(*(_from_bits(bits, shape.dtype, take) for bits in (pages.k, pages.v)))
     k, v = deinterleave(take(pages.kv), shape)
     if not shape.has_scales:
         return SeparatePages(k, v)
@@ -327,6 +341,10 @@ def _bits_of(dtype: str) -> Any:
 
 def _to_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, _bits_of(jnp.dtype(x.dtype).name))
+
+
+def _from_bits(bits: Any, dtype: str, take: Callable[[jax.Array], jax.Array] = lambda bits: bits) -> Any:
+    return None if bits is None else lax.bitcast_convert_type(take(bits), dtype)
 
 
 def _round_up(n: int, multiple: int) -> int:

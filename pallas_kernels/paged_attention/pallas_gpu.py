@@ -33,6 +33,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
         return f"it is for GPUs, not {platform}"
     if not compat.is_interpreted() and (reason := compat.not_hopper()) is not None:
         return reason
+    if not spec.page.has_values:
+        return f"it reads values of their own, and here keys of {spec.head_dim} hold them (multi-head latent attention)"
     if spec.layout != LAYOUT:
         return f"it reads {LAYOUT} pages, not {spec.layout}"
     if spec.q_dtype == "float32":

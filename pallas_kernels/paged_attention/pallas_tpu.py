@@ -24,6 +24,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     """Why the kernel cannot run `spec` on `platform`; None when it can. The TPU interpreter runs on any platform."""
     if platform != "tpu" and not is_tpu_interpreted():
         return f"it needs a TPU, and this is a {platform}"
+    if not spec.page.has_values:
+        return f"it reads values of their own, and here keys of {spec.head_dim} hold them (multi-head latent attention)"
     if spec.layout != LAYOUT:
         return f"it reads the {LAYOUT} layout, and the pages are {spec.layout}"
     if spec.q_dtype not in _Q_DTYPES:

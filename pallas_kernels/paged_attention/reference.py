@@ -20,6 +20,8 @@ def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.A
     sequence, index, position, is_real = token_places(operands, spec)
     pages = append_new_tokens(operands, spec)
     logical = layout.unpack(pages, spec.num_kv_heads, spec.head_dim)
+    if not spec.page.has_values:
+        logical = logical._replace(v=logical.k[..., : spec.value_dim], v_scales=logical.k_scales)
     keys = jnp.arange(spec.max_kv_length)
     visible = visible_keys(operands, spec, sequence, index, position, is_real, keys)
     # A page that no query of its sequence sees may have any id.
@@ -42,7 +44,8 @@ def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.A
         sinks = operands.sinks.reshape(1, spec.num_kv_heads, spec.num_groups, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., : spec.max_kv_length]
-    out = jnp.einsum("thgs,tshk->thgk", weights, v, precision="highest").reshape(operands.q.shape)
+    out = jnp.einsum("thgs,tshk->thgk", weights, v, precision="highest")
+    out = out.reshape(*operands.q.shape[:2], spec.value_dim)
     return jnp.where(is_real[:, None, None], out, 0).astype(operands.q.dtype), pages
 
 
@@ -89,4 +92,4 @@ def _rows(values, scales, table, spec: PagedSpec):
     """Keys or values by sequence, in float32: [S, P * page, Hkv, K]."""
     scales = None if scales is None else scales.swapaxes(1, 2)
     rows = layout.from_stored(values, scales)[table]
-    return rows.reshape(spec.num_sequences, -1, spec.num_kv_heads, spec.head_dim)
+    return rows.reshape(spec.num_sequences, -1, *values.shape[2:])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.layout import Pages, PageShape, layout_of, page_shape
+from pallas_kernels.paged_attention.layout import InterleavedPages, Pages, PageShape, layout_of, page_shape
 
 # Bits of an ancestor mask: a sequence with more new tokens than this is causal.
 MAX_TREE_TOKENS = 32
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedSpec:
-    """Static facts of one call, derived from the operands by `make_spec`."""
+    """Static facts of one call, derived from the operands by `make_spec`; `value_dim` is the width of the result."""
 
     page: PageShape
     layout: str
@@ -50,6 +50,7 @@ class PagedSpec:
     has_sinks: bool
     has_ancestors: bool
     is_uniform: bool = False
+    value_dim: int = 0
 
     @property
     def has_short(self) -> bool:
@@ -106,10 +107,10 @@ def make_spec(
     is_uniform: bool = False,
 ) -> PagedSpec:
     """Checks shapes and options of arrays or `jax.ShapeDtypeStruct`s; raises ValueError with the offending shapes."""
-    if q.ndim != 3 or k_new.ndim != 3 or k_new.shape != v_new.shape:
+    if q.ndim != 3 or k_new.ndim != 3 or not _fit(k_new.shape, v_new.shape, pages):
         raise ValueError(
-            f"paged_attention takes q [T, Hq, K] and equal k_new, v_new [T, Hkv, K]; "
-            f"got q {q.shape}, k_new {k_new.shape}, v_new {v_new.shape}"
+            f"paged_attention takes q [T, Hq, K] and equal k_new, v_new [T, Hkv, K], or with pages of keys alone a "
+            f"v_new that is not wider; got q {q.shape}, k_new {k_new.shape}, v_new {v_new.shape}"
         )
     num_tokens, num_heads, head_dim = q.shape
     if k_new.shape[0] != num_tokens or k_new.shape[2] != head_dim or num_heads % k_new.shape[1]:
@@ -150,4 +151,11 @@ def make_spec(
         has_sinks=sinks is not None,
         has_ancestors=ancestors is not None,
         is_uniform=is_uniform,
+        value_dim=v_new.shape[2],
     )
+
+
+def _fit(keys: tuple[int, ...], values: tuple[int, ...], pages: Pages) -> bool:
+    if isinstance(pages, InterleavedPages) or pages.v is not None:
+        return keys == values
+    return len(values) == 3 and keys[:2] == values[:2] and 1 <= values[2] <= keys[2]

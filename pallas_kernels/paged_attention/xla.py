@@ -9,7 +9,7 @@ cache first (the answer is the same, the time is not).
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
 
 def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Items, ...]) -> tuple[jax.Array, layout.Pages]:
     operands = operands._replace(pages=append_new_tokens(operands, spec))
-    out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.head_dim), operands.q.dtype)
+    out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.value_dim), operands.q.dtype)
     for blocks, items in zip(_programs(spec), schedule, strict=True):
         out = _run(out, items, blocks, operands, spec)
     return out, operands.pages
@@ -155,7 +155,7 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: Pag
         # Outside the range the table may hold anything.
         ids = jnp.where((page >= first_page[:, None]) & (page < end_page[:, None]), ids, 0)
         stored = layout.gather(operands.pages, ids, spec.page)
-        k, v, k_scales, v_scales = _merge_pages(stored, compute_dtype)
+        k, v, k_scales, v_scales = _merge_pages(stored, compute_dtype, spec)
         keys = block * key_block + jnp.arange(key_block)
         visible = visible_keys(
             flat, spec, flat_sequence, index.reshape(-1), position.reshape(-1), is_real.reshape(-1), keys
@@ -173,7 +173,7 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: Pag
     else:
         sinks = operands.sinks.reshape(1, spec.num_kv_heads, spec.num_groups, 1)
         highest, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
-    weighted = jnp.zeros((*shape, spec.head_dim), jnp.float32)
+    weighted = jnp.zeros((*shape, spec.value_dim), jnp.float32)
     first = jnp.min(jnp.where(end_key > first_key, first_key // key_block, spec.max_kv_length))
     end = jnp.max(-(-end_key // key_block))
     highest, total, weighted = lax.fori_loop(first, end, step, (highest, total, weighted))
@@ -195,13 +195,19 @@ def _key_range(position, is_real, sequence, operands: Operands, spec: PagedSpec)
     return jnp.minimum(first, end), end
 
 
-def _merge_pages(stored: layout.SeparatePages, dtype):
+def _merge_pages(stored: layout.SeparatePages, dtype, spec: PagedSpec):
     """k, v [C, keys, Hkv, K] in `dtype` and scales [C, Hkv, keys] or None, of pages gathered as [C, pages, ...]."""
-    k, v = (a.reshape(a.shape[0], -1, *a.shape[3:]).astype(dtype) for a in (stored.k, stored.v))
-    if stored.k_scales is None:
-        return k, v, None, None
-    scales = [a.swapaxes(1, 2).reshape(a.shape[0], a.shape[2], -1) for a in (stored.k_scales, stored.v_scales)]
-    return k, v, *scales
+
+    def merged(a: Any) -> Any:
+        return None if a is None else a.reshape(a.shape[0], -1, *a.shape[3:]).astype(dtype)
+
+    def of_tokens(a: Any) -> Any:
+        return None if a is None else a.swapaxes(1, 2).reshape(a.shape[0], a.shape[2], -1)
+
+    k, k_scales = merged(stored.k), of_tokens(stored.k_scales)
+    if not spec.page.has_values:
+        return k, k[..., : spec.value_dim], k_scales, k_scales
+    return k, merged(stored.v), k_scales, of_tokens(stored.v_scales)
 
 
 def _accumulate(carry, q, k, v, k_scales, v_scales, visible, spec: PagedSpec):

@@ -1,6 +1,7 @@
 """The entry point: picks an implementation and runs it."""
 
 import jax
+from jax.typing import DTypeLike
 
 from pallas_kernels.choice import Choice, pick
 from pallas_kernels.platform import current_platform
@@ -18,16 +19,17 @@ def quantized_matmul(
     scales: jax.Array,
     zeros: jax.Array | None = None,
     codebook: jax.Array | None = None,
+    minima: jax.Array | None = None,
     *,
     block: tuple[int, int],
     activations: str | None = None,
-    out_dtype=None,
+    out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """x [..., K] @ weight [K, N] for a weight of few bits; sums in float32 (int32 for int8 activations).
 
     Args:
-      values: [K, N], int4, int8 or float8; scales, zeros, codebook: as `dequantize` takes them.
+      values: [K, N], int4, int8 or float8; scales, zeros, codebook, minima: as `dequantize` takes them.
       block: inputs and outputs that share a scale; block[0] >= K is one scale per output.
       activations: None multiplies by x as it is; "int8" and "fp8" quantize each token first (W8A8).
       out_dtype: of the result; x's by default.
@@ -35,13 +37,13 @@ def quantized_matmul(
         integers, dequantized in registers).
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, an unknown name. NotImplementedError: what the named implementation
-      cannot do, with the reason.
+      ValueError: shapes or dtypes that do not fit, an unknown name.
+      NotImplementedError: what the named implementation cannot do, with the reason.
     """
-    spec = make_spec(x, values, zeros, codebook, block=block, activations=activations)
+    spec = make_spec(x, values, zeros, codebook, minima, block=block, activations=activations)
     platform = current_platform()
     module = _MODULES[choose(spec, implementation, platform=platform).implementation]
-    product = module.matmul(x.reshape(spec.rows, -1), values, scales, zeros, codebook, spec, platform)
+    product = module.matmul(x.reshape(spec.rows, -1), values, scales, zeros, codebook, minima, spec, platform)
     return product.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], spec.outputs)
 
 

@@ -11,16 +11,18 @@ def dequantize(
     scales: jax.Array,
     zeros: jax.Array | None = None,
     codebook: jax.Array | None = None,
+    minima: jax.Array | None = None,
     *,
     block: tuple[int, int],
 ) -> jax.Array:
-    """float32 weights [..., K, N]: (value - zero) * scale, or codebook[value + 8] * scale.
+    """float32 weights [..., K, N]: (value - zero) * scale, codebook[value + 8] * scale, or code * scale + minimum.
 
     Args:
       values: [..., K, N], int4, int8 or float8.
       scales: floating point [..., ceil(K / block[0]), ceil(N / block[1])].
       zeros: int8, shaped as scales, in the units of values.
       codebook: float32 [16].
+      minima: floating point, shaped as scales; the code is value + 8 in int4, value in int8.
     """
     spread_scales = spread(scales.astype(jnp.float32), block, values.shape)
     if codebook is not None:
@@ -28,7 +30,15 @@ def dequantize(
     weight = values.astype(jnp.float32)
     if zeros is not None:
         weight = weight - spread(zeros.astype(jnp.float32), block, values.shape)
+    if minima is not None:
+        weight = (weight - code_zero(values)) * spread_scales
+        return weight + spread(minima.astype(jnp.float32), block, values.shape)
     return weight * spread_scales
+
+
+def code_zero(values: jax.Array) -> int:
+    """The value that stands for the code 0 where there are minima."""
+    return -8 if values.dtype == jnp.int4 else 0
 
 
 def spread(of_blocks: jax.Array, block: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:

@@ -38,6 +38,8 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
         return f"this kernel runs on a Hopper GPU, this is a {platform}"
     if spec.values_dtype not in ("int4", "int8") or spec.has_codebook:
         return "the GPU kernel is for integers"
+    if spec.has_minima:
+        return "the GPU kernel takes integers as zeros, not minima"
     if spec.activations is not None:
         return "the GPU kernel multiplies floating-point activations"
     if not spec.is_grouped:
@@ -81,7 +83,7 @@ def num_splits(spec: MatmulSpec) -> int:
     return splits
 
 
-def matmul(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
+def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
     """float32 [rows, N] of x [rows, K]."""
     size, splits, group = tile_rows(spec.rows), num_splits(spec), spec.block[0]
     x = jnp.pad(x, ((0, -spec.rows % size), (0, 0)))

@@ -24,6 +24,7 @@ class MatmulSpec:
     block: tuple[int, int]
     has_zeros: bool
     has_codebook: bool
+    has_minima: bool
     activations: str | None
 
     @property
@@ -33,7 +34,7 @@ class MatmulSpec:
 
 
 def make_spec(
-    x: Shaped, values: Shaped, zeros, codebook, *, block: tuple[int, int], activations: str | None
+    x: Shaped, values: Shaped, zeros, codebook, minima=None, *, block: tuple[int, int], activations: str | None
 ) -> MatmulSpec:
     """Of arrays, or of anything with shape and dtype. Raises ValueError for shapes that do not fit."""
     if x.ndim < 1 or values.ndim != 2 or x.shape[-1] != values.shape[0]:
@@ -41,8 +42,10 @@ def make_spec(
     if activations not in (None, "int8", "fp8"):
         raise ValueError(f"activations={activations!r} is neither None, 'int8' nor 'fp8'")
     wanted = {"int8": ("int4", "int8"), "fp8": ("float8_e4m3fn",)}
-    if activations is not None and (values.dtype.name not in wanted[activations] or codebook is not None):
-        raise ValueError(f"activations={activations!r} cannot multiply {values.dtype.name} values")
+    is_plain = codebook is None and minima is None
+    if activations is not None and not (is_plain and values.dtype.name in wanted[activations]):
+        kind = values.dtype.name if is_plain else "codebook" if minima is None else "affine"
+        raise ValueError(f"activations={activations!r} cannot multiply {kind} values")
     rows, (inputs, outputs) = math.prod(x.shape[:-1]), values.shape
     return MatmulSpec(
         rows,
@@ -53,5 +56,6 @@ def make_spec(
         block,
         zeros is not None,
         codebook is not None,
+        minima is not None,
         activations,
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.quantized_matmul.activations import quantize_tokens
-from pallas_kernels.quantized_matmul.dequantize import dequantize, look_up, spread
+from pallas_kernels.quantized_matmul.dequantize import code_zero, dequantize, look_up, spread
 from pallas_kernels.quantized_matmul.specs import MatmulSpec
 
 # XLA:CPU multiplies one row of int8 by a plain loop, 8 rows by a blocked kernel: 0.65 ms instead of 0.95 ms.
@@ -33,7 +33,7 @@ def form(spec: MatmulSpec, platform: str) -> str:
     return f"{tokens}weights to {_compute_dtype(spec, platform)}, then product"
 
 
-def matmul(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
+def matmul(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
     """float32 [rows, N] of x [rows, K]."""
     token_scales = None
     if _sums_groups(spec, platform):
@@ -45,12 +45,14 @@ def matmul(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) 
     elif platform == "cpu":
         x = x.astype(jnp.float32)
     if not spec.is_grouped:
-        product = _scaled(_dot(x, _operand(values, codebook, x, platform)), _sums(x), scales, zeros, spec)
+        product = _scaled(
+            _dot(x, _operand(values, codebook, x, platform)), _sums(x), values, scales, zeros, minima, spec
+        )
     elif _sums_groups(spec, platform):
-        product = _summed_over_groups(x, values, scales, zeros, codebook, spec, platform)
+        product = _summed_over_groups(x, values, scales, zeros, codebook, minima, spec, platform)
     else:
         dtype = _compute_dtype(spec, platform)
-        weight = dequantize(values, scales, zeros, codebook, block=spec.block)
+        weight = dequantize(values, scales, zeros, codebook, minima, block=spec.block)
         product = _dot(x.astype(dtype), weight.astype(dtype))
     return product[: spec.rows] if token_scales is None else (product * token_scales)[: spec.rows]
 
@@ -64,14 +66,14 @@ def _compute_dtype(spec: MatmulSpec, platform: str) -> str:
     return "float32" if platform == "cpu" else spec.x_dtype
 
 
-def _summed_over_groups(x, values, scales, zeros, codebook, spec: MatmulSpec, platform: str) -> jax.Array:
+def _summed_over_groups(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
     """A product for each group of inputs, then scale and sum. XLA:TPU makes one fusion of it, for 64 rows and for 512,
     where scales spread over the weight would be written out: 118 MB for [4096, 14336]."""
     size = spec.block[0]
     x = x.reshape(x.shape[0], -1, size)
     weight = _operand(values, codebook, x, platform).reshape(-1, size, spec.outputs)
     products = jnp.einsum("tgk,gkn->tgn", x, weight, precision=_precision(x), preferred_element_type=_accumulator(x))
-    return _scaled(products.astype(jnp.float32), _sums(x), scales, zeros, spec).sum(-2)
+    return _scaled(products.astype(jnp.float32), _sums(x), values, scales, zeros, minima, spec).sum(-2)
 
 
 def _operand(values: jax.Array, codebook: jax.Array | None, x: jax.Array, platform: str) -> jax.Array:
@@ -96,9 +98,13 @@ def _accumulator(x: jax.Array):
     return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
 
-def _scaled(products, sums, scales, zeros, spec: MatmulSpec) -> jax.Array:
-    """(x @ (values - zeros)) * scales, from float32 x @ values [..., N] and the sums of x [..., 1]."""
+def _scaled(products, sums, values, scales, zeros, minima, spec: MatmulSpec) -> jax.Array:
+    """(x @ (values - zeros)) * scales, or x @ (codes * scales + minima), from float32 x @ values [..., N] and the sums
+    of x [..., 1]."""
     across, shape = (1, spec.block[1]), (scales.shape[0], spec.outputs)
     if zeros is not None:
         products = products - sums * spread(zeros.astype(jnp.float32), across, shape)
-    return products * spread(scales.astype(jnp.float32), across, shape)
+    if minima is not None:
+        products = products - sums * code_zero(values)
+    products = products * spread(scales.astype(jnp.float32), across, shape)
+    return products if minima is None else products + sums * spread(minima.astype(jnp.float32), across, shape)

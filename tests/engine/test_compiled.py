@@ -4,7 +4,6 @@
 has 16 GiB, so four share them. And its speculative rounds of 16 sequences, with Llama-3.2-1B as the draft.
 """
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,12 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer import parallel
-from jaxinfer.cache import abstract_paged_cache
-from jaxinfer.engine import paged_programs
-from jaxinfer.engine.paged_programs import DecodeWork, StepWork
-from jaxinfer.engine.programs import ProgramModel, program_model
-from jaxinfer.engine.speculative_programs import Drafter, SpeculativeWork, speculate, verify
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params
+from jaxinfer.engine import abstract, paged_programs
+from jaxinfer.engine.abstract import abstract_decode_work, abstract_rounds, abstract_step_work, whole
+from jaxinfer.engine.programs import ProgramModel
+from jaxinfer.engine.speculative_programs import Drafter, speculate, verify
+from jaxinfer.models import ModelConfig, RopeConfig
+from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
 from jaxinfer.speculative import Proposal, Rows, TokenTree, chain
 from pallas_kernels import ahead_of_time
@@ -87,11 +86,9 @@ class Case:
         return model, weights, cache, *abstract_slots(self.config, SLOTS, self.mesh), *self._work()
 
     def _work(self) -> tuple[Any, ...]:
-        table, counts, flags = whole(jnp.int32, SLOTS, PAGES), whole(jnp.int32, SLOTS), whole(jnp.bool_, SLOTS)
         if self.program == "decode":
-            return DecodeWork(is_held=flags, page_table=table, num_steps=whole(jnp.int32)), MAX_STEPS
-        rows = whole(jnp.int32, STEP_TOKENS)
-        return (StepWork(rows, rows, counts, counts, counts, flags, flags, counts, table),)
+            return abstract_decode_work(SLOTS, PAGES), MAX_STEPS
+        return (abstract_step_work(STEP_TOKENS, SLOTS, PAGES),)
 
 
 @dataclass(frozen=True)
@@ -238,13 +235,7 @@ def test_a_speculative_round_is_one_program_that_updates_all_in_place(case):
     """Drafting, verifying, accepting and going back lower as one call; nothing is made but rows of tokens."""
     (model, weights, cache), slots = case.model(case.config), case.slots(draft_length=CONTEXT)
     draft, draft_weights, draft_cache = case.model(replace(LLAMA_3_1B, num_layers=case.num_draft_layers))
-    counts = whole(jnp.int32, SPECULATING_SLOTS)
-    work = SpeculativeWork(
-        is_held=whole(jnp.bool_, SPECULATING_SLOTS),
-        page_table=whole(jnp.int32, SPECULATING_SLOTS, PAGES),
-        num_rounds=whole(jnp.int32),
-        num_drafts=counts,
-    )
+    work = abstract_rounds(SPECULATING_SLOTS, PAGES)
     drafter = Drafter(draft, case.tree)
     operands = (model, weights, drafter, draft_weights, cache, draft_cache, *slots, work, MAX_ROUNDS)
     memory, program = case.compile(speculate, *operands)
@@ -278,7 +269,7 @@ def test_verifying_moves_little_more_than_decoding_one_token(chip, num_devices):
     case = Speculation(chip, num_devices)
     (model, weights, cache), slots = case.model(case.config), case.slots()
     counts, table = whole(jnp.int32, SPECULATING_SLOTS), whole(jnp.int32, SPECULATING_SLOTS, PAGES)
-    work = DecodeWork(is_held=whole(jnp.bool_, SPECULATING_SLOTS), page_table=table, num_steps=whole(jnp.int32))
+    work = abstract_decode_work(SPECULATING_SLOTS, PAGES)
     decoding = case.compile(paged_programs.decode, model, weights, cache, *slots, work, MAX_STEPS)
     tokens = whole(jnp.int32, SPECULATING_SLOTS, case.tree.num_nodes)
     operands = (model, weights, Drafter(model, case.tree), cache, *slots, tokens, counts, counts, table)
@@ -323,33 +314,9 @@ def has_rows(instruction: Instruction, *counts: int) -> bool:
 
 def abstract_model(config: ModelConfig, num_pages: int, mesh=None):
     """The model, its weights and its pages in bfloat16, as a program takes them."""
-    params = abstract_params(config, jnp.bfloat16)
-    if mesh is not None:
-        params = _placed(params, parallel.parameter_shardings(mesh, config))
-    cache = abstract_paged_cache(config, num_pages, PAGE, jnp.bfloat16, "interleaved", mesh)
-    return *program_model(config, params, mesh), cache
+    return abstract.abstract_model(config, num_pages, PAGE, mesh)
 
 
 def abstract_slots(config: ModelConfig, num_slots: int, mesh=None, draft_length: int | None = None):
     """Slots and sampling parameters."""
-    rows = jax.eval_shape(lambda: paged_programs.init_slots(num_slots, config.vocab_size, draft_length))
-    return rows if mesh is None else _placed(rows, parallel.shardings(mesh, paged_programs.slot_axes(*rows)))
-
-
-def whole(dtype, *shape):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _placed(arrays: Any, shardings: Any) -> Any:
-    def placed(array, sharding):
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-    return jax.tree.map(placed, arrays, shardings)
-
-
-def _num_bytes(arrays: Any) -> int:
-    """Bytes that one device holds."""
-    return sum(
-        math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(arrays)
-    )
+    return abstract.abstract_slots(num_slots, config.vocab_size, mesh, draft_length)

@@ -1,7 +1,6 @@
 """Decoding with quantized weights as the TPU's compiler makes it: 64 sequences of Llama-3-8B read every weight once, as
 it is stored, and write none."""
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -9,15 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, PAGE, SLOTS, abstract_slots, has_rows, whole
+from test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, PAGE, SLOTS, abstract_slots, has_rows
 
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
 from jaxinfer.engine import paged_programs
-from jaxinfer.engine.paged_programs import DecodeWork, StepWork
+from jaxinfer.engine.abstract import abstract_decode_work, abstract_step_work, placed_params
 from jaxinfer.engine.programs import program_model
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization import quantize_params
+from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
 
@@ -51,10 +51,7 @@ class Case:
         params = abstract_params(self.config, jnp.bfloat16)
         if self.recipe is not None:
             params = jax.eval_shape(partial(quantize_params, how=self.recipe), params)
-        if self.mesh is None:
-            return params
-        shardings = parallel.parameter_shardings(self.mesh, self.config, params)
-        return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), params, shardings)
+        return placed_params(self.config, params, self.mesh)
 
     def bytes_of_rows(self, num_tokens: int) -> int:
         """What the layers' activations in bfloat16 take: each written once and read once or twice, and none fused."""
@@ -66,12 +63,10 @@ class Case:
         pages = CONTEXT // PAGE
         cache = abstract_paged_cache(self.config, SLOTS * pages + 1, PAGE, jnp.bfloat16, "interleaved", self.mesh)
         slots = abstract_slots(self.config, SLOTS, self.mesh)
-        table, counts, flags = whole(jnp.int32, SLOTS, pages), whole(jnp.int32, SLOTS), whole(jnp.bool_, SLOTS)
         if self.program == "decode":
-            work = (DecodeWork(is_held=flags, page_table=table, num_steps=whole(jnp.int32)), MAX_STEPS)
+            work = (abstract_decode_work(SLOTS, pages), MAX_STEPS)
         else:
-            rows = whole(jnp.int32, STEP_TOKENS)
-            work = (StepWork(rows, rows, counts, counts, counts, flags, flags, counts, table),)
+            work = (abstract_step_work(STEP_TOKENS, SLOTS, pages),)
         program = getattr(paged_programs, self.program)
         return ahead_of_time.compile_for(
             self.chip, program, model, weights, cache, *slots, *work, chip_mesh=self.mesh
@@ -127,13 +122,3 @@ def test_a_step_reads_each_weight_once_as_it_is_stored(case):
     wide = 4 * SLOTS * case.config.vocab_size // case.num_devices
     layers, head = num_bytes(case.params["layers"]), num_bytes(case.params["lm_head"])
     assert moved - kernels - head - WIDE_ARRAYS * wide <= 1.05 * layers + case.bytes_of_rows(SLOTS)
-
-
-def num_bytes(arrays: Any) -> int:
-    """Bytes that one device holds; two 4-bit values share a byte."""
-    return sum(
-        math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape))
-        * jax.dtypes.itemsize_bits(leaf.dtype)
-        // 8
-        for leaf in jax.tree.leaves(arrays)
-    )

@@ -75,7 +75,7 @@ def test_no_retrace_and_no_hidden_transfer_in_2000_mixed_requests(tiny):
 
 def test_a_hidden_transfer_would_be_noticed(engine):
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="isallowed"):
-        paged_programs.copy_pages(engine._cache, np.zeros(8, np.int32), np.full(8, 60, np.int32))
+        paged_programs.copy_pages(None, engine._cache, np.zeros(8, np.int32), np.full(8, 60, np.int32))
 
 
 def test_programs_take_the_cache_and_the_slots_donated(tiny):

@@ -12,7 +12,10 @@ from jaxinfer import parallel
 from jaxinfer.cache import init_paged_cache
 from jaxinfer.engine import paged_programs as programs
 from jaxinfer.engine.programs import program_model
-from jaxinfer.models import init_params
+from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models.mla_config import MLAConfig
+from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.quantization import quantize_params
 from jaxinfer.sampling import SamplingParams, SamplingRow, make_batch, make_state
 
 PAGE, PAGES, NUM_STEPS = 4, 8, 12
@@ -37,7 +40,7 @@ def run(config, params, mesh, layout):
     slots = replace(slots, history=jax.tree.map(jnp.array, make_state(prompts, config.vocab_size)))
     batch = jax.tree.map(jnp.array, make_batch(rows, config.vocab_size))
     if mesh is not None:
-        params = jax.device_put(params, parallel.parameter_shardings(mesh, config))
+        params = jax.device_put(params, parallel.parameter_shardings(mesh, config, params))
         places = parallel.shardings(mesh, programs.slot_axes(slots, batch))
         slots, batch = jax.device_put((slots, batch), places)
     cache = init_paged_cache(config, num_slots * PAGES + 1, PAGE, jnp.float32, layout, mesh)
@@ -96,6 +99,57 @@ def test_two_devices_give_the_tokens_of_one(model, alone, layout):
         np.testing.assert_allclose(one.samples.logprob, two.samples.logprob, rtol=1e-4, atol=1e-4)
     answers = alone[-1].samples.tokens.T.tolist()
     assert all(len(set(answer)) > 4 for answer in answers)  # the check could fail: answers vary
-    # What is carried to the next step stayed cut.
+    assert_cut(cache, slots)
+
+
+def assert_cut(cache, slots) -> None:
+    """What is carried to the next step stayed cut."""
     for leaf in (*jax.tree.leaves(cache), slots.history.output_counts):
         assert leaf.addressable_shards[0].data.size == leaf.size // 2
+
+
+MIXTURE = ModelConfig(
+    architecture="DeepseekV2ForCausalLM",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=24,
+    rope=RopeConfig(rotary_dim=8),
+    max_position_embeddings=128,
+    attention_scale=20**-0.5,
+    moe=MoEConfig(8, 3, 24, (1,), shared_size=16, has_expert_bias=True),
+    mla=MLAConfig(latent_size=16, rope_size=8, nope_size=12, value_size=10),
+)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("recipe", [None, "int4-g32-asym"])
+def test_experts_and_heads_over_two_devices_give_the_tokens_of_one(recipe):
+    """Each device has half of the experts and of the query heads, and the whole latent cache."""
+    params = init_params(MIXTURE, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, params)
+    if recipe is not None:
+        params = quantize_params(params, recipe)
+    mesh = jax.make_mesh((2,), (parallel.MODEL,), axis_types=(jax.sharding.AxisType.Auto,))
+    alone, (cut, cache, _) = run(MIXTURE, params, None, "separate")[0], run(MIXTURE, params, mesh, "separate")
+    for one, two in zip(alone, cut, strict=True):
+        assert two.samples.ok.all()
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_allclose(one.samples.logprob, two.samples.logprob, rtol=1e-4, atol=1e-4)
+    experts = jax.device_put(params, parallel.parameter_shardings(mesh, MIXTURE, params))["layers"]["1"]["mlp"][
+        "experts"
+    ]
+    for leaf in jax.tree.leaves(experts):
+        assert leaf.addressable_shards[0].data.shape[0] == 4
+    for leaf in jax.tree.leaves(cache):
+        assert leaf.addressable_shards[0].data.shape == leaf.shape
+
+
+def test_experts_that_cannot_be_cut_say_so():
+    mesh = jax.sharding.AbstractMesh((4,), (parallel.MODEL,))
+    config = replace(MIXTURE, moe=replace(MIXTURE.moe, num_experts=6))
+    with pytest.raises(ValueError, match="num_experts=6 cannot be cut into 4 equal parts"):
+        parallel.parameter_shardings(mesh, config)

@@ -39,8 +39,15 @@ def test_a_mesh_compiles_for_all_its_devices_and_counts_one():
     found = ahead_of_time.compile_for("v5e", product, 3, x, y, chip_mesh=mesh)
     assert found.argument_bytes == 2 * (64 * 4096 + 4096 * 512 // 4)
     assert "all-reduce" in found.program.as_text()
-    with pytest.raises(ValueError, match=r"5 devices of v5e: .* has 4"):
-        ahead_of_time.mesh("v5e", 5)
+    with pytest.raises(ValueError, match=r"257 devices of v5e: .* has 256"):
+        ahead_of_time.mesh("v5e", 257)
+
+
+@pytest.mark.parametrize(("chip", "axes"), [("v5e", (("data", 2), ("model", 8))), ("h200", (("model", 8),))])
+def test_a_slice_has_as_many_devices_as_its_axes_need(chip, axes):
+    mesh = ahead_of_time.slice_mesh(compiler(chip), axes)
+    assert tuple(mesh.shape.items()) == axes
+    assert len({device.id for device in mesh.devices.flat}) == mesh.size
 
 
 @pytest.mark.parametrize(("chip", "platform"), [("v6e", "tpu"), ("h100", "gpu")])

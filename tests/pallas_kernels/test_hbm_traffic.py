@@ -90,6 +90,27 @@ def test_a_kernel_counts_what_its_estimate_says_and_needs_one():
         call(None).moves()
 
 
+def test_a_ragged_product_reads_each_expert_once():
+    """It is a kernel of the compiler's own, without an estimate."""
+    experts = jax.ShapeDtypeStruct((8, 8192, 2048), jnp.bfloat16)
+    rows, sizes = jax.ShapeDtypeStruct((128, 8192), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+    program = compiled(lax.ragged_dot, rows, experts, sizes, chip="v5e")
+    assert 2 * experts.size <= moved(program) < 2 * experts.size + 4 * 2 * rows.size
+
+
+def test_what_is_executed_counts_loops_and_looks_inside():
+    def several_times(x, w, count):
+        return lax.fori_loop(0, count, lambda _, x: jnp.tanh(x @ w), x)
+
+    def count(opcode: str, **options) -> int:
+        return sum(times for one, times in program.executed(**options) if one.opcode == opcode)
+
+    program = compiled(several_times, ROWS, LARGE, jax.ShapeDtypeStruct((), jnp.int32))
+    assert count("tanh") == 1
+    assert count("tanh", loop_trips=4) == 4
+    assert count("while", loop_trips=4) == 0
+
+
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="entry"):
         Program("module @jit_f {}")

@@ -47,7 +47,7 @@ def test_products(name, rows, inputs, outputs, splits, gpu_interpreter):
     x = jax.random.normal(jax.random.key(0), (rows, inputs)).astype(jnp.bfloat16)
     spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
     assert pallas_gpu.num_splits(spec) == splits
-    found = pallas_gpu.matmul(x, w.values, w.scales, w.zeros, None, spec, "gpu")
+    found = pallas_gpu.matmul(x, w.values, w.scales, w.zeros, None, None, spec, "gpu")
     expected = np.asarray(x, np.float64) @ np.asarray(w.dequantize(), np.float64)
     # The integers are exact in bfloat16, so only sums are rounded, in float32.
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
@@ -102,6 +102,9 @@ def test_what_it_refuses():
         assert "floating-point activations" in reason("w8a8")
         assert "groups of 64 or 128 inputs, not blocks of (32, 1)" in reason("int4-g32")
         assert "bfloat16, not float32" in reason("int4-g128", jnp.float32)
+        x, values, minima = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((128, 64), jnp.int8), jnp.ones((2, 64))
+        with_minima = make_spec(x, values, None, None, minima, block=(64, 1), activations=None)
+        assert "not minima" in (pallas_gpu.unsupported(with_minima, "gpu") or "")
         assert "not 256 x 100" in reason("int4-g128", outputs=100)
 
 

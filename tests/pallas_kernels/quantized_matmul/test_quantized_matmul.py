@@ -5,31 +5,48 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.quantization import RECIPES, NestedScales, QuantizedArray, quantize
+from jaxinfer.quantization import RECIPES, NestedScales, QuantizedArray, Scheme, quantize
 from pallas_kernels.quantized_matmul import choose, form, make_spec, quantized_matmul, xla
 from pallas_kernels.quantized_matmul.activations import quantize_tokens
 
 FORMATS = ["int8", "int8-g32-asym", "int4-asym", "int4-g32", "nf4", "mxfp4", "fp8", "fp8-tensor", "fp8-block"]
+# Codes with minima: bits and the inputs of a group.
+AFFINE = {"affine4-g32": (4, 32), "affine5-g16": (5, 16), "affine4": (4, 256), "affine5": (5, 256)}
 K, N = 256, 48
 
 
 def weight(name: str, inputs: int = K) -> QuantizedArray:
+    if name in AFFINE:
+        return affine(*AFFINE[name], inputs)
     return quantize(jax.random.normal(jax.random.key(1), (inputs, N)) * 0.02, name)
+
+
+def affine(bits: int, group: int, inputs: int = K) -> QuantizedArray:
+    codes, scales, minima = jax.random.split(jax.random.key(bits), 3)
+    shape = (-(-inputs // group), N)
+    values = jax.random.randint(codes, (inputs, N), 0, 2**bits)
+    return QuantizedArray(
+        (values - 8).astype(jnp.int4) if bits == 4 else values.astype(jnp.int8),
+        jax.random.uniform(scales, shape) * 0.01,
+        scheme=Scheme("affine", bits, (group, 1)),
+        minima=-jax.random.uniform(minima, shape) * 0.1,
+    )
 
 
 def arrays(w: QuantizedArray):
     scales = w.scales.dequantize() if isinstance(w.scales, NestedScales) else w.scales
-    return w.values, scales, w.zeros, w.codebook
+    return w.values, scales, w.zeros, w.codebook, w.minima
 
 
 def product(x: jax.Array, w: QuantizedArray, platform: str) -> jax.Array:
     """As it is computed on a platform, here."""
-    spec = make_spec(x, w.values, w.zeros, w.codebook, block=w.scheme.block, activations=w.scheme.activations)
+    scheme = w.scheme
+    spec = make_spec(x, w.values, w.zeros, w.codebook, w.minima, block=scheme.block, activations=scheme.activations)
     return xla.matmul(x, *arrays(w), spec, platform)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, *AFFINE])
 def test_float32_products(name, platform):
     w = weight(name)
     for rows in (1, 9):
@@ -38,7 +55,7 @@ def test_float32_products(name, platform):
         np.testing.assert_allclose(product(x, w, platform), expected, atol=3e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "affine4-g32"])
 def test_bfloat16_products_round_no_more_than_a_bfloat16_weight_does(name):
     """A product of x and the weight rounded to bfloat16 errs by about 2^-9 of the size of its terms. XLA:CPU cannot
     multiply groups of bfloat16, so the TPU's form runs in float32 only."""
@@ -87,6 +104,20 @@ def test_a_last_group_that_is_cut_off_is_dequantized():
     x = jax.random.normal(jax.random.key(0), (3, 100))
     for platform in ("cpu", "tpu", "gpu"):
         np.testing.assert_allclose(product(x, w, platform), x @ w.dequantize(), atol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(4, jnp.int4), (5, jnp.int8)])
+def test_minima_are_added_to_scaled_codes(bits, dtype):
+    """Codes from 0 on: int4 holds them less 8, int8 as they are."""
+    stored = jnp.array([[0, 15], [3, 8]]) - (8 if bits == 4 else 0)
+    w = QuantizedArray(
+        stored.astype(dtype),
+        jnp.array([[0.5, 0.25]]),
+        scheme=Scheme("affine", bits, (2, 1)),
+        minima=jnp.array([[-0.3, 0.1]]),
+    )
+    expected = np.float32([[0, 15], [3, 8]]) * np.float32([0.5, 0.25]) + np.float32([-0.3, 0.1])
+    np.testing.assert_array_equal(w.dequantize(), expected)
 
 
 def test_the_entry_point():

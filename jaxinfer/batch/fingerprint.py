@@ -1,0 +1,108 @@
+"""A digest of a model, the same wherever it runs: on one device, or cut and padded for a mesh."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+
+_NUM_SAMPLED = 16  # values of each of three rows of each array
+_PROBE = "Ünïcode, 12345  spaces\n\ttabs; <|endoftext|> 你好"
+
+
+def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
+    """SHA-256 over the configuration, every parameter's name, shape, dtype and some of its values, and the tokenizer.
+
+    Three rows' first values of each array tell checkpoints of one architecture apart without reading all weights. Where
+    a mesh repeats heads or pads, they are the values of the model's own rows and columns.
+    """
+    import jax
+    import numpy as np
+
+    from jaxinfer.parallel import hosts
+    from jaxinfer.quantization.tree import is_quantized
+
+    digest = hashlib.sha256()
+    engine, fit = llm.engine, llm.fit
+    config = llm.config if fit is None else fit.own_config(llm.config)
+    digest.update(repr((config, sorted(llm.eos_token_ids), max_model_len)).encode())
+    if engine.kv_dtype != engine.dtype.name:  # what is stored is not what was computed
+        digest.update(f"kv_dtype={engine.kv_dtype}".encode())
+        for scales in jax.tree.leaves(engine.kv_scales):
+            own = scales if fit is None else fit.own_kv_scales(scales)
+            digest.update(np.asarray(own).tobytes())
+    samples: list[_Sample] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(llm.params, is_leaf=is_quantized):
+        keys = tuple(key.key for key in path)
+        places = (None,) * leaf.ndim if fit is None else fit.places(keys, leaf.shape)
+        name, shape = jax.tree_util.keystr(path), _own_shape(leaf.shape, places)
+        if is_quantized(leaf):
+            scheme, rows = leaf.scheme, min(leaf.scheme.block[0], shape[-2])
+            # Outputs that share a scale have one each where some were padded.
+            scheme = (scheme.kind, scheme.bits, scheme.activations, rows)
+            digest.update(f"{name} {shape} {leaf.values.dtype} {scheme}".encode())
+            samples += _quantized_samples(leaf, shape, places)
+        else:
+            digest.update(f"{name} {shape} {leaf.dtype}".encode())
+            samples += _samples(leaf, shape, places, (1, 1))
+    # Several hosts read theirs all at once.
+    if llm.mesh is not None:
+        found = hosts.fetch(hosts.current(), [(one.array, [one.index]) for one in samples])
+        parts = [part for (part,) in found]
+    else:
+        parts = [np.asarray(one.array[one.index]) for one in samples]
+    for sample, part in zip(samples, parts, strict=True):
+        digest.update(np.asarray(part if sample.chosen is None else part[..., sample.chosen]).tobytes())
+    if (tokenizer := llm.tokenizer) is not None:
+        facts = (tokenizer.token_map_digest(), tokenizer.chat_template, tokenizer.encode(_PROBE))
+        digest.update(repr(facts).encode())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Of an array, by an index that ends in a slice, and of these values those that are `chosen`; None is all."""
+
+    array: Any
+    index: tuple[int | slice, ...]
+    chosen: Any
+
+
+def _own_shape(shape: tuple[int, ...], places: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size if where is None else len(where) for size, where in zip(shape, places, strict=True))
+
+
+def _samples(array: Any, shape: tuple[int, ...], places: tuple[Any, ...], block: tuple[int, int]) -> Iterator[_Sample]:
+    """Of an array with an entry for each block of a parameter of this shape."""
+    if not shape:
+        yield _Sample(array, (), None)
+        return
+    rows = [()] if len(shape) == 1 else [(row,) for row in (0, shape[-2] // 2, shape[-2] - 1)]
+    columns = [_place(places[-1], column) // block[1] for column in range(min(_NUM_SAMPLED, shape[-1]))]
+    first = min(columns, default=0)
+    span, chosen = slice(first, max(columns, default=-1) + 1), [column - first for column in columns]
+    leading = tuple(_place(where, 0) for where in places[:-2])
+    for row in rows:
+        yield _Sample(array, (*leading, *(_place(places[-2], one) // block[0] for one in row), span), chosen)
+
+
+def _quantized_samples(leaf: Any, shape: tuple[int, ...], places: tuple[Any, ...]) -> Iterator[_Sample]:
+    from jaxinfer.quantization import NestedScales
+
+    if isinstance(leaf.scales, NestedScales):  # a mesh keeps them as plain ones where it pads
+        leaf = replace(leaf, scales=leaf.scales.dequantize())
+    yield from _samples(leaf.values, shape, places, (1, 1))
+    for numbers in (leaf.scales, leaf.zeros, leaf.minima):
+        if numbers is not None:
+            yield from _samples(numbers, shape, places, leaf.scheme.block)
+    if leaf.codebook is not None:
+        yield from _samples(leaf.codebook, leaf.codebook.shape, (None,), (1, 1))
+    if leaf.permutation is not None:  # inputs are padded at their end only
+        inputs = (*leaf.permutation.shape[:-1], shape[-2])
+        yield from _samples(leaf.permutation, inputs, (None,) * len(inputs), (1, 1))
+
+
+def _place(where: Any, index: int) -> int:
+    return index if where is None else int(where[index])

@@ -1,0 +1,185 @@
+"""Several hosts, one scheduler: what the engines of host 0 do on their devices, the engines of the others repeat.
+
+An engine touches its devices in operations only: methods that take host values, marked with `operation`. On host 0 each
+call is published before it runs; the other hosts read the calls in the same order and run the same methods. Whatever
+depends on time or chance is decided on host 0, once.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import jax
+
+from jaxinfer.engine.output import StreamDelta
+from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score
+from jaxinfer.engine.scoring import ScoreWork
+from jaxinfer.parallel.hosts import Hosts
+from jaxinfer.parallel.wire import Codec
+from jaxinfer.sampling import SamplingBatch, SamplingState
+from jaxinfer.speculative import SpeculationStats
+
+CLASSES = (
+    CompletionOutput,
+    Logprob,
+    RequestOutput,
+    RequestTimings,
+    SamplingBatch,
+    SamplingState,
+    Score,
+    ScoreWork,
+    SpeculationStats,
+    StreamDelta,
+)
+_RAISED = (ValueError, TypeError, RuntimeError, FloatingPointError, FileNotFoundError, OSError, KeyboardInterrupt)
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class Operated(Protocol):
+    """What has operations. `publish` tells the other hosts of a call, None where there are none."""
+
+    publish: Callable[[str, Sequence[Any]], None] | None
+
+
+Engine = TypeVar("Engine", bound=Operated)
+
+
+def operation(method: Callable[Concatenate[Engine, P], R]) -> Callable[Concatenate[Engine, P], R]:
+    """Marks a method that runs something on the devices. Its arguments, all by position, are values that a `Codec`
+    carries."""
+
+    @functools.wraps(method)
+    def run(self: Engine, *arguments: P.args, **keywords: P.kwargs) -> R:
+        if self.publish is not None:
+            self.publish(method.__name__, arguments)
+        return method(self, *arguments, **keywords)
+
+    run.is_operation = True  # type: ignore[attr-defined]
+    return run
+
+
+class Lockstep:
+    """Keeps the engines of all hosts in step. Every host makes the same calls of `lead_or_follow`, in the same order.
+
+    Args:
+      engines: of this host, in the order of all hosts. classes: whose instances may be results, beside `CLASSES`.
+    """
+
+    def __init__(self, hosts: Hosts, engines: Sequence[Operated], classes: Sequence[type] = ()):
+        self.hosts, self._engines = hosts, list(engines)
+        self._codec = Codec((*CLASSES, *classes))
+        self._depth = 0  # calls inside a call
+        self._numbers = itertools.count()
+        if hosts.is_leader:
+            for number, engine in enumerate(self._engines):
+                engine.publish = functools.partial(self._publish_operation, number)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the other hosts follow already."""
+        return self._depth > 0
+
+    def lead_or_follow(self, name: str, work: Callable[[], T]) -> T:
+        """Runs `work` on host 0; the others follow its operations, and return or raise the same."""
+        if self.is_inside:
+            return work()
+        number = next(self._numbers)
+        if not self.hosts.is_leader:
+            return self._follow(number, name)[1]
+        with self._leading():
+            try:
+                result = work()
+                self._publish("end", number, name, result)
+            except BaseException as error:
+                self._fail(error, number, name)
+                raise
+        return result
+
+    def each(self, name: str, items: Callable[[], Iterable[T]]) -> Iterator[T]:
+        """The same for an iterator: what host 0 gets from `items`, everyone gets, one by one."""
+        if self.is_inside:
+            yield from items()
+            return
+        number = next(self._numbers)
+        if not self.hosts.is_leader:
+            while (found := self._follow(number, name))[0] == "item":
+                yield found[1]
+            return
+        iterator = iter(items())
+        try:
+            while True:
+                with self._leading():
+                    try:
+                        item = next(iterator)
+                        self._publish("item", number, name, item)
+                    except StopIteration:
+                        self._publish("end", number, name, None)
+                        return
+                    except BaseException as error:
+                        self._fail(error, number, name)
+                        raise
+                yield item
+        finally:
+            close = getattr(iterator, "close", None)
+            if close is not None:
+                close()
+
+    # Host 0.
+
+    def _publish_operation(self, engine: int, name: str, arguments: Sequence[Any]) -> None:
+        self._publish("run", engine, name, tuple(arguments))
+
+    def _publish(self, kind: str, number: int, name: str, value: Any) -> None:
+        self.hosts.publish(self._codec.encode([kind, number, name, value]))
+
+    @contextmanager
+    def _leading(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            with self.hosts.needing():
+                yield
+        finally:
+            self._depth -= 1
+
+    def _fail(self, error: BaseException, number: int, name: str) -> None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            self.hosts.await_verdict(error)
+        kind = next((one.__name__ for one in _RAISED if isinstance(error, one)), "RuntimeError")
+        self._publish("error", number, name, (kind, str(error) or type(error).__name__))
+
+    # The others.
+
+    def _follow(self, number: int, name: str) -> tuple[str, Any]:
+        """Runs what host 0 does until this call ends or gives an item."""
+        with self.hosts.needing():
+            while True:
+                kind, which, what, value = self._codec.decode(self.hosts.receive())
+                if kind == "run":
+                    self._repeat(which, what, value)
+                    continue
+                if (which, what) != (number, name):
+                    message = (
+                        f"host {self.hosts.index} called {name} where host 0 called {what}: every host must run the "
+                        f"same program"
+                    )
+                    self.hosts.end(message)
+                    raise RuntimeError(message)
+                if kind == "error":
+                    raise next(one for one in _RAISED if one.__name__ == value[0])(value[1])
+                return kind, value
+
+    def _repeat(self, engine: int, name: str, arguments: Sequence[Any]) -> None:
+        try:
+            method = getattr(type(self._engines[engine]), name)
+            if not getattr(method, "is_operation", False):
+                raise ValueError(f"{name} is no operation")
+            method(self._engines[engine], *arguments)
+        except Exception as error:
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                self.hosts.await_verdict(error)
+            self.hosts.end(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            raise

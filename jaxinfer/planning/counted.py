@@ -1,0 +1,82 @@
+"""FLOPs and bytes by arithmetic, from shapes: the least that a step needs, whatever compiles it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.planning.subject import Subject
+from jaxinfer.quantization.tree import is_quantized, num_bytes
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one replica's model needs on each of its devices.
+
+    Attributes:
+      token_flops: products with weights of one token, by what is multiplied: "bf16", "int8" or "fp8".
+      key_flops: attention of one token to one key, all layers without a window together.
+      window_keys: (window, FLOPs of one key) of the layers that see so many keys only.
+      dense_bytes: weights that every step reads. expert_bytes: of all experts' weights.
+      num_experts, num_chosen: of a layer, and how many of them a token goes to; 0 where there are none.
+      token_cache_bytes: keys and values of one token.
+    """
+
+    token_flops: dict[str, float]
+    key_flops: float
+    window_keys: tuple[tuple[int, float], ...]
+    dense_bytes: int
+    expert_bytes: int
+    num_experts: int
+    num_chosen: int
+    token_cache_bytes: int
+
+    def read_weight_bytes(self, num_tokens: int) -> float:
+        """Weights that a step of so many tokens reads, if routers choose experts evenly and independently."""
+        if not self.num_experts:
+            return self.dense_bytes
+        missed = (1 - self.num_chosen / self.num_experts) ** num_tokens
+        return self.dense_bytes + self.expert_bytes * (1 - missed)
+
+    def attention_flops(self, num_keys: float) -> float:
+        """Of one token that sees so many keys."""
+        windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
+        return self.key_flops * num_keys + windowed
+
+
+def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> Counted:
+    """Counts a model of the subject's, its own or a draft; `params` are placed."""
+    num_devices = subject.num_devices
+    flops: dict[str, float] = {}
+    dense = experts = 0
+    moe = config.moe
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+        names = [key.key for key in path]
+        is_head = names == ["embed"] and config.tie_word_embeddings
+        size = num_bytes(leaf)
+        if names[0] in ("embed", "position_embed") and not is_head:
+            continue  # only rows of it are read
+        is_stack = leaf.ndim > 2 and "experts" in names
+        experts, dense = (experts + size, dense) if is_stack else (experts, dense + size)
+        if leaf.ndim < 2:
+            continue
+        activations = leaf.scheme.activations if is_quantized(leaf) else None
+        share = moe.num_experts_per_token / moe.num_experts if is_stack and moe is not None else 1.0
+        kind = activations or "bf16"
+        flops[kind] = flops.get(kind, 0.0) + 2 * math.prod(leaf.shape) * share / num_devices
+    width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
+    of_key = 2 * config.num_heads * width / num_devices
+    windows = [config.window(layer) for layer in range(config.num_layers)]
+    num_pages = jax.tree.leaves(cache.layers[0])[0].shape[0]
+    return Counted(
+        token_flops=flops,
+        key_flops=of_key * sum(window is None for window in windows),
+        window_keys=tuple((window, of_key * windows.count(window)) for window in {*windows} - {None} if window),
+        dense_bytes=dense,
+        expert_bytes=experts,
+        num_experts=0 if moe is None else moe.num_experts,
+        num_chosen=0 if moe is None else moe.num_experts_per_token,
+        token_cache_bytes=num_bytes(cache) // (num_pages * subject.page_size),
+    )

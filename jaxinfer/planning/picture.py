@@ -1,0 +1,100 @@
+"""A plan as a picture: what lies in a device's memory, and tokens per second at the roofline by batch."""
+
+from pathlib import Path
+
+from jaxinfer.planning.plan import Plan
+
+_COLOURS = {
+    "weights": "#4269d0",
+    "draft weights": "#97bbf5",
+    "cache": "#3ca951",
+    "draft cache": "#a3d9a5",
+    "slots": "#efb118",
+    "temporaries": "#ff725c",
+    "code": "#9c6b4e",
+    "padding and inputs": "#9498a0",
+}
+
+
+def draw(plan: Plan, file: Path) -> None:
+    """Writes the picture; its format comes from the file's ending. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a picture needs matplotlib: pip install 'jaxinfer[train]'") from None
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure.suptitle(_title(plan), fontsize=11)
+    bars, curves = figure.subplots(1, 2, width_ratios=[1, 1.35])
+    _draw_memory(bars, plan)
+    _draw_roofline(curves, plan)
+    figure.savefig(file, dpi=130)
+
+
+def _title(plan: Plan) -> str:
+    options = plan.request.options
+    word = "fits" if plan.fits else "does not fit"
+    return (
+        f"{plan.request.name} {word} on {plan.request.place.name}\n"
+        f"{options.max_seqs} sequences of {options.max_model_len:,} tokens, {plan.layout}"
+    )
+
+
+def _draw_memory(axes, plan: Plan) -> None:
+    memory, gib = plan.memory, 2**30
+    programs = plan.programs or {memory.peak: None}
+    for place, one in enumerate(programs.values()):
+        parts = dict(memory.parts)
+        if one is not None:
+            found = one.figures
+            parts["temporaries"] = round(found.temporary_bytes + found.output_bytes - found.aliased_bytes)
+            parts["code"] = round(found.code_bytes)
+        bottom = 0.0
+        for part, size in parts.items():
+            axes.bar(place, size / gib, 0.6, bottom=bottom, color=_COLOURS.get(part), label=part if not place else None)
+            if size > 0.06 * max(memory.budget, memory.total):
+                axes.text(place, bottom + size / gib / 2, f"{size / gib:.1f}", ha="center", va="center", color="white")
+            bottom += size / gib
+    axes.axhline(memory.usable / gib, color="black", linewidth=1)
+    axes.axhline(memory.budget / gib, color="black", linewidth=1, linestyle="--")
+    right = len(programs) - 0.6
+    for height, name, offset, side in (
+        (memory.usable, "usable", 3, "bottom"),
+        (memory.budget, "the engine's share", -3, "top"),
+    ):
+        where = {"textcoords": "offset points", "xytext": (0, offset), "va": side, "ha": "right", "fontsize": 8}
+        axes.annotate(name, (right, height / gib), **where)
+    axes.set_xticks(range(len(programs)), list(programs))
+    axes.set_xlim(-0.5, len(programs) - 0.5)
+    axes.set_ylim(0, 1.12 * max(memory.usable, memory.total) / gib)
+    axes.set_ylabel("GiB of one device")
+    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, -0.32), ncols=3, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_roofline(axes, plan: Plan) -> None:
+    axes.set_xlabel(f"sequences at once, of {plan.request.options.max_model_len:,} tokens each")
+    axes.set_ylabel("tokens/s at the roofline")
+    axes.spines[["top", "right"]].set_visible(False)
+    if not plan.roofline:
+        axes.text(0.5, 0.5, "the rates of this device are not known", ha="center", transform=axes.transAxes)
+        return
+    batches = [point.batch for point in plan.roofline]
+    axes.plot(batches, [point.tokens_per_second for point in plan.roofline], "o-", color="#4269d0", label="decoding")
+    for point in plan.roofline:
+        label = f"{point.tokens_per_second:,.0f}/s\n{1000 * point.seconds:.1f} ms"
+        place = (point.batch, point.tokens_per_second)
+        axes.annotate(label, place, textcoords="offset points", xytext=(7, -4), va="top", fontsize=8)
+    if plan.rounds:
+        for rate in plan.rounds[0].tokens_per_second:
+            values = [point.tokens_per_second[rate] for point in plan.rounds]
+            axes.plot(batches, values, "--", linewidth=1, label=f"drafts, {float(rate):.0%} accepted")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    rates = [point.tokens_per_second for point in plan.roofline]
+    rates += [rate for point in plan.rounds for rate in point.tokens_per_second.values()]
+    axes.set_ylim(min(rates) / 2, max(rates) * 2)
+    axes.set_xlim(min(batches) / 1.3, max(batches) * 2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, frameon=False)

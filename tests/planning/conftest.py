@@ -1,0 +1,75 @@
+"""Requests for models that exist as shapes only, and a compiler that answers at once."""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.models import ModelConfig, abstract_params
+from jaxinfer.planning import PlanRequest, parse_place
+from jaxinfer.quantization.tree import num_bytes
+from pallas_kernels.ahead_of_time import Compilation
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path, and share plan_models.py
+
+
+@cache
+def shapes(config: ModelConfig) -> Any:
+    return abstract_params(config, jnp.bfloat16)
+
+
+@pytest.fixture
+def ask() -> Callable[..., PlanRequest]:
+    """A request: a configuration and a place, with some of the engine's options."""
+
+    def make(config: ModelConfig, place: str, params: Any = None, **options: Any) -> PlanRequest:
+        mesh, draft, batches = (options.pop(name, None) for name in ("mesh", "draft", "batches"))
+        options = {"max_model_len": min(1024, config.max_position_embeddings), "max_seqs": 16, **options}
+        params = shapes(config) if params is None else params
+        return PlanRequest(
+            "model", config, params, parse_place(place), EngineOptions(**options), mesh, draft, batches or ()
+        )
+
+    return make
+
+
+class FakeProgram:
+    """Holds its arguments, and so many bytes for each layer of the target and of the draft; by kind of layer."""
+
+    def __init__(self) -> None:
+        self.num_compiled: list[int] = []
+
+    def __call__(self, function: Any, arguments: tuple[Any, ...]) -> Compilation:
+        config = arguments[0].config
+        self.num_compiled.append(config.num_layers)
+        windows = sum(config.window(layer) is not None for layer in range(config.num_layers))
+        experts = sum(config.experts_of(layer) is not None for layer in range(config.num_layers))
+        drafted = sum(getattr(one, "kind", None) is not None and _draft_layers(one) for one in arguments[:3])
+        held = [leaf for leaf in jax.tree.leaves(arguments) if hasattr(leaf, "dtype")]
+        return Compilation(
+            chip="fake",
+            program=None,
+            seconds=1.0,
+            argument_bytes=num_bytes(held),
+            output_bytes=500 + math.prod(arguments[-2].page_table.shape if len(arguments) > 5 else ()),
+            aliased_bytes=100,
+            temporary_bytes=10_000 + 7 * config.num_layers + 5 * windows + 11 * experts + 3 * drafted,
+            cost={"flops": 1000.0 + 10 * config.num_layers + windows},
+            code_bytes=5000,
+        )
+
+
+def _draft_layers(drafter: Any) -> int:
+    return drafter.kind.config.num_layers if hasattr(drafter.kind, "config") else 0
+
+
+@pytest.fixture
+def fake() -> FakeProgram:
+    return FakeProgram()

@@ -1,0 +1,135 @@
+"""Counting by hand, and the roofline from it."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import pytest
+from plan_models import LLAMA_3_8B
+from plan_models import TINY as DEEP
+
+from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.planning import chips
+from jaxinfer.planning.counted import count
+from jaxinfer.planning.figures import Figures
+from jaxinfer.planning.roofline import Rates, decode_point, round_point
+from jaxinfer.planning.subject import Subject
+from jaxinfer.quantization import quantize_params
+
+TINY = replace(DEEP, num_layers=4)
+# Parameters of Llama-3-8B but the embedding; of 8,030,261,248.
+STREAMED = 8_030_261_248 - 128_256 * 4096
+
+
+def counted(request, **changes):
+    subject = Subject("model", request.config, request.params, request.options, "tpu", None, None)
+    return count(subject, subject.config, subject.placed_params, subject.cache)
+
+
+def test_a_token_of_llama_3_8b(ask):
+    found = counted(ask(LLAMA_3_8B, "v6e:1x1"))
+    norms = 65 * 4096
+    assert found.dense_bytes == 2 * STREAMED
+    assert found.token_flops == {"bf16": 2 * (STREAMED - norms)}
+    assert found.token_cache_bytes == 131_072
+    assert found.attention_flops(1000) == 32 * 32 * 4 * 128 * 1000
+    assert found.read_weight_bytes(1) == found.dense_bytes
+
+
+def test_a_tied_head_is_read(ask):
+    tied, untied = (counted(ask(replace(TINY, tie_word_embeddings=tie), "v6e:1x1")) for tie in (True, False))
+    assert tied.dense_bytes == untied.dense_bytes
+    assert tied.token_flops == untied.token_flops
+
+
+def test_windows_bound_what_is_seen(ask):
+    config = replace(TINY, sliding_windows=(100, None) * 2)
+    full, windowed = (counted(ask(one, "v6e:1x1")) for one in (TINY, config))
+    assert windowed.attention_flops(100) == full.attention_flops(100)
+    assert windowed.attention_flops(1000) == full.attention_flops(1000) * (2 * 1000 + 2 * 100) / (4 * 1000)
+
+
+def test_experts_are_read_as_tokens_choose_them(ask):
+    moe = MoEConfig(num_experts=8, num_experts_per_token=2, expert_size=512, layers=range(4))
+    found = counted(ask(replace(TINY, moe=moe), "v6e:1x1"))
+    assert found.expert_bytes == 4 * 8 * 3 * 256 * 512 * 2
+    assert found.read_weight_bytes(1) == pytest.approx(found.dense_bytes + found.expert_bytes / 4)
+    assert found.read_weight_bytes(2) == pytest.approx(found.dense_bytes + found.expert_bytes * (1 - 0.75**2))
+    assert found.read_weight_bytes(1000) == pytest.approx(found.dense_bytes + found.expert_bytes)
+    dense = counted(ask(TINY, "v6e:1x1"))
+    routers = 4 * 2 * 256 * 8
+    # Two experts of 512 in place of an MLP of 512.
+    assert found.token_flops["bf16"] == dense.token_flops["bf16"] + 4 * 2 * 3 * 256 * 512 + routers
+
+
+def test_quantized_weights_are_fewer_bytes_and_the_same_products(ask):
+    plain = ask(TINY, "v6e:1x1")
+
+    def rounded(recipe):
+        return counted(replace(plain, params=jax.eval_shape(partial(quantize_params, how=recipe), plain.params)))
+
+    dense, int8, w8a8 = counted(plain), rounded("int8"), rounded("w8a8")
+    assert 0.5 < int8.dense_bytes / dense.dense_bytes < 0.54
+    assert int8.token_flops == dense.token_flops
+    assert w8a8.token_flops["int8"] > 0.9 * dense.token_flops["bf16"]
+    assert sum(w8a8.token_flops.values()) == sum(dense.token_flops.values())
+
+
+def point(found, compiled=None, *, batch=1, context=1024, chip="h200", **more):
+    options = {"compiled_batch": 64, "compiled_context": 4096, "num_replicas": 1, **more}
+    return decode_point(Rates.of(chips()[chip]), found, compiled, batch=batch, context=context, **options)
+
+
+@pytest.mark.parametrize(
+    ("chip", "tokens_per_second"),
+    # One sequence of 1,024 tokens of Llama-3.1-8B: bandwidth over weights and cache.
+    [("a100-80", 135), ("h100", 221), ("h200", 317), ("v5e", 54), ("v5p", 183), ("v6e", 108)],
+)
+def test_one_sequence_is_bound_by_the_memory(ask, chip, tokens_per_second):
+    found = point(counted(ask(LLAMA_3_8B, "v6e:1x1")), chip=chip)
+    assert found.bound == "memory"
+    assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=0.01)
+
+
+def test_many_sequences_without_a_cache_are_bound_by_computing(ask):
+    its = counted(ask(LLAMA_3_8B, "v6e:1x1"))
+    assert point(its, batch=2048, context=1).bound == "compute"
+    ridge = 989e12 / 4.8e12
+    assert point(its, batch=int(0.9 * ridge), context=1).bound == "memory"
+
+
+def test_what_the_program_moves_besides_counts_by_the_row(ask):
+    its = counted(ask(LLAMA_3_8B, "v6e:1x1"))
+    cache, rows, sent = 64 * 4096 * its.token_cache_bytes, 64 * 10**6, 64 * 10**5
+    compiled = Figures(0, 0, 0, 0, 0, None, its.dense_bytes + rows, cache, 64, sent)
+    assert point(its, compiled, batch=64, context=4096).hbm_bytes == its.dense_bytes + cache + rows
+    half = point(its, compiled, batch=32, context=2048)
+    assert half.hbm_bytes == its.dense_bytes + cache / 4 + rows / 2
+    assert half.link_seconds == sent / 2 / 450e9
+    assert half.seconds == half.memory_seconds + half.link_seconds
+
+
+def test_replicas_multiply_tokens_and_nothing_else(ask):
+    its = counted(ask(LLAMA_3_8B, "v6e:1x1"))
+    one, four = point(its), point(its, num_replicas=4)
+    assert four.seconds == one.seconds
+    assert four.tokens_per_second == 4 * one.tokens_per_second
+
+
+def test_rounds():
+    rates = Rates.of(chips()["h200"])
+    target = point_of_seconds(memory=8.0, compute=1.0)
+    free = round_point(rates, target, None, num_draft_tokens=4, num_replicas=1)
+    assert free.seconds == 8.0
+    assert free.tokens_per_second["0.8"] == pytest.approx((1 - 0.8**5) / 0.2 / 8.0)
+    drafted = round_point(rates, target, point_of_seconds(memory=0.5, compute=0.1), num_draft_tokens=4, num_replicas=2)
+    assert drafted.seconds == 10.0
+    assert drafted.tokens_per_second["0.8"] == pytest.approx(2 * (1 - 0.8**5) / 0.2 / 10.0)
+    # Checking many tokens together may cost computing.
+    assert round_point(rates, target, None, num_draft_tokens=15, num_replicas=1).seconds == 16.0
+
+
+def point_of_seconds(*, memory, compute):
+    from jaxinfer.planning.roofline import RooflinePoint
+
+    return RooflinePoint(1, 1, 0, 0, 0, memory, compute, 0.0, 1 / memory)

@@ -1,0 +1,102 @@
+"""A whole program's figures from those of few layers."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import pytest
+from plan_models import TINY
+
+from jaxinfer.engine.options import SpeculationOptions
+from jaxinfer.models import abstract_params
+from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.planning.figures import combined
+from jaxinfer.planning.measure import measure
+from jaxinfer.planning.subject import Subject, layer_kinds
+from jaxinfer.speculative import LayersDraft, ModelDraft, NgramDraft
+
+WINDOWS = replace(TINY, sliding_windows=(128, None, None) * 16)
+MIXTURE = replace(
+    TINY, num_layers=30, moe=MoEConfig(num_experts=4, num_experts_per_token=2, expert_size=64, layers=range(3, 30))
+)
+SMALL = replace(TINY, num_layers=20)
+DRAFTS = {
+    "none": None,
+    "model": ModelDraft("draft", SMALL, abstract_params(SMALL, jnp.bfloat16)),
+    "layers": LayersDraft(5),
+    "ngram": NgramDraft(),
+}
+
+
+@pytest.fixture
+def subject(ask):
+    def make(config, draft=None) -> Subject:
+        speculation = None if draft is None else SpeculationOptions(4)
+        request = ask(config, "v6e:1x1", speculation=speculation)
+        return Subject("model", config, request.params, request.options, "cpu", None, draft)
+
+    return make
+
+
+@pytest.mark.parametrize("config", [TINY, WINDOWS, MIXTURE], ids=["alike", "windows", "mixture"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_few_layers_tell_what_all_do(subject, fake, config, draft):
+    whole_subject = subject(config, DRAFTS[draft])
+    whole = measure(whole_subject, fake, whole=True)
+    assert fake.num_compiled == [config.num_layers] * len(whole)
+    fake.num_compiled.clear()
+    few = measure(whole_subject, fake, whole=False)
+    assert list(few) == list(whole) == ["prefill", "decode", *(["speculate"] if draft != "none" else [])]
+    assert max(fake.num_compiled) < 10
+    for name, one in whole.items():
+        assert one.is_whole
+        assert not few[name].is_whole
+        assert few[name].figures.total_bytes == pytest.approx(one.figures.total_bytes, abs=1e-3)
+        expected, found = one.figures.to_dict(), few[name].figures.to_dict()
+        assert found.pop("seconds") >= 2
+        for other in (found, expected):  # the target's layers that draft are arguments twice, and lie there once
+            other["argument_bytes"] += other.pop("besides_bytes")
+            other.pop("seconds", None)
+        assert found == pytest.approx(expected)
+
+
+def test_layers_that_differ_are_of_different_kinds(subject):
+    def kinds(config):
+        return [len(layers) for layers in layer_kinds(config, subject(config).params).values()]
+
+    assert kinds(TINY) == [48]
+    assert kinds(WINDOWS) == [16, 32]
+    assert kinds(MIXTURE) == [3, 27]
+
+
+def test_few_layers_are_compiled_whole(subject, fake):
+    config = replace(TINY, num_layers=8)
+    assert all(one.is_whole for one in measure(subject(config), fake).values())
+    assert not any(one.is_whole for one in measure(subject(TINY), fake).values())
+    # Where none can be left out, nothing else is possible.
+    assert measure(subject(replace(TINY, num_layers=2)), fake, whole=False)["decode"].is_whole
+
+
+def test_one_program_alone(subject, fake):
+    assert list(measure(subject(TINY), fake, only="decode")) == ["decode"]
+
+
+def test_a_draft_lies_there_while_the_target_works_alone(subject, fake):
+    found = measure(subject(TINY, DRAFTS["model"]), fake)
+    assert found["decode"].figures.besides_bytes > 2 * 20 * 3 * 256 * 512
+    assert found["speculate"].figures.besides_bytes == 0
+    assert measure(subject(TINY, DRAFTS["ngram"]), fake)["decode"].figures.besides_bytes == 0
+
+
+def test_layers_that_draft_are_not_counted_twice(subject, fake):
+    found = measure(subject(TINY, DRAFTS["layers"]), fake, whole=True)
+    extra = found["speculate"].figures.argument_bytes - found["decode"].figures.argument_bytes
+    assert extra > 2 * 5 * 3 * 256 * 512
+    assert extra + found["speculate"].figures.besides_bytes < 2 * 3 * 256 * 512
+
+
+def test_what_one_lacks_is_not_made_up(subject, fake):
+    first = measure(subject(TINY), fake, only="decode")["decode"].figures
+    assert combined(first, [(replace(first, flops=None), 3.0)]).flops is None
+    assert combined(first, [(replace(first, code_bytes=first.code_bytes + 7), 3.0)]).code_bytes == first.code_bytes + 7
+    # Scratch memory is never less than what was seen.
+    assert combined(first, [(replace(first, temporary_bytes=0), 3.0)]).temporary_bytes == first.temporary_bytes

@@ -1,0 +1,144 @@
+"""Plans as the real compilers make them: of few layers against whole, and of whole models within two minutes."""
+
+import json
+import os
+import time
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plan_models import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
+
+from jaxinfer.engine.options import SpeculationOptions
+from jaxinfer.models import abstract_params
+from jaxinfer.planning import changes, make_plan
+from jaxinfer.planning.measure import chip_compiler, measure
+from jaxinfer.quantization import quantize_params
+from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.speculative import ModelDraft
+from pallas_kernels import ahead_of_time
+
+# Of memory and of bytes moved, between a program of all layers and what few layers say of it.
+BOUND = 0.02
+
+
+def needs(chip: str) -> None:
+    if (reason := ahead_of_time.missing_compiler(chip)) is not None:
+        pytest.skip(reason)
+
+
+def test_few_layers_for_a_gpu(ask):
+    """Memory of a decode program of 12 layers from those of 2 and of 4."""
+    needs("h200")
+    request = ask(replace(TINY, num_layers=12), "h200x1", max_model_len=256, max_seqs=4, page_size=16)
+    subject = request.subject(compiles=True)
+    compiler = chip_compiler("h200", subject.mesh)
+    whole, few = (measure(subject, compiler, whole=how, only="decode")["decode"] for how in (True, False))
+    print(f"{whole.figures} whole, {few.figures} from {few.num_layers} layers")
+    assert few.num_layers == (2, 4)
+    assert few.figures.argument_bytes == whole.figures.argument_bytes
+    assert few.figures.total_bytes == pytest.approx(whole.figures.total_bytes, rel=BOUND)
+    parts = subject.parts
+    assert 0 <= whole.figures.argument_bytes - sum(parts.values()) < 2**12  # and what a dispatch takes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_few_layers_of_llama_3_8b_tell_what_all_do(ask):
+    needs("v5e")
+    request = ask(LLAMA_3_8B, "v5e:2x2", max_model_len=4096, max_seqs=64)
+    subject = request.subject(compiles=True)
+    compiler = chip_compiler("v5e", subject.mesh)
+    wholes, fews = (measure(subject, compiler, whole=how) for how in (True, False))
+    for name, whole in wholes.items():
+        few, expected = fews[name].figures, whole.figures
+        print(f"{name}: {expected.to_dict()} whole; {few.to_dict()} from {fews[name].num_layers} layers")
+        assert few.argument_bytes == expected.argument_bytes
+        assert few.total_bytes == pytest.approx(expected.total_bytes, rel=BOUND)
+        assert few.num_collectives == expected.num_collectives
+        assert few.sent_bytes == pytest.approx(expected.sent_bytes, rel=BOUND)
+        for figure in ("moved_bytes", "kernel_bytes", "flops"):
+            assert getattr(few, figure) == pytest.approx(getattr(expected, figure), rel=BOUND), figure
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_few_layers_of_llama_3_70b_tell_what_all_do(ask):
+    needs("v6e")
+    subject = int8(ask(LLAMA_3_70B, "v6e:2x4", max_model_len=4096, max_seqs=64)).subject(compiles=True)
+    compiler = chip_compiler("v6e", subject.mesh)
+    whole, few = (measure(subject, compiler, whole=how, only="decode")["decode"].figures for how in (True, False))
+    print(f"{whole.to_dict()} whole; {few.to_dict()} from few layers")
+    assert few.argument_bytes == whole.argument_bytes
+    assert few.total_bytes == pytest.approx(whole.total_bytes, rel=BOUND)
+    assert few.moved_bytes == pytest.approx(whole.moved_bytes, rel=BOUND)
+
+
+PLANS = {
+    "llama-3-8b-v5e:2x2": (LLAMA_3_8B, "v5e:2x2", True),
+    "llama-3-8b-v6e:1x1": (LLAMA_3_8B, "v6e:1x1", False),
+    "llama-3-8b-h200x1": (LLAMA_3_8B, "h200x1", True),
+    "llama-3-70b-v6e:2x4": (LLAMA_3_70B, "v6e:2x4", True),
+    "mixtral-8x7b-v5e:4x4": (MIXTRAL_8X7B, "v5e:4x4", False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", PLANS)
+def test_whole_models(ask, name, tmp_path):
+    """64 sequences of 4,096 tokens: whether they fit is what compiling says, and the parts are the arrays' bytes."""
+    config, place, fits = PLANS[name]
+    request = ask(config, place, max_model_len=4096, max_seqs=64)
+    request = int8(request) if config is LLAMA_3_70B else request
+    needs(request.place.chip.name)
+    start, processor = time.perf_counter(), os.times()
+    plan = make_plan(request)
+    seconds = time.perf_counter() - start
+    processor = sum(os.times()[:2]) - sum(processor[:2])
+    print(plan)
+    print(f"{name}: {seconds:.0f} s, {processor:.0f} s of processors; {json.dumps(plan.to_dict()['bytes'])}")
+    assert plan.fits == fits
+    assert processor < 2 * 120  # two minutes of two cores
+    peak = plan.programs[plan.memory.peak].figures
+    assert plan.memory.total == pytest.approx(peak.total_bytes, abs=8)
+    subject = request.subject()
+    held = num_bytes(subject.placed_params) + num_bytes(subject.cache) + num_bytes(subject.slots)
+    assert plan.memory.parts["weights"] == num_bytes(subject.placed_params)
+    assert peak.argument_bytes == pytest.approx(held, rel=0.002)
+    decoding = plan.programs["decode"].figures
+    if request.place.chip.platform == "tpu":
+        assert 1.0 <= plan.roofline[-1].hbm_bytes / (subject.parts["cache"] + plan.counted.dense_bytes) < 1.1 or (
+            config.moe is not None
+        )
+        assert decoding.flops == pytest.approx(plan.roofline[-1].flops, rel=0.1) or config.moe is not None
+    if not fits:
+        first = changes(plan)[0]
+        print(f"{first}: {first.compiled:,} of {first.budget:,} bytes, {first.total:,} counted")
+        assert first.fits
+        assert first.compiled == pytest.approx(first.total, rel=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_draft(ask):
+    """Rounds are compiled too, and hold both models."""
+    needs("v6e")
+    small = replace(TINY, vocab_size=LLAMA_3_8B.vocab_size, num_layers=4)
+    draft = ModelDraft("draft", small, abstract_params(small, jnp.bfloat16))
+    speculation = SpeculationOptions(4)
+    config = replace(LLAMA_3_8B, num_layers=4)
+    request = ask(config, "v6e:1x1", max_model_len=2048, max_seqs=16, draft=draft, speculation=speculation)
+    plan = make_plan(request)
+    print(plan)
+    assert set(plan.programs) == {"prefill", "decode", "speculate"}
+    assert plan.memory.parts["draft weights"] > 0
+    assert len(plan.rounds) == len(plan.roofline)
+    rounds, alone = (plan.programs[name].figures for name in ("speculate", "decode"))
+    assert rounds.argument_bytes == pytest.approx(alone.argument_bytes + alone.besides_bytes, rel=0.001)
+
+
+def int8(request):
+    return replace(request, params=jax.eval_shape(partial(quantize_params, how="int8"), request.params))

@@ -1,0 +1,87 @@
+"""Plans for people, as JSON and as a picture."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from plan_models import LLAMA_3_8B, TINY
+
+from jaxinfer.engine.options import SpeculationOptions
+from jaxinfer.planning import Plan, changes, make_plan, to_dict, to_text
+from jaxinfer.planning.chips import chips
+from jaxinfer.planning.measure import measure
+from jaxinfer.planning.picture import draw
+from jaxinfer.planning.plan import assemble
+from jaxinfer.planning.subject import Subject
+from jaxinfer.speculative import NgramDraft
+
+
+@pytest.fixture
+def planned(ask, fake) -> Plan:
+    """Of programs that a compiler which is none has made."""
+    request = ask(TINY, "v6e:1x1", draft=NgramDraft(), speculation=SpeculationOptions(3))
+    subject = Subject("model", TINY, request.params, request.options, "cpu", None, request.draft)
+    return assemble(request, subject, measure(subject, fake), chips()["v6e"], 2**30, [], 0.0)
+
+
+def test_the_parts_are_all_there_is(planned):
+    memory = planned.memory
+    assert memory.is_measured
+    assert sum(memory.parts.values()) == memory.total
+    assert memory.total == pytest.approx(max(one.figures.total_bytes for one in planned.programs.values()), abs=1)
+    assert planned.fits == (memory.total <= memory.budget)
+    assert memory.budget == int(0.9 * 2**30)
+
+
+def test_json_has_what_machines_read(planned):
+    data = json.loads(json.dumps(to_dict(planned)))
+    assert data["fits"] is True
+    assert data["bytes"]["total"] == planned.memory.total
+    assert {"weights", "cache", "slots", "temporaries", "budget", "usable"} <= set(data["bytes"])
+    assert [point["batch"] for point in data["roofline"]] == [1, 8, 16]
+    assert {"seconds", "tokens_per_second", "hbm_bytes", "flops", "sent_bytes", "bound"} <= set(data["roofline"][0])
+    assert set(data["programs"]) == {"prefill", "decode", "speculate"}
+    assert data["programs"]["decode"]["layers_compiled"] == [2, 4]
+    assert data["compile_seconds"] == pytest.approx(6)
+    assert data["rounds"][0]["num_draft_tokens"] == 3
+    assert data["cache"]["tokens_planned"] == 16 * 1024
+    assert all(source["title"] for source in data["chip"]["sources"])
+
+
+def test_text_says_the_verdict_first(planned, ask):
+    lines = to_text(planned).splitlines()
+    assert lines[0] == "model fits on v6e:1x1 (1 x TPU v6e (Trillium), model=1)"
+    assert str(planned) == to_text(planned)
+    for words in ("weights", "cache for ", "decode", "tokens/s", "accepted", "from programs of 2, 4 layers"):
+        assert words in to_text(planned)
+    tight = make_plan(ask(LLAMA_3_8B, "v6e:1x1", max_model_len=4096, max_seqs=64), compiles=False)
+    text = to_text(tight, changes(tight, compiles=False))
+    assert text.startswith("model does not fit on v6e:1x1")
+    assert "fewer than planned" in text
+    assert "cheapest change that fits: --max-seqs" in text
+    assert "a guess" in text
+
+
+def test_a_chip_without_a_compiler_is_counted(ask):
+    found = make_plan(ask(LLAMA_3_8B, "l4x4"))
+    assert found.programs == {}
+    assert "no compiler for NVIDIA L4" in found.notes[0]
+    assert found.roofline
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_the_picture(planned, tmp_path, ending):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plan.{ending}"
+    draw(planned, file)
+    content = file.read_bytes()
+    if ending == "png":
+        assert content[:8] == b"\x89PNG\r\n\x1a\n"
+        return
+    draw(replace(planned, roofline=(), rounds=()), file)
+    assert len(file.read_bytes()) < len(content)
+
+
+def test_batches_are_as_asked(ask):
+    found = make_plan(ask(TINY, "v6e:1x1", batches=(3, 5)), compiles=False)
+    assert [point.batch for point in found.roofline] == [3, 5]
