@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BENCH = ROOT / "benchmarks" / "results" / "decode_vs_transformers.json"
+sys.path.insert(0, str(ROOT))  # for benchmarks, which are not installed
+BENCH = ROOT / "benchmarks" / "results" / "peers.json"
 BATCHING = ROOT / "benchmarks" / "results" / "continuous_batching.json"
 SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
 QUANTIZATION = ROOT / "benchmarks" / "results" / "quantization_quality.json"
@@ -57,13 +58,9 @@ def demo() -> str:
 
 
 def bench() -> str:
-    report = json.loads(BENCH.read_text(encoding="utf-8"))
-    rows = ["| system | tokens/s | slowest, fastest | peak memory |", "| --- | --- | --- | --- |"]
-    for name, row in report["systems"].items():
-        spread = f"{row['slowest']:.1f}, {row['fastest']:.1f}"
-        memory = f"{row['peak_rss_bytes'] / 2**30:.2f} GiB"
-        rows.append(f"| {name} | {row['tokens_per_second']:.1f} | {spread} | {memory} |")
-    return "\n".join([*rows, "", f"That is {report['ratio']:.2f} times the best Transformers mode."])
+    from benchmarks.peers.report import to_markdown
+
+    return to_markdown(json.loads(BENCH.read_text(encoding="utf-8")))
 
 
 def batching() -> str:
@@ -149,6 +146,17 @@ def kernels() -> str:
     return "\n".join([*rows, "", f"JAX {report['jax']}."])
 
 
+def models() -> str:
+    """What `jaxinfer models` lists."""
+    rows = ["| family | architecture | examples | what sets it apart |", "| --- | --- | --- | --- |"]
+    for family in json.loads(jaxinfer("models", "--json"))["families"]:
+        architectures = "<br>".join(f"`{name}`" for name in family["architectures"])
+        rows.append(
+            f"| {family['title']} | {architectures} | {family['examples']} | {', '.join(family['differences'])} |"
+        )
+    return "\n".join(rows)
+
+
 def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
     """Makes the named blocks of a document again."""
     text = path.read_text(encoding="utf-8")
@@ -170,6 +178,7 @@ def main() -> None:
             "bench": bench,
             "batching": batching,
             "speculation": speculation,
+            "models": models,
             "quantization": partial(quantization, IN_README),
         },
         ROOT / "docs" / "quantization.md": {"quantization": quantization},

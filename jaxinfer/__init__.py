@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score
     from jaxinfer.llm import LLM
     from jaxinfer.models import ModelConfig, RopeConfig
+    from jaxinfer.parallel.hosts import initialize_hosts
     from jaxinfer.sampling import SamplingParams
     from jaxinfer.text import Tokenizer
 
@@ -30,6 +31,7 @@ _HOMES = {
     "ModelConfig": "jaxinfer.models",
     "RopeConfig": "jaxinfer.models",
     "Tokenizer": "jaxinfer.text",
+    "initialize_hosts": "jaxinfer.parallel.hosts",
 }
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
     "Score",
     "StreamDelta",
     "Tokenizer",
+    "initialize_hosts",
 ]
 
 

@@ -13,6 +13,7 @@ from jaxinfer.engine.processor import Prompt, Request, Terms
 from jaxinfer.engine.request import Generation, RequestOutput
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LiveModel
+from jaxinfer.parallel import hosts
 from jaxinfer.sampling import SamplingParams
 
 MAX_PENDING_BYTES = 2**20  # that a reader may be behind
@@ -27,7 +28,8 @@ class AsyncEngine:
     """Serves many requests at once from one event loop or several.
 
     Args:
-      model, options: as for `LLM`. `max_waiting` bounds the queue (default 1,024): a request beyond it raises
+      model: as for `LLM`.
+      **options: as for `LLM`. `max_waiting` bounds the queue (default 1,024): a request beyond it raises
         QueueFullError. `steps_per_dispatch` is 1 by default, so that tokens come one by one.
 
     Close it, or use it in `async with`: running requests then end with finish_reason "abort".
@@ -36,6 +38,8 @@ class AsyncEngine:
     def __init__(self, model: str | Path | LiveModel, **options: Any):
         if options.get("cache", "paged") != "paged":
             raise ValueError(f"cache={options['cache']!r}: many clients are served from the paged cache only")
+        if (others := hosts.current()) is not None:
+            raise ValueError(f"an AsyncEngine runs on one host, and this is one of {others.count}")
         self.llm = LLM(model, **{"max_waiting": 1024, "steps_per_dispatch": 1, **options})
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Who reads what; touched by the engine's thread only.

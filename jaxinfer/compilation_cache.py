@@ -1,10 +1,19 @@
 """Where compiled programs are kept between processes."""
 
+import contextlib
 import os
 import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import jax
+from jax import monitoring
+
+# JAX's names of what happens (jax._src.dispatch, jax._src.compiler).
+_COMPILED_OR_READ = "/jax/core/compile/backend_compile_duration"
+_READ = "/jax/compilation_cache/cache_hits"
 
 
 def enable() -> Path | None:
@@ -35,3 +44,45 @@ def folder() -> Path | None:
     """The folder in use, or None."""
     current = jax.config.values["jax_compilation_cache_dir"]
     return Path(current) if current else None
+
+
+def keep_all() -> None:
+    """From here on programs are kept however fast they compiled; otherwise those of less than 0.2 s are not."""
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclass
+class Counts:
+    """Programs that were asked for: `compiled`, or read from the cache, `hits`."""
+
+    compiled: int = 0
+    hits: int = 0
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Counts]:
+    """Counts the programs of all threads while the block runs; the counts are final when it ends."""
+    total, counts = _listening(), Counts()
+    before = Counts(total.compiled, total.hits)
+    try:
+        yield counts
+    finally:
+        counts.hits = total.hits - before.hits
+        counts.compiled = total.compiled - before.compiled - counts.hits
+
+
+@cache
+def _listening() -> Counts:
+    """All since the first call; here `compiled` counts those that were read, too. JAX has no way to stop listening."""
+    total = Counts()
+
+    def took_time(event: str, duration_secs: float, **_: object) -> None:
+        total.compiled += event == _COMPILED_OR_READ
+
+    def happened(event: str, **_: object) -> None:
+        total.hits += event == _READ
+
+    monitoring.register_event_duration_secs_listener(took_time)
+    monitoring.register_event_listener(happened)
+    return total

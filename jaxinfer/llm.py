@@ -2,29 +2,35 @@
 
 import dataclasses
 import difflib
+import functools
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
-from jaxinfer import compilation_cache
+from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import KVScales, check_kv_dtype
 from jaxinfer.engine.contiguous import ContiguousEngine, ContiguousOptions
 from jaxinfer.engine.explanation import Explanation, explain_engine
+from jaxinfer.engine.lockstep import Lockstep
 from jaxinfer.engine.options import EngineOptions, SpeculationOptions
 from jaxinfer.engine.output import AnswerText, StreamDelta
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.processor import NO_TERMS, Prompt, Request, RequestProcessor, Terms
+from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.request import Generation, RequestOutput, Score
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.loading import LiveModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
+from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, SpeculationStats
@@ -32,21 +38,36 @@ from jaxinfer.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
+    from jaxinfer.planning import Plan
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Key = TypeVar("Key")
-Engine = PagedEngine | ContiguousEngine
+Engine = PagedEngine | Replicas | ContiguousEngine
 # Answers at once, unless told: on a CPU more of them would wait for its few cores.
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64
 NGRAM_LENGTHS = (3, 7, 15)
+
+
+def _together(method: Callable[Concatenate["LLM", P], R]) -> Callable[Concatenate["LLM", P], R]:
+    """A method that only host 0 runs, where there are several; the others follow, and return or raise the same."""
+
+    @functools.wraps(method)
+    def run(self: "LLM", *arguments: P.args, **keywords: P.kwargs) -> R:
+        if self._lockstep is None:
+            return method(self, *arguments, **keywords)
+        return self._lockstep.lead_or_follow(method.__name__, lambda: method(self, *arguments, **keywords))
+
+    return run
 
 
 class LLM:
     """A model ready to generate.
 
     Args:
-      model: a folder with a Hugging Face or converted checkpoint, a hub id, "demo" or "demo-draft" (the embedded
-        pair), or live `(ModelConfig, params)` or `(ModelConfig, params, tokenizer)`; live parameters are used as they
-        are and stay the caller's.
+      model: a folder with a Hugging Face or converted checkpoint, the URL of the former (gs://, s3://), a GGUF file, a
+        hub id, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or `(ModelConfig, params,
+        tokenizer)`; live parameters are used as they are and stay the caller's.
       tokenizer: a `Tokenizer` or a folder with tokenizer files; by default the checkpoint's own. A model without one
         works on token ids.
       dtype: "auto" keeps the checkpoint's, but computes in float32 on CPUs, where bfloat16 is far slower; or a name
@@ -55,6 +76,8 @@ class LLM:
       max_seqs: answers generated at once; by default 64, on a CPU 16.
       quantize: rounds the weights of linear layers to the nearest values of a format as they are loaded: "int8",
         "w8a8", "int4-g128", "nf4", "fp8" and others (`jaxinfer.quantization.RECIPES`).
+      requantize: what becomes of weights that a GGUF file quantized: None keeps them exactly, "dense" makes them
+        floating point, one of the same names rounds those of linear layers to it, but for Q8_0 and Q4_0.
       seed: what requests without a seed of their own get theirs from, by their number since the start.
       revision: branch, tag or commit of a hub id.
       steps_per_dispatch: decode steps per call of the device.
@@ -78,6 +101,10 @@ class LLM:
       acceptance: "exact", the same answers as without a draft; or "maximal", answers of the same distribution with more
         drafts accepted, which depend on what else runs.
       draft_kv_dtype: as kv_dtype, of a draft model's cache; by default the same. It changes no answer.
+      mesh: devices to run on, "model=4" (each holds a part of every layer), "expert=8" (each holds some experts),
+        "data=2,model=4" (two replicas of four devices); sizes by name; or a `jax.sharding.Mesh` with such axes. By
+        default one device. max_seqs and num_pages are those of each replica. On several hosts
+        (`jaxinfer.initialize_hosts`) it names devices of all of them, and every host makes the same calls.
 
     Raises:
       TypeError: an unknown argument, with the nearest known name. ValueError: an option out of range.
@@ -85,6 +112,7 @@ class LLM:
       OutOfMemoryError: model and cache do not fit, with needed and available bytes and what would help.
     """
 
+    @hosts.needing
     def __init__(
         self,
         model: str | Path | LiveModel,
@@ -92,6 +120,7 @@ class LLM:
         tokenizer: Tokenizer | str | Path | None = None,
         dtype: str = "auto",
         quantize: str | None = None,
+        requantize: str | None = None,
         max_model_len: int | None = None,
         max_seqs: int | None = None,
         seed: int = 0,
@@ -112,6 +141,7 @@ class LLM:
         draft_tree: Sequence[int] | None = None,
         acceptance: str = "exact",
         draft_kv_dtype: str | None = None,
+        mesh: str | Mapping[str, int] | Mesh | None = None,
         **unknown: Any,
     ):
         _refuse_unknown(unknown, type(self).__init__)
@@ -122,7 +152,23 @@ class LLM:
             raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {kv_dtype!r}")
         compilation_cache.enable()
         self._engine: Engine | None = None
-        loaded = load_model(model, tokenizer=tokenizer, dtype=dtype, revision=revision, quantize=quantize)
+        self._lockstep: Lockstep | None = None
+        self._fingerprint: str | None = None
+        self._hosts = hosts.current()
+        self.mesh = None if mesh is None else parallel.make_mesh(mesh)
+        if self.mesh is not None and cache != "paged":
+            raise ValueError(f"mesh={mesh!r} is for cache='paged' only")
+        if self._hosts is not None:
+            hosts.check_mesh(self._hosts, self.mesh)
+        loaded = load_model(
+            model,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            revision=revision,
+            quantize=quantize,
+            requantize=requantize,
+            mesh=self.mesh,
+        )
         loaded, max_model_len = loaded.for_length(max_model_len)
         self.name, self.config, self.params, self.tokenizer = (
             loaded.name,
@@ -130,6 +176,7 @@ class LLM:
             loaded.params,
             loaded.tokenizer,
         )
+        self.fit = loaded.fit
         run_params, self._copies = loaded.runnable()
         self._owned_params = [loaded.params] if loaded.is_owned else []
         self.acceptance = acceptance
@@ -167,8 +214,14 @@ class LLM:
                 "draft_kv_dtype": draft_kv_dtype,
             },
             lambda draft: load_draft(draft, loaded, max_model_len, dtype=dtype),
-            loaded.kv_scales if kv_scales is None else kv_scales,
+            loaded.on_mesh(loaded.kv_scales if kv_scales is None else kv_scales),
         )
+        if self._hosts is not None and not isinstance(self._engine, ContiguousEngine):
+            from jaxinfer.batch import BatchSummary
+
+            self._fingerprint = self.fingerprint()  # for which all hosts are needed
+            engines = self._engine.engines if isinstance(self._engine, Replicas) else [self._engine]
+            self._lockstep = Lockstep(self._hosts, engines, (BatchSummary,))
 
     def _make_engine(
         self,
@@ -201,7 +254,22 @@ class LLM:
                     if value != defaults[name].default:
                         raise ValueError(f"{name}={value!r} needs a draft")
             options = EngineOptions(**common, **paged, speculation=speculation)
-            return PagedEngine(self.config, params, options, draft=draft, kv_scales=kv_scales)
+            if self.mesh is None:
+                return PagedEngine(self.config, params, options, draft=draft, kv_scales=kv_scales)
+            engines = [
+                PagedEngine(
+                    self.config,
+                    parallel.on_replica(params, mesh),
+                    options,
+                    draft=replace(draft, params=parallel.on_replica(draft.params, mesh))
+                    if isinstance(draft, ModelDraft)
+                    else draft,
+                    kv_scales=kv_scales,
+                    mesh=mesh,
+                )
+                for mesh in parallel.replicas(self.mesh)
+            ]
+            return engines[0] if len(engines) == 1 else Replicas(engines)
         if cache != "contiguous":
             raise ValueError(f"cache={cache!r} is neither 'paged' nor 'contiguous'")
         for name, value in (paged | drafting).items():
@@ -211,6 +279,7 @@ class LLM:
 
     # Generating.
 
+    @_together
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -239,6 +308,8 @@ class LLM:
         engine = self.engine
         prompts = _as_list(prompts)
         taps = check_taps(self.config, taps)
+        if taps and self._lockstep is not None:
+            raise ValueError(f"taps={list(taps)}: hidden states are for a model on one host")
         priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
         if params is None or isinstance(params, SamplingParams):
             per_prompt = [params or self.default_params] * len(prompts)
@@ -300,6 +371,8 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
+        if self._lockstep is not None:
+            return self._lockstep.each("stream", lambda: self._stream(self.prepare(prompt, params)))
         return self._stream(self.prepare(prompt, params))
 
     def generate_each(
@@ -317,8 +390,11 @@ class LLM:
         limit = 2 * self.engine.options.max_seqs + 4 if max_queued is None else max_queued
         if limit < 1:
             raise ValueError(f"max_queued must be at least 1, got {limit}")
-        return self._generate_each(iter(requests), limit)
+        if self._lockstep is None or self._lockstep.is_inside:
+            return self._generate_each(iter(requests), limit)
+        return self._generate_each_together(iter(requests), limit)
 
+    @_together
     def generate_file(
         self,
         path_in: str | Path,
@@ -354,6 +430,7 @@ class LLM:
         with open_job(path_in, path_out, **options) as job:
             return job.run(self, params, use_tqdm=use_tqdm)
 
+    @_together
     def score(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -392,6 +469,7 @@ class LLM:
 
     # Looking after it.
 
+    @_together
     def warm_up(self, *, use_tqdm: bool | None = None) -> int:
         """Compiles every program that a request can need, so that none compiles later; returns how many.
 
@@ -423,18 +501,34 @@ class LLM:
             },
         )
 
+    def plan(self) -> "Plan":
+        """What the model needs on this machine: bytes by part as the compiler counts them, how much cache remains, and,
+        on chips that `jaxinfer plan` knows, the least time of a step. Prints well; `to_dict()` is JSON-ready.
+
+        Compiles the largest programs, or reads them from the compilation cache. Raises ValueError for
+        cache="contiguous".
+        """
+        from jaxinfer.planning.here import plan_engine
+
+        engine = self.engine.engines[0] if isinstance(self.engine, Replicas) else self.engine
+        if not isinstance(engine, PagedEngine):
+            raise ValueError("plan is for cache='paged' only")
+        return plan_engine(self.name, engine)
+
+    @_together
     def speculation_stats(self) -> SpeculationStats | None:
         """What was drafted and accepted since the start, all answers together; None without a draft."""
-        speculation = self.engine.speculation if isinstance(self.engine, PagedEngine) else None
-        return None if speculation is None else speculation.stats
+        return None if isinstance(self.engine, ContiguousEngine) else self.engine.speculation_stats
 
     def fingerprint(self) -> str:
         """SHA-256 of what answers depend on besides the request: configuration, parameters, tokenizer, length.
 
         Of the parameters it takes names, shapes, dtypes and a few values of each, not all bytes.
         """
-        from jaxinfer.batch.identity import model_fingerprint
+        from jaxinfer.batch.fingerprint import model_fingerprint
 
+        if self._fingerprint is not None:
+            return self._fingerprint
         return model_fingerprint(self, self.max_model_len)
 
     def close(self) -> None:
@@ -452,6 +546,22 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    # Several hosts.
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is host 0, which reads, writes and shows things; so is a host alone."""
+        return self._hosts is None or self._hosts.is_leader
+
+    def on_leader(self, work: Callable[[], R]) -> R | None:
+        """Runs `work`, which may call any method, on host 0, while the others follow and return None. What it raises,
+        all raise."""
+        if self._lockstep is None:
+            return work()
+        found: list[R] = []
+        self._lockstep.lead_or_follow("on_leader", lambda: found.append(work()))
+        return found[0] if found else None
 
     # One request, step by step, for those who run the engine themselves.
 
@@ -474,7 +584,7 @@ class LLM:
         return request
 
     def _check_fits(self, generation: Generation, what: str) -> None:
-        if isinstance(self.engine, PagedEngine):
+        if not isinstance(self.engine, ContiguousEngine):
             try:
                 self.engine.check_fits(len(generation.prompt), generation.max_tokens)
             except ValueError as error:
@@ -564,6 +674,32 @@ class LLM:
                             yield key, self.output_of(request)
         finally:
             self._abort([request for _, request, _ in running.values()])
+
+    def _generate_each_together(
+        self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
+    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
+        """Keys are what the caller likes: the other hosts find them, by number, among requests of their own."""
+        if self._lockstep is None:
+            raise RuntimeError("there is one host only")
+        keys: dict[int, Key] = {}
+        numbers = itertools.count()
+
+        def numbered() -> Iterator[tuple[int, Prompt, SamplingParams]]:
+            for number, (key, prompt, params) in zip(numbers, requests, strict=False):
+                keys[number] = key
+                yield number, prompt, params
+
+        def items() -> Iterator[tuple[int, RequestOutput | str]]:
+            for number, result in self._generate_each(numbered(), limit):
+                yield number, str(result) if isinstance(result, ValueError) else result
+
+        taken = iter(()) if self.is_leader else numbered()
+        for number, result in self._lockstep.each("generate_each", items):
+            while number not in keys and next(taken, None) is not None:
+                pass
+            if number not in keys:
+                raise RuntimeError(f"host 0 has a request {number}, and this host has fewer")
+            yield keys.pop(number), ValueError(result) if isinstance(result, str) else result
 
     def _stream(self, request: Request) -> Iterator[StreamDelta]:
         self.submit(request)

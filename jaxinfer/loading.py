@@ -3,21 +3,25 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.data import embedded_path
-from jaxinfer.models import ModelConfig, Params, abstract_params
+from jaxinfer.models import ModelConfig, Params, abstract_params, keeps_float32
+from jaxinfer.parallel import Fit, fit
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_cpu import Copies, float32_copies
 from jaxinfer.quantization.on_gpu import outputs_together
-from jaxinfer.quantization.tree import describe, is_quantized, weights
+from jaxinfer.quantization.tree import describe, is_quantized
 from jaxinfer.sampling import SamplingParams, from_generation_config
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
-from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens
+from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, tokenizer_files_of
 
 DEFAULT_MAX_MODEL_LEN = 4096
 LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
@@ -29,6 +33,7 @@ class LoadedModel:
     name: what the user called it. is_owned: whether the parameters were loaded here, and may be freed.
     default_params: generation_config.json's; ignored_defaults: its settings that are not applied.
     kv_scales: the checkpoint's scales for an fp8 cache, if it has some.
+    fit: how the `mesh` runs it, where there is one; then `config` is the fit's.
     """
 
     name: str
@@ -40,10 +45,18 @@ class LoadedModel:
     ignored_defaults: Sequence[str]
     eos_token_ids: tuple[int, ...]
     kv_scales: KVScales | None = None
+    fit: Fit | None = None
+    mesh: Mesh | None = None
+
+    def on_mesh(self, scales: KVScales | None) -> KVScales | None:
+        """Scales of the checkpoint's key-value heads as the engine takes them."""
+        if scales is None or self.fit is None:
+            return scales
+        return KVScales(self.fit.kv_scales(scales.keys), self.fit.kv_scales(scales.values))
 
     def runnable(self) -> tuple[Params, Copies | None]:
         """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes."""
-        if not describe(self.params) or jax.default_backend() != "cpu":
+        if not describe(self.params) or jax.default_backend() != "cpu" or self.fit is not None:
             return self.params, None
         return float32_copies(self.params)
 
@@ -52,14 +65,18 @@ class LoadedModel:
 
         Raises ValueError for more than the model declares, unless its positions stretch.
         """
-        allowed, rope = self.config.max_position_embeddings, self.config.rope
-        length = min(allowed, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
-        stretches = rope.kind in ("dynamic", "longrope")
-        if length > allowed and not stretches:
-            raise ValueError(f"max_model_len={length} is more than the {allowed} tokens the model declares")
-        if not stretches or rope.sequence_length is not None:
-            return self, length
-        return replace(self, config=replace(self.config, rope=replace(rope, sequence_length=length))), length
+        config, length = for_length(self.config, max_model_len)
+        return replace(self, config=config), length
+
+
+def for_length(config: ModelConfig, max_model_len: int | None) -> tuple[ModelConfig, int]:
+    """`LoadedModel.for_length` of a configuration."""
+    allowed = config.max_position_embeddings
+    length = min(allowed, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
+    stretches = any(rope.stretches for rope in config.ropes) and not config.has_position_embedding
+    if length > allowed and not stretches:
+        raise ValueError(f"max_model_len={length} is more than the {allowed} tokens the model declares")
+    return config.for_length(length), length
 
 
 def load_model(
@@ -69,10 +86,14 @@ def load_model(
     dtype: str = "auto",
     revision: str | None = None,
     quantize: str | None = None,
+    requantize: str | None = None,
+    mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """Loads a folder, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
+    """Loads a folder, a GGUF file, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
+    With a mesh the parameters lie there, and the configuration is as `parallel.fit` makes it.
 
-    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read.
+    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read;
+    `requantize` is for what a GGUF file quantized, as in `checkpoints_convert.load`.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
@@ -82,9 +103,13 @@ def load_model(
     kv_scales = None
     if isinstance(model, tuple):
         name = "live parameters"
+        if requantize is not None:
+            raise ValueError("requantize is for GGUF files, not for live parameters")
         config, params, own_tokenizer = _check_live(model, dtype)
         if chosen is not None:
             params = quantize_params(params, chosen.recipe)
+        if mesh is not None:
+            params = fit(mesh, config).place(params)
     else:
         import checkpoints_convert
 
@@ -92,13 +117,13 @@ def load_model(
         path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
         if dtype == "auto" and jax.default_backend() == "cpu":
             dtype = "float32"
-        config, params = checkpoints_convert.load(path, dtype=dtype, convert=chosen)
+        config, params = checkpoints_convert.load(path, dtype=dtype, convert=chosen, requantize=requantize, mesh=mesh)
         if layers := checkpoints_convert.kv_scales(path):
             kv_scales = KVScales.of_layers(config, [layer.k for layer in layers], [layer.v for layer in layers])
-        own_tokenizer = _tokenizer_of(path)
+        own_tokenizer = tokenizer_of(path) if tokenizer is None else None
         generation_config = checkpoints_convert.generation_config(path)
         eos_ids |= set(checkpoints_convert.eos_token_ids(path))
-    if jax.default_backend() == "gpu":
+    if jax.default_backend() == "gpu" and mesh is None:
         params = outputs_together(params, donate=is_owned)
     if isinstance(tokenizer, (str, Path)):
         tokenizer = Tokenizer.from_dir(tokenizer)
@@ -112,9 +137,10 @@ def load_model(
             stacklevel=3,
         )
     eos_ids |= set(defaults.eos_token_ids)
+    fitted = None if mesh is None else fit(mesh, config)
     return LoadedModel(
         name,
-        config,
+        config if fitted is None else fitted.config,
         params,
         tokenizer,
         is_owned,
@@ -122,7 +148,60 @@ def load_model(
         defaults.ignored,
         tuple(sorted(eos_ids)),
         kv_scales,
+        fitted,
+        mesh,
     )
+
+
+def load_shapes(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    revision: str | None = None,
+    quantize: str | None = None,
+    requantize: str | None = None,
+) -> tuple[ModelConfig, Params]:
+    """What `load_model` would load for a TPU or GPU, as `jax.ShapeDtypeStruct`s: from configuration and headers alone.
+
+    Raises as `load_model`.
+    """
+    import checkpoints_convert
+
+    name = str(model)
+    source = embedded_path(name) or model
+    config, params = checkpoints_convert.abstract(source, dtype=dtype, revision=revision, requantize=requantize)
+    if quantize is not None:
+        params = jax.eval_shape(partial(quantize_params, how=Selection(quantize).recipe), params)
+    return config, params
+
+
+def load_draft_shapes(draft: str | Path, target: ModelConfig, params: Params, max_model_len: int, dtype: str) -> Draft:
+    """As `load_draft`, of shapes. Without tokenizers, vocabularies of different sizes are let pass: whether the tokens
+    are the same only the tokenizers' files can tell.
+
+    Raises ValueError for layers:N of a model without as many, and as `load_shapes`.
+    """
+    if (found := _draft_by_name(draft, target, params)) is not None:
+        return found
+    config, draft_params = load_shapes(draft, dtype=dtype)
+    try:
+        config, _ = for_length(config, max_model_len)
+    except ValueError as error:
+        raise ValueError(f"draft {str(draft)!r}: {error}") from None
+    return ModelDraft(str(draft), config, draft_params)
+
+
+def _draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | None:
+    """ "ngram" and "layers:N"; None for a model. Raises ValueError for another number of layers."""
+    if draft == "ngram":
+        return NgramDraft()
+    if not (isinstance(draft, str) and draft.startswith("layers:")):
+        return None
+    count = draft.removeprefix("layers:")
+    if not count.isdecimal():
+        raise ValueError(f"draft={draft!r}: layers:N takes the target's first N layers, such as layers:4")
+    first_layers(config, params, int(count))
+    return LayersDraft(int(count))
 
 
 def load_draft(
@@ -134,15 +213,9 @@ def load_draft(
     Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
     `load_model`.
     """
-    if draft == "ngram":
-        return NgramDraft(), False
-    if isinstance(draft, str) and draft.startswith("layers:"):
-        count = draft.removeprefix("layers:")
-        if not count.isdecimal():
-            raise ValueError(f"draft={draft!r}: layers:N takes the target's first N layers, such as layers:4")
-        first_layers(target.config, target.params, int(count))
-        return LayersDraft(int(count)), False
-    loaded = load_model(draft, dtype=dtype)
+    if (found := _draft_by_name(draft, target.config, target.params)) is not None:
+        return found, False
+    loaded = load_model(draft, dtype=dtype, mesh=target.mesh)
     own, its = target.tokenizer, loaded.tokenizer
     if own is not None and its is not None:
         check_same_tokens(own, its, (f"model {target.name!r}", f"draft {loaded.name!r}"))
@@ -156,10 +229,31 @@ def load_draft(
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
     params, copies = loaded.runnable()
-    return ModelDraft(loaded.name, loaded.config, params, loaded.kv_scales, copies), loaded.is_owned
+    return ModelDraft(loaded.name, loaded.config, params, loaded.on_mesh(loaded.kv_scales), copies), loaded.is_owned
 
 
-def _tokenizer_of(path: Path) -> Tokenizer | None:
+def tokenizer_named(model: str | Path, revision: str | None = None) -> Tokenizer | None:
+    """The tokenizer of what a user names as a model; raises as `load_model` and `tokenizer_of`."""
+    import checkpoints_convert
+
+    return tokenizer_of(embedded_path(str(model)) or checkpoints_convert.resolve(str(model), revision=revision))
+
+
+def tokenizer_of(path: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint, a GGUF file's rebuilt from its metadata; None where there is none.
+
+    Raises ValueError, with the file and the key, for one that is malformed or cannot be rebuilt exactly.
+    """
+    import checkpoints_convert
+
+    contents = checkpoints_convert.tokenizer_files(path)
+    if contents is not None:
+        if not contents:
+            return None
+        try:
+            return Tokenizer(tokenizer_files_of(contents))
+        except ValueError as error:
+            raise checkpoints_convert.CheckpointError(path, f"its tokenizer: {error}") from None
     try:
         return Tokenizer.from_dir(path)
     except TokenizerNotFoundError:
@@ -180,14 +274,21 @@ def _check_live(model: tuple, dtype: str) -> tuple[ModelConfig, Params, Tokenize
             f"params do not fit the config at {jax.tree_util.keystr(path)}: "
             f"shape {other.get(path, 'missing')}, the config makes it {flat.get(path, 'absent')}"
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
+    leaves = [
+        (tuple(key.key for key in path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)
+    ]
+    for path, leaf in leaves:
         if is_quantized(leaf):
-            check(leaf, jax.tree_util.keystr(path))
-    dtypes = {leaf.dtype for leaf in weights(params) if not is_quantized(leaf)}
+            check(leaf, ".".join(path))
+    dtypes = {leaf.dtype for path, leaf in leaves if not is_quantized(leaf) and not keeps_float32(path)}
     if len(dtypes) != 1:
         raise ValueError(f"params mix dtypes {', '.join(sorted(str(dtype) for dtype in dtypes))}: cast them to one")
     if dtype not in ("auto", str(next(iter(dtypes)))):
-        params = jax.tree.map(
-            lambda leaf: leaf if is_quantized(leaf) else leaf.astype(dtype), params, is_leaf=is_quantized
-        )
+
+        def cast(path: Any, leaf: Any) -> Any:
+            is_kept = is_quantized(leaf) or keeps_float32([key.key for key in path])
+            return leaf if is_kept else leaf.astype(dtype)
+
+        params = jax.tree_util.tree_map_with_path(cast, params, is_leaf=is_quantized)
     return config, params, model[2] if len(model) == 3 else None

@@ -20,12 +20,15 @@ FLOORS = {
     "jaxinfer.engine": 4,
     "jaxinfer.training": 4,
     "jaxinfer.calibration": 4,
+    "jaxinfer.planning": 4,
     "checkpoints_convert": 4,
     "jaxinfer.batch": 5,
     "jaxinfer.loading": 5,
     "jaxinfer.llm": 5,
     "jaxinfer.async_engine": 6,
-    "jaxinfer.cli": 6,
+    "jaxinfer.fleet": 6,
+    "jaxinfer.bench": 7,
+    "jaxinfer.cli": 8,
 }
 FILES = [path for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert") for path in (ROOT / top).rglob("*.py")]
 # Rooms of one floor that may look into a neighbour.
@@ -35,7 +38,9 @@ BESIDE = {
     ("jaxinfer.llm", "jaxinfer.batch"),
     ("jaxinfer.batch", "jaxinfer.llm"),  # for types only
     ("jaxinfer.cache", "jaxinfer.parallel"),
+    ("jaxinfer.fleet", "jaxinfer.async_engine"),
     ("jaxinfer.models", "jaxinfer.quantization"),
+    ("jaxinfer.planning", "jaxinfer.engine"),
     ("jaxinfer.parallel", "jaxinfer.models"),
     ("jaxinfer.parallel", "jaxinfer.quantization"),
     ("jaxinfer.speculative", "jaxinfer.sampling"),

@@ -72,6 +72,8 @@ def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> 
     """The scales, where a cache of this dtype has a use for them. Raises ValueError for those of another model."""
     if scales is None or not is_scaled(dtype):
         return None
+    if not config.caches_values:
+        raise ValueError("kv_scales: latent attention caches one vector for keys and values, with no scale of its own")
     shape = (config.num_layers, config.num_kv_heads)
     if scales.keys.shape != shape or scales.values.shape != shape:
         raise ValueError(

@@ -1,5 +1,6 @@
 """A cache of pages that sequences own a few of: no memory is held for tokens that may never come."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, scaled, unscaled
 from jaxinfer.models import ModelConfig
 from pallas_kernels.paged_attention import (
+    InterleavedPages,
+    PagedSpec,
     Pages,
     PageShape,
     Schedule,
@@ -50,10 +53,11 @@ class PagedCache:
         return replace(self, layers=part.layers + self.layers[len(part.layers) :])
 
 
-def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str) -> int:
-    """Bytes of one page in all layers, padding of the layout included."""
-    leaves = jax.tree.leaves(abstract_paged_cache(config, 1, page_size, dtype, layout))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str, mesh: Mesh | None = None) -> int:
+    """Bytes of one page in all layers, padding of the layout included; of a mesh, on each device."""
+    leaves = jax.tree.leaves(abstract_paged_cache(config, 1, page_size, dtype, layout, mesh))
+    shapes = (leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
+    return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
 
 
 def init_paged_cache(
@@ -67,9 +71,16 @@ def init_paged_cache(
 ) -> PagedCache:
     """Zeroed pages of every layer, in the layout of the platform unless named, each device of a mesh with its own
     heads; `scales` go to all devices. Raises ValueError as `parallel.check_divides`."""
-    layout = layout or platform_layout(current_platform(), dtype)
+    layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh)
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), cache)
+
+    def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        place = leaf.sharding
+        if isinstance(place, NamedSharding):
+            place = NamedSharding(place.mesh, parallel.shortest(place.spec))
+        return jnp.zeros(leaf.shape, leaf.dtype, device=place)
+
+    cache = jax.tree.map(zeros, cache)
     on_all = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     return cache if scales is None else replace(cache, scales=jax.device_put(scales, on_all))
 
@@ -81,11 +92,12 @@ def abstract_paged_cache(
 
     Each device holds its heads as a kernel for just these lays them out, and the array is their concatenation.
     """
-    whole = PageShape(num_pages, page_size, config.num_kv_heads, config.head_dim, jnp.dtype(dtype).name)
+    heads = (config.num_kv_heads, config.head_dim)
+    whole = PageShape(num_pages, page_size, *heads, jnp.dtype(dtype).name, config.caches_values)
     if mesh is None:
         return PagedCache((whole.abstract(layout),) * config.num_layers)
     parallel.check_divides(mesh, config)
-    num_parts = mesh.shape.get(parallel.RULES["kv_heads"], 1)
+    num_parts = parallel.axis_size(mesh, "kv_heads") if config.caches_values else 1
     local = replace(whole, num_kv_heads=config.num_kv_heads // num_parts).abstract(layout)
 
     def concatenated(leaf, spec: PartitionSpec):
@@ -140,17 +152,29 @@ class PagedAttention:
         self._mesh = mesh
         self._rows = _Rows(page_table, query_lengths, kv_lengths, query_starts, ancestors)
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
-        self._schedules: dict[int | None, Schedule] = {}
+        self._schedules: dict[PagedSpec, Schedule] = {}
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        window: int | None,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
         scales, pages = self._before.scales, self._layers[layer]
         q, k, v = scaled(scales, layer, q, k, v)
-        attend = partial(_attend, {**self._options, "window": window})
+        options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
+        attend, operands = partial(_attend, options), (q, k, v, pages, sinks)
         if self._mesh is None:
-            schedule = self._schedule(window, q, k, v, pages)
+            schedule = self._schedule(options, *operands)
         else:
-            specs = _specs(self._mesh, pages)
-            schedule = self._schedule(window, *parallel.local_shapes(self._mesh, (q, k, v, pages), specs))
+            specs = _specs(self._mesh, pages, sinks)
+            schedule = self._schedule(options, *parallel.local_shapes(self._mesh, operands, specs))
             attend = jax.shard_map(
                 attend,
                 mesh=self._mesh,
@@ -158,19 +182,18 @@ class PagedAttention:
                 out_specs=(specs[0], specs[3]),
                 check_vma=False,  # a Pallas call does not say over which axes its results vary
             )
-        out, self._layers[layer] = attend(q, k, v, pages, self._rows, schedule)
+        out, self._layers[layer] = attend(*operands, self._rows, schedule)
         return unscaled(scales, layer, out)
 
-    def _schedule(self, window: int | None, q: Any, k: Any, v: Any, pages: Any) -> Schedule:
-        """The schedule of the layers of a window, from the shapes of what one device holds."""
-        if window not in self._schedules:
-            rows = self._rows
-            options = {**self._options, "window": window, "ancestors": rows.ancestors}
-            spec = make_spec(q, k, v, pages, rows.page_table, **options)
-            self._schedules[window] = make_schedule(
+    def _schedule(self, options: dict[str, Any], q: Any, k: Any, v: Any, pages: Any, sinks: Any) -> Schedule:
+        """The schedule that layers of these options share, from the shapes of what one device holds."""
+        rows = self._rows
+        spec = make_spec(q, k, v, pages, rows.page_table, sinks=sinks, ancestors=rows.ancestors, **options)
+        if spec not in self._schedules:
+            self._schedules[spec] = make_schedule(
                 spec, rows.page_table, rows.query_lengths, rows.kv_lengths, query_starts=rows.query_starts
             )
-        return self._schedules[window]
+        return self._schedules[spec]
 
     @property
     def cache(self) -> PagedCache:
@@ -187,7 +210,7 @@ class _Rows(NamedTuple):
     ancestors: jax.Array | None = None
 
 
-def _attend(options: dict[str, Any], q, k, v, pages: Pages, rows: _Rows, schedule: Schedule):
+def _attend(options: dict[str, Any], q, k, v, pages: Pages, sinks, rows: _Rows, schedule: Schedule):
     return paged_attention(
         q,
         k,
@@ -197,13 +220,17 @@ def _attend(options: dict[str, Any], q, k, v, pages: Pages, rows: _Rows, schedul
         rows.query_lengths,
         rows.kv_lengths,
         query_starts=rows.query_starts,
+        sinks=sinks,
         ancestors=rows.ancestors,
         schedule=schedule,
         **options,
     )
 
 
-def _specs(mesh: Mesh, pages: Pages) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec, Pages]:
-    """How q, k, v and the pages of a layer are cut."""
-    queries, keys = (parallel.spec(mesh, (None, name, None)) for name in ("heads", "kv_heads"))
-    return queries, keys, keys, parallel.page_specs(mesh, pages)
+def _specs(mesh: Mesh, pages: Pages, sinks: jax.Array | None) -> tuple[Any, ...]:
+    """How q, k, v, the pages of a layer and its sinks are cut."""
+    has_values = isinstance(pages, InterleavedPages) or pages.v is not None
+    names = ("heads", "kv_heads" if has_values else None)
+    queries, keys = (parallel.spec(mesh, (None, name, None)) for name in names)
+    of_sinks = None if sinks is None else parallel.spec(mesh, ("heads",))
+    return queries, keys, keys, parallel.page_specs(mesh, pages), of_sinks

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder, of either form, or a hub id.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder, a GGUF file, or a hub id.")],
     destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; it appears when it is whole.")],
     to: Annotated[Literal["native", "huggingface"], typer.Option(help="The form to write.")] = "native",
     dtype: Annotated[
@@ -20,6 +20,16 @@ def convert(
     ] = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a checkpoint at DST.")] = False,
     revision: Annotated[str | None, typer.Option(metavar="TEXT", help="Branch, tag or commit of a hub id.")] = None,
+    requantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="For a GGUF file's quantized weights: dense, or a format such as int4-g128; default: kept exactly.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Folder with tokenizer files to write instead of SRC's own.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="The report as one JSON object.")] = False,
 ) -> int | None:
     """Convert a checkpoint.
@@ -36,6 +46,8 @@ def convert(
             dtype=dtype,
             overwrite=overwrite,
             revision=revision,
+            requantize=requantize,
+            tokenizer=tokenizer,
             progress=True if shows_progress() else None,
         )
     except KeyboardInterrupt:
@@ -63,4 +75,8 @@ def _summary(report: "ConvertReport") -> str:
     if report.cast_errors:
         name, error = max(report.cast_errors.items(), key=lambda item: item[1])
         lines.append(f"cast        largest relative error {error:.3g}, in {name}")
+    if report.requantize_errors:
+        from checkpoints_convert.load import requantize_summary
+
+        lines.append(f"rounded     {requantize_summary(report.requantize_errors, report.requantize or '')}")
     return "\n".join(lines) + "\n"

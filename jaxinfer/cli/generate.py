@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, say
-from jaxinfer.cli.options import DraftedServingOptions, SamplingOptions, merge_params, open_llm, sampling_values
+from jaxinfer.cli.options import (
+    DraftedServingOptions,
+    HostsOptions,
+    SamplingOptions,
+    follow,
+    join_hosts,
+    merge_params,
+    open_llm,
+    sampling_values,
+)
 from jaxinfer.cli.output import (
     brief,
     describe,
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
 
 def generate(
     model_options: DraftedServingOptions,
+    hosts_options: HostsOptions,
     sampling_options: SamplingOptions,
     prompts: Annotated[
         list[str] | None,
@@ -56,20 +66,29 @@ def generate(
     given come from the checkpoint's generation_config.
     """
     values = sampling_values(sampling_options)
+    if not join_hosts(hosts_options):
+        return follow(model_options)
     lines = read_prompts(prompts or (), file)
+    can_stream = not as_json and output is None
     with open_output(output) as target:
         with open_llm(model_options) as llm:
-            params = _params(llm, lines, values)
-            if len(lines) == 1 and params[0].n == 1 and not as_json and output is None:
-                outputs = [_stream(llm, lines[0], params[0], target)]
-            else:
-                outputs = llm.generate([line.prompt for line in lines], params)
-                for index, (one, its_params) in enumerate(zip(outputs, params, strict=True)):
-                    if as_json:
-                        write_json(request_data(index, one, its_params), target)
-                    else:
-                        _write_answers(one, its_params, target, heading=f"{index + 1}/{len(lines)}")
-        return _tell_failures(lines, outputs)
+            outputs = llm.on_leader(lambda: _generate(llm, lines, values, target, as_json, can_stream))
+        return _tell_failures(lines, outputs or [])
+
+
+def _generate(
+    llm: "LLM", lines: list[PromptLine], values: dict, target: TextIO, as_json: bool, can_stream: bool
+) -> list["RequestOutput"]:
+    params = _params(llm, lines, values)
+    if len(lines) == 1 and params[0].n == 1 and can_stream:
+        return [_stream(llm, lines[0], params[0], target)]
+    outputs = llm.generate([line.prompt for line in lines], params)
+    for index, (one, its_params) in enumerate(zip(outputs, params, strict=True)):
+        if as_json:
+            write_json(request_data(index, one, its_params), target)
+        else:
+            _write_answers(one, its_params, target, heading=f"{index + 1}/{len(lines)}")
+    return outputs
 
 
 def _params(llm: "LLM", lines: list[PromptLine], values: dict) -> list["SamplingParams"]:

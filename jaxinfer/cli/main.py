@@ -7,6 +7,7 @@ import typer
 
 from jaxinfer import __version__
 from jaxinfer.cli.batch import batch
+from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.chat import chat
 from jaxinfer.cli.command import command
 from jaxinfer.cli.convert import convert
@@ -14,11 +15,14 @@ from jaxinfer.cli.demo import demo
 from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
+from jaxinfer.cli.models import models
+from jaxinfer.cli.plan import plan
 from jaxinfer.cli.quantize import quantize
 from jaxinfer.cli.score import score
 from jaxinfer.cli.speculate_report import speculate_report
 from jaxinfer.cli.train_demo import train_demo
 from jaxinfer.cli.verify import verify
+from jaxinfer.cli.warm import warm
 
 # A blank line between examples keeps each on a line of its own.
 EXAMPLES = """\
@@ -39,6 +43,8 @@ jaxinfer convert ./checkpoint ./converted
 jaxinfer verify ./converted --against ./checkpoint
 
 jaxinfer quantize ./checkpoint ./int4 --bits 4 --calibration texts.txt
+
+jaxinfer plan ./checkpoint --on v5e:2x2 --quantize int8
 
 jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
 
@@ -62,13 +68,15 @@ app = typer.Typer(
 
 GROUPS = {
     "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score},
-    "Checkpoints": {"convert": convert, "verify": verify, "quantize": quantize},
+    "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
+    "Planning": {"plan": plan, "warm": warm},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},
     "This machine": {"doctor": doctor, "train-demo": train_demo},
 }
 for group, commands in GROUPS.items():
     for name, function in commands.items():
         app.command(name, rich_help_panel=group)(command(function))
+app.add_typer(bench_app, name="bench", rich_help_panel="This machine")
 
 
 def _print_version(is_wanted: bool) -> None:

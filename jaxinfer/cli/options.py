@@ -1,5 +1,6 @@
 """Options that several commands share: which model, and how to sample."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.command import OK, UsageError
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 UNLIMITED = "none"
 _MODEL = "Model"
 _ENGINE = "Engine"
+_HOSTS = "Several hosts"
 _DRAFT = "Speculative decoding"
 _SAMPLING = "Sampling"
 _LIMITS = "Length and stopping"
@@ -30,7 +32,7 @@ class ModelOptions:
             "--model",
             "-m",
             metavar="MODEL",
-            help="A checkpoint's folder, a Hugging Face hub id, or demo.",
+            help="A checkpoint's folder or URL (gs://, s3://), a GGUF file, a Hugging Face hub id, or demo.",
             rich_help_panel=_MODEL,
         ),
     ]
@@ -77,6 +79,14 @@ class ModelOptions:
         str | None,
         typer.Option(help="Branch, tag or commit of a hub id.", metavar="TEXT", rich_help_panel=_MODEL),
     ] = None
+    requantize: Annotated[
+        str | None,
+        typer.Option(
+            help="For a GGUF file's quantized weights: dense, or a format such as int4-g128; default: kept exactly.",
+            metavar="NAME",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -87,6 +97,14 @@ class ServingOptions(ModelOptions):
         int | None,
         typer.Option(
             min=1, help="Answers generated at once; default: 64, on a CPU 16.", metavar="N", rich_help_panel=_ENGINE
+        ),
+    ] = None
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="Devices to run on: model=4, data=2,model=4, expert=8; default: one.",
+            metavar="AXIS=N,...",
+            rich_help_panel=_ENGINE,
         ),
     ] = None
     page_size: Annotated[
@@ -181,6 +199,41 @@ class DraftOptions:
 @dataclass(frozen=True)
 class DraftedServingOptions(DraftOptions, ServingOptions):
     """The model, the engine, and a draft."""
+
+
+@dataclass(frozen=True)
+class HostsOptions:
+    """Which host this is, where the same command runs on several."""
+
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            help="Run the same command on each host; host 0 listens there.",
+            metavar="HOST:PORT",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None
+    num_processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many hosts there are.", metavar="N", rich_help_panel=_HOSTS),
+    ] = None
+    process_id: Annotated[
+        int | None,
+        typer.Option(min=0, help="Which of them this is, from 0.", metavar="I", rich_help_panel=_HOSTS),
+    ] = None
+    all_hosts: Annotated[
+        bool,
+        typer.Option(
+            "--all-hosts",
+            metavar="",
+            help="As the environment of a TPU pod, Slurm or Open MPI says.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = False
+
+    @property
+    def is_given(self) -> bool:
+        return any(value not in (None, False) for value in vars(self).values()) or "JAXINFER_COORDINATOR" in os.environ
 
 
 @dataclass(frozen=True)
@@ -367,7 +420,7 @@ def _read_max_tokens(text: str) -> int | None:
         raise UsageError(f"--max-tokens: {text!r} is not a number of tokens or {UNLIMITED!r}") from None
 
 
-def _read_num_draft_tokens(text: str) -> int | str:
+def read_num_draft_tokens(text: str) -> int | str:
     try:
         return text if text == "auto" else int(text)
     except ValueError:
@@ -398,17 +451,40 @@ def merge_params(defaults: "SamplingParams", values: dict[str, Any]) -> "Samplin
     )
 
 
+def llm_arguments(options: ModelOptions) -> dict[str, Any]:
+    """The given options as arguments of `LLM`, without the model. Raises UsageError for what cannot be read."""
+    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "model"}
+    arguments = {name: value for name, value in given.items() if value is not None}
+    for name, read in (("num_draft_tokens", read_num_draft_tokens), ("draft_tree", _read_widths)):
+        if isinstance(arguments.get(name), str):
+            arguments[name] = read(arguments[name])
+    return arguments
+
+
+def join_hosts(options: HostsOptions) -> bool:
+    """Joins the other hosts where there are some; returns whether this host reads and writes, as host 0 does."""
+    if not options.is_given:
+        return True
+    from jaxinfer.parallel.hosts import initialize_hosts
+
+    hosts = initialize_hosts(options.coordinator, options.num_processes, options.process_id)
+    return hosts is None or hosts.is_leader
+
+
+def follow(options: ModelOptions) -> int:
+    """The whole of a command on another host than 0: does what host 0 says, until its part of the work ends."""
+    with open_llm(options) as llm:
+        llm.on_leader(lambda: None)
+    return OK
+
+
 def open_llm(options: ModelOptions, **more: Any) -> "LLM":
     """Loads the model, with a word on a terminal meanwhile. `more` are arguments of `LLM` unless options say so too."""
     from jaxinfer.cli.output import waiting
 
     if options.revision is not None and Path(options.model).exists():
         raise UsageError(f"--revision is for hub ids, and {options.model} is a folder on this machine")
-    given = {field.name: getattr(options, field.name) for field in fields(options) if field.name != "model"}
-    arguments = {**more, **{name: value for name, value in given.items() if value is not None}}
-    for name, read in (("num_draft_tokens", _read_num_draft_tokens), ("draft_tree", _read_widths)):
-        if isinstance(arguments.get(name), str):
-            arguments[name] = read(arguments[name])
+    arguments = {**more, **llm_arguments(options)}
     with waiting(f"loading {options.model}"):
         from jaxinfer.llm import LLM
 

@@ -1,6 +1,7 @@
 """`jaxinfer quantize`: a checkpoint with weights of few bits, made by looking at what goes through it."""
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,6 +148,8 @@ def quantize(
     except ValueError as error:
         raise UsageError(f"--keep: {error}") from None
     path = embedded_path(source) or checkpoints_convert.resolve(source, revision=revision)
+    if checkpoints_convert.tokenizer_files(path) is not None:
+        raise UsageError(f"{path} is a GGUF file: convert it first, jaxinfer convert {path} DIRECTORY")
     check_destination(destination, overwrite=overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
     with open_source(path) as opened, Journal(work / "layers") as journal:
@@ -274,6 +277,9 @@ def _reporter(bar: Any) -> Any:
         if errors:
             mean, nearest = (sum(values) / len(errors) for values in zip(*errors, strict=True))
             bar.set_postfix_str(f"layer {done.number}: output error {mean:.2g}, to nearest {nearest:.2g}")
+        if shows_progress():
+            for note in done.notes:
+                bar.write(f"layer {done.number}: {note}", file=sys.stderr)
         bar.update()
 
     return report

@@ -41,8 +41,9 @@ def planned(source: "Source", options: "CalibrationOptions") -> "dict[ParamPath,
     options.check_keep(all_linears(source.config))
     huggingface_config(replace(source.config, dtype=options.dtype))
     weights = outcome(source.config, options)
+    _check_experts(source, weights)
     for path, weight in weights.items():
-        name, inputs = ".".join(path[:-1]), weight.shape[0]
+        name, inputs = ".".join(path[:-1]), weight.shape[-2]
         group = options.grid(weight.scheme.bits).group_size
         if group is not None and group > inputs and options.group_size != "auto":
             raise UsageError(
@@ -58,6 +59,20 @@ def planned(source: "Source", options: "CalibrationOptions") -> "dict[ParamPath,
         except ValueError as error:
             raise CheckpointError(source.directory, f"{name}: {error}") from None
     return weights
+
+
+def _check_experts(source: "Source", weights: "dict[ParamPath, QuantizedArray]") -> None:
+    from checkpoints_convert.errors import CheckpointError
+    from checkpoints_convert.huggingface.families import family_of
+
+    for bundle in family_of(source.config).layout(source.config).bundles:
+        for target in (placement.target for placement in bundle.placements):
+            if not bundle.is_stacked and target in weights and weights[target].ndim > 2:
+                raise CheckpointError(
+                    source.directory,
+                    f"{'.'.join(target)}: all experts are one tensor in this family, which compressed-tensors cannot "
+                    f"say: leave them as they are with --keep '*.experts'",
+                )
 
 
 def num_bytes_of(source: "Source", weights: "dict[ParamPath, QuantizedArray]", dtype: str) -> "dict[ParamPath, int]":
@@ -83,6 +98,6 @@ def check_room(source: "Source", weights: "dict[ParamPath, QuantizedArray]", dty
 
 def _hint(weights: "dict[ParamPath, QuantizedArray]") -> str:
     """A size that all fit, if there is one worth having."""
-    common = math.gcd(*(weight.shape[0] for weight in weights.values()))
+    common = math.gcd(*(weight.shape[-2] for weight in weights.values()))
     size = common & -common  # its largest power of two
     return f"; --group-size {min(size, 128)} fits every layer" if size >= 16 else ""

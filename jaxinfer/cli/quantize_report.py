@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult
     from jaxinfer.quantization import QuantizedArray
 
+_NUM_NOTES = 6  # that people are told
+
 
 def report_of(
     source: "Source",
@@ -44,8 +46,10 @@ def report_of(
                 "divergence": layer.divergence,
                 "linears": {
                     name: {"bits": error.bits, "error": error.error, "rounded": error.rounded}
+                    | ({"num_experts": error.num_experts, "num_few": error.num_few} if error.num_experts else {})
                     for name, error in layer.errors.items()
                 },
+                "notes": layer.notes,
             }
             for layer in result.layers
         ],
@@ -77,6 +81,10 @@ def summary(report: dict[str, Any]) -> str:
     if errors:
         mean, nearest = (sum(values) / len(errors) for values in zip(*errors, strict=True))
         lines.append(f"output error   {mean:.3g} of the outputs' squares; {nearest:.3g} rounded to nearest")
+    notes = [(layer["layer"], note) for layer in report["layers"] for note in layer["notes"]]
+    lines += [f"layer {number:<8} {note}" for number, note in notes[:_NUM_NOTES]]
+    if len(notes) > _NUM_NOTES:
+        lines.append(f"               and {len(notes) - _NUM_NOTES} more such notes, all of which --json gives")
     if (quality := report["quality"]) is not None:
         lines += [
             f"held out       {quality['num_tokens']:,} tokens",

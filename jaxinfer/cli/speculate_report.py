@@ -202,6 +202,7 @@ class _Bench:
             dtype=options.dtype,
             revision=options.revision,
             quantize=options.quantize,
+            requantize=options.requantize,
         )
         self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
         self.draft_model: LoadedModel | None = None

@@ -1,6 +1,6 @@
 """What may draft: a model, the sequence's own past, or the target's first layers."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxinfer.cache import KVScales
 from jaxinfer.models import ModelConfig, Params
@@ -55,5 +55,4 @@ def first_layers(config: ModelConfig, params: Params, num_layers: int) -> tuple[
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"draft='layers:{num_layers}': the target has {config.num_layers} layers, use 1 to one less")
     layers = {name: params["layers"][name] for name in map(str, range(num_layers))}
-    windows = config.sliding_windows[:num_layers]
-    return replace(config, num_layers=num_layers, sliding_windows=windows), {**params, "layers": layers}
+    return config.with_layers(range(num_layers)), {**params, "layers": layers}

@@ -7,7 +7,12 @@ from jaxinfer.text.chat_template import (
     RenderedChat,
 )
 from jaxinfer.text.compare import check_same_tokens
-from jaxinfer.text.files import TokenizerFiles, TokenizerNotFoundError, read_tokenizer_files
+from jaxinfer.text.files import (
+    TokenizerFiles,
+    TokenizerNotFoundError,
+    read_tokenizer_files,
+    tokenizer_files_of,
+)
 from jaxinfer.text.stop import StopResult, StopStringMatcher
 from jaxinfer.text.stream import StreamingDetokenizer
 from jaxinfer.text.tokenizer import Tokenizer
@@ -25,4 +30,5 @@ __all__ = [
     "TokenizerNotFoundError",
     "check_same_tokens",
     "read_tokenizer_files",
+    "tokenizer_files_of",
 ]

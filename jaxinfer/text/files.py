@@ -42,6 +42,7 @@ class TokenizerFiles:
 
     `special_tokens` maps names (`bos_token`, `image_token`, ...) to text; `extra_special_tokens` have no name.
     `chat_templates` maps names to Jinja sources; the one named "default" is used unless tools ask for "tool_use".
+    `contents` are texts by file name where they do not come from `paths`.
     """
 
     tokenizer_json: str
@@ -51,6 +52,26 @@ class TokenizerFiles:
     added_tokens: tuple[AddedTokenSpec, ...] = ()
     chat_templates: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
+    contents: Mapping[str, str] = field(default_factory=dict)
+
+
+def tokenizer_files_of(contents: Mapping[str, str]) -> TokenizerFiles:
+    """The same of texts by file name, tokenizer.json and tokenizer_config.json, that were read from elsewhere.
+
+    Raises ValueError as `read_tokenizer_files`.
+    """
+    try:
+        config = json.loads(contents["tokenizer_config.json"])
+    except json.JSONDecodeError as error:
+        raise ValueError(f"tokenizer_config.json is not valid JSON: {error}") from error
+    return TokenizerFiles(
+        tokenizer_json=contents["tokenizer.json"],
+        config=config,
+        special_tokens=_special_tokens(config),
+        extra_special_tokens=_extra_special_tokens(config),
+        chat_templates=_chat_templates(Path("tokenizer_config.json"), config, {}),
+        contents=contents,
+    )
 
 
 def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:

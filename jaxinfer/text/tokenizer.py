@@ -222,15 +222,17 @@ class Tokenizer:
         return self._chat_encoder.encode(chat)
 
     def save(self, directory: str | Path) -> None:
-        """Copy the source files, unchanged, to `directory` (made if missing).
+        """Copy the source files, unchanged, to `directory` (made if missing); or write those of a GGUF file's metadata.
 
         Raises:
             ValueError: This tokenizer was not read from files.
         """
-        if not self._files.paths:
+        if not self._files.paths and not self._files.contents:
             raise ValueError("this tokenizer was not read from a directory, so there are no files to copy")
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
+        for name, text in self._files.contents.items():
+            (target / name).write_text(text, encoding="utf-8")
         for name, path in self._files.paths.items():
             copy = target / name
             copy.parent.mkdir(exist_ok=True)

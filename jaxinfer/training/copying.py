@@ -123,9 +123,18 @@ def _check(config: ModelConfig) -> None:
         "query heads that share key heads": config.num_heads != config.num_kv_heads,
         "biases": config.qkv_bias or config.output_bias or config.mlp_bias,
         "norms of queries and keys": config.qk_norm,
+        f"norms of kind {config.norm} in a {config.block} block": (config.norm, config.block) != ("rms", "pre_norm"),
+        "an MLP without gate": not config.is_mlp_gated,
+        "a position embedding": config.has_position_embedding,
+        "layers without rotation": not all(config.rotated_layers),
+        "scores of its own scale or cap": config.attention_scale is not None or config.attention_softcap is not None,
+        "multipliers": {config.embedding_multiplier, config.residual_multiplier, config.logit_scale} != {1.0},
+        "capped logits": config.logit_softcap is not None,
         f"rope of kind {config.rope.kind}": config.rope.kind != "default",
         f"{config.rope.rotary_dim} rotated dimensions of {config.head_dim}": config.rope.rotary_dim != config.head_dim,
         f"heads of {config.head_dim} dimensions, below {2 * CODE}": config.head_dim < 2 * CODE,
+        "a mixture of experts": config.moe is not None,
+        "latent attention or sinks": config.mla is not None or config.has_sinks,
         "windows": any(window is not None for window in config.sliding_windows),
     }
     found = [reason for reason, is_so in reasons.items() if is_so]

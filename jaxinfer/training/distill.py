@@ -140,6 +140,9 @@ class Documents:
         return np.concatenate([part for document in self.train for part in (*between, document)])
 
 
+_LATENT_HEAD_DIM = 64  # of the draft of a model whose own heads are of no width that a draft could have
+
+
 @dataclass(frozen=True)
 class DistillResult:
     """The draft's float32 parameters, the loss curve, and its acceptance on held-out text before and after."""
@@ -155,9 +158,12 @@ def draft_config(
     target: ModelConfig, *, num_layers: int, hidden_size: int, intermediate_size: int | None = None
 ) -> ModelConfig:
     """A smaller model of the target's family: its vocabulary, head width and positions, one key head per query head.
+    Of a mixture of experts, or of latent attention, it is a Llama, with heads of 64 for the latter.
 
     Raises ValueError if the heads do not fill `hidden_size`.
     """
+    if target.moe is not None or target.mla is not None:
+        target = _as_llama(target)
     if hidden_size % target.head_dim:
         raise ValueError(f"width {hidden_size} is not a multiple of the target's head width {target.head_dim}")
     num_heads = hidden_size // target.head_dim
@@ -169,7 +175,28 @@ def draft_config(
         num_heads=num_heads,
         num_kv_heads=num_heads,
         sliding_windows=(),
+        local_rope=None,
+        rotated_layers=() if target.rope_of(0) is not None else (False,) * num_layers,
         dtype="float32",
+    )
+
+
+def _as_llama(target: ModelConfig) -> ModelConfig:
+    """The same vocabulary, positions and rotation in a model of the plain family."""
+    head_dim = target.head_dim if target.mla is None else _LATENT_HEAD_DIM
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=target.num_layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        rope=replace(target.rope, rotary_dim=head_dim),
+        norm_eps=target.norm_eps,
+        tie_word_embeddings=target.tie_word_embeddings,
+        max_position_embeddings=target.max_position_embeddings,
     )
 
 
@@ -184,13 +211,17 @@ def projected_draft(target: ModelConfig, target_params: Params, draft: ModelConf
     params["embed"] = _leading(target_params["embed"], width)
     if "lm_head" in target_params:
         params["lm_head"] = _leading(target_params["lm_head"].T, width).T
+    if "position_embed" in target_params:
+        params["position_embed"] = _leading(target_params["position_embed"], width)
+    if "lm_head_bias" in target_params:
+        params["lm_head_bias"] = jnp.array(target_params["lm_head_bias"], jnp.float32)
     return params
 
 
 def pruned_draft(target: ModelConfig, target_params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:
     """The target with only these of its layers, in this order; float32 copies.
 
-    Raises ValueError for no layer, or one that the target does not have.
+    Raises ValueError for no layer, one that the target does not have, or one with experts: they are not trained.
     """
     check_plain(target_params, "a draft cut from its target")
     if not layers:
@@ -198,9 +229,10 @@ def pruned_draft(target: ModelConfig, target_params: Params, layers: Sequence[in
     for layer in layers:
         if not 0 <= layer < target.num_layers:
             raise ValueError(f"no layer {layer}: the target has layers 0..{target.num_layers - 1}")
-    windows = tuple(target.window(layer) for layer in layers) if target.sliding_windows else ()
+        if target.experts_of(layer) is not None:
+            raise ValueError(f"layer {layer} is a mixture of experts, which cannot be trained; name other layers")
     kept = {str(i): target_params["layers"][str(layer)] for i, layer in enumerate(layers)}
-    config = replace(target, num_layers=len(layers), sliding_windows=windows, dtype="float32")
+    config = replace(target.with_layers(layers), dtype="float32")
     return config, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), {**target_params, "layers": kept})
 
 

@@ -45,7 +45,7 @@ def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
     assert (again.exit_code, again.stdout) == (1, "")
     assert "--overwrite replaces it" in again.stderr
     repeated = jaxinfer(*arguments, "--overwrite")  # all is there already
-    assert repeated.exit_code == 0
+    assert repeated.exit_code == 0, repeated.stderr
     assert "tokens a round" in repeated.stdout
     other = jaxinfer(*arguments, "--overwrite", "--loss", "tv")
     assert other.exit_code == 1

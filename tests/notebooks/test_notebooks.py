@@ -42,6 +42,12 @@ def test_its_two_forms_agree(path):
     ]
 
 
+@pytest.mark.parametrize("place", ["README.md", "mkdocs.yml", "docs/guides/notebooks.md"])
+def test_all_are_listed(place):
+    text = (NOTEBOOKS[0].parent.parent / place).read_text(encoding="utf-8")
+    assert not [path.stem for path in NOTEBOOKS if f"notebooks/{path.stem}." not in text]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_no_output_but_plots_is_kept(path):
     notebook = json.loads(path.with_suffix(".ipynb").read_text(encoding="utf-8"))

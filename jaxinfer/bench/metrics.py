@@ -1,0 +1,114 @@
+"""From times to figures, by the definitions that `vllm bench serve` uses.
+
+TTFT: first tokens minus when the request was sent. E2EL: last tokens minus when it was sent. TPOT = (E2EL - TTFT) /
+(tokens - 1), of each request with more than one. ITL: gaps between deliveries, those of all requests pooled; one
+delivery may have several tokens. Goodput: requests that keep every limit, per second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+PERCENTS = (50, 90, 99)
+LIMITS = ("ttft", "tpot", "e2el")
+
+
+@dataclass
+class Trace:
+    """One request as its client saw it.
+
+    Attributes:
+      sent: when; times: of each delivery. Seconds of one clock. num_prompt, num_tokens: of prompt and answer.
+    """
+
+    sent: float
+    num_prompt: int
+    num_tokens: int = 0
+    times: list[float] = field(default_factory=list)
+
+    def deliver(self, now: float, num_tokens: int) -> None:
+        """So many tokens came."""
+        self.times.append(now)
+        self.num_tokens += num_tokens
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0] - self.sent
+
+    @property
+    def e2el(self) -> float:
+        return self.times[-1] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None for an answer of one token."""
+        return (self.e2el - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+
+def distribution(values: Sequence[float]) -> dict[str, float] | None:
+    """Mean and percentiles; None of no values."""
+    if not len(values):
+        return None
+    found = np.percentile(values, PERCENTS).tolist()
+    return {"mean": float(np.mean(values)), **{f"p{p}": value for p, value in zip(PERCENTS, found, strict=True)}}
+
+
+def parse_goodput(text: str | None) -> dict[str, float]:
+    """ "ttft:500,tpot:50" in milliseconds, as seconds by name. Raises ValueError for anything else."""
+    limits: dict[str, float] = {}
+    for part in text.split(",") if text is not None else ():
+        name, _, number = part.partition(":")
+        try:
+            limits[name] = float(number) / 1000
+        except ValueError:
+            limits[name] = -1
+        if name not in LIMITS or not limits[name] > 0:
+            raise ValueError(f"--goodput: {part!r} is no limit in milliseconds, such as ttft:500, tpot:50, e2el:9000")
+    return limits
+
+
+def keeps(trace: Trace, limits: dict[str, float]) -> bool:
+    """Whether a request is within every limit; an answer of one token has a TPOT of 0."""
+    found = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2el": trace.e2el}
+    return all(found[name] <= limit for name, limit in limits.items())
+
+
+def figures(
+    traces: Sequence[Trace],
+    seconds: float,
+    *,
+    limits: dict[str, float] | None = None,
+    price_per_hour: float | None = None,
+) -> dict[str, Any]:
+    """All figures of requests that took `seconds` together; times in seconds, cost in the price's currency."""
+    num_in, num_out = sum(one.num_prompt for one in traces), sum(one.num_tokens for one in traces)
+    rates = {"in": num_in / seconds, "out": num_out / seconds, "total": (num_in + num_out) / seconds}
+    found: dict[str, Any] = {
+        "requests": len(traces),
+        "seconds": seconds,
+        "prompt_tokens": num_in,
+        "answer_tokens": num_out,
+        "requests_per_second": len(traces) / seconds,
+        "tokens_per_second": rates,
+        "ttft": distribution([one.ttft for one in traces]),
+        "tpot": distribution([one.tpot for one in traces if one.tpot is not None]),
+        "itl": distribution([gap for one in traces for gap in one.gaps]),
+        "e2el": distribution([one.e2el for one in traces]),
+    }
+    if limits:
+        good = sum(keeps(one, limits) for one in traces)
+        found["goodput"] = {
+            "limits": limits,
+            "requests_per_second": good / seconds,
+            "share": good / max(len(traces), 1),
+        }
+    if price_per_hour is not None:
+        per_second = price_per_hour / 3600
+        found["cost_per_million_tokens"] = {name: per_second / rate * 1e6 for name, rate in rates.items() if rate}
+    return found

@@ -1,0 +1,177 @@
+"""Pictures of results: latency against load, tokens/s against batch beside the roofline, acceptance, memory."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+LATENCIES = {"ttft": "time to first token (TTFT)", "tpot": "time per output token (TPOT)"}
+PERCENTS = {"p50": ("#4269d0", "o-"), "p90": ("#efb118", "s-"), "p99": ("#ff725c", "^-")}
+COLOURS = ("#4269d0", "#3ca951", "#ff725c", "#a463f2", "#9c6b4e", "#efb118")
+GIB = 2**30
+
+
+def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
+    """Draws what the results have, one panel each, and writes the picture; returns the panels' titles.
+
+    Raises ImportError without matplotlib; ValueError where there is nothing to draw.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a picture needs matplotlib: pip install 'jaxinfer[train]'") from None
+    panels: list[tuple[str, Any]] = []
+    loads = [one for one in results if one["command"] == "load" and one["runs"]]
+    batches = [one for one in results if one["command"] == "latency" and one["runs"]]
+    drafted = [one for one in results if any(run.get("speculation") for run in one["runs"])]
+    measured = [one for one in results if one["runs"]]
+    if loads:
+        panels += [(title, lambda axes, name=name: _load(axes, loads, name)) for name, title in LATENCIES.items()]
+        panels.append(("tokens/s against load", lambda axes: _load_tokens(axes, loads)))
+    if batches:
+        panels.append(("tokens/s against batch", lambda axes: _batch_tokens(axes, batches)))
+    if drafted:
+        panels.append(("drafted tokens accepted", lambda axes: _acceptance(axes, drafted)))
+    if measured:
+        panels.append(("memory over time", lambda axes: _memory(axes, measured)))
+    if not panels:
+        raise ValueError("these results have no runs: nothing to draw")
+    columns = 2 if len(panels) in (2, 4) else min(len(panels), 3)
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(5.6 * columns, 4.2 * lines), layout="constrained")
+    figure.suptitle(_title(results), fontsize=11)
+    for place, (title, paint) in enumerate(panels, 1):
+        axes = figure.add_subplot(lines, columns, place)
+        axes.set_title(title, fontsize=10)
+        paint(axes)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False)
+    figure.savefig(file, dpi=130)
+    return [title for title, _ in panels]
+
+
+def _title(results: Sequence[dict[str, Any]]) -> str:
+    machine = results[0]["machine"]
+    models = ", ".join(dict.fromkeys(_name(one) for one in results))
+    where = f"{machine['num_devices']} x {machine['device']}, {machine['num_cores']} cores"
+    return f"{models} on {where}, JAX {machine['jax']}"
+
+
+def _name(result: dict[str, Any]) -> str:
+    """The model, and of its options those that set results of one model apart."""
+    options = result["options"]
+    said = [f"{name}={options[name]}" for name in ("quantize", "kv_dtype", "draft", "mesh") if options.get(name)]
+    return " ".join([result["model"], *said])
+
+
+def _label(results: Sequence[dict[str, Any]], one: dict[str, Any], text: str) -> str:
+    return text if len(results) == 1 else f"{_name(one)}: {text}"
+
+
+def _rates(result: dict[str, Any]) -> tuple[list[float], list[dict[str, Any]]]:
+    """Finite rates in their order, with their runs."""
+    pairs = [(float(run["rate"]), run) for run in result["runs"]]
+    pairs = sorted((pair for pair in pairs if math.isfinite(pair[0])), key=lambda pair: pair[0])
+    return [rate for rate, _ in pairs], [run for _, run in pairs]
+
+
+def _load(axes, results: Sequence[dict[str, Any]], name: str) -> None:
+    for number, one in enumerate(results):
+        rates, runs = _rates(one)
+        for percent, (colour, style) in PERCENTS.items():
+            values = [run[name][percent] * 1e3 if run[name] else math.nan for run in runs]
+            axes.plot(
+                rates,
+                values,
+                style,
+                color=colour if len(results) == 1 else COLOURS[number % len(COLOURS)],
+                alpha={"p50": 1.0, "p90": 0.75, "p99": 0.5}[percent] if len(results) > 1 else 1.0,
+                markersize=4,
+                label=_label(results, one, percent.upper()),
+            )
+    axes.set_xlabel("request rate (requests/s)")
+    axes.set_ylabel(f"{name.upper()} (ms)")
+    axes.set_ylim(bottom=0)
+
+
+def _load_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
+    for number, one in enumerate(results):
+        rates, runs = _rates(one)
+        values = [run["tokens_per_second"]["out"] for run in runs]
+        axes.plot(
+            rates, values, "o-", color=COLOURS[number % len(COLOURS)], label=_label(results, one, "answer tokens")
+        )
+    axes.set_xlabel("request rate (requests/s)")
+    axes.set_ylabel("answer tokens/s")
+    axes.set_ylim(bottom=0)
+
+
+def _batch_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
+    from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+    sizes: set[int] = set()
+    for number, one in enumerate(results):
+        runs = sorted((run for run in one["runs"] if run["decode"] is not None), key=lambda run: run["batch"])
+        batches = [run["batch"] for run in runs]
+        sizes |= set(batches)
+        colour = COLOURS[number % len(COLOURS)]
+        made = [run["batch"] / run["decode"]["step_seconds"] for run in runs]
+        ideal = [run["decode"]["roofline_tokens_per_second"] for run in runs]
+        axes.plot(batches, made, "o-", color=colour, label=_label(results, one, "decoding"))
+        axes.plot(batches, ideal, "--", color=colour, label=_label(results, one, "roofline, measured rates"))
+        for batch, value, run in zip(batches, made, runs, strict=True):
+            text = f"{run['decode']['percent']:.0f} %"
+            axes.annotate(text, (batch, value), textcoords="offset points", xytext=(4, -11), fontsize=7)
+    axes.set_xlabel("batch (sequences at once)")
+    axes.set_ylabel("answer tokens/s after the first")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sorted(sizes), [str(size) for size in sorted(sizes)])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes.minorticks_off()
+    axes.margins(0.12)
+
+
+def _acceptance(axes, results: Sequence[dict[str, Any]]) -> None:
+    for number, one in enumerate(results):
+        runs = [run for run in one["runs"] if run.get("speculation")]
+        for place, run in enumerate(runs):
+            values = [100 * value for value in run["speculation"]["acceptance_by_position"]]
+            label = f"{_run_name(one, run)}, {run['speculation']['mean_accepted_length']:.1f} tokens a round"
+            colour = COLOURS[(number + place) % len(COLOURS)]
+            axes.plot(range(1, len(values) + 1), values, "o-", color=colour, label=_label(results, one, label))
+    axes.set_xlabel("place of the drafted token in its round")
+    axes.set_ylabel("accepted (% of drafted)")
+    axes.set_ylim(0, 105)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _memory(axes, results: Sequence[dict[str, Any]]) -> None:
+    """Runs one after the other, as they were."""
+    number, highest = 0, 0.0
+    for one in results:
+        begin = 0.0
+        for run in one["runs"]:
+            memory, colour = run["memory"], COLOURS[number % len(COLOURS)]
+            label = _label(results, one, _run_name(one, run))
+            resident = [value / GIB for value in memory["rss_bytes"]]
+            times = [begin + value for value in memory["seconds"]]
+            axes.plot(times, resident, color=colour, label=f"{label}, process")
+            highest = max(highest, *resident)
+            if memory["device_bytes"] is not None:
+                values = [value / GIB for value in memory["device_bytes"]]
+                axes.plot(times, values, "--", color=colour, label=f"{label}, device")
+                highest = max(highest, *values)
+            begin, number = times[-1], number + 1
+    axes.set_xlabel("time, runs one after the other (s)")
+    axes.set_ylabel("memory (GiB)")
+    axes.set_ylim(0, 1.7 * highest)  # with room for the legend
+
+
+def _run_name(result: dict[str, Any], run: dict[str, Any]) -> str:
+    if result["command"] == "load":
+        return f"{run['rate']:g} requests/s" if isinstance(run["rate"], float) else f"{run['rate']} requests/s"
+    return f"batch {run['batch']}" if result["command"] == "latency" else f"{run['requests']} requests"

@@ -1,0 +1,157 @@
+"""The roofline of the machine that runs: bandwidth and FLOP/s as measured here and now, and what a step needs."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.planning.counted import Counted, count
+from jaxinfer.planning.here import subject_of
+from jaxinfer.planning.roofline import Rates, RooflinePoint, decode_point
+
+# Larger than any cache: of a CPU, of an accelerator.
+CPU_BYTES, DEVICE_BYTES = 512 * 2**20, 2**30
+CPU_MATMUL, DEVICE_MATMUL = 1536, 8192  # rows and columns
+MIN_REPEATS, MIN_SECONDS = 5, 0.3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What this machine does in a second, the best of several runs each.
+
+    Attributes:
+      bandwidths: bytes a second of one device by how they were moved: "copy" (read and written), "read" (summed up) and
+        on a CPU "matvec", a matrix-vector product of the weights' dtype. flops: by what is multiplied; "bf16" stands
+        for the dtype that the model computes in.
+    """
+
+    dtype: str
+    bandwidths: dict[str, float]
+    flops: dict[str, float]
+
+    @property
+    def bandwidth(self) -> float:
+        """The best of them."""
+        return max(self.bandwidths.values())
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(hbm=self.bandwidth, links=float("inf"), flops=self.flops)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "dtype": self.dtype,
+            "bytes_per_second": self.bandwidth,
+            "bytes_per_second_by": self.bandwidths,
+            "flops_per_second": {(self.dtype if name == "bf16" else name): rate for name, rate in self.flops.items()},
+        }
+
+
+def measure(
+    dtype: Any, kinds: tuple[str, ...] = (), *, num_bytes: int | None = None, size: int | None = None
+) -> Measured:
+    """Measures the default device: arrays of `num_bytes`, products of `size` rows and columns (None: large ones).
+
+    `kinds` names what else is multiplied: "int8", "fp8". Where it cannot be, the dtype's rate stands for it.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    num_bytes = num_bytes or (CPU_BYTES if is_cpu else DEVICE_BYTES)
+    size = size or (CPU_MATMUL if is_cpu else DEVICE_MATMUL)
+    dtype = jnp.dtype(dtype)
+    width = 1024
+    array = jnp.ones((max(num_bytes // dtype.itemsize // width, 1), width), dtype)
+    bandwidths = {
+        "read": array.nbytes / _seconds(jax.jit(lambda x: jnp.sum(x, axis=0, dtype=jnp.float32)), array),
+    }
+    if is_cpu:
+        vector = jnp.ones((width, 1), dtype)
+        bandwidths["matvec"] = array.nbytes / _seconds(jax.jit(jnp.dot), array, vector)
+    bandwidths["copy"] = 2 * array.nbytes / _copy_seconds(array)
+    flops = {"bf16": _matmul(dtype, size)}
+    for kind in kinds:
+        if kind not in flops:
+            flops[kind] = _matmul_of(kind, size) or flops["bf16"]
+    return Measured(dtype.name, bandwidths, flops)
+
+
+def _matmul_of(kind: str, size: int) -> float | None:
+    """FLOP/s of products of 8-bit numbers; None where this backend has none."""
+    dtype, result = (jnp.int8, jnp.int32) if kind == "int8" else (jnp.float8_e4m3fn, jnp.float32)
+    try:
+        return _matmul(dtype, size, result)
+    except (NotImplementedError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def _matmul(dtype: Any, size: int, result: Any = None) -> float:
+    array = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=result))
+    return 2 * size**3 / _seconds(product, array, array)
+
+
+def _copy_seconds(array: jax.Array) -> float:
+    """Of reading and writing an array once, into memory that is there already: new memory has to be found first.
+    The array is donated."""
+    negate = jax.jit(lambda x: -x, donate_argnums=0)
+
+    def step() -> jax.Array:
+        nonlocal array
+        array = negate(array)
+        return array
+
+    found = _seconds(step)
+    array.delete()
+    return found
+
+
+def _seconds(function: Callable, *arguments: jax.Array) -> float:
+    """The least of several runs."""
+    jax.block_until_ready(function(*arguments))
+    found: list[float] = []
+    while len(found) < MIN_REPEATS or sum(found) < MIN_SECONDS:
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+@dataclass(frozen=True)
+class Ideal:
+    """The least times of an engine's steps at measured rates."""
+
+    measured: Measured
+    counted: Counted
+    num_replicas: int = 1
+
+    @classmethod
+    def of(cls, engine: PagedEngine, num_replicas: int = 1, **sizes: Any) -> "Ideal":
+        """Counts the engine's bytes and FLOPs, and measures for what it multiplies; `sizes` as for `measure`."""
+        subject = subject_of("model", engine)
+        counted = count(subject, subject.config, subject.placed_params, subject.cache)
+        return cls(measure(engine.dtype, tuple(counted.token_flops), **sizes), counted, num_replicas)
+
+    def decode(self, batch: float, context: float) -> RooflinePoint:
+        """A step that makes a token for each of `batch` sequences of `context` tokens on each replica: its weights and
+        cache read, its FLOPs."""
+        return decode_point(
+            self.measured.rates,
+            self.counted,
+            None,
+            batch=max(round(batch), 1),
+            context=max(round(context), 1),
+            compiled_batch=1,
+            compiled_context=1,
+            num_replicas=self.num_replicas,
+        )
+
+    def prefill_seconds(self, lengths: list[int]) -> float:
+        """What the prompts' products and attention take at the measured FLOP/s; they are computed one after another."""
+        rates, counted = self.measured.rates.flops, self.counted
+        tokens = sum(lengths)
+        products = sum(flops * tokens / rates[kind] for kind, flops in counted.token_flops.items())
+        attention = sum(counted.attention_flops((length + 1) / 2) * length for length in lengths) / rates["bf16"]
+        return products + attention

@@ -1,0 +1,111 @@
+"""`jaxinfer plan` without compiling: what it reads and prints. Compiled plans are tests/planning's."""
+
+import json
+
+import pytest
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
+
+# 128 KiB of keys and values a token.
+WIDE = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 256}
+
+
+@pytest.fixture
+def config_alone(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_a_config_json_alone_is_enough(jaxinfer, json_lines, config_alone):
+    options = ("--on", "v6e:1x1", "--no-compile", "--json", "--max-seqs", 4, "--context", 512, "--batch", "1,4")
+    result = jaxinfer("plan", config_alone, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    [data] = json_lines(result.stdout)
+    assert data["fits"] is True
+    matrices = 2 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512) + 2 * 1024 * 256
+    assert data["bytes"]["weights"] == 2 * (matrices + 5 * 256)
+    assert data["cache"]["tokens_planned"] == 4 * 512
+    assert [point["batch"] for point in data["roofline"]] == [1, 4]
+    assert data["bytes"]["is_measured"] is False
+
+
+def test_options_change_what_is_planned(jaxinfer, json_lines, config_alone):
+    def plan(*options):
+        result = jaxinfer("plan", config_alone, "--no-compile", "--json", *options)
+        assert result.exit_code == 0, result.stderr
+        return json_lines(result.stdout)[0]
+
+    plain = plan("--on", "v5e:2x2", "--mesh", "model=2,data=2")
+    assert plain["layout"] == {"mesh": "data=2,model=2", "devices": 4, "replicas": 2, "devices of a replica": 2}
+    assert plan("--on", "v5e:2x2")["layout"] == plain["layout"]  # two key heads
+    large, small = plan("--on", "h200x1"), plan("--on", "h200x1", "--quantize", "int8", "--kv-dtype", "int8")
+    assert small["bytes"]["weights"] < 0.8 * large["bytes"]["weights"]
+    assert small["bytes"]["cache"] < 0.6 * large["bytes"]["cache"]
+    drafted = plan("--on", "h200x1", "--draft", config_alone, "--num-draft-tokens", 3)
+    assert drafted["bytes"]["draft weights"] == drafted["bytes"]["weights"]
+    assert drafted["rounds"][0]["num_draft_tokens"] == 3
+
+
+def test_the_embedded_model_for_people(jaxinfer):
+    result = jaxinfer("plan", "demo", "--on", "rtx-4090", "--max-seqs", 4)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("demo fits on rtx-4090")
+    assert "no compiler for NVIDIA GeForce RTX 4090" in result.stdout
+
+
+def test_what_does_not_fit_comes_with_what_does(jaxinfer, json_lines, config_alone):
+    (config_alone / "config.json").write_text(json.dumps({**CONFIG, **WIDE}))
+    result = jaxinfer("plan", config_alone, "--on", "v5e:1x1", "--no-compile", "--json")
+    assert result.exit_code == 0, result.stderr
+    [data] = json_lines(result.stdout)
+    assert data["fits"] is False
+    assert data["changes"][0]["flags"]
+    assert data["changes"][0]["fits"] is True
+
+
+def test_a_picture(jaxinfer, config_alone, tmp_path):
+    pytest.importorskip("matplotlib")
+    result = jaxinfer("plan", config_alone, "--on", "v6e:1x1", "--no-compile", "--picture", tmp_path / "plan.png")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--on", "v7:2x2"), 1, "no chip is called 'v7'"),
+        (("--on", "v5e:2x2", "--mesh", "rows=4"), 1, "'rows' is not one of the axes data, expert, model"),
+        (("--on", "v5e:2x2", "--mesh", "model=2"), 1, "has 2 devices"),
+        (("--on", "v5e:1x1", "--batch", "0"), 2, "not a list of positive numbers"),
+        (("--on", "v5e:1x1", "--num-draft-tokens", "3"), 2, "needs --draft"),
+        (("--on", "v5e:1x1", "--picture", "plan.bmp"), 2, "ends in neither"),
+        (("--on", "v5e:1x1", "--context", "4096"), 1, "more than the 2048 tokens"),
+        (("--on", "v5e:1x1", "--quantize", "int9"), 1, "did you mean"),
+        (("--on", "v5e:1x1", "--kv-dtype", "int7"), 1, "kv_dtype='int7'"),
+        (("--on", "v5e:1x1", "--draft", "layers:2"), 1, "use 1 to one less"),
+    ],
+)
+def test_what_is_refused(jaxinfer, config_alone, options, code, message):
+    result = jaxinfer("plan", config_alone, "--no-compile", *options)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_model_that_is_missing(jaxinfer, tmp_path):
+    result = jaxinfer("plan", tmp_path, "--on", "v5e:1x1", "--no-compile")
+    assert result.exit_code == 1
+    assert "not a checkpoint" in result.stderr
