@@ -115,8 +115,8 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name in wanted:
         title, measure = PARTS[name]
-        row = measure(options.rounds)
-        row["ratio"] = ratio_of(row)
+        found = measure(options.rounds)
+        row = {"title": title, **found, "ratio": ratio_of(found)}
         rows[name] = row
         line = f"{title:<34}{row['ratio']:>7.2f}x   ({row['before']:.4g} to {row['after']:.4g} {row['unit']})"
         if (sizes := row.get("weight_bytes")) is not None:

@@ -114,11 +114,15 @@ for when, found in (("before", result.before), ("after", result.after)):
 # %%
 import matplotlib.pyplot as plt
 
-measured = [(step, values["acceptance"]) for step, values in result.history if "acceptance" in values]
-figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-axes.plot([0, *(step for step, _ in measured)], [result.before.rate, *(rate for _, rate in measured)], marker="o")
-axes.set(xlabel="optimizer step", ylabel="accepted of proposed", ylim=(0, 1), title="a draft learns its target")
+measured = [(0, result.before.rate)]
+measured += [(step, values["acceptance"]) for step, values in result.history if "acceptance" in values]
+steps, rates = zip(*measured, strict=True)
+figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
+axes.plot(steps, rates, marker="o", label="distilled draft, held-out prompts")
+axes.set(xlabel="optimizer steps", ylabel="share of drafted tokens accepted", ylim=(-0.03, 1.05))
+axes.set_title(f"A draft learns its target: {rates[0]:.0%} accepted before, {rates[-1]:.0%} after")
 axes.spines[["top", "right"]].set_visible(False)
+axes.legend(frameon=False)
 plt.show()
 
 # %%

@@ -1,3 +1,4 @@
+import gc
 import json
 import math
 import time
@@ -201,7 +202,8 @@ def test_unknown_dtype_is_refused(checkpoint):
 def test_layers_that_only_config_json_has_are_refused_before_they_are_computed_with(checkpoint, num_layers):
     source = checkpoint()
     source.config["num_hidden_layers"] = num_layers
-    start = time.process_time()
+    gc.collect()  # that of other tests does not count
+    start = time.thread_time()
     with pytest.raises(CheckpointError, match=rf"num_hidden_layers is {num_layers}, the \d+ tensors name 2 layers"):
         load(source.write())
-    assert time.process_time() - start < 1
+    assert time.thread_time() - start < 1
