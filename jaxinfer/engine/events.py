@@ -41,7 +41,8 @@ class Dispatch:
     Attributes:
       kind: "step" (prompt tokens, and a token for each decoding answer beside them), "decode" (steps of decoding
         answers alone) or "rounds" (speculative ones). num_steps: at most so many steps, or rounds.
-      work: who takes part. num_rows: of tokens that each step computes, padding included.
+      work: who takes part. num_rows: of tokens that each step computes, padding included. num_drafted: tokens that a
+        round drafts for each answer at most.
       replica: whose it is, from 0. sent_at: seconds of time.perf_counter when it had been sent. busy_since: likewise,
         when the first request came after the engine had none.
       output: an array of its results; it is ready when the dispatch has ended.
@@ -51,6 +52,7 @@ class Dispatch:
     num_steps: int
     work: tuple[SlotWork, ...]
     num_rows: int
+    num_drafted: int
     replica: int
     sent_at: float
     busy_since: float

@@ -435,6 +435,7 @@ class PagedEngine:
             num_steps=plan.num_steps,
             work=(*chunks, *decodes),
             num_rows=flight.num_rows,
+            num_drafted=0 if flight.rounds is None else flight.rounds.tree.num_nodes - 1,
             replica=self.replica,
             sent_at=time.perf_counter(),
             busy_since=self._busy_since,
