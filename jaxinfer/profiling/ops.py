@@ -173,7 +173,7 @@ def _users(computation: dict[str, Instruction]) -> dict[str, list[str]]:
     """Who takes each instruction's result; where results are gathered to be returned, nobody does."""
     users: dict[str, list[str]] = {}
     for instruction in computation.values():
-        if instruction.opcode != "tuple":
+        if instruction.opcode != "tuple" or not instruction.is_root:
             for operand in instruction.operands:
                 users.setdefault(operand, []).append(instruction.name)
     return users

@@ -8,7 +8,7 @@ from typing import Any
 from jaxinfer.bench.probe import host_gap
 from jaxinfer.engine.events import Dispatch
 from jaxinfer.profiling.needed import Needed
-from jaxinfer.profiling.ops import KINDS, PARTS, Op, Programs, op_of
+from jaxinfer.profiling.ops import DRAFT, KINDS, PARTS, Op, Programs, op_of
 from jaxinfer.profiling.phases import Phase, Turn
 from jaxinfer.profiling.trace import Interval, intervals, shares
 
@@ -45,7 +45,7 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
         },
         "host_gap": host_gap(phase.probes),
         "by_kind": _summed((op.kind for op in ops), seconds, KINDS),
-        "by_part": _summed((op.part for op in ops), seconds, PARTS),
+        "by_part": _summed((op.part for op in ops), seconds, (*PARTS, *(DRAFT + part for part in PARTS))),
         "by_part_and_kind": _crossed(ops, seconds),
         "layers": _layers(ops, seconds),
         "longest": _longest(found, ops, seconds),
