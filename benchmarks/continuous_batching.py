@@ -86,7 +86,7 @@ def serve(engine: PagedEngine, load: Load) -> tuple[list[Timed], float]:
         for one in engine.step():
             now = time.perf_counter() - start
             times[one] += [now] * (len(one.output) - len(times[one]))
-        running = engine.scheduler.running
+        running = engine.snapshot().running
         if running:
             stored = sum(one.num_stored for one in running)
             wasted.append(1 - stored / (PAGE_SIZE * sum(len(one.pages) for one in running)))
@@ -228,7 +228,7 @@ def host_times(model: Any, steps_per_dispatch: int = 1, num_dispatches: int = 50
         if plan is None:
             raise SystemExit("the pool is too small for this measurement")
         engine._prepare(plan)
-        flight = engine._dispatch(plan)
+        flight = engine._dispatch(plan, None)
         sending.append(time.thread_time() - start)
         jax.block_until_ready(flight.output)
         start = time.thread_time()

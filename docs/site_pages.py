@@ -28,6 +28,8 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     "jaxinfer": {"jaxinfer": ()},
     "models": {"jaxinfer.models": ()},
     "sampling": {"jaxinfer.sampling": ()},
+    "engine": {"jaxinfer.engine.events": ("Dispatch", "SlotWork", "Snapshot", "Running")},
+    "profiling": {"jaxinfer.profiling.run": ("profile",), "jaxinfer.profiling.phases": ("Workload",)},
     "text": {"jaxinfer.text": ()},
     "batch": {"jaxinfer.batch": ()},
     "fleet": {"jaxinfer.fleet": ("RayPool", "RayDataGenerator")},

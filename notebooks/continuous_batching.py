@@ -54,8 +54,8 @@ print("answer lengths in tokens:", *answer_lengths)
 # %% [markdown]
 # ## Run, and note who holds which slot
 #
-# `engine.step()` plans one dispatch, sends it, and reads the results of the one before. After each we ask the scheduler who is
-# running, in which slot, and whether it is still reading its prompt (*prefill*) or making tokens (*decode*).
+# `engine.step()` plans one dispatch, sends it, and reads the results of the one before. After each we ask for a
+# `snapshot()`: who is running, in which slot, and whether it is still reading its prompt (*prefill*) or making tokens (*decode*).
 #
 # Static batching is the same engine, given the next four requests only when the last four are all done. So the two runs
 # differ in nothing but the schedule.
@@ -76,8 +76,8 @@ def serve(batches):
             llm.submit(requests[number])
         while llm.engine.has_work:
             progressed = llm.engine.step()
-            running = llm.engine.scheduler.running
-            events.append([(one.slot, number_of[one.owner], DECODE if one.is_decoding else PREFILL) for one in running])
+            running = llm.engine.snapshot().running
+            events.append([(one.slot, number_of[one.generation], DECODE if one.is_decoding else PREFILL) for one in running])
             for generation in progressed:
                 if generation.finish_reason is not None:
                     ended[number_of[generation]] = (len(events), time.perf_counter() - start)

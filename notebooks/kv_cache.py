@@ -64,7 +64,7 @@ assert bytes_per_token == llm.explain().to_dict()["cache"]["bytes per token"]
 # partly empty. Page 0 is the null page: it stands where a table has no entry, and nobody owns it.
 #
 # Here are ten requests of very different lengths for four slots. We run the engine step by step and note after each step
-# which pages every running sequence owns, and how many tokens are stored.
+# which pages every running sequence owns, and how many tokens are stored: `engine.snapshot()` tells.
 
 # %%
 random = np.random.default_rng(0)
@@ -82,7 +82,8 @@ def run(llm, requests):
     history = []
     while llm.engine.has_work:
         llm.engine.step()
-        history.append({numbers[one.owner]: (list(one.pages), one.num_stored) for one in llm.engine.scheduler.running})
+        running = llm.engine.snapshot().running
+        history.append({numbers[one.generation]: (list(one.pages), one.num_stored) for one in running})
     return history
 
 
@@ -173,11 +174,11 @@ assert reserved == contiguous_pages * PAGE_SIZE * bytes_per_token
 shared = random.integers(1, config.vocab_size, size=80).tolist()
 endings = [random.integers(1, config.vocab_size, size=12).tolist() for _ in range(4)]
 few = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-before = llm.engine.scheduler.counters.computed_prompt_tokens
+before = llm.engine.snapshot().counters.computed_prompt_tokens
 first = llm.generate([shared + endings[0]], few)[0]
 tables = run(llm, [llm.prepare(shared + ending, few) for ending in endings])
 table = max(tables, key=lambda running: sum(len(pages) for pages, _ in running.values()))
-computed = llm.engine.scheduler.counters.computed_prompt_tokens - before
+computed = llm.engine.snapshot().counters.computed_prompt_tokens - before
 asked = len(shared) + len(endings[0]) + sum(len(shared) + len(ending) for ending in endings)
 print(f"{computed} of {asked} prompt tokens were computed")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.peers.systems import PEERS
 from benchmarks.peers.workload import DECODE_TOKENS, Measure, num_weight_bytes
+from jaxinfer.bench.model import machine
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 3600  # seconds of one process
@@ -161,23 +162,17 @@ def ratios(systems: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def machine() -> dict[str, Any]:
-    """What ran: versions and cores, no name of the machine."""
-    import platform
+def versions() -> dict[str, str]:
+    """Of the systems' packages that are installed."""
     from importlib import metadata
 
-    versions = {}
+    found = {}
     for package in ("jax", "torch", "transformers", "llama-cpp-python", "vllm"):
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return {
-        "machine": platform.machine(),
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "python": platform.python_version(),
-        "packages": versions,
-    }
+    return found
 
 
 def job(
@@ -210,6 +205,7 @@ def report(
         "failed": failed,
         "weight_bytes": num_weight_bytes(),
         **machine(),
+        "packages": versions(),
     }
 
 

@@ -63,12 +63,14 @@ def opened(
     *,
     random_weights: bool = False,
     serves: bool = False,
+    warms_up: bool = True,
     sizes: dict[str, int] | None = None,
 ) -> Iterator[Bench]:
     """Opens a model with these arguments of `LLM`, compiles every program, measures the roofline; closes it after.
 
     Args:
-      random_weights: from the configuration alone. serves: as an `AsyncEngine`, for many clients.
+      random_weights: from the configuration alone. serves: as an `AsyncEngine`, for many clients. warms_up: whether
+        programs are compiled at all here.
       sizes: of the roofline's arrays, as `rates.measure` takes them.
 
     Raises ValueError for cache="contiguous", and what `LLM` raises.
@@ -84,7 +86,7 @@ def opened(
     try:
         loaded = time.perf_counter()
         with compilation_cache.counting() as counts:
-            num_programs = llm.warm_up(use_tqdm=False)
+            num_programs = llm.warm_up(use_tqdm=False) if warms_up else 0
         start = Start(
             load_seconds=loaded - begin,
             compile_seconds=time.perf_counter() - loaded,

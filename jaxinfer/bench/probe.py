@@ -5,13 +5,14 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxinfer.engine.events import Dispatch
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.replicas import Replicas
 
@@ -25,7 +26,7 @@ def engines_of(engine: Any) -> list[PagedEngine]:
 
 
 class DispatchProbe:
-    """Watches an engine's dispatches while it is entered.
+    """Watches one engine's dispatches while it is entered.
 
     A gap is the time from when the results of all earlier dispatches were there to when the next one was sent, while
     there was work: what the host keeps the device waiting. A thread waits for results, so that the moment is known
@@ -37,7 +38,7 @@ class DispatchProbe:
         self._ready_at: float | None = None
         self._num_pending = 0
         self._lock = threading.Lock()
-        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sent: queue.SimpleQueue[Dispatch | None] = queue.SimpleQueue()
         self.gaps: list[float] = []
         self.num_steps = 0
         self._num_decode_steps = 0
@@ -45,45 +46,35 @@ class DispatchProbe:
         self._tokens = 0.0  # of their contexts, likewise
 
     def __enter__(self) -> "DispatchProbe":
-        self._dispatch: Callable[..., Any] = self._engine._dispatch
-        self._add: Callable[..., None] = self._engine.add
-        self._engine._dispatch = self._watched  # type: ignore[method-assign]
-        self._engine.add = self._added  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._wait, name="dispatch probe", daemon=True)
         self._thread.start()
+        self._observing = self._engine.observe(self._note)
+        self._observing.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        del self._engine._dispatch, self._engine.add
+        self._observing.__exit__(None, None, None)
         self._sent.put(None)
         self._thread.join()
 
-    def _added(self, generation: Any) -> None:
-        if not self._engine.has_work:  # the next dispatch waited for this request, not for the host
-            with self._lock:
-                self._ready_at = None
-        self._add(generation)
-
-    def _watched(self, plan: Any, *choice: Any) -> Any:
-        flight = self._dispatch(plan, *choice)
-        now = time.perf_counter()
+    def _note(self, dispatch: Dispatch) -> None:
         with self._lock:
             if self._num_pending:
                 self.gaps.append(0.0)
-            elif self._ready_at is not None:
-                self.gaps.append(now - self._ready_at)
+            elif self._ready_at is not None and self._ready_at >= dispatch.busy_since:
+                self.gaps.append(dispatch.sent_at - self._ready_at)  # else it waited for a request, not for the host
             self._num_pending += 1
-        steps = plan.num_steps if plan.decodes else 0
+        decodes = [work for work in dispatch.work if work.is_decoding]
+        steps = dispatch.num_steps if decodes else 0
         self.num_steps += max(steps, 1)
         self._num_decode_steps += steps
-        self._rows += steps * len(plan.decodes)
-        self._tokens += steps * sum(len(one.tokens) for one in plan.decodes)
-        self._sent.put(flight.output.tokens)
-        return flight
+        self._rows += steps * len(decodes)
+        self._tokens += steps * sum(work.start for work in decodes)
+        self._sent.put(dispatch)
 
     def _wait(self) -> None:
-        while (output := self._sent.get()) is not None:
-            jax.block_until_ready(output)
+        while (dispatch := self._sent.get()) is not None:
+            dispatch.wait()
             with self._lock:
                 self._num_pending -= 1
                 self._ready_at = time.perf_counter()
@@ -98,19 +89,21 @@ class DispatchProbe:
         """Tokens of such a sequence."""
         return self._tokens / self._rows if self._rows else 0.0
 
-    def to_dict(self) -> dict[str, Any] | None:
-        """Seconds; None before a second dispatch."""
-        if not self.gaps:
-            return None
-        total = float(np.sum(self.gaps))
-        return {
-            "dispatches": len(self.gaps),
-            "steps": self.num_steps,
-            "per_dispatch_mean": float(np.mean(self.gaps)),
-            "per_dispatch_p99": float(np.percentile(self.gaps, 99)),
-            "per_step_mean": total / max(self.num_steps, 1),
-            "seconds": total,
-        }
+
+def host_gap(probes: Sequence[DispatchProbe]) -> dict[str, Any] | None:
+    """Seconds that devices waited for the host, of all replicas' dispatches; None before a second one."""
+    gaps = [gap for probe in probes for gap in probe.gaps]
+    if not gaps:
+        return None
+    total, num_steps = float(np.sum(gaps)), sum(probe.num_steps for probe in probes)
+    return {
+        "dispatches": len(gaps),
+        "steps": num_steps,
+        "per_dispatch_mean": float(np.mean(gaps)),
+        "per_dispatch_p99": float(np.percentile(gaps, 99)),
+        "per_step_mean": total / max(num_steps, 1),
+        "seconds": total,
+    }
 
 
 class MemorySampler:

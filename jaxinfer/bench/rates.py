@@ -153,5 +153,7 @@ class Ideal:
         rates, counted = self.measured.rates.flops, self.counted
         tokens = sum(lengths)
         products = sum(flops * tokens / rates[kind] for kind, flops in counted.token_flops.items())
+        kind, head = counted.head
+        products -= head * (tokens - len(lengths)) / rates[kind]  # only the last token's logits are needed
         attention = sum(counted.attention_flops((length + 1) / 2) * length for length in lengths) / rates["bf16"]
         return products + attention

@@ -12,7 +12,7 @@ from jaxinfer import compilation_cache
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.bench.metrics import Trace, figures
 from jaxinfer.bench.model import Bench
-from jaxinfer.bench.probe import DispatchProbe, MemorySampler, engines_of
+from jaxinfer.bench.probe import DispatchProbe, MemorySampler, engines_of, host_gap
 from jaxinfer.bench.workload import Ask
 from jaxinfer.engine.processor import Terms
 from jaxinfer.llm import LLM
@@ -188,7 +188,7 @@ def summary(bench: Bench, watch: Watch, traces: list[Trace], seconds: float, how
     """All figures of a run as JSON values."""
     run = figures(traces, seconds, limits=how.limits, price_per_hour=how.price_per_hour)
     run["compiled_after_warm_up"] = watch.counts.compiled + watch.counts.hits
-    run["host_gap"] = watch.probes[0].to_dict()
+    run["host_gap"] = host_gap(watch.probes)
     run["decode"] = _decode(bench, watch, run)
     after = bench.llm.speculation_stats()
     if after is not None and watch.before is not None:

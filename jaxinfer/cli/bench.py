@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +26,8 @@ PATHS = ("tokenizer", "draft", "dataset")
 
 
 @dataclass(frozen=True)
-class BenchOptions(DraftedServingOptions):
-    """Those of serving, the requests, and what is made of the times. The model has no flag."""
+class MeasuredModelOptions(DraftedServingOptions):
+    """Those of serving, of a model that has no flag and may be a configuration alone."""
 
     model: Annotated[
         str,
@@ -42,6 +42,12 @@ class BenchOptions(DraftedServingOptions):
             rich_help_panel="Model",
         ),
     ] = False
+
+
+@dataclass(frozen=True)
+class BenchOptions(MeasuredModelOptions):
+    """The model and the engine, the requests, and what is made of the times."""
+
     steps_per_dispatch: Annotated[
         int | None,
         typer.Option(
@@ -208,11 +214,11 @@ def read_workload(options: BenchOptions) -> "Workload":
     )
 
 
-def bench_arguments(options: BenchOptions) -> dict[str, Any]:
-    """The arguments of `LLM` among the options."""
+def bench_arguments(options: MeasuredModelOptions, own: Sequence[str] = OWN) -> dict[str, Any]:
+    """The arguments of `LLM` among the options: all but the command's own."""
     if options.random_weights and options.requantize is not None:
         raise UsageError("--requantize is for a GGUF file's weights, and --random-weights takes none")
-    return {name: value for name, value in llm_arguments(options).items() if name not in OWN}
+    return {name: value for name, value in llm_arguments(options).items() if name not in own}
 
 
 @dataclass(frozen=True)

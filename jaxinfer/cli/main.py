@@ -17,6 +17,7 @@ from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.models import models
 from jaxinfer.cli.plan import plan
+from jaxinfer.cli.profile import profile
 from jaxinfer.cli.quantize import quantize
 from jaxinfer.cli.score import score
 from jaxinfer.cli.speculate_report import speculate_report
@@ -71,7 +72,7 @@ GROUPS = {
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"plan": plan, "warm": warm},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},
-    "This machine": {"doctor": doctor, "train-demo": train_demo},
+    "This machine": {"profile": profile, "doctor": doctor, "train-demo": train_demo},
 }
 for group, commands in GROUPS.items():
     for name, function in commands.items():

@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Sequences
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales, applied_scales, init_paged_cache, page_bytes, stored_dtype
 from jaxinfer.engine import paged_programs, programs, results
+from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
@@ -54,6 +56,7 @@ class _Flight:
     decodes: list[tuple[int, Sequence]]
     output: StepOutput
     num_slots: int
+    num_rows: int  # of tokens of a step, padding included
     sent_at: float  # seconds of time.perf_counter
     scores: PendingScores | None = None
     rounds: "_Rounds | None" = None
@@ -92,6 +95,7 @@ class PagedEngine:
     ):
         self.config, self.options = config, options
         self.publish: Callable[[str, Sequences[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
+        self.replica = 0  # its number, set by `Replicas`
         self.placement = Placement(mesh)
         self.model, self.weights = programs.program_model(config, params, mesh)
         self.dtype = compute_dtype(params)
@@ -153,6 +157,8 @@ class PagedEngine:
         self._deadlines: list[tuple[float, int, Generation]] = []
         self._numbers = itertools.count()
         self._read_at = 0.0  # when the last results were read
+        self._observers = Observers()
+        self._busy_since = 0.0
 
     # What callers do.
 
@@ -178,10 +184,21 @@ class PagedEngine:
             leader=None if generation.leader is None else self._sequences.get(generation.leader),
         )
         self.scheduler.add(sequence)
+        if not self._sequences:
+            self._busy_since = time.perf_counter()
         self._sequences[generation] = sequence
         self._num_with_logprobs += generation.params.logprobs is not None
         if generation.deadline is not None:
             heapq.heappush(self._deadlines, (generation.deadline, next(self._numbers), generation))
+
+    def observe(self, observer: Observer) -> AbstractContextManager[None]:
+        """While the block runs, `observer` is called with every `Dispatch` when it has been sent, on the thread that
+        steps the engine. It must not wait for it there. On several hosts only those of host 0 hear anything."""
+        return self._observers.including(observer)
+
+    def snapshot(self) -> Snapshot:
+        """Who holds which slot and pages, and the totals. To be asked between steps, on the thread that makes them."""
+        return Snapshot.of(self.scheduler, self.replica)
 
     @property
     def abstract_pages(self) -> Pages:
@@ -207,6 +224,8 @@ class PagedEngine:
             self._prepare(plan)
             if not plan.is_empty:
                 self._in_flight.append(self._dispatch(plan, choice))
+                if self._observers:
+                    self._tell(plan, self._in_flight[-1])
                 if len(self._in_flight) < MAX_IN_FLIGHT:
                     return progressed
         if self._in_flight:
@@ -371,9 +390,11 @@ class PagedEngine:
             work = {"is_held": is_held, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
             output, counts = self._run_rounds(work, self.speculation.number_of(choice.tree))
             rounds = _Rounds(plan.num_steps, choice.tree, counts, num_behind)
-            return _Flight(chunks, decodes, output, num_slots, sent_at, rounds=rounds)
+            least = self.options.token_buckets[-1] if self.options.deterministic else 0
+            num_rows = max(num_slots * choice.tree.num_nodes, least)
+            return _Flight(chunks, decodes, output, num_slots, num_rows, sent_at, rounds=rounds)
         output = self._run_decode(is_held, plan.num_steps)
-        return _Flight(chunks, decodes, output, num_slots, sent_at)
+        return _Flight(chunks, decodes, output, num_slots, num_slots, sent_at)
 
     def _dispatch_step(
         self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, Sequence]], num_slots: int, sent_at: float
@@ -402,7 +423,25 @@ class PagedEngine:
         scores = None
         if is_scored and self._hidden is not None:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden), None
-        return _Flight(chunks, decodes, output, num_slots, sent_at, scores)
+        return _Flight(chunks, decodes, output, num_slots, size, sent_at, scores)
+
+    def _tell(self, plan: Plan, flight: _Flight) -> None:
+        chunks = (SlotWork(one.sequence.owner, slot, one.start, one.length) for slot, one in flight.chunks)
+        decodes = (SlotWork(one.owner, slot, len(one.tokens), 0) for slot, one in flight.decodes)
+        # A deterministic engine decodes with the program for prompts, and that is no other kind of work.
+        kind = "rounds" if flight.rounds is not None else "step" if flight.chunks else "decode"
+        dispatch = Dispatch(
+            kind=kind,
+            num_steps=plan.num_steps,
+            work=(*chunks, *decodes),
+            num_rows=flight.num_rows,
+            num_drafted=0 if flight.rounds is None else flight.rounds.tree.num_nodes - 1,
+            replica=self.replica,
+            sent_at=time.perf_counter(),
+            busy_since=self._busy_since,
+            output=flight.output.tokens,
+        )
+        self._observers.tell(dispatch)
 
     def _list_pages(self, plan: Plan | None, num_slots: int) -> None:
         """Sees to it that the device has the first rows of the table; they are sent only where they have changed."""

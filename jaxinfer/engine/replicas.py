@@ -4,9 +4,11 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
+from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.request import Generation
 from jaxinfer.engine.scheduler import QueueFullError, Sequence
@@ -23,6 +25,8 @@ class Replicas:
 
     def __init__(self, engines: Iterable[PagedEngine]):
         self.engines = list(engines)
+        for number, engine in enumerate(self.engines):
+            engine.replica = number
         first = self.engines[0]
         self.config, self.options, self.model, self.weights = first.config, first.options, first.model, first.weights
         self.dtype, self.kv_dtype, self.kv_scales = first.dtype, first.kv_dtype, first.kv_scales
@@ -48,6 +52,18 @@ class Replicas:
         self._queued.add(generation)
         if generation.deadline is not None:
             heapq.heappush(self._deadlines, (generation.deadline, next(self._numbers), generation))
+
+    @contextmanager
+    def observe(self, observer: Observer) -> Iterator[None]:
+        """As `PagedEngine.observe`, of every engine."""
+        with ExitStack() as stack:
+            for engine in self.engines:
+                stack.enter_context(engine.observe(observer))
+            yield
+
+    def snapshot(self) -> Snapshot:
+        """As `PagedEngine.snapshot`, of all engines together."""
+        return Snapshot.together([engine.snapshot() for engine in self.engines], len(self._queued))
 
     @property
     def has_work(self) -> bool:

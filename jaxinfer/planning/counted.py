@@ -22,6 +22,8 @@ class Counted:
       dense_bytes: weights that every step reads. expert_bytes: of all experts' weights.
       num_experts, num_chosen: of a layer, and how many of them a token goes to; 0 where there are none.
       token_cache_bytes: keys and values of one token.
+      head: what the product with the output layer is, and its FLOPs of one token, which `token_flops` contains; prompts
+        need it for their last token only.
     """
 
     token_flops: dict[str, float]
@@ -32,6 +34,7 @@ class Counted:
     num_experts: int
     num_chosen: int
     token_cache_bytes: int
+    head: tuple[str, float] = ("bf16", 0.0)
 
     def read_weight_bytes(self, num_tokens: int) -> float:
         """Weights that a step of so many tokens reads, if routers choose experts evenly and independently."""
@@ -52,6 +55,7 @@ def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> 
     flops: dict[str, float] = {}
     dense = experts = 0
     moe = config.moe
+    head = ("bf16", 0.0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         names = [key.key for key in path]
         is_head = names == ["embed"] and config.tie_word_embeddings
@@ -66,6 +70,8 @@ def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> 
         share = moe.num_experts_per_token / moe.num_experts if is_stack and moe is not None else 1.0
         kind = activations or "bf16"
         flops[kind] = flops.get(kind, 0.0) + 2 * math.prod(leaf.shape) * share / num_devices
+        if is_head or names == ["lm_head"]:
+            head = (kind, 2 * math.prod(leaf.shape) / num_devices)
     width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
     of_key = 2 * config.num_heads * width / num_devices
     windows = [config.window(layer) for layer in range(config.num_layers)]
@@ -79,4 +85,5 @@ def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> 
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen=0 if moe is None else moe.num_experts_per_token,
         token_cache_bytes=num_bytes(cache) // (num_pages * subject.page_size),
+        head=head,
     )

@@ -9,23 +9,11 @@ import pytest
 
 from jaxinfer.bench import rates, runs
 from jaxinfer.bench.model import opened, public_name, random_model
-from jaxinfer.bench.probe import DispatchProbe
+from jaxinfer.bench.probe import DispatchProbe, host_gap
 from jaxinfer.bench.workload import Ask, Lengths, Workload
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import init_params
+from tests.tiny import TINY
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope=RopeConfig(rotary_dim=8),
-    max_position_embeddings=128,
-    dtype="float32",
-)
 ARGUMENTS = {"max_seqs": 4, "max_model_len": 64, "prefill_chunk": 16, "steps_per_dispatch": 4}
 SIZES = {"num_bytes": 2**16, "size": 64}
 WORKLOAD = Workload(Lengths("uniform", 4, 12), Lengths("uniform", 3, 9))
@@ -33,7 +21,7 @@ WORKLOAD = Workload(Lengths("uniform", 4, 12), Lengths("uniform", 3, 9))
 
 @pytest.fixture(scope="module")
 def bench():
-    live = (CONFIG, init_params(CONFIG, jax.random.key(0)))
+    live = (TINY, init_params(TINY, jax.random.key(0)))
     with opened(live, dict(ARGUMENTS), serves=True, sizes=SIZES) as found:  # type: ignore[arg-type]
         yield found
 
@@ -125,18 +113,29 @@ def test_the_probe_sees_a_host_that_is_slow(bench, monkeypatch):
     monkeypatch.setattr(engine.scheduler, "schedule", slow)
     with DispatchProbe(engine) as probe:
         runs.serve_all(bench.llm, [Ask([1, 2, 3], 20)], runs.How())
-    found = probe.to_dict()
+    found = host_gap([probe])
     assert found["seconds"] > 0.02
-    assert "_dispatch" not in vars(engine)
+    before = probe.num_steps
+    runs.serve_all(bench.llm, [Ask([1, 2, 3], 4)], runs.How())
+    assert probe.num_steps == before  # it has left
+
+
+def test_gaps_of_all_replicas_count(bench):
+    probes = [DispatchProbe(bench.llm.engine) for _ in range(2)]
+    probes[0].gaps, probes[0].num_steps = [0.25, 0.0], 3
+    probes[1].gaps, probes[1].num_steps = [0.75], 1
+    found = host_gap(probes)
+    assert (found["dispatches"], found["steps"], found["seconds"], found["per_step_mean"]) == (3, 4, 1.0, 0.25)
+    assert host_gap([DispatchProbe(bench.llm.engine)]) is None
 
 
 def test_bytes_and_flops_of_a_step_are_those_of_the_weights_and_the_cache(bench):
     counted = bench.ideal.counted
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(bench.llm.params))
-    if not CONFIG.tie_word_embeddings:  # of which only rows are read
+    if not TINY.tie_word_embeddings:  # of which only rows are read
         weights -= bench.llm.params["embed"].nbytes
     point = bench.ideal.decode(3, 20)
-    cache = 3 * 20 * 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+    cache = 3 * 20 * 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     assert point.hbm_bytes == counted.dense_bytes + cache
     assert counted.dense_bytes == weights
     assert point.seconds == pytest.approx(

@@ -6,22 +6,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import init_params
+from tests.tiny import TINY
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-TINY = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope=RopeConfig(rotary_dim=8),
-    max_position_embeddings=128,
-)
 
 
 @pytest.fixture(scope="session")

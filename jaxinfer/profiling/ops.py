@@ -1,0 +1,235 @@
+"""What the operations of compiled programs are: their kind, and the part of the model that they belong to.
+
+A program's text names for each instruction the `jax.named_scope`s that it was traced under. What the compiler added
+takes the scope of what it holds, of what uses its result, or of the loop that it runs in.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import jax
+
+from pallas_kernels.hbm_traffic import Instruction, Program
+
+PRODUCTS, ATTENTION, MOVES = "matrix products", "attention", "gathers, copies, transposes"
+COLLECTIVES, SAMPLING, OTHER = "collectives", "sampling", "other"
+KINDS = (PRODUCTS, ATTENTION, MOVES, COLLECTIVES, SAMPLING, OTHER)
+
+# In a layer: the products and rotations around attention; attention to the cache, which is written there; the rest.
+EMBED, PROJECTIONS, ATTEND, MLP = "embed", "q k v o, rope", "attend", "mlp"
+NORMS, LOGITS, SAMPLER, REST = "norms, residuals", "logits", "sampler", "engine, loops"
+PARTS = (EMBED, PROJECTIONS, ATTEND, MLP, NORMS, LOGITS, SAMPLER, REST)
+DRAFT = "draft "  # before the name of a part that is the draft model's
+
+_SCOPES = re.compile(r'op_name="([^"]*)"')
+_WORDS = re.compile(r"[\w.\-]+")
+_LAYER = re.compile(r"layers\.(\d+)")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%([\w.\-]+)")
+_MORE_CALLED = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
+_COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "reduce-scatter",
+    "collective-broadcast",
+)
+_PRODUCTS = ("dot", "convolution", "ragged-dot")
+_PRODUCT_CALLS = re.compile(r"gemm|matmul|cublas|ragged-dot|quantized|__onednn|dot", re.IGNORECASE)
+_MOVES = {"copy", "copy-start", "copy-done", "transpose", "gather", "scatter", "slice", "dynamic-slice", "pad"}
+_MOVES |= {"dynamic-update-slice", "concatenate", "reshape", "broadcast", "bitcast", "reverse", "iota", "select"}
+# What a fusion may hold beside moves and still be one: where things lie, not what they are.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "convert"}
+MAX_STEPS = 4  # from an instruction without a scope to one that has some
+CONTROL = ("while", "conditional", "call", "async-start", "async-done", "async-update")
+
+
+@dataclass(frozen=True)
+class Op:
+    """Attributes:
+    opcode: of HLO, "" where no program is known. kind: one of `KINDS`. part: one of `PARTS`, or a draft's.
+    layer: its number, None outside of layers and in a draft. scope: the names it was traced under.
+    """
+
+    opcode: str
+    kind: str
+    part: str
+    layer: int | None
+    scope: str
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it only runs others: its time is theirs."""
+        return self.opcode in CONTROL
+
+
+def place_of(scope: str) -> tuple[str, int | None]:
+    """The part, and the layer, of an operation traced under these names."""
+    words = _WORDS.findall(scope)
+    layer = next((int(found.group(1)) for word in words if (found := _LAYER.fullmatch(word)) is not None), None)
+    if "sampler" in words:
+        part = SAMPLER
+    elif "logits" in words:
+        part = LOGITS
+    elif layer is not None:
+        part = NORMS
+        if "attention" in words:
+            part = ATTEND if "attend" in words else PROJECTIONS
+        elif "mlp" in words:
+            part = MLP
+    else:
+        part = EMBED if "embed" in words else NORMS if "final_norm" in words else REST
+    return (DRAFT + part, None) if "draft" in words else (part, layer)
+
+
+def op_of(opcode: str, scope: str, inner: Iterable[str] = (), called: str = "") -> Op:
+    """An operation of this opcode, or a fusion of `inner` ones; `called` is the target of a custom call."""
+    opcodes = set(inner) or {opcode}
+    part, layer = place_of(scope)
+    own = part.removeprefix(DRAFT)
+    work = opcodes - _FREE
+    is_product = bool(work.intersection(_PRODUCTS)) or bool(called and _PRODUCT_CALLS.search(called))
+    if any(one.removesuffix("-start").removesuffix("-done") in _COLLECTIVES for one in opcodes):
+        kind = COLLECTIVES
+    elif work <= _MOVES and not called:
+        kind = MOVES
+    elif own == ATTEND:
+        kind = ATTENTION
+    elif own == SAMPLER:
+        kind = SAMPLING
+    else:
+        kind = PRODUCTS if is_product else OTHER
+    return Op(opcode, kind, part, layer, scope)
+
+
+def ops_of(program: Program) -> dict[str, Op]:
+    """Every instruction that may run by itself, by its name."""
+    callers: dict[str, tuple[str, Instruction]] = {}
+    for name, computation in program.computations.items():
+        for instruction in computation.values():
+            for called in _called(instruction):
+                callers.setdefault(called, (name, instruction))
+    scopes: dict[str, str] = {}
+
+    def scope_around(name: str) -> str:
+        """Of what calls a computation."""
+        if name not in scopes:
+            scopes[name] = ""
+            if name in callers:
+                caller, instruction = callers[name]
+                scopes[name] = _scope(instruction) or scope_around(caller)
+        return scopes[name]
+
+    fused = {i.called for i in program.instructions if i.opcode == "fusion"}
+    found = {}
+    for name, computation in program.computations.items():
+        if name in fused:
+            continue
+        users = _users(computation)
+        insides = {key: list(_inside(program, instruction)) for key, instruction in computation.items()}
+        own = {key: _scope(one) or _scope_inside(insides[key]) for key, one in computation.items()}
+        for instruction in computation.values():
+            inside = insides[instruction.name]
+            scope = own[instruction.name] or _scope_beside(instruction, users, computation, own) or scope_around(name)
+            target = re.search(r'custom_call_target="([^"]*)"', instruction.text)
+            found[instruction.name] = op_of(
+                instruction.opcode,
+                scope,
+                (one.opcode for one in inside),
+                f"{target.group(1)} {instruction.name}" if target else "",
+            )
+    return found
+
+
+def _inside(program: Program, instruction: Instruction) -> Iterable[Instruction]:
+    """What a fusion holds, fusions in it included."""
+    if instruction.opcode != "fusion":
+        return
+    for one in program.computations.get(instruction.called or "", {}).values():
+        yield one
+        yield from _inside(program, one)
+
+
+def _called(instruction: Instruction) -> list[str]:
+    more = (re.findall(r"%([\w.\-]+)", group) for group in _MORE_CALLED.findall(instruction.text))
+    return [*_CALLED.findall(instruction.text), *(name for group in more for name in group)]
+
+
+def _scope(instruction: Instruction) -> str:
+    found = _SCOPES.search(instruction.text)
+    return found.group(1) if found is not None and "/" in found.group(1) else ""
+
+
+def _scope_inside(instructions: list[Instruction]) -> str:
+    """That of a product, or the one that most have."""
+    products = [one for one in instructions if one.opcode in _PRODUCTS and _scope(one)]
+    scopes = Counter(scope for one in products or instructions if (scope := _scope(one)))
+    return scopes.most_common(1)[0][0] if scopes else ""
+
+
+def _users(computation: dict[str, Instruction]) -> dict[str, list[str]]:
+    """Who takes each instruction's result; where results are gathered to be returned, nobody does."""
+    users: dict[str, list[str]] = {}
+    for instruction in computation.values():
+        if instruction.opcode != "tuple" or not instruction.is_root:
+            for operand in instruction.operands:
+                users.setdefault(operand, []).append(instruction.name)
+    return users
+
+
+def _scope_beside(
+    instruction: Instruction,
+    users: dict[str, list[str]],
+    computation: dict[str, Instruction],
+    scopes: dict[str, str],
+) -> str:
+    """Of what uses a result. A product that the compiler made anew and left without a name also says what it is by what
+    it is made of: one from a norm to the cache makes keys, one from attention to the residual is the output's."""
+    after = _nearest(instruction.name, lambda name: users.get(name, ()), scopes)
+    if instruction.opcode not in _PRODUCTS:
+        return after
+    before = _nearest(
+        instruction.name, lambda name: [one for one in computation[name].operands if one in computation], scopes
+    )
+    (source, _), (target, _) = place_of(before), place_of(after)
+    if target == ATTEND and source in (NORMS, PROJECTIONS):
+        return after.partition("/attend")[0]
+    if target == NORMS and source in (ATTEND, MLP):
+        return before.partition("/attend")[0]
+    return after
+
+
+def _nearest(name: str, neighbours: Callable[[str], Iterable[str]], scopes: dict[str, str]) -> str:
+    """The scope of the nearest instruction that has one."""
+    near, seen = [name], {name}
+    for _ in range(MAX_STEPS):
+        near = [other for one in near for other in neighbours(one) if other not in seen]
+        seen.update(near)
+        if (found := next((scopes[one] for one in near if scopes[one]), "")) != "":
+            return found
+    return ""
+
+
+class Programs:
+    """The compiled programs of this process, found by the names of their instructions: a trace says of an operation
+    only what its program is called, and programs for other numbers of slots are called the same."""
+
+    def __init__(self) -> None:
+        self._modules: dict[str, list] = {}
+        for executable in jax.devices()[0].client.live_executables():
+            for module in executable.hlo_modules():
+                self._modules.setdefault(module.name, []).append(module)
+        self._ops: dict[int, dict[str, Op]] = {}
+
+    def find(self, name: str, instructions: set[str]) -> dict[str, Op]:
+        """The operations of the program called `name` that has the most of these instructions; none where no program
+        has that name."""
+        candidates = [self._read(module) for module in self._modules.get(name, ())]
+        return max(candidates, key=lambda ops: len(instructions & ops.keys()), default={})
+
+    def _read(self, module: object) -> dict[str, Op]:
+        if id(module) not in self._ops:
+            self._ops[id(module)] = ops_of(Program(module.to_string()))  # type: ignore[attr-defined]
+        return self._ops[id(module)]
