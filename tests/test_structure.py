@@ -28,7 +28,8 @@ FLOORS = {
     "jaxinfer.async_engine": 6,
     "jaxinfer.fleet": 6,
     "jaxinfer.bench": 7,
-    "jaxinfer.cli": 8,
+    "jaxinfer.advise": 8,
+    "jaxinfer.cli": 9,
 }
 FILES = [path for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert") for path in (ROOT / top).rglob("*.py")]
 # Rooms of one floor that may look into a neighbour.

@@ -1,0 +1,455 @@
+"""`jaxinfer advise`: which options pay for a model, measured here, or planned for chips that are not here."""
+
+import contextlib
+import json
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.options import ServingOptions, llm_arguments
+from jaxinfer.cli.output import console, plain_cell, shows_progress, write_text
+
+if TYPE_CHECKING:
+    from jaxinfer.advise.goals import Goal
+    from jaxinfer.advise.report import Advice
+    from jaxinfer.advise.search import Findings
+    from jaxinfer.bench.workload import Workload
+
+_GOAL, _WORKLOAD, _TRIALS, _FIGURES = "Goal", "Workload", "Trials", "Figures"
+CPU_SIZES, SIZES = "1,4,16,32", "1,16,64,128,256"
+PLANNED_MAX_SEQS = 64
+
+
+@dataclass(frozen=True)
+class AdviseOptions(ServingOptions):
+    """The engine's, which every trial keeps, and what is asked. The model has no flag."""
+
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo."),
+    ]
+    goal: Annotated[
+        str,
+        typer.Option(metavar="GOAL", help="cost, latency, users or quality.", rich_help_panel=_GOAL),
+    ] = "cost"
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="PLACE",
+            help="Plan for chips, such as v5e:2x2 or h200x1: nothing runs.",
+            rich_help_panel=_GOAL,
+        ),
+    ] = None
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="X", help="Nats per token that rounding may cost; default: 0.05.", rich_help_panel=_GOAL
+        ),
+    ] = None
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="That weights, cache and work may take.", rich_help_panel=_GOAL),
+    ] = None
+    goodput: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ttft:MS,...",
+            help="For users: limits of ttft, tpot and e2el. Without, tokens of cache count.",
+            rich_help_panel=_GOAL,
+        ),
+    ] = None
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="X", help="Of the machine: cost per million tokens.", rich_help_panel=_FIGURES),
+    ] = None
+    prompt_tokens: Annotated[
+        str,
+        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of prompts, cut from texts.", rich_help_panel=_WORKLOAD),
+    ] = "128"
+    answer_tokens: Annotated[
+        str,
+        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of answers; nothing ends one.", rich_help_panel=_WORKLOAD),
+    ] = "64"
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='JSON lines with "prompt" and, if they are known, "output_tokens".',
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text that the KL is measured on and prompts are cut from; may be repeated.",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens that all prompts begin with.", rich_help_panel=_WORKLOAD)
+    ] = 0
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="That come at once; default: the largest batch size.", rich_help_panel=_WORKLOAD
+        ),
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="X", help="0 takes the most probable token.", rich_help_panel=_WORKLOAD)
+    ] = 0.0
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="The same seed, the same requests.", rich_help_panel=_WORKLOAD)
+    ] = 0
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DRAFT",
+            help="A draft to try beside ngram: a model or layers:N; may be repeated.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = None
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="X",
+            help="With --on: chance that a drafted token is accepted.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = None
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help=f"Batch sizes to try; default: {CPU_SIZES} on a CPU, else {SIZES}.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = None
+    repeats: Annotated[int, typer.Option(min=2, metavar="N", help="Of each measurement.", rich_help_panel=_TRIALS)] = 3
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="N", help="No trial begins after; default: 30.", rich_help_panel=_TRIALS),
+    ] = None
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all figures, after every trial.", rich_help_panel=_FIGURES),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", metavar="", help="Keep the trials that --json FILE has.", rich_help_panel=_FIGURES),
+    ] = False
+
+
+OWN = ("goal", "on", "max_kl", "memory", "goodput", "price_per_hour", "prompt_tokens", "answer_tokens", "dataset")
+OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "acceptance", "sizes", "repeats")
+OWN += ("minutes", "json", "resume")
+# What changes no trial's figures, so that a file goes on under another.
+LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
+DEFAULT_MINUTES = 30.0
+
+
+def advise(options: AdviseOptions) -> None:
+    """Try what is known to help, and recommend a command line.
+
+    Measures the model as it is, then weights of 8 and 4 bits, an 8-bit cache, batch sizes, drafts and prefix reuse,
+    each alone, then those that helped the goal together. Options of the engine that you give are kept and not tried.
+    With --on nothing runs: the figures are the roofline's.
+
+    The goal is cost (tokens a second of many requests), latency (the time of one request), users (requests a second
+    within --goodput, or tokens of cache that fit) or quality (the least KL that fits --memory).
+    """
+    goal = read_goal(options)
+    workload = read_workload(options)
+    arguments = {name: value for name, value in llm_arguments(options).items() if name not in OWN and value != "auto"}
+    if options.on is not None:
+        _planned(options, goal, workload, arguments)
+    else:
+        _measured(options, goal, workload, arguments)
+
+
+def read_goal(options: AdviseOptions) -> "Goal":
+    """Raises UsageError for options that do not go together, before anything is loaded."""
+    from jaxinfer.advise.goals import DEFAULT_MAX_KL, GOALS, Goal
+
+    if options.goal not in GOALS:
+        raise UsageError(f"--goal: {options.goal!r} is none of {', '.join(GOALS)}")
+    if options.memory is not None and not options.memory > 0:
+        raise UsageError(f"--memory must be positive, got {options.memory:g} GiB")
+    if options.resume and options.json is None:
+        raise UsageError("--resume needs --json FILE, which has the trials that are done")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise UsageError(f"--json: no folder {options.json.resolve().parent}")
+    if options.goodput is not None and options.goal != "users":
+        raise UsageError(f"--goodput is for --goal users, not {options.goal}")
+    runs = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "goodput", "minutes", "resume")
+    runs += ("tokenizer", "memory", "prefix_cache")
+    for name in runs if options.on is not None else ("acceptance",):
+        if getattr(options, name) not in (None, 0, False, 0.0):
+            what = "nothing runs with --on" if options.on is not None else "it is measured; --on PLACE plans"
+            raise UsageError(f"--{name.replace('_', '-')}: {what}")
+    memory = None if options.memory is None else int(options.memory * 2**30)
+    return Goal(
+        options.goal, DEFAULT_MAX_KL if options.max_kl is None else options.max_kl, memory, options.on is not None
+    )
+
+
+def read_workload(options: AdviseOptions) -> "Workload":
+    from jaxinfer.bench.metrics import parse_goodput
+    from jaxinfer.bench.workload import Lengths, Workload, read_dataset
+
+    parse_goodput(options.goodput)
+    if options.dataset is not None and options.shared_prefix:
+        raise UsageError("--shared-prefix is for prompts that are cut from texts, and --dataset has its own")
+    return Workload(
+        Lengths.parse(options.prompt_tokens, "--prompt-tokens"),
+        Lengths.parse(options.answer_tokens, "--answer-tokens"),
+        () if options.dataset is None else read_dataset(options.dataset),
+        options.seed,
+    )
+
+
+def _sizes(options: AdviseOptions, default: str) -> list[int]:
+    from jaxinfer.bench.workload import parse_numbers
+
+    return [int(size) for size in parse_numbers(options.sizes or default, "--sizes", whole=True)]
+
+
+def _drafts(options: AdviseOptions) -> list[str]:
+    own = ["demo-draft"] if options.model == "demo" and not options.draft else []
+    return list(dict.fromkeys(["ngram", *own, *(options.draft or ())]))
+
+
+def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
+    from jaxinfer.advise.candidates import About, candidates
+    from jaxinfer.advise.planned import Planner
+    from jaxinfer.advise.search import search
+
+    max_seqs = options.max_seqs or PLANNED_MAX_SEQS
+    planner = Planner.open(
+        options.model,
+        str(options.on),
+        arguments,
+        prompt_tokens=workload.prompt_tokens.high,
+        answer_tokens=workload.answer_tokens.high,
+        max_seqs=max_seqs,
+        acceptance=options.acceptance,
+    )
+    about = About(
+        given=arguments,
+        is_quantized=planner.is_quantized,
+        caches_values=planner.config.caches_values,
+        sizes=_sizes(options, SIZES),
+        default_size=max_seqs,
+        drafts=_drafts(options),
+        shared=None,
+    )
+    trials, left_out = candidates(goal, about)
+    found = search(goal, trials, planner, repeats_baseline=False)
+    result = _new_result(options, {"planned_for": str(options.on)})
+    _write(options, result, found)
+    _show(options, goal, found, left_out, arguments, workload)
+
+
+def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
+    import jax
+
+    from jaxinfer.advise import results
+    from jaxinfer.advise.candidates import About, candidates
+    from jaxinfer.advise.measure import Asked, Lab
+    from jaxinfer.advise.search import Findings, search
+    from jaxinfer.bench.metrics import parse_goodput
+    from jaxinfer.bench.model import machine
+    from jaxinfer.bench.runs import How
+    from jaxinfer.cli.distill import read_documents
+    from jaxinfer.llm import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
+    from jaxinfer.quantization.tree import describe
+
+    is_cpu = jax.default_backend() == "cpu"
+    sizes = _sizes(options, CPU_SIZES if is_cpu else SIZES)
+    documents, about = _documents(options, read_documents)
+    result = _new_result(options, machine())
+    found = results.earlier(options.json, result) if options.resume and options.json is not None else None
+    found = found or Findings([], [], [])
+    num_requests = options.requests or max(*sizes, options.max_seqs or 1)
+    how = How(options.temperature, options.seed, parse_goodput(options.goodput))
+    asked = Asked(
+        options.model,
+        arguments,
+        workload,
+        documents,
+        num_requests,
+        options.repeats,
+        options.shared_prefix,
+        how,
+    )
+    minutes = DEFAULT_MINUTES if options.minutes is None else options.minutes
+    end = time.monotonic() + 60 * minutes
+    left_out: dict[str, str] = {}
+    with contextlib.ExitStack() as stack, _progress() as told:
+        lab = Lab(asked, told.detail)
+        stack.callback(lab.close)
+        lab.limit_memory(goal.memory)
+        told.trial("loading")
+        lab.prepare()
+        model = lab.model
+        kind = About(
+            given=arguments,
+            is_quantized=bool(describe(model.params)),
+            caches_values=model.config.caches_values,
+            sizes=sizes,
+            default_size=CPU_MAX_SEQS if is_cpu else DEFAULT_MAX_SEQS,
+            drafts=_drafts(options),
+            shared=lab.shared,
+            has_limits=bool(how.limits),
+        )
+        trials, left_out = candidates(goal, kind)
+
+        def measure(arguments: dict[str, Any]) -> Any:
+            from jaxinfer.advise.trials import flags
+
+            told.trial(flags(arguments) or "baseline", len(found.rows) + len(found.base), len(trials) + 2)
+            return lab(arguments)
+
+        def save(found: Findings) -> None:
+            _write(options, result, found)
+
+        try:
+            search(goal, trials, measure, is_over=lambda: time.monotonic() > end, found=found, told=save)
+        except KeyboardInterrupt:
+            if found.base:
+                told.stop()
+                _show(options, goal, found, left_out, arguments, workload, about=about)
+            raise
+    _show(options, goal, found, left_out, arguments, workload, about=about)
+
+
+def _documents(options: AdviseOptions, read: Any) -> tuple[tuple[str, ...], str]:
+    """Texts, and a word on what they are."""
+    if options.texts:
+        return tuple(read(options.texts, "--texts")), "KL and prompts: your --texts"
+    if options.model in ("demo", "demo-draft"):
+        from jaxinfer.advise.texts import NUM_TEXTS
+        from jaxinfer.training.corpus import held_out_files
+
+        return tuple(text for _, text in held_out_files(NUM_TEXTS)), (
+            "KL and prompts: Python files that the embedded model was not trained on"
+        )
+    return (), "KL and prompts: text that the model itself made at temperature 1; --texts FILE takes yours"
+
+
+def _new_result(options: AdviseOptions, machine: dict[str, Any]) -> dict[str, Any]:
+    from jaxinfer.advise import results
+    from jaxinfer.bench.model import public_name
+
+    said = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
+    said = {name: value for name, value in said.items() if value not in (None, [])}
+    for name in ("tokenizer", "dataset"):
+        if name in said:
+            said[name] = public_name(str(said[name]))
+    for name in ("texts", "draft"):
+        if name in said:
+            said[name] = [public_name(str(one)) for one in said[name]]
+    return results.new(public_name(options.model), json.loads(json.dumps(said)), machine)
+
+
+def _write(options: AdviseOptions, result: dict[str, Any], found: "Findings") -> None:
+    if options.json is not None:
+        from jaxinfer.advise.results import with_findings
+        from jaxinfer.bench.results import write
+
+        write(options.json, with_findings(result, found))
+
+
+def _show(
+    options: AdviseOptions,
+    goal: "Goal",
+    found: "Findings",
+    left_out: dict[str, str],
+    arguments: dict[str, Any],
+    workload: "Workload",
+    *,
+    about: str | None = None,
+) -> None:
+    from rich.table import Table
+
+    from jaxinfer.advise.report import advice, sections, table
+
+    columns, cells = table(goal, found)
+    grid = Table(box=None, pad_edge=False)
+    for number, title in enumerate(columns):
+        grid.add_column(title, justify="right" if number else "left", overflow="fold")
+    for row in cells:
+        grid.add_row(*map(plain_cell, row))
+    target = console()
+    write_text(_head(options, workload, about) + "\n\n")
+    target.print(grid)
+    its = advice(goal, found, options.model, arguments)
+    lines = sections(goal, found, its, left_out, price_per_hour=options.price_per_hour)
+    if options.on is not None:
+        lines += ["", *_about_plans(options, its, workload)]
+    target.print()
+    target.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def _about_plans(options: AdviseOptions, its: "Advice", workload: "Workload") -> list[str]:
+    lines = [
+        "Nothing ran: times are the least that the chips' rates allow, memory is counted, no KL is measured.",
+        "Measure the KL of rounded weights before use: jaxinfer advise on a machine that runs the model.",
+    ]
+    if its.row is not None:
+        from jaxinfer.advise.trials import flags
+
+        length = workload.prompt_tokens.high + workload.answer_tokens.high
+        lines.append(
+            f"Memory as the compiler sees it: jaxinfer plan {shlex.quote(options.model)} --on {options.on} "
+            f"--context {length} {flags({'max_seqs': PLANNED_MAX_SEQS, **its.arguments})}"
+        )
+    return lines
+
+
+def _head(options: AdviseOptions, workload: "Workload", about: str | None) -> str:
+    where = f"planned for {options.on}" if options.on is not None else "measured here"
+    lines = [
+        f"{options.model}, {where}, for {options.goal}",
+        f"prompts of {workload.prompt_tokens} tokens, answers of {workload.answer_tokens}",
+    ]
+    if about is not None:
+        lines.append(about)
+    return "\n".join(lines)
+
+
+class _Told:
+    """What is under way, on a terminal."""
+
+    def __init__(self, status: Any):
+        self.status, self.name = status, ""
+
+    def trial(self, name: str, number: int = 0, total: int = 0) -> None:
+        self.name = f"{number + 1} of about {total}: {name}" if total else name
+        self.detail("")
+
+    def detail(self, text: str) -> None:
+        if self.status is not None:
+            self.status.update(f"{self.name}  {text}")
+
+    def stop(self) -> None:
+        if self.status is not None:
+            self.status.stop()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[_Told]:
+    if not shows_progress():
+        yield _Told(None)
+        return
+    with console(stderr=True).status("loading") as status:
+        yield _Told(status)
