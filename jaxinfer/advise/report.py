@@ -25,6 +25,14 @@ class Advice:
     command: str = ""
     python: str = ""
 
+    def to_dict(self) -> dict[str, Any] | None:
+        """JSON-ready; None where nothing is recommended."""
+        if self.row is None or self.judgement is None:
+            return None
+        its = self.judgement
+        judged = {"verdict": its.verdict, "ratio": its.ratio, "noise": its.noise}
+        return {"arguments": self.arguments, "command": self.command, "python": self.python, **judged}
+
 
 def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) -> Advice:
     """What to write; `given` is what every trial had."""

@@ -1,4 +1,5 @@
-"""The order in which things are tried: the baseline, each change alone, those that helped together, the baseline."""
+"""The order in which things are tried: the baseline, each change alone, the baseline again, those that helped together,
+and the baseline once more."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,36 +44,35 @@ def search(
     found = found or Findings([], [], [])
     found.alone = [row for row in found.alone if row.reason is None]
     found.together = [row for row in found.together if row.reason is None]
-    known = {flags(row.arguments): row for row in found.rows}
 
-    def tried(arguments: Arguments) -> Row:
-        name = flags(arguments)
-        if name not in known:
-            known[name] = Row(arguments, "not tried: the time was over") if is_over() else measure(arguments)
-        return known[name]
+    def tried(arguments: Arguments, rows: list[Row]) -> Row:
+        known = next((row for row in found.rows if row.arguments == arguments), None)
+        if known is None:
+            known = Row(arguments, "not tried: the time was over") if is_over() else measure(arguments)
+            rows.append(known)
+            told(found)
+        return known
 
-    if not found.base:
-        found.base.append(measure({}))
-        told(found)
-    found.alone = []
+    def again(count: int) -> None:
+        if len(found.base) < count and (not found.base or (repeats_baseline and not is_over())):
+            found.base.append(measure({}))
+            told(found)
+
+    again(1)
     for arguments in trials:
-        found.alone.append(tried(arguments))
-        told(found)
+        tried(arguments, found.alone)
+    again(2)  # what drifted meanwhile is no gain
     # In the order of what they gave alone, each beside those that were kept.
     helping = [row for row, _ in ranked(goal, found.alone, found.base)]
-    found.together = []
     best = helping[0] if helping else Row()
     for row in helping[1:]:
         if any(name in best.arguments for name in row.arguments):
             continue
-        both = tried(ordered({**best.arguments, **row.arguments}))
-        found.together.append(both)
-        told(found)
+        both = tried(ordered({**best.arguments, **row.arguments}), found.together)
         if is_improvement(goal, both, best):
             best = both
-    if repeats_baseline and found.rows and len(found.base) < 2 and not is_over():
-        found.base.append(measure({}))
-        told(found)
+    if found.together:
+        again(3)
     return found
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.bench.workload import Ask, Lengths, Row, Workload
+from jaxinfer.bench.workload import Ask, Row, Workload
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 
@@ -45,16 +45,11 @@ def requests(
     if not workload.dataset:
         numbers = np.random.default_rng([workload.seed, 2])
         stream = [token for text in texts for token in text]
-        rows = tuple(Row(_cut(numbers, stream, length), None) for length in _lengths(workload, numbers, count))
+        prompts = [_cut(numbers, stream, length) for length in workload.prompt_tokens.draw(numbers, count)]
         shared = _cut(numbers, stream, num_shared) if num_shared else []
-        rows = tuple(Row([*shared, *row.prompt], None) for row in rows)
+        rows = tuple(Row([*shared, *prompt], None) for prompt in prompts)
         workload = Workload(workload.prompt_tokens, workload.answer_tokens, rows, workload.seed)
     return workload.asks(count, vocab_size)
-
-
-def _lengths(workload: Workload, numbers: np.random.Generator, count: int) -> list[int]:
-    lengths: Lengths = workload.prompt_tokens
-    return lengths.draw(numbers, count)
 
 
 def _cut(numbers: np.random.Generator, stream: list[int], length: int) -> list[int]:

@@ -255,8 +255,7 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
     trials, left_out = candidates(goal, about)
     found = search(goal, trials, planner, repeats_baseline=False)
     result = _new_result(options, {"planned_for": str(options.on)})
-    _write(options, result, found)
-    _show(options, goal, found, left_out, arguments, workload)
+    _finish(options, result, goal, found, left_out, arguments, workload)
 
 
 def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
@@ -327,9 +326,9 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
         except KeyboardInterrupt:
             if found.base:
                 told.stop()
-                _show(options, goal, found, left_out, arguments, workload, about=about)
+                _finish(options, result, goal, found, left_out, arguments, workload, about)
             raise
-    _show(options, goal, found, left_out, arguments, workload, about=about)
+    _finish(options, result, goal, found, left_out, arguments, workload, about)
 
 
 def _documents(options: AdviseOptions, read: Any) -> tuple[tuple[str, ...], str]:
@@ -369,20 +368,23 @@ def _write(options: AdviseOptions, result: dict[str, Any], found: "Findings") ->
         write(options.json, with_findings(result, found))
 
 
-def _show(
+def _finish(
     options: AdviseOptions,
+    result: dict[str, Any],
     goal: "Goal",
     found: "Findings",
     left_out: dict[str, str],
     arguments: dict[str, Any],
     workload: "Workload",
-    *,
     about: str | None = None,
 ) -> None:
+    """Prints all, and writes it with the advice."""
     from rich.table import Table
 
     from jaxinfer.advise.report import advice, sections, table
 
+    its = advice(goal, found, options.model, arguments)
+    _write(options, {**result, "goal": goal.name, "advice": its.to_dict(), "not_tried": left_out}, found)
     columns, cells = table(goal, found)
     grid = Table(box=None, pad_edge=False)
     for number, title in enumerate(columns):
@@ -392,7 +394,6 @@ def _show(
     target = console()
     write_text(_head(options, workload, about) + "\n\n")
     target.print(grid)
-    its = advice(goal, found, options.model, arguments)
     lines = sections(goal, found, its, left_out, price_per_hour=options.price_per_hour)
     if options.on is not None:
         lines += ["", *_about_plans(options, its, workload)]
