@@ -262,4 +262,4 @@ class Lab:
 
     def _notes(self, llm: LLM) -> list[str]:
         facts = llm.explain().groups["model"]
-        return ["int weights run as float32 copies on a CPU"] if "float32 copies" in facts else []
+        return ["on a CPU its weights run as float32 copies: nothing is saved"] if "float32 copies" in facts else []

@@ -26,12 +26,12 @@ class Advice:
     python: str = ""
 
     def to_dict(self) -> dict[str, Any] | None:
-        """JSON-ready; None where nothing is recommended."""
+        """JSON-ready, without a path; None where nothing is recommended."""
         if self.row is None or self.judgement is None:
             return None
         its = self.judgement
         judged = {"verdict": its.verdict, "ratio": its.ratio, "noise": its.noise}
-        return {"arguments": self.arguments, "command": self.command, "python": self.python, **judged}
+        return {"name": self.row.name, "arguments": self.row.arguments, **judged}
 
 
 def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) -> Advice:
@@ -111,7 +111,10 @@ def sections(
         lines += ["Did not help", *others]
         lines += [f"  {what}: not tried: {why}" for what, why in left_out.items()]
         lines.append("")
-    return [*lines, *_recommended(goal, found, its, price_per_hour)]
+    lines += _recommended(goal, found, its, price_per_hour)
+    if len(found.base) < 2 and not goal.is_planned:
+        lines += ["", "The baseline was measured once: how the machine drifted meanwhile is not known."]
+    return lines
 
 
 def _said(goal: Goal, row: Row, its: Judgement) -> str:

@@ -1,13 +1,15 @@
-"""The order in which things are tried: the baseline, each change alone, the baseline again, those that helped together,
-and the baseline once more."""
+"""The order in which things are tried: the baseline, each change alone, then those that helped together; the baseline
+again in between and at the end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.advise.goals import Goal, Judgement, judge
-from jaxinfer.advise.trials import Arguments, Row, flags, ordered
+from jaxinfer.advise.trials import Arguments, Row, ordered
 
 Measure = Callable[[Arguments], Row]
+# Trials alone between two measurements of the baseline: how the machine drifts meanwhile is noise.
+EVERY = 4
 
 
 @dataclass
@@ -59,9 +61,10 @@ def search(
             told(found)
 
     again(1)
-    for arguments in trials:
+    for number, arguments in enumerate(trials, 1):
         tried(arguments, found.alone)
-    again(2)  # what drifted meanwhile is no gain
+        if number % EVERY == 0 or number == len(trials):
+            again(1 + -(-number // EVERY))
     # In the order of what they gave alone, each beside those that were kept.
     helping = [row for row, _ in ranked(goal, found.alone, found.base)]
     best = helping[0] if helping else Row()
@@ -72,7 +75,7 @@ def search(
         if is_improvement(goal, both, best):
             best = both
     if found.together:
-        again(3)
+        again(2 + -(-len(trials) // EVERY))
     return found
 
 

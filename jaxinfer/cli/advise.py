@@ -5,7 +5,7 @@ import json
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -169,7 +169,9 @@ def advise(options: AdviseOptions) -> None:
     """
     goal = read_goal(options)
     workload = read_workload(options)
-    arguments = {name: value for name, value in llm_arguments(options).items() if name not in OWN and value != "auto"}
+    arguments = {name: value for name, value in llm_arguments(options).items() if name not in OWN}
+    if arguments.get("dtype") == "auto":
+        del arguments["dtype"]
     if options.on is not None:
         _planned(options, goal, workload, arguments)
     else:
@@ -276,7 +278,9 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
     sizes = _sizes(options, CPU_SIZES if is_cpu else SIZES)
     documents, about = _documents(options, read_documents)
     result = _new_result(options, machine())
-    found = results.earlier(options.json, result) if options.resume and options.json is not None else None
+    found = (
+        results.earlier(options.json, result, _drafts(options)) if options.resume and options.json is not None else None
+    )
     found = found or Findings([], [], [])
     num_requests = options.requests or max(*sizes, options.max_seqs or 1)
     how = How(options.temperature, options.seed, parse_goodput(options.goodput))
@@ -382,9 +386,11 @@ def _finish(
     from rich.table import Table
 
     from jaxinfer.advise.report import advice, sections, table
+    from jaxinfer.advise.results import public
 
     its = advice(goal, found, options.model, arguments)
-    _write(options, {**result, "goal": goal.name, "advice": its.to_dict(), "not_tried": left_out}, found)
+    open_to_all = its if its.row is None else replace(its, row=public(its.row))
+    _write(options, {**result, "goal": goal.name, "advice": open_to_all.to_dict(), "not_tried": left_out}, found)
     columns, cells = table(goal, found)
     grid = Table(box=None, pad_edge=False)
     for number, title in enumerate(columns):

@@ -33,7 +33,8 @@ def test_gains_are_added_from_the_largest_and_one_of_a_kind():
     machine = Machine({"quantize=int8": 1.5, "max_seqs=32": 1.8, "max_seqs=64": 2.0, "draft=ngram": 0.7})
     found = search(Goal("cost"), TRIALS, machine)
     assert [row.name for row in found.together] == ["--quantize int8 --max-seqs 64"]
-    assert machine.asked == ["", *map(flags, TRIALS), "", "--quantize int8 --max-seqs 64", ""]
+    alone = [flags(one) for one in TRIALS]
+    assert machine.asked == ["", *alone[:4], "", *alone[4:], "", "--quantize int8 --max-seqs 64", ""]
     row, its = recommended(Goal("cost"), found)
     assert (row.name, its.ratio) == ("--quantize int8 --max-seqs 64", pytest.approx(3.0))
 
@@ -124,7 +125,7 @@ def test_an_earlier_search_goes_on_and_what_failed_is_tried_again():
         search(Goal("cost"), TRIALS, first, told=stop)
     second = Machine({**gains, "draft=ngram": 1.0})
     found = search(Goal("cost"), TRIALS, second, found=kept[-1])
-    assert second.asked == ["--draft ngram", "--kv-dtype int8", "", "--quantize int8 --max-seqs 64", ""]
+    assert second.asked == ["--draft ngram", "", "--kv-dtype int8", "", "--quantize int8 --max-seqs 64", ""]
     assert {row.name for row in found.alone} == set(map(flags, TRIALS))
     whole = search(Goal("cost"), TRIALS, Machine({**gains, "draft=ngram": 1.0}))
     assert sorted(map(repr, found.rows)) == sorted(map(repr, whole.rows))

@@ -49,11 +49,13 @@ def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
     text = tmp_path / "texts.txt"
     text.write_text("def read(path):\n    return open(path).read()\n" * 20)
     file = tmp_path / "advice.json"
-    arguments = ("advise", model, *OPTIONS, "--texts", text, "--json", file, "--shared-prefix", 16)
+    # Float weights, and their 8 and 4 bits as float copies, run the same programs on a CPU.
+    arguments = ("advise", model, *OPTIONS, "--texts", text, "--json", file, "--goal", "users")
+    arguments += ("--max-seqs", 2, "--kv-dtype", "auto")
     lab_call, seen = measure.Lab.__call__, []
 
     def stops(lab, arguments):
-        if len(seen) == 3:
+        if len(seen) == 2:
             raise KeyboardInterrupt
         seen.append(arguments)
         return lab_call(lab, arguments)
@@ -63,30 +65,22 @@ def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
         stopped = jaxinfer(*arguments)
     assert stopped.exit_code == 130, stopped.output
     assert "Recommended" in stopped.stdout  # of what was measured until then
+    assert "The baseline was measured once" in stopped.stdout
     kept = json.loads(file.read_text())
-    assert (len(kept["base"]), len(kept["alone"])) == (1, 2)
+    assert (len(kept["base"]), len(kept["alone"])) == (1, 1)
 
     result = jaxinfer(*arguments, "--resume")
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert found["base"][0] == kept["base"][0]
-    assert found["alone"][:2] == kept["alone"]
+    assert found["alone"][0] == kept["alone"][0]
     by_name = {row["name"]: row for row in found["alone"]}
-    assert set(by_name) >= {
-        "--quantize int8",
-        "--quantize int4-g128",
-        "--kv-dtype int8",
-        "--max-seqs 1",
-        "--max-seqs 2",
-        "--draft ngram",
-        "--no-prefix-cache",
-    }
+    assert set(by_name) == {"--quantize int8", "--quantize int4-g128"}
     assert all(row["reason"] is None for row in by_name.values()), by_name
     assert 0 < by_name["--quantize int8"]["kl"] < by_name["--quantize int4-g128"]["kl"]
-    assert by_name["--kv-dtype int8"]["token_bytes"] < found["base"][0]["token_bytes"]
-    assert by_name["--draft ngram"]["kl"] == 0
     assert "float32 copies" in by_name["--quantize int8"]["notes"][0]
-    assert len(by_name["--max-seqs 1"]["rate"]) == len(by_name["--max-seqs 1"]["one"]) == 2
+    assert len(found["base"]) == 2
+    assert len(found["base"][1]["rate"]) == len(found["base"][1]["one"]) == 2
     assert str(tmp_path.parent) not in file.read_text()
     assert parses(recommended(result.stdout))
     for word in ("baseline again", "KL and prompts: your --texts", "LLM("):
