@@ -2,10 +2,18 @@
 
 import pytest
 
+from jaxinfer.advise import search as searching
 from jaxinfer.advise.candidates import About, candidates
 from jaxinfer.advise.goals import Goal
-from jaxinfer.advise.search import Findings, recommended, search
+from jaxinfer.advise.search import Findings, search
 from jaxinfer.advise.trials import Row, flags
+
+
+def recommended(goal, found):
+    its = searching.recommended(goal, found)
+    assert its is not None
+    return its
+
 
 TRIALS = [{"quantize": "int8"}, {"max_seqs": 32}, {"max_seqs": 64}, {"draft": "ngram"}, {"kv_dtype": "int8"}]
 
@@ -101,7 +109,7 @@ def test_quality_takes_what_is_exact_and_rounds_only_to_fit():
     found = search(tight, TRIALS, Machine(gains, kls, {"quantize=int8": 0.5, "kv_dtype=int8": 0.6}))
     assert recommended(tight, found)[0].name == "--kv-dtype int8"
     none = Goal("quality", memory=10)
-    assert recommended(none, search(none, TRIALS, Machine(gains, kls))) is None
+    assert searching.recommended(none, search(none, TRIALS, Machine(gains, kls))) is None
 
 
 def test_when_the_time_is_over_the_rest_is_said_to_be_untried():

@@ -115,6 +115,7 @@ def test_planned_from_a_config_json(jaxinfer, config_alone, goal, tmp_path):
     assert int8["kl"] is None
     assert "no KL is measured" in result.stdout
     assert parses(recommended(result.stdout))
+    assert parses(result.stdout.splitlines()[-1].partition(": ")[2])  # jaxinfer plan
     if goal in ("cost", "latency"):
         assert "acceptance cannot be planned" in by_name["--draft ngram"]["reason"]
 
