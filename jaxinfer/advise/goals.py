@@ -40,7 +40,7 @@ class Goal:
     def title(self, row: Row) -> str:
         """What `values` are."""
         if self.name == "latency":
-            return "time of one request"
+            return "speed of one request"
         if self.name == "users":
             return "requests/s in limits" if row.goodput else "tokens of cache"
         return "tokens/s"

@@ -76,7 +76,7 @@ class Lab:
         try:
             return self._measured(arguments)
         except (ValueError, RuntimeError, NotImplementedError, MemoryError, OSError) as error:
-            if not arguments:
+            if not arguments or "KeyboardInterrupt" in str(error):  # as JAX's compiler says it
                 raise
             return Row(arguments, f"failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
         finally:

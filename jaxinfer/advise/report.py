@@ -1,13 +1,13 @@
 """An advice for people: a table, what helped and what did not, and a command line."""
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinfer.advise.goals import Goal, Judgement, judge, median
 from jaxinfer.advise.search import Findings, recommended
-from jaxinfer.advise.trials import Arguments, Row, flags
+from jaxinfer.advise.trials import REPEATED, Arguments, Row, flags
 
 COLUMNS = ("trial", "TTFT ms", "TPOT ms", "tokens/s", "weights", "B/token", "KL")
 
@@ -40,6 +40,7 @@ def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) ->
     if best is None:
         return Advice()
     row, its = best
+    row = row if row.arguments else pooled(found.base)
     arguments = {**given, **row.arguments}
     options = f" {flags(arguments)}" if arguments else ""
     if goal.name == "latency":
@@ -52,13 +53,25 @@ def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) ->
 
 def table(goal: Goal, found: Findings) -> tuple[list[str], list[list[str]]]:
     """Column titles and cells, a row for each trial; the last column is next to the baseline."""
-    base = found.base[0]
     columns = [*COLUMNS, "vs base"]
-    rows = [[*_cells(base), "1.00x"]]
+    rows = [_base_cells(goal, found, found.base[0], "baseline")]
     for row in found.rows:
         rows.append([*_cells(row), _ratio(judge(goal, row, found.base))])
-    rows += [[*_cells(row, "baseline again"), _ratio(judge(goal, row, [base]))] for row in found.base[1:]]
+    rows += [_base_cells(goal, found, row, "baseline again") for row in found.base[1:]]
     return columns, rows
+
+
+def _base_cells(goal: Goal, found: Findings, row: Row, name: str) -> list[str]:
+    """Next to the median of all the baseline's measurements, as trials are."""
+    values, all_ = goal.values(row), goal.values(pooled(found.base))
+    ratio = median(values) / median(all_) if values and median(all_) else 1.0
+    return [*_cells(row, name), f"{ratio:.2f}x"]
+
+
+def pooled(rows: Sequence[Row]) -> Row:
+    """One row of all repeats of several."""
+    values = {name: sum((getattr(row, name) for row in rows), ()) for name in REPEATED}
+    return replace(rows[0], **values)
 
 
 def _cells(row: Row, name: str | None = None) -> list[str]:
@@ -98,19 +111,16 @@ def size(num_bytes: float) -> str:
 def sections(
     goal: Goal, found: Findings, its: Advice, left_out: Mapping[str, str], *, price_per_hour: float | None = None
 ) -> list[str]:
-    """What helped, what did not and why, and the recommendation."""
-    helped, others = [], []
+    """What helped, what did not and why, what is not known, and the recommendation."""
+    helped, others, unknown = [], [], []
     for row in found.rows:
         verdict = judge(goal, row, found.base)
-        line = f"  {row.name}: {_said(goal, row, verdict)}"
-        (helped if verdict.verdict == "better" else others).append(line)
+        part = unknown if verdict.ratio is None else helped if verdict.verdict == "better" else others
+        part.append(f"  {row.name}: {_said(goal, row, verdict)}")
+    unknown += [f"  {what}: not tried: {why}" for what, why in left_out.items()]
     lines = []
-    if helped:
-        lines += ["Helped", *helped, ""]
-    if others or left_out:
-        lines += ["Did not help", *others]
-        lines += [f"  {what}: not tried: {why}" for what, why in left_out.items()]
-        lines.append("")
+    for title, part in (("Helped", helped), ("Did not help", others), ("Not known", unknown)):
+        lines += [title, *part, ""] if part else []
     lines += _recommended(goal, found, its, price_per_hour)
     if len(found.base) < 2 and not goal.is_planned:
         lines += ["", "The baseline was measured once: how the machine drifted meanwhile is not known."]
@@ -140,12 +150,16 @@ def _noise(goal: Goal, its: Judgement) -> str:
 def _recommended(goal: Goal, found: Findings, its: Advice, price_per_hour: float | None) -> list[str]:
     if its.row is None or its.judgement is None:
         return ["Recommended", "  nothing that was tried is within the limits"]
-    row, base = its.row, found.base[0]
+    row, base = its.row, pooled(found.base)
     if not row.arguments:
         lines = ["Recommended: as it is", "  nothing that was tried is better beyond the noise"]
     else:
-        ratio = f"{its.judgement.ratio:.2f}x" if its.judgement.ratio is not None else ""
-        lines = [f"Recommended: {row.name}", f"  {goal.title(row)} {ratio} of the baseline's"]
+        lines = [f"Recommended: {row.name}"]
+        if its.judgement.ratio is not None:
+            lines.append(f"  {its.judgement.ratio:.2f}x the baseline's {goal.title(base)}")
+    sizes = [one.arguments["max_seqs"] for one in found.rows if "max_seqs" in one.arguments and one.rate]
+    if row.arguments.get("max_seqs") == max(sizes, default=0) > 1:
+        lines.append("  the largest batch size that was tried is the best one: --sizes takes larger ones")
     lines.append(f"  {_figures(row, price_per_hour)}")
     if row.arguments:
         lines.append(f"  baseline: {'; '.join([_figures(base, price_per_hour), *base.notes])}")

@@ -16,6 +16,8 @@ FLAGS = {
 }
 # These change the answers; all others leave every token as it is.
 ROUNDING = ("quantize", "kv_dtype")
+# Figures of each repeat.
+REPEATED = ("ttft", "tpot", "one", "rate", "batch_ttft", "goodput")
 Arguments = dict[str, Any]
 
 

@@ -20,6 +20,7 @@ from jaxinfer.cli.advise_options import (
     read_sizes,
     read_workload,
 )
+from jaxinfer.cli.command import is_interrupt
 from jaxinfer.cli.options import llm_arguments
 from jaxinfer.cli.output import console, plain_cell, shows_progress, write_text
 
@@ -152,8 +153,8 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
 
         try:
             search(goal, trials, measure, is_over=lambda: time.monotonic() > end, found=found, told=save)
-        except KeyboardInterrupt:
-            if found.base:
+        except BaseException as error:
+            if found.base and is_interrupt(error):
                 told.stop()
                 _finish(options, result, goal, found, left_out, arguments, workload, about)
             raise
