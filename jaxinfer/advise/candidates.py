@@ -9,6 +9,8 @@ from jaxinfer.advise.trials import Arguments
 
 WEIGHTS = ("int8", "int4-g128")
 CACHES = ("int8", "fp8_e4m3")
+# Of the prompts' tokens: prompts cut from texts begin alike for a token or two.
+LEAST_SHARED = 0.05
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ def _why_no_reuse(goal: Goal, about: About) -> str | None:
         return "what it saves depends on the prompts, and nothing runs"
     if _counts_memory(goal, about):
         return "without --goodput, users are tokens of cache"
-    if not about.shared:
-        return "no prompt begins as another does; --shared-prefix N says that yours do (it is on by default)"
+    if about.shared < LEAST_SHARED:
+        return f"on by default, and {about.shared:.0%} of the prompts' tokens are as another begins (--shared-prefix N)"
     return None
 
 

@@ -178,7 +178,7 @@ def test_everything_is_a_candidate():
         ("cost", {"given": {"kv_dtype": "int8"}}, "cache", "you gave --kv-dtype"),
         ("cost", {"given": {"max_seqs": 4}}, "batch sizes", "you gave --max-seqs"),
         ("cost", {"given": {"prefix_cache": False}}, "prefix reuse", "you gave --prefix-cache"),
-        ("cost", {"shared": 0.0}, "prefix reuse", "no prompt begins as another does"),
+        ("cost", {"shared": 0.02}, "prefix reuse", "2% of the prompts' tokens"),
         ("cost", {"shared": None}, "prefix reuse", "nothing runs"),
         ("latency", {}, "batch sizes", "one request alone"),
         ("users", {}, "drafts", "no more room"),
