@@ -29,6 +29,7 @@ FLOORS = {
     "jaxinfer.fleet": 6,
     "jaxinfer.bench": 7,
     "jaxinfer.profiling": 8,
+    "jaxinfer.advise": 8,
     "jaxinfer.cli": 9,
 }
 FILES = [path for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert") for path in (ROOT / top).rglob("*.py")]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.here import subject_of
-from jaxinfer.planning.roofline import Rates, RooflinePoint, decode_point
+from jaxinfer.planning.roofline import Rates, RooflinePoint, decode_point, prefill_seconds
 
 # Larger than any cache: of a CPU, of an accelerator.
 CPU_BYTES, DEVICE_BYTES = 512 * 2**20, 2**30
@@ -150,10 +150,4 @@ class Ideal:
 
     def prefill_seconds(self, lengths: list[int]) -> float:
         """What the prompts' products and attention take at the measured FLOP/s; they are computed one after another."""
-        rates, counted = self.measured.rates.flops, self.counted
-        tokens = sum(lengths)
-        products = sum(flops * tokens / rates[kind] for kind, flops in counted.token_flops.items())
-        kind, head = counted.head
-        products -= head * (tokens - len(lengths)) / rates[kind]  # only the last token's logits are needed
-        attention = sum(counted.attention_flops((length + 1) / 2) * length for length in lengths) / rates["bf16"]
-        return products + attention
+        return prefill_seconds(self.measured.rates, self.counted, lengths)

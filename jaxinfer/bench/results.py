@@ -67,7 +67,13 @@ def finished(file: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     earlier = read(file)
-    for part in ("command", "model"):
+    check_same(file, earlier, result, ("command", "model"))
+    return earlier["runs"]
+
+
+def check_same(file: Path, earlier: dict[str, Any], result: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """Raises ResultError, with what differs, unless both are of the same `parts`, options and machine."""
+    for part in parts:
         if earlier[part] != result[part]:
             raise ResultError(f"--resume: {file.name} is of {part} {earlier[part]!r}, not {result[part]!r}")
     for part in ("options", "machine"):
@@ -75,4 +81,3 @@ def finished(file: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
             one, other = earlier[part].get(name), result[part].get(name)
             if one != other:
                 raise ResultError(f"--resume: {file.name} was made with {name}={one!r}, not {other!r}")
-    return earlier["runs"]

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxinfer import __version__
+from jaxinfer.cli.advise import advise
 from jaxinfer.cli.batch import batch
 from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.chat import chat
@@ -45,6 +46,8 @@ jaxinfer verify ./converted --against ./checkpoint
 
 jaxinfer quantize ./checkpoint ./int4 --bits 4 --calibration texts.txt
 
+jaxinfer advise ./checkpoint --goal latency
+
 jaxinfer plan ./checkpoint --on v5e:2x2 --quantize int8
 
 jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
@@ -70,7 +73,7 @@ app = typer.Typer(
 GROUPS = {
     "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
-    "Planning": {"plan": plan, "warm": warm},
+    "Planning": {"advise": advise, "plan": plan, "warm": warm},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},
     "This machine": {"profile": profile, "doctor": doctor, "train-demo": train_demo},
 }

@@ -92,6 +92,33 @@ class _Recorder(PromptScorer):
             rows[piece.start : piece.start + piece.length] = states[piece.row : piece.row + piece.length]
 
 
+def hidden_states(engine: PagedEngine, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """The final hidden states [T, D] of each text, as an idle engine computes them: with its weights and its cache."""
+    scorer = engine._scorer
+    engine._scorer = recorder = _Recorder(engine)
+    try:
+        # Whoever wants the prompt's log-probabilities has every token computed.
+        row = SamplingRow(SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0))
+        generations = [Generation(prompt=list(text), row=row, max_tokens=1) for text in texts]
+        for generation in generations:
+            engine.add(generation)
+        while engine.has_work:
+            engine.step()
+        return [recorder.rows[generation] for generation in generations]
+    finally:
+        engine._scorer = scorer
+
+
+def log_probs(engine: PagedEngine, states: np.ndarray) -> np.ndarray:
+    """float32 log-probabilities [T, V] of the next token, of final hidden states [T, D]."""
+    parts = []
+    for start in range(0, len(states), CHUNK):
+        rows = states[start : start + CHUNK]
+        padding = ((0, CHUNK - len(rows)), (0, 0))
+        parts.append(np.asarray(_log_probs(engine.model, engine.weights, np.pad(rows, padding)))[: len(rows)])
+    return np.concatenate(parts)
+
+
 def _hidden_states(
     config: ModelConfig, params: Params, texts: list[list[int]], kv_dtype: str, kv_scales: KVScales | None
 ) -> tuple[list[np.ndarray], ProgramModel, Weights, float]:
@@ -100,18 +127,15 @@ def _hidden_states(
     options = EngineOptions(max_model_len=longest + 1, max_seqs=1, prefill_chunk=CHUNK, kv_dtype=kv_dtype)
     engine = PagedEngine(config, params, options, kv_scales=kv_scales)
     try:
-        engine._scorer = recorder = _Recorder(engine)
-        # Whoever wants the prompt's log-probabilities has every token computed.
-        row = SamplingRow(SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0))
-        generations = [Generation(prompt=text, row=row, max_tokens=1) for text in texts]
-        for generation in generations:
-            engine.add(generation)
-        while engine.has_work:
-            engine.step()
-        states = [recorder.rows[generation] for generation in generations]
+        states = hidden_states(engine, texts)
         return states, engine.model, engine.weights, engine.memory.page_bytes / engine.page_size
     finally:
         engine.close()
+
+
+@partial(jax.jit, static_argnums=0)
+def _log_probs(model: ProgramModel, weights: Weights, states: jax.Array) -> jax.Array:
+    return jax.nn.log_softmax(model.bind(weights).logits(states).astype(jnp.float32))
 
 
 @partial(jax.jit, static_argnums=0)

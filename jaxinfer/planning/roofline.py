@@ -106,6 +106,16 @@ def decode_point(
     return _with_rate(point, num_replicas * batch)
 
 
+def prefill_seconds(rates: Rates, counted: Counted, lengths: list[int]) -> float:
+    """What the products and the attention of prompts of these lengths take at the rates, one after another."""
+    tokens = sum(lengths)
+    products = sum(flops * tokens / rates.flops[kind] for kind, flops in counted.token_flops.items())
+    kind, head = counted.head
+    products -= head * (tokens - len(lengths)) / rates.flops[kind]  # only the last token's logits are needed
+    attention = sum(counted.attention_flops((length + 1) / 2) * length for length in lengths)
+    return products + attention / rates.flops["bf16"]
+
+
 def _with_rate(point: RooflinePoint, tokens: float) -> RooflinePoint:
     return RooflinePoint(**{**asdict(point), "tokens_per_second": tokens / point.seconds})
 

@@ -1,0 +1,1 @@
+"""Which options pay for a model: each tried alone against the model as it is, and those that help together."""

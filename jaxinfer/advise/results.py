@@ -1,0 +1,60 @@
+"""The JSON of an advice: everything that was measured, written after every trial, read again to go on."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.advise.search import Findings
+from jaxinfer.advise.trials import Row
+from jaxinfer.bench.model import public_name
+from jaxinfer.bench.results import ResultError, check_same
+
+SCHEMA, VERSION = "jaxinfer.advise", 1
+
+
+def new(model: str, options: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
+    """A result without rows."""
+    return {"schema": SCHEMA, "version": VERSION, "model": model, "options": options, "machine": machine}
+
+
+def with_findings(result: dict[str, Any], found: Findings) -> dict[str, Any]:
+    """The result with all rows; of a draft's path its last part."""
+    parts = {name: [public(row).to_dict() for row in rows] for name, rows in vars(found).items()}
+    return {**result, **parts}
+
+
+def public(row: Row) -> Row:
+    """The row without a path."""
+    return _with_draft(row, public_name)
+
+
+def _with_draft(row: Row, rename: Callable[[str], str]) -> Row:
+    draft = row.arguments.get("draft")
+    return row if draft is None else replace(row, arguments={**row.arguments, "draft": rename(draft)})
+
+
+def earlier(file: Path, result: dict[str, Any], drafts: Sequence[str] = ()) -> Findings | None:
+    """What an earlier run of the same question has found, with these drafts' names as they are given; None where there
+    is no file.
+
+    Raises ResultError, with what differs, for a file of another question or machine.
+    """
+    if not file.exists():
+        return None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ResultError(f"{file.name}: no JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ResultError(f"{file.name} is no result of `jaxinfer advise`")
+    if found.get("version") != VERSION:
+        raise ResultError(f"{file.name} has version {found.get('version')!r} of the format, this program {VERSION}")
+    check_same(file, found, result, ("model",))
+    try:
+        parts = [[Row.from_dict(row) for row in found[name]] for name in ("base", "alone", "together")]
+    except (KeyError, TypeError) as error:
+        raise ResultError(f"{file.name} is not complete: {error}") from None
+    named = {public_name(draft): draft for draft in drafts}
+    return Findings(*([_with_draft(row, lambda name: named.get(name, name)) for row in rows] for rows in parts))

@@ -1,0 +1,200 @@
+"""What `jaxinfer advise` is told: its options, and what of them does not go together."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.options import ServingOptions
+
+if TYPE_CHECKING:
+    from jaxinfer.advise.goals import Goal
+    from jaxinfer.bench.workload import Workload
+
+_GOAL, _WORKLOAD, _TRIALS, _FIGURES = "Goal", "Workload", "Trials", "Figures"
+CPU_SIZES, SIZES = "1,4,16,32", "1,16,64,128,256"
+
+
+@dataclass(frozen=True)
+class AdviseOptions(ServingOptions):
+    """The engine's, which every trial keeps, and what is asked. The model has no flag."""
+
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo."),
+    ]
+    goal: Annotated[
+        str,
+        typer.Option(metavar="GOAL", help="cost, latency, users or quality.", rich_help_panel=_GOAL),
+    ] = "cost"
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="PLACE",
+            help="Plan for chips, such as v5e:2x2 or h200x1: nothing runs.",
+            rich_help_panel=_GOAL,
+        ),
+    ] = None
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="X", help="Nats per token that rounding may cost; default: 0.05.", rich_help_panel=_GOAL
+        ),
+    ] = None
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", help="That weights, cache and work may take.", rich_help_panel=_GOAL),
+    ] = None
+    goodput: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ttft:MS,...",
+            help="For users: limits of ttft, tpot and e2el. Without, tokens of cache count.",
+            rich_help_panel=_GOAL,
+        ),
+    ] = None
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="X", help="Of the machine: cost per million tokens.", rich_help_panel=_FIGURES),
+    ] = None
+    prompt_tokens: Annotated[
+        str,
+        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of prompts, cut from texts.", rich_help_panel=_WORKLOAD),
+    ] = "128"
+    answer_tokens: Annotated[
+        str,
+        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of answers; nothing ends one.", rich_help_panel=_WORKLOAD),
+    ] = "64"
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help='JSON lines with "prompt" and, if they are known, "output_tokens".',
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    texts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text that the KL is measured on and prompts are cut from; may be repeated.",
+            rich_help_panel=_WORKLOAD,
+        ),
+    ] = None
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Tokens that all prompts begin with.", rich_help_panel=_WORKLOAD)
+    ] = 0
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="That come at once; default: the largest batch size.", rich_help_panel=_WORKLOAD
+        ),
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="X", help="0 takes the most probable token.", rich_help_panel=_WORKLOAD)
+    ] = 0.0
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="The same seed, the same requests.", rich_help_panel=_WORKLOAD)
+    ] = 0
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="DRAFT",
+            help="A draft to try beside ngram: a model or layers:N; may be repeated.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = None
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="X",
+            help="With --on: chance that a drafted token is accepted.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = None
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help=f"Batch sizes to try; default: {CPU_SIZES} on a CPU, else {SIZES}.",
+            rich_help_panel=_TRIALS,
+        ),
+    ] = None
+    repeats: Annotated[int, typer.Option(min=2, metavar="N", help="Of each measurement.", rich_help_panel=_TRIALS)] = 3
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, metavar="N", help="No trial begins after; default: 30.", rich_help_panel=_TRIALS),
+    ] = None
+    json: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all figures, after every trial.", rich_help_panel=_FIGURES),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", metavar="", help="Keep the trials that --json FILE has.", rich_help_panel=_FIGURES),
+    ] = False
+
+
+OWN = ("goal", "on", "max_kl", "memory", "goodput", "price_per_hour", "prompt_tokens", "answer_tokens", "dataset")
+OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "acceptance", "sizes", "repeats")
+OWN += ("minutes", "json", "resume")
+# What changes no trial's figures, so that a file goes on under another.
+LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
+DEFAULT_MINUTES = 30.0
+
+
+def read_goal(options: AdviseOptions) -> "Goal":
+    """Raises UsageError for options that do not go together, before anything is loaded."""
+    from jaxinfer.advise.goals import DEFAULT_MAX_KL, GOALS, Goal
+
+    if options.goal not in GOALS:
+        raise UsageError(f"--goal: {options.goal!r} is none of {', '.join(GOALS)}")
+    if options.memory is not None and not options.memory > 0:
+        raise UsageError(f"--memory must be positive, got {options.memory:g} GiB")
+    if options.resume and options.json is None:
+        raise UsageError("--resume needs --json FILE, which has the trials that are done")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise UsageError(f"--json: no folder {options.json.resolve().parent}")
+    if options.goodput is not None and options.goal != "users":
+        raise UsageError(f"--goodput is for --goal users, not {options.goal}")
+    runs = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "goodput", "minutes", "resume")
+    runs += ("tokenizer", "memory", "prefix_cache")
+    for name in runs if options.on is not None else ("acceptance",):
+        if getattr(options, name) not in (None, 0, False, 0.0):
+            what = "nothing runs with --on" if options.on is not None else "it is measured; --on PLACE plans"
+            raise UsageError(f"--{name.replace('_', '-')}: {what}")
+    memory = None if options.memory is None else int(options.memory * 2**30)
+    return Goal(
+        options.goal, DEFAULT_MAX_KL if options.max_kl is None else options.max_kl, memory, options.on is not None
+    )
+
+
+def read_workload(options: AdviseOptions) -> "Workload":
+    from jaxinfer.bench.metrics import parse_goodput
+    from jaxinfer.bench.workload import Lengths, Workload, read_dataset
+
+    parse_goodput(options.goodput)
+    if options.dataset is not None and options.shared_prefix:
+        raise UsageError("--shared-prefix is for prompts that are cut from texts, and --dataset has its own")
+    return Workload(
+        Lengths.parse(options.prompt_tokens, "--prompt-tokens"),
+        Lengths.parse(options.answer_tokens, "--answer-tokens"),
+        () if options.dataset is None else read_dataset(options.dataset),
+        options.seed,
+    )
+
+
+def read_sizes(options: AdviseOptions, default: str) -> list[int]:
+    from jaxinfer.bench.workload import parse_numbers
+
+    return [int(size) for size in parse_numbers(options.sizes or default, "--sizes", whole=True)]
+
+
+def draft_names(options: AdviseOptions) -> list[str]:
+    own = ["demo-draft"] if options.model == "demo" and not options.draft else []
+    return list(dict.fromkeys(["ngram", *own, *(options.draft or ())]))
