@@ -36,6 +36,8 @@ def headline(phase: dict[str, Any]) -> list[str]:
         f"{line['seconds'] / steps * MS:.2f} ms at the measured rates ({line['bound']}), "
         f"{line['percent']:.0f} % of the roofline",
     ]
+    if line["percent"] > 100:
+        lines.append("faster than the roofline: other work slowed the machine down while its rates were measured")
     if (layers := phase["layers"]) is not None:
         lines.append(
             f"slowest layer: {layers['slowest']}, {layers['slowest_seconds'] / steps * MS:.3f} ms a step; "
