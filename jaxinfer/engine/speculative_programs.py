@@ -211,6 +211,7 @@ def _logits_at(target: Decoder, hidden: jax.Array, drafter: Drafter) -> Callable
     return lambda node: logits[row, node]
 
 
+@jax.named_scope("draft")
 def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache, draft_cache, slots: DraftSlots, rows):
     """(target's cache, draft's cache, draft slots, proposal)."""
     if isinstance(drafter.kind, NgramDraft):

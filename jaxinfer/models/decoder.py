@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import Attend, DecoderLayer, Tap
+from jaxinfer.models.linear import Linear
 from jaxinfer.models.moe import SparseMoE
 from jaxinfer.models.norms import hidden_norm
 from jaxinfer.models.rope import Positions
@@ -44,17 +45,20 @@ class Decoder(nnx.Module):
         """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
         tap = tap or (lambda name, value: None)
         dtype = self.final_norm.weight.get_value().dtype
-        x = rows(self.embed.get_value(), tokens, dtype)
-        x = embedded(self.config, x, None if self.position_embed is None else self.position_embed[...][positions])
+        with jax.named_scope("embed"):
+            x = rows(self.embed.get_value(), tokens, dtype)
+            x = embedded(self.config, x, None if self.position_embed is None else self.position_embed[...][positions])
         tap("embed", x)
         shared = Positions(positions)
         for layer in self.layers:
             with jax.named_scope(layer.name):
                 x = layer(x, shared, attend, tap)
-        x = self.final_norm(x)
+        with jax.named_scope("final_norm"):
+            x = self.final_norm(x)
         tap("final_norm", x)
         return x
 
+    @jax.named_scope("logits")
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32 logits [..., V] of hidden states [..., D]."""
         config = self.config
@@ -101,6 +105,9 @@ def bind(config: ModelConfig, params: Params, experts_over: tuple[Mesh, str] | N
     state = jax.tree.map(lambda leaf: leaf, state)
     nnx.replace_by_pure_dict(state, _integer_keys(params))
     decoder = nnx.merge(graph, state)
+    for path, module in nnx.iter_modules(decoder):
+        if isinstance(module, Linear):
+            module.scope = str(path[-1])
     if experts_over is not None:
         for layer in decoder.layers:
             if isinstance(layer.mlp, SparseMoE):

@@ -66,7 +66,8 @@ class Attention(nnx.Module):
             cos, sin = positions.rotation(self.rope)
             q, k = positions.scaled_queries(self.rope, rotate(q, cos, sin)), rotate(k, cos, sin)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
-        out = attend(self.layer, q, k, v, self.window, **self.options, **sinks)
+        with jax.named_scope("attend"):
+            out = attend(self.layer, q, k, v, self.window, **self.options, **sinks)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -128,7 +129,8 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend, tap: Tap) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are what is added to the residual."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
-        attended = self.attention(normed, positions, attend)
+        with jax.named_scope("attention"):
+            attended = self.attention(normed, positions, attend)
         attended = self._to_add("attention", attended, self.attention_post_norm, tap)
         if self.block in ("pre_norm", "post_norm", "sandwich_norm"):
             x = x + attended
@@ -136,7 +138,9 @@ class DecoderLayer(nnx.Module):
         else:
             read = normed if self.mlp_norm is None else self.mlp_norm(x)
             x = x + attended
-        x = x + self._to_add("mlp", self.mlp(read), self.mlp_post_norm, tap)
+        with jax.named_scope("mlp"):
+            fed = self.mlp(read)
+        x = x + self._to_add("mlp", fed, self.mlp_post_norm, tap)
         tap(f"{self.name}.residual", x)
         return x
 

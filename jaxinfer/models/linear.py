@@ -8,7 +8,12 @@ from jaxinfer.quantization.matmul import matmul
 
 
 class Linear(nnx.Module):
-    """x @ weight + bias, with weight [inputs, outputs], which may be quantized."""
+    """x @ weight + bias, with weight [inputs, outputs], which may be quantized.
+
+    `scope`, its name in the model, is set by `bind`: compiled programs name what belongs to it.
+    """
+
+    scope = "linear"
 
     def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
@@ -16,5 +21,6 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = matmul(x, self.weight.get_value())
-        return y if self.bias is None else y + self.bias[...]
+        with jax.named_scope(self.scope):
+            y = matmul(x, self.weight.get_value())
+            return y if self.bias is None else y + self.bias[...]

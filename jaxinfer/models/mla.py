@@ -54,7 +54,8 @@ class LatentAttention(nnx.Module):
         latent, k_rope = self.kv_a_norm(latent)[..., None, :], k_rope[..., None, :]
         q = jnp.concatenate([self.k_up.to_latent(q_nope), rotate(self._paired(q_rope), cos, sin)], axis=-1)
         k = jnp.concatenate([latent, rotate(self._paired(k_rope), cos, sin)], axis=-1)
-        out = attend(self.layer, q, k, latent, self.window, scale=self.scale)
+        with jax.named_scope("attend"):
+            out = attend(self.layer, q, k, latent, self.window, scale=self.scale)
         return self.o_proj(self.v_up.from_latent(out).reshape(*x.shape[:-1], -1))
 
     def _queries(self, x: jax.Array) -> jax.Array:

@@ -38,6 +38,7 @@ class SampleOutput:
     top_logprobs: jax.Array
 
 
+@jax.named_scope("sampler")
 def sample(
     logits: jax.Array,
     positions: jax.Array,
