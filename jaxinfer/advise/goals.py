@@ -99,6 +99,6 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Of the middle half, as a share of the median: one repeat that the machine interrupted is no spread of the rest."""
+    """Of the middle half, as a share of the median: a repeat that the machine interrupted is no spread of the rest."""
     low, middle, high = np.percentile(values, (25, 50, 75))
     return float(high - low) / float(middle) if middle else 0.0

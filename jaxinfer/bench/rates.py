@@ -42,6 +42,12 @@ class Measured:
     def rates(self) -> Rates:
         return Rates(hbm=self.bandwidth, links=float("inf"), flops=self.flops)
 
+    def best(self, other: "Measured") -> "Measured":
+        """The higher of each rate, of two measurements of the same."""
+        bandwidths = {name: max(rate, other.bandwidths[name]) for name, rate in self.bandwidths.items()}
+        flops = {name: max(rate, other.flops[name]) for name, rate in self.flops.items()}
+        return Measured(self.dtype, bandwidths, flops)
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "dtype": self.dtype,

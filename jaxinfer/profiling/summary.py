@@ -22,9 +22,9 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
     """
     found = intervals(phase.data)
     ops = identified(found, programs)
-    seconds = shares(found, [op.is_control for op in ops])
-    num_steps = _steps(phase.traced)
     num_devices = len({one.device for one in found})
+    seconds = [one / num_devices for one in shares(found, [op.is_control for op in ops])]  # of the mean device
+    num_steps = _steps(phase.traced)
     span = (max(one.end for one in found) - found[0].start) / 1e9
     busy = sum(seconds)
     first = [one for one in phase.traced.dispatches if one.replica == 0]
@@ -38,8 +38,8 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
         "traced_seconds": phase.traced.seconds,
         "device": {
             "count": num_devices,
-            "busy_seconds": busy / num_devices,
-            "idle_share": max(0.0, 1 - busy / (num_devices * span)),
+            "busy_seconds": busy,
+            "idle_share": max(0.0, 1 - busy / span),
             "operations": len(found),
             "unknown_seconds": sum(s for s, op in zip(seconds, ops, strict=True) if not op.scope),
         },

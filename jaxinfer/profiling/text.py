@@ -26,7 +26,8 @@ def headline(phase: dict[str, Any]) -> list[str]:
         what = f"{phase['prompt_tokens']:,} prompt tokens in {_count(steps, 'step')}"
     else:
         unit = {("decode",): "step", ("rounds",): "speculative round"}.get(tuple(phase["kinds"]), "step or round")
-        what = f"{_count(steps, unit)} of {phase['mean_batch']:g} answers at {phase['mean_context']:,.0f} tokens"
+        batch = f"{phase['mean_batch']:g} answer{'' if phase['mean_batch'] == 1 else 's'}"
+        what = f"{_count(steps, unit)} of {batch} at {phase['mean_context']:,.0f} tokens"
     each, traced = phase["seconds"] / steps, phase["traced_seconds"] / steps
     lines = [
         f"{phase['phase']}: {what}, {_count(phase['dispatches'], 'dispatch', 'es')}",
@@ -36,6 +37,8 @@ def headline(phase: dict[str, Any]) -> list[str]:
         f"{line['seconds'] / steps * MS:.2f} ms at the measured rates ({line['bound']}), "
         f"{line['percent']:.0f} % of the roofline",
     ]
+    if line["percent"] > 100:
+        lines.append("faster than the roofline: other work slowed the machine down while its rates were measured")
     if (layers := phase["layers"]) is not None:
         lines.append(
             f"slowest layer: {layers['slowest']}, {layers['slowest_seconds'] / steps * MS:.3f} ms a step; "

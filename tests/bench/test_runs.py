@@ -148,6 +148,9 @@ def test_rates_are_measured_of_what_is_asked_for():
     assert set(found.bandwidths) == {"read", "copy", "matvec"}
     assert set(found.flops) == {"bf16", "int8"}
     assert all(np.isfinite(rate) and rate > 0 for rate in (*found.bandwidths.values(), *found.flops.values()))
+    slower = rates.Measured(found.dtype, dict.fromkeys(found.bandwidths, 1.0), {**found.flops, "int8": 1e30})
+    best = slower.best(found)
+    assert (best.bandwidths, best.flops) == (found.bandwidths, {**found.flops, "int8": 1e30})
     assert found.bandwidth == max(found.bandwidths.values())
     assert set(found.to_dict()["flops_per_second"]) == {"float32", "int8"}
 
