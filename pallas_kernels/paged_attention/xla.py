@@ -147,13 +147,15 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: Pag
 
     pages_per_block = max(1, num_keys // spec.page_size)
     key_block = pages_per_block * spec.page_size
-    first_page, end_page = first_key // spec.page_size, -(-end_key // spec.page_size)
+    # Looked up before the loop: inside, XLA:CPU computes an id again for every number that it copies from a page.
+    page = jnp.arange(-(-spec.pages_per_sequence // pages_per_block) * pages_per_block)
+    tile_ids = operands.page_table.at[sequence[:, None], page].get(mode="fill", fill_value=0)
+    # Outside the range the table may hold anything.
+    is_read = (page >= first_key[:, None] // spec.page_size) & (page < -(-end_key[:, None] // spec.page_size))
+    tile_ids = jnp.where(is_read, tile_ids, 0)
 
     def step(block, carry):
-        page = block * pages_per_block + jnp.arange(pages_per_block)
-        ids = operands.page_table.at[sequence[:, None], page].get(mode="fill", fill_value=0)
-        # Outside the range the table may hold anything.
-        ids = jnp.where((page >= first_page[:, None]) & (page < end_page[:, None]), ids, 0)
+        ids = lax.dynamic_slice_in_dim(tile_ids, block * pages_per_block, pages_per_block, 1)
         stored = layout.gather(operands.pages, ids, spec.page)
         k, v, k_scales, v_scales = _merge_pages(stored, compute_dtype, spec)
         keys = block * key_block + jnp.arange(key_block)
