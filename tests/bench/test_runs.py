@@ -21,6 +21,15 @@ WORKLOAD = Workload(Lengths("uniform", 4, 12), Lengths("uniform", 3, 9))
 
 @pytest.fixture(scope="module")
 def bench():
+    """Steps its engine on this thread."""
+    live = (TINY, init_params(TINY, jax.random.key(0)))
+    with opened(live, dict(ARGUMENTS), serves=False, sizes=SIZES) as found:  # type: ignore[arg-type]
+        yield found
+
+
+@pytest.fixture(scope="module")
+def served():
+    """Has a thread that steps its engine; nobody else may."""
     live = (TINY, init_params(TINY, jax.random.key(0)))
     with opened(live, dict(ARGUMENTS), serves=True, sizes=SIZES) as found:  # type: ignore[arg-type]
         yield found
@@ -56,17 +65,17 @@ def test_throughput_serves_more_requests_than_slots(bench):
     assert run["cost_per_million_tokens"]["out"] > run["cost_per_million_tokens"]["total"] > 0
 
 
-def test_load_streams_to_clients_who_arrive(bench):
+def test_load_streams_to_clients_who_arrive(served):
     asks = WORKLOAD.asks(5, 64)
     times = [0.0, 0.01, 0.02, 0.02, 0.1]
-    run = runs.load(bench, asks, times, runs.How())
+    run = runs.load(served, asks, times, runs.How())
     check(run, asks)
     assert run["seconds"] >= times[-1]
 
 
-def test_a_limit_of_concurrency_is_kept(bench):
+def test_a_limit_of_concurrency_is_kept(served):
     asks = [Ask([1, 2, 3], 6)] * 4
-    traces, _ = asyncio.run(runs.serve_arriving(bench.engine, asks, [0.0] * 4, runs.How(), 1))
+    traces, _ = asyncio.run(runs.serve_arriving(served.engine, asks, [0.0] * 4, runs.How(), 1))
     spans = sorted((trace.sent, trace.times[-1]) for trace in traces)
     assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(spans))
     assert all(trace.num_tokens == 6 for trace in traces)
