@@ -113,6 +113,7 @@ def main() -> None:
         parser.error(f"--only: {unknown[0]!r} is none of {', '.join(PARTS)}")
     compilation_cache.enable()
     rows: dict[str, Any] = {}
+    machine = {"num_cores": os.cpu_count(), "machine": platform.machine(), "jax": jax.__version__}
     for name in wanted:
         title, measure = PARTS[name]
         found = measure(options.rounds)
@@ -122,9 +123,9 @@ def main() -> None:
         if (sizes := row.get("weight_bytes")) is not None:
             line += f", weights {sizes['float32'] / sizes['int8']:.2f}x smaller"
         print(line, flush=True)
-    if options.json:
-        machine = {"num_cores": os.cpu_count(), "machine": platform.machine(), "jax": jax.__version__}
-        options.json.write_text(json.dumps({"ratios": rows, "rounds": options.rounds, **machine}, indent=1) + "\n")
+        if options.json:  # after every ratio: a run that is stopped loses none
+            report = {"ratios": rows, "rounds": options.rounds, **machine}
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

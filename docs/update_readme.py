@@ -15,7 +15,6 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for benchmarks, which are not installed
 BENCH = ROOT / "benchmarks" / "results" / "peers.json"
 BATCHING = ROOT / "benchmarks" / "results" / "continuous_batching.json"
-RATIOS = ROOT / "benchmarks" / "results" / "ratios.json"
 SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
 QUANTIZATION = ROOT / "benchmarks" / "results" / "quantization_quality.json"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels_compiled.json"
@@ -62,18 +61,6 @@ def bench() -> str:
     from benchmarks.peers.report import to_markdown
 
     return to_markdown(json.loads(BENCH.read_text(encoding="utf-8")))
-
-
-def ratios() -> str:
-    report = json.loads(RATIOS.read_text(encoding="utf-8"))
-    rows = ["| | before | after | ratio |", "| --- | ---: | ---: | ---: |"]
-    for row in report["ratios"].values():
-        before, after = (f"{row[side]:.4g} {row['unit']}" for side in ("before", "after"))
-        rows.append(f"| {row['title']} | {before} | {after} | {row['ratio']:.2f}x |")
-        if (sizes := row.get("weight_bytes")) is not None:
-            mebibytes = [f"{sizes[name] / 2**20:.1f} MiB" for name in ("float32", "int8")]
-            rows.append(f"| its weights | {' | '.join(mebibytes)} | {sizes['float32'] / sizes['int8']:.2f}x |")
-    return "\n".join(rows)
 
 
 def batching() -> str:
@@ -189,7 +176,6 @@ def main() -> None:
             "demo": demo,
             "completions": completions,
             "bench": bench,
-            "ratios": ratios,
             "batching": batching,
             "speculation": speculation,
             "models": models,
