@@ -6,15 +6,15 @@ a file that shrinks while it is read is an error rather than a signal.
 """
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from checkpoints_convert.byte_file import ByteFile, LocalFile, fill, fill_from_tensor
 from checkpoints_convert.errors import CheckpointError, did_you_mean
 from checkpoints_convert.files import parse_json
 
@@ -61,47 +61,6 @@ class TensorEntry:
     end: int
 
 
-class ByteFile(Protocol):
-    """An open file of any kind. path: for messages. size: in bytes."""
-
-    path: str | Path
-    size: int
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Reads from `offset` on into the buffer's beginning; how many bytes, 0 at the end. Thread-safe."""
-        ...
-
-    def version(self) -> str:
-        """Changes when the file does."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class LocalFile:
-    """A `ByteFile` on a disk."""
-
-    def __init__(self, path: str | Path):
-        self.path: str | Path = Path(path)
-        try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError(self.path, f"cannot be opened: {error.strerror}") from None
-        self.size = os.fstat(self._descriptor).st_size
-
-    def read_into(self, offset: int, buffer: memoryview) -> int:
-        return os.preadv(self._descriptor, [buffer], offset)
-
-    def version(self) -> str:
-        status = os.stat(self.path)
-        return f"{status.st_size} {status.st_mtime_ns}"
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 class SafetensorsFile:
     """An open file. `tensors` maps names to entries, `metadata` is the header's free text.
 
@@ -122,13 +81,8 @@ class SafetensorsFile:
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with the tensor's bytes from `offset` on. Safe to call from several threads."""
-        entry = self.tensors[name]
-        buffer = buffer.cast("B")
-        if offset < 0 or offset + len(buffer) > entry.end - entry.begin:
-            size = entry.end - entry.begin
-            raise IndexError(f"bytes [{offset}, {offset + len(buffer)}) of tensor {name!r}, which has {size}")
-        where = self._data_start + entry.begin + offset
-        self._fill(buffer, where, f"tensor {name!r}")
+        entry, start = self.tensors[name], self._data_start
+        fill_from_tensor(buffer, self._file, start + entry.begin, start + entry.end, offset=offset, name=name)
 
     def version(self) -> str:
         """Changes when the file does."""
@@ -158,15 +112,8 @@ class SafetensorsFile:
 
     def _read(self, length: int, where: int) -> bytes:
         buffer = bytearray(length)
-        self._fill(memoryview(buffer), where, "the header")
+        fill(memoryview(buffer), self._file, where, "the header")
         return bytes(buffer)
-
-    def _fill(self, buffer: memoryview, where: int, what: str) -> None:
-        while buffer:
-            num_read = self._file.read_into(where, buffer)
-            if num_read == 0:
-                raise CheckpointError(self.path, f"{what}: the file ends at byte {where}, {len(buffer)} bytes too soon")
-            where, buffer = where + num_read, buffer[num_read:]
 
 
 def parse_header(

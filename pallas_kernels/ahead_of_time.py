@@ -68,6 +68,22 @@ class Compilation:
     cost: dict[str, float]
     code_bytes: int = 0
 
+    @classmethod
+    def of(cls, chip: str, program: Any, seconds: float) -> "Compilation":
+        """What the compiler says of a program that it compiled."""
+        memory: Any = program.memory_analysis()
+        return cls(
+            chip=chip,
+            program=program,
+            seconds=seconds,
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            aliased_bytes=memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            cost=dict(program.cost_analysis() or {}),
+            code_bytes=memory.generated_code_size_in_bytes,
+        )
+
     @property
     def total_bytes(self) -> int:
         """What one device must hold to run the program."""
@@ -174,15 +190,4 @@ def compile_for(
         with config.persistent_cache_min_compile_time_secs(math.inf):
             program = lowered.compile()
         seconds = time.perf_counter() - start
-    memory: Any = program.memory_analysis()
-    return Compilation(
-        chip=chip,
-        program=program,
-        seconds=seconds,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        aliased_bytes=memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        cost=dict(program.cost_analysis() or {}),
-        code_bytes=memory.generated_code_size_in_bytes,
-    )
+    return Compilation.of(chip, program, seconds)

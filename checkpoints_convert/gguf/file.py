@@ -7,14 +7,13 @@ they are asked for.
 """
 
 import math
-import os
-import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from checkpoints_convert.byte_file import LocalFile, fill_from_tensor
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.cursor import Cursor
 from checkpoints_convert.gguf.types import TYPE_NAMES, TYPES, BlockType
@@ -69,15 +68,9 @@ class GGUFFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._file = LocalFile(path)
+        self.size = self._file.size
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError as error:
-            raise CheckpointError(self.path, f"cannot be opened: {error.strerror}") from None
-        try:
-            status = os.fstat(self._descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(self.path, "is not a regular file")
-            self.size = status.st_size
             self._read_header()
         except BaseException:
             self.close()
@@ -139,23 +132,10 @@ class GGUFFile:
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
         """Fills `buffer` with the tensor's bytes from `offset` on. Safe to call from several threads."""
         entry = self.tensors[name]
-        buffer = buffer.cast("B")
-        if offset < 0 or offset + len(buffer) > entry.end - entry.begin:
-            size = entry.end - entry.begin
-            raise IndexError(f"bytes [{offset}, {offset + len(buffer)}) of tensor {name!r}, which has {size}")
-        where = entry.begin + offset
-        while buffer:
-            num_read = os.preadv(self._descriptor, [buffer], where)
-            if num_read == 0:
-                raise CheckpointError(
-                    self.path, f"tensor {name!r}: the file ends at byte {where}, {len(buffer)} bytes too soon"
-                )
-            where, buffer = where + num_read, buffer[num_read:]
+        fill_from_tensor(buffer, self._file, entry.begin, entry.end, offset=offset, name=name)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
     def __enter__(self) -> "GGUFFile":
         return self
@@ -164,7 +144,7 @@ class GGUFFile:
         self.close()
 
     def _cursor(self, position: int) -> Cursor:
-        return Cursor(self._descriptor, self.size, self.path, position)
+        return Cursor(self._file.descriptor, self.size, self.path, position)
 
     def _read_header(self) -> None:
         cursor = self._cursor(0)

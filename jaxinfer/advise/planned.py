@@ -57,7 +57,7 @@ class Planner:
         place = parse_place(on)
         values = {name: arguments[name] for name in LOADING if name in arguments}
         config, params = load_shapes(model, **values)
-        config, _ = for_length(config, max(arguments.get("max_model_len") or 0, prompt_tokens + answer_tokens))
+        config, _ = for_length(config, prompt_tokens + answer_tokens)
         return cls(model, config, params, place, arguments, prompt_tokens, answer_tokens, max_seqs, acceptance)
 
     @property

@@ -1,6 +1,5 @@
 """The JSON of an advice: everything that was measured, written after every trial, read again to go on."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from jaxinfer.advise.search import Findings
 from jaxinfer.advise.trials import Row
 from jaxinfer.bench.model import public_name
-from jaxinfer.bench.results import ResultError, check_same
+from jaxinfer.bench.results import ResultError, check_same, read_schema
 
 SCHEMA, VERSION = "jaxinfer.advise", 1
 
@@ -43,14 +42,7 @@ def earlier(file: Path, result: dict[str, Any], drafts: Sequence[str] = ()) -> F
     """
     if not file.exists():
         return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ResultError(f"{file.name}: no JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise ResultError(f"{file.name} is no result of `jaxinfer advise`")
-    if found.get("version") != VERSION:
-        raise ResultError(f"{file.name} has version {found.get('version')!r} of the format, this program {VERSION}")
+    found = read_schema(file, SCHEMA, VERSION)
     check_same(file, found, result, ("model",))
     try:
         parts = [[Row.from_dict(row) for row in found[name]] for name in ("base", "alone", "together")]

@@ -39,16 +39,25 @@ def new(
 
 def read(file: Path) -> dict[str, Any]:
     """Raises ResultError, with the file's name, for what is no result of this version; FileNotFoundError."""
+    found = read_schema(file, SCHEMA, VERSION)
+    if found.get("command") not in COMMANDS or not isinstance(found.get("runs"), list):
+        raise ResultError(f"{file.name} is not complete: its command is {found.get('command')!r}")
+    return found
+
+
+def read_schema(file: Path, schema: str, version: int) -> dict[str, Any]:
+    """The object of a JSON file that says it is of this schema ("jaxinfer.COMMAND") and version.
+
+    Raises ResultError where it does not; FileNotFoundError.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ResultError(f"{file.name}: no JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise ResultError(f"{file.name} is no result of `jaxinfer bench`")
-    if found.get("version") != VERSION:
-        raise ResultError(f"{file.name} has version {found.get('version')!r} of the format, this program {VERSION}")
-    if found.get("command") not in COMMANDS or not isinstance(found.get("runs"), list):
-        raise ResultError(f"{file.name} is not complete: its command is {found.get('command')!r}")
+    if not isinstance(found, dict) or found.get("schema") != schema:
+        raise ResultError(f"{file.name} is no result of `{schema.replace('.', ' ')}`")
+    if found.get("version") != version:
+        raise ResultError(f"{file.name} has version {found.get('version')!r} of the format, this program {version}")
     return found
 
 

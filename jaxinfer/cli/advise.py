@@ -17,8 +17,8 @@ from jaxinfer.cli.advise_options import (
     AdviseOptions,
     draft_names,
     read_goal,
+    read_requests,
     read_sizes,
-    read_workload,
 )
 from jaxinfer.cli.command import is_interrupt
 from jaxinfer.cli.options import llm_arguments
@@ -47,7 +47,7 @@ def advise(options: AdviseOptions) -> None:
     within --goodput, or tokens of cache that fit) or quality (the least KL that fits --memory).
     """
     goal = read_goal(options)
-    workload = read_workload(options)
+    workload = read_requests(options)
     arguments = {name: value for name, value in llm_arguments(options).items() if name not in OWN}
     if arguments.get("dtype") == "auto":
         del arguments["dtype"]

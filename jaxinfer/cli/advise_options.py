@@ -1,30 +1,29 @@
 """What `jaxinfer advise` is told: its options, and what of them does not go together."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import ServingOptions
+from jaxinfer.cli.options import ModelArgument, ServingOptions
+from jaxinfer.cli.workload_options import FIGURES, WORKLOAD, AnswerTokens, WorkloadOptions, read_workload
 
 if TYPE_CHECKING:
     from jaxinfer.advise.goals import Goal
     from jaxinfer.bench.workload import Workload
 
-_GOAL, _WORKLOAD, _TRIALS, _FIGURES = "Goal", "Workload", "Trials", "Figures"
+_GOAL, _TRIALS = "Goal", "Trials"
 CPU_SIZES, SIZES = "1,4,16,32", "1,16,64,128,256"
 
 
 @dataclass(frozen=True)
-class AdviseOptions(ServingOptions):
+class AdviseOptions(WorkloadOptions, ServingOptions):
     """The engine's, which every trial keeps, and what is asked. The model has no flag."""
 
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo."),
-    ]
+    model: ModelArgument
+    answer_tokens: AnswerTokens = "64"
     goal: Annotated[
         str,
         typer.Option(metavar="GOAL", help="cost, latency, users or quality.", rich_help_panel=_GOAL),
@@ -52,28 +51,8 @@ class AdviseOptions(ServingOptions):
         str | None,
         typer.Option(
             metavar="ttft:MS,...",
-            help="For users: limits of ttft, tpot and e2el. Without, tokens of cache count.",
-            rich_help_panel=_GOAL,
-        ),
-    ] = None
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="X", help="Of the machine: cost per million tokens.", rich_help_panel=_FIGURES),
-    ] = None
-    prompt_tokens: Annotated[
-        str,
-        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of prompts, cut from texts.", rich_help_panel=_WORKLOAD),
-    ] = "128"
-    answer_tokens: Annotated[
-        str,
-        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of answers; nothing ends one.", rich_help_panel=_WORKLOAD),
-    ] = "64"
-    dataset: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='JSON lines with "prompt" and, if they are known, "output_tokens".',
-            rich_help_panel=_WORKLOAD,
+            help="For --goal users: limits of ttft, tpot and e2el; without, tokens of cache count.",
+            rich_help_panel=FIGURES,
         ),
     ] = None
     texts: Annotated[
@@ -81,24 +60,18 @@ class AdviseOptions(ServingOptions):
         typer.Option(
             metavar="FILE",
             help="Text that the KL is measured on and prompts are cut from; may be repeated.",
-            rich_help_panel=_WORKLOAD,
+            rich_help_panel=WORKLOAD,
         ),
     ] = None
     shared_prefix: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Tokens that all prompts begin with.", rich_help_panel=_WORKLOAD)
+        int, typer.Option(min=0, metavar="N", help="Tokens that all prompts begin with.", rich_help_panel=WORKLOAD)
     ] = 0
     requests: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="That come at once; default: the largest batch size.", rich_help_panel=_WORKLOAD
+            min=1, metavar="N", help="That come at once; default: the largest batch size.", rich_help_panel=WORKLOAD
         ),
     ] = None
-    temperature: Annotated[
-        float, typer.Option(min=0, metavar="X", help="0 takes the most probable token.", rich_help_panel=_WORKLOAD)
-    ] = 0.0
-    seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="The same seed, the same requests.", rich_help_panel=_WORKLOAD)
-    ] = 0
     draft: Annotated[
         list[str] | None,
         typer.Option(
@@ -130,13 +103,9 @@ class AdviseOptions(ServingOptions):
         float | None,
         typer.Option(min=0, metavar="N", help="No trial begins after; default: 30.", rich_help_panel=_TRIALS),
     ] = None
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write all figures, after every trial.", rich_help_panel=_FIGURES),
-    ] = None
     resume: Annotated[
         bool,
-        typer.Option("--resume", metavar="", help="Keep the trials that --json FILE has.", rich_help_panel=_FIGURES),
+        typer.Option("--resume", metavar="", help="Keep the trials that --json FILE has.", rich_help_panel=FIGURES),
     ] = False
 
 
@@ -145,6 +114,9 @@ OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "a
 OWN += ("minutes", "json", "resume")
 # What changes no trial's figures, so that a file goes on under another.
 LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
+# What says how a trial runs, so that a plan has no use for it. Its sequences are as long as prompt and answer.
+RUNS = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "seed", "goodput", "minutes")
+RUNS += ("repeats", "resume", "tokenizer", "memory", "prefix_cache", "max_model_len")
 DEFAULT_MINUTES = 30.0
 
 
@@ -158,14 +130,11 @@ def read_goal(options: AdviseOptions) -> "Goal":
         raise UsageError(f"--memory must be positive, got {options.memory:g} GiB")
     if options.resume and options.json is None:
         raise UsageError("--resume needs --json FILE, which has the trials that are done")
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise UsageError(f"--json: no folder {options.json.resolve().parent}")
     if options.goodput is not None and options.goal != "users":
         raise UsageError(f"--goodput is for --goal users, not {options.goal}")
-    runs = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "goodput", "minutes", "resume")
-    runs += ("tokenizer", "memory", "prefix_cache")
-    for name in runs if options.on is not None else ("acceptance",):
-        if getattr(options, name) not in (None, 0, False, 0.0):
+    defaults = {field.name: field.default for field in fields(options)}
+    for name in RUNS if options.on is not None else ("acceptance",):
+        if getattr(options, name) != defaults[name]:
             what = "nothing runs with --on" if options.on is not None else "it is measured; --on PLACE plans"
             raise UsageError(f"--{name.replace('_', '-')}: {what}")
     memory = None if options.memory is None else int(options.memory * 2**30)
@@ -174,19 +143,11 @@ def read_goal(options: AdviseOptions) -> "Goal":
     )
 
 
-def read_workload(options: AdviseOptions) -> "Workload":
-    from jaxinfer.bench.metrics import parse_goodput
-    from jaxinfer.bench.workload import Lengths, Workload, read_dataset
-
-    parse_goodput(options.goodput)
+def read_requests(options: AdviseOptions) -> "Workload":
+    """Raises as `read_workload`."""
     if options.dataset is not None and options.shared_prefix:
         raise UsageError("--shared-prefix is for prompts that are cut from texts, and --dataset has its own")
-    return Workload(
-        Lengths.parse(options.prompt_tokens, "--prompt-tokens"),
-        Lengths.parse(options.answer_tokens, "--answer-tokens"),
-        () if options.dataset is None else read_dataset(options.dataset),
-        options.seed,
-    )
+    return read_workload(options)
 
 
 def read_sizes(options: AdviseOptions, default: str) -> list[int]:

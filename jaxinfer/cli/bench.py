@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxinfer.cli.command import UsageError, command
-from jaxinfer.cli.options import DraftedServingOptions, llm_arguments
+from jaxinfer.cli.options import DraftedServingOptions, ModelArgument, llm_arguments
 from jaxinfer.cli.output import console, shows_progress, waiting, write_text
+from jaxinfer.cli.workload_options import WorkloadOptions, check_folder, read_workload
 
 if TYPE_CHECKING:
     from jaxinfer.bench.model import Bench
     from jaxinfer.bench.runs import How
-    from jaxinfer.bench.workload import Workload
 
-_WORKLOAD, _FIGURES = "Workload", "Figures"
 WARM_UP_REQUESTS = 2
 # Where a name may be a path: results have its last part only.
 PATHS = ("tokenizer", "draft", "dataset")
@@ -29,10 +28,7 @@ PATHS = ("tokenizer", "draft", "dataset")
 class MeasuredModelOptions(DraftedServingOptions):
     """Those of serving, of a model that has no flag and may be a configuration alone."""
 
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo."),
-    ]
+    model: ModelArgument
     random_weights: Annotated[
         bool,
         typer.Option(
@@ -45,51 +41,14 @@ class MeasuredModelOptions(DraftedServingOptions):
 
 
 @dataclass(frozen=True)
-class BenchOptions(MeasuredModelOptions):
-    """The model and the engine, the requests, and what is made of the times."""
+class BenchOptions(WorkloadOptions, MeasuredModelOptions):
+    """The model and the engine, and what is asked of it."""
 
     steps_per_dispatch: Annotated[
         int | None,
         typer.Option(
             min=1, metavar="N", help="Decode steps of a dispatch; default: 8, for load 1.", rich_help_panel="Engine"
         ),
-    ] = None
-    prompt_tokens: Annotated[
-        str,
-        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of random prompts.", rich_help_panel=_WORKLOAD),
-    ] = "128"
-    answer_tokens: Annotated[
-        str,
-        typer.Option(metavar="N|A:B|log:A:B", help="Lengths of answers; nothing ends one.", rich_help_panel=_WORKLOAD),
-    ] = "128"
-    dataset: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help='JSON lines with "prompt" and, if they are known, "output_tokens".',
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = None
-    temperature: Annotated[
-        float, typer.Option(min=0, metavar="X", help="0 takes the most probable token.", rich_help_panel=_WORKLOAD)
-    ] = 0.0
-    seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="The same seed, the same requests.", rich_help_panel=_WORKLOAD)
-    ] = 0
-    goodput: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ttft:MS,...",
-            help="Also count requests within limits of ttft, tpot and e2el.",
-            rich_help_panel=_FIGURES,
-        ),
-    ] = None
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="X", help="Of the machine: cost per million tokens.", rich_help_panel=_FIGURES),
-    ] = None
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures.", rich_help_panel=_FIGURES)
     ] = None
 
 
@@ -192,26 +151,9 @@ def plot(
 
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--out: {out} ends in neither .png, .svg nor .pdf")
-    if not out.resolve().parent.is_dir():
-        raise UsageError(f"--out: no folder {out.resolve().parent}")
+    check_folder(out, "--out")
     titles = draw([results.read(file) for file in files], out)
     write_text(f"{out}: {', '.join(titles)}\n")
-
-
-def read_workload(options: BenchOptions) -> "Workload":
-    """Raises UsageError or ValueError for what cannot be read, before the model is opened."""
-    from jaxinfer.bench.metrics import parse_goodput
-    from jaxinfer.bench.workload import Lengths, Workload, read_dataset
-
-    parse_goodput(options.goodput)
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise UsageError(f"--json: no folder {options.json.resolve().parent}")
-    return Workload(
-        Lengths.parse(options.prompt_tokens, "--prompt-tokens"),
-        Lengths.parse(options.answer_tokens, "--answer-tokens"),
-        () if options.dataset is None else read_dataset(options.dataset),
-        options.seed,
-    )
 
 
 def bench_arguments(options: MeasuredModelOptions, own: Sequence[str] = OWN) -> dict[str, Any]:

@@ -23,6 +23,11 @@ _SAMPLING = "Sampling"
 _LIMITS = "Length and stopping"
 _REPORT = "What is reported"
 
+# Where the model is what a command is about, it needs no flag.
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo.")
+]
+
 
 @dataclass(frozen=True)
 class ModelOptions:

@@ -9,13 +9,13 @@ import typer
 from jaxinfer.cli.bench import PATHS, MeasuredModelOptions, bench_arguments
 from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.output import console, json_ready, shows_progress
+from jaxinfer.cli.workload_options import FIGURES, WORKLOAD, JsonFile, Seed, check_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from jaxinfer.profiling.phases import Workload
 
-_WORKLOAD, _FIGURES = "Workload", "Figures"
 STEPS_PER_DISPATCH, PREFILL_CHUNK = 8, 512  # those of `LLM`
 
 
@@ -27,10 +27,10 @@ class ProfileOptions(MeasuredModelOptions):
         int, typer.Option(min=1, metavar="N", help="Decode steps of a dispatch.", rich_help_panel="Engine")
     ] = STEPS_PER_DISPATCH
     batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests at once, on each replica.", rich_help_panel=_WORKLOAD)
+        int, typer.Option(min=1, metavar="N", help="Requests at once, on each replica.", rich_help_panel=WORKLOAD)
     ] = 1
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of each request, at random.", rich_help_panel=_WORKLOAD)
+        int, typer.Option(min=1, metavar="N", help="Of each request, at random.", rich_help_panel=WORKLOAD)
     ] = 128
     steps: Annotated[
         int,
@@ -38,23 +38,19 @@ class ProfileOptions(MeasuredModelOptions):
             min=1,
             metavar="N",
             help="Decode steps (or speculative rounds) to trace, and steps of prompts at most.",
-            rich_help_panel=_WORKLOAD,
+            rich_help_panel=WORKLOAD,
         ),
     ] = 16
     phase: Annotated[
         str | None,
-        typer.Option(metavar="prefill|decode", help="Only this one; default: both.", rich_help_panel=_WORKLOAD),
+        typer.Option(metavar="prefill|decode", help="Only this one; default: both.", rich_help_panel=WORKLOAD),
     ] = None
-    seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="The same seed, the same prompts.", rich_help_panel=_WORKLOAD)
-    ] = 0
+    seed: Seed = 0
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Keep the traces, for Perfetto or XProf.", rich_help_panel=_FIGURES),
+        typer.Option(metavar="FOLDER", help="Keep the traces, for Perfetto or XProf.", rich_help_panel=FIGURES),
     ] = None
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures.", rich_help_panel=_FIGURES)
-    ] = None
+    json: JsonFile = None
 
 
 OWN = ("random_weights", "batch", "prompt_tokens", "steps", "phase", "seed", "trace", "json")
@@ -75,8 +71,7 @@ def profile(options: ProfileOptions) -> None:
 
     if options.phase is not None and options.phase not in PHASES:
         raise UsageError(f"--phase: {options.phase!r} is neither {' nor '.join(PHASES)}")
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise UsageError(f"--json: no folder {options.json.resolve().parent}")
+    check_folder(options.json, "--json")
     if options.trace is not None and options.trace.exists() and not options.trace.is_dir():
         raise UsageError(f"--trace: {options.trace} is no folder")
     workload = Workload(options.batch, options.prompt_tokens, options.steps, options.seed)

@@ -220,12 +220,12 @@ class _Bench:
 
     def measure(self, lengths: list[int], params: "list[SamplingParams]") -> tuple[list[Row], Run]:
         first = self._run(params, 0)
-        cost = self._draft_seconds(params) / first.seconds_per_token
+        drafting = self._draft_seconds(params)
         runs = [self._run(params, k, draft=self._draft(), acceptance=self.acceptance) for k in lengths]
         last = self._run(params, 0)
         seconds = statistics.mean((first.seconds_per_token, last.seconds_per_token))
         plain = replace(first, seconds_per_token=seconds)
-        return [compare(run, plain, cost) for run in runs], plain
+        return [compare(run, plain, drafting / seconds) for run in runs], plain
 
     def _draft(self) -> Any:
         return self.draft_name if self.draft_model is None else live(self.draft_model)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jaxinfer.cli.options import DraftedServingOptions, open_llm
+from jaxinfer.cli.options import DraftedServingOptions, ModelArgument, open_llm
 from jaxinfer.cli.output import shows_progress, write_json, write_text
 
 
@@ -14,10 +14,7 @@ from jaxinfer.cli.output import shows_progress, write_json, write_text
 class WarmOptions(DraftedServingOptions):
     """Those of serving; the model has no flag."""
 
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo."),
-    ]
+    model: ModelArgument
 
 
 def warm(

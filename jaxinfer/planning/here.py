@@ -48,18 +48,7 @@ def compile_here(function: Callable, arguments: tuple[Any, ...]) -> Compilation:
     start = time.perf_counter()
     jitted: Any = function
     program = jitted.lower(*arguments).compile()
-    memory: Any = program.memory_analysis()
-    return Compilation(
-        chip=jax.default_backend(),
-        program=program,
-        seconds=time.perf_counter() - start,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        aliased_bytes=memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        cost=dict(program.cost_analysis() or {}),
-        code_bytes=memory.generated_code_size_in_bytes,
-    )
+    return Compilation.of(jax.default_backend(), program, time.perf_counter() - start)
 
 
 def _usable(device: Any, subject: Subject) -> int:

@@ -1,6 +1,7 @@
 """The least time that a step can take: what its bytes take at the memory's rate, its FLOPs at the chip's, and its
 exchanges at the links' (Williams et al. 2009). No measured speed."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,6 +63,23 @@ class Rates:
         flops = {name: known.get(name, known["bf16"]) for name in chip.flops}
         return cls(chip.hbm_bandwidth / share, chip.link_bandwidth / share / 2, flops)
 
+    def compute_seconds(self, flops: Mapping[str, float]) -> float:
+        return sum(number / self.flops[kind] for kind, number in flops.items())
+
+
+def pass_flops(
+    counted: Counted, spans: Sequence[tuple[int, int]], *, reads_all_logits: bool = False
+) -> dict[str, float]:
+    """FLOPs of a pass, by what is multiplied, for spans (tokens before, tokens of it): each token attends to those
+    before it and itself. Logits are of every token (`reads_all_logits`), or of a span's last."""
+    num_tokens = sum(length for _, length in spans)
+    flops = {kind: per_token * num_tokens for kind, per_token in counted.token_flops.items()}
+    if not reads_all_logits:
+        kind, head = counted.head
+        flops[kind] -= head * (num_tokens - len(spans))
+    attention = sum(counted.attention_flops(start + (length + 1) / 2) * length for start, length in spans)
+    return {**flops, "bf16": flops.get("bf16", 0.0) + attention}
+
 
 def decode_point(
     rates: Rates,
@@ -90,8 +108,7 @@ def decode_point(
             rows = (compiled.moved_bytes - read) * share
             cache = compiled.kernel_bytes * share * context / compiled_context
     moved = counted.read_weight_bytes(batch) + cache + rows
-    flops = {kind: count * batch for kind, count in counted.token_flops.items()}
-    flops["bf16"] = flops.get("bf16", 0.0) + batch * counted.attention_flops(context)
+    flops = pass_flops(counted, [(context - 1, 1)] * batch)
     point = RooflinePoint(
         batch=batch,
         context=context,
@@ -99,7 +116,7 @@ def decode_point(
         hbm_bytes=moved,
         sent_bytes=sent,
         memory_seconds=moved / rates.hbm,
-        compute_seconds=sum(count / rates.flops[kind] for kind, count in flops.items()),
+        compute_seconds=rates.compute_seconds(flops),
         link_seconds=sent / rates.links,
         tokens_per_second=0.0,
     )
@@ -108,12 +125,7 @@ def decode_point(
 
 def prefill_seconds(rates: Rates, counted: Counted, lengths: list[int]) -> float:
     """What the products and the attention of prompts of these lengths take at the rates, one after another."""
-    tokens = sum(lengths)
-    products = sum(flops * tokens / rates.flops[kind] for kind, flops in counted.token_flops.items())
-    kind, head = counted.head
-    products -= head * (tokens - len(lengths)) / rates.flops[kind]  # only the last token's logits are needed
-    attention = sum(counted.attention_flops((length + 1) / 2) * length for length in lengths)
-    return products + attention / rates.flops["bf16"]
+    return rates.compute_seconds(pass_flops(counted, [(0, length) for length in lengths]))
 
 
 def _with_rate(point: RooflinePoint, tokens: float) -> RooflinePoint:

@@ -8,7 +8,7 @@ from jaxinfer.engine.events import Dispatch
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.here import subject_of
-from jaxinfer.planning.roofline import Rates
+from jaxinfer.planning.roofline import Rates, pass_flops
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,8 @@ def needed(
     num_tokens = sum(length for _, length in spans)
     moved = counted.read_weight_bytes(num_tokens)
     moved += counted.token_cache_bytes * sum(start + length for start, length in spans)
-    flops = {kind: per_token * num_tokens for kind, per_token in counted.token_flops.items()}
-    flops["bf16"] = flops.get("bf16", 0.0)
-    flops["bf16"] += sum(counted.attention_flops(start + (length + 1) / 2) * length for start, length in spans)
-    if not reads_all_logits:
-        kind, head = counted.head
-        flops[kind] -= head * (num_tokens - len(spans))
-    compute = sum(number / rates.flops[kind] for kind, number in flops.items())
+    flops = pass_flops(counted, spans, reads_all_logits=reads_all_logits)
+    compute = rates.compute_seconds(flops)
     memory = moved / rates.hbm
     return Needed(moved, sum(flops.values()), max(memory, compute), memory if memory >= compute else 0.0)
 
