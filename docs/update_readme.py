@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))  # for benchmarks, which are not installed
 BENCH = ROOT / "benchmarks" / "results" / "peers.json"
 BATCHING = ROOT / "benchmarks" / "results" / "continuous_batching.json"
+RATIOS = ROOT / "benchmarks" / "results" / "ratios.json"
 SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
 QUANTIZATION = ROOT / "benchmarks" / "results" / "quantization_quality.json"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels_compiled.json"
@@ -61,6 +62,17 @@ def bench() -> str:
     from benchmarks.peers.report import to_markdown
 
     return to_markdown(json.loads(BENCH.read_text(encoding="utf-8")))
+
+
+def ratios() -> str:
+    report = json.loads(RATIOS.read_text(encoding="utf-8"))
+    rows = ["| | before | after | ratio |", "| --- | ---: | ---: | ---: |"]
+    for row in report["ratios"].values():
+        before, after = (
+            f"{row[side]:,.{2 if row['unit'] == 's' else 0}f} {row['unit']}" for side in ("before", "after")
+        )
+        rows.append(f"| {row['title']} | {before} | {after} | {row['ratio']:.2f}x |")
+    return "\n".join([*rows, "", f"{report['num_cores']} cores, {report['rounds']} rounds, JAX {report['jax']}."])
 
 
 def batching() -> str:
@@ -176,6 +188,7 @@ def main() -> None:
             "demo": demo,
             "completions": completions,
             "bench": bench,
+            "ratios": ratios,
             "batching": batching,
             "speculation": speculation,
             "models": models,

@@ -1,6 +1,7 @@
 """Which implementation of an operation runs, and why none of the others."""
 
-from collections.abc import Mapping
+import importlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,27 +14,45 @@ class Choice:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def pick(
-    operation: str,
-    modules: Mapping[str, Any],
-    by_platform: Mapping[str, tuple[str, ...]],
-    spec: Any,
-    implementation: str | None,
-    platform: str,
-) -> Choice:
-    """The named implementation, or the first of the platform's that can do `spec`.
+class Implementations(Mapping[str, Any]):
+    """An operation's implementations: modules of `package`, and which of them a platform takes, the best first.
 
-    Each of `modules` has `unsupported(spec, platform)`: the reason why not, or None. The last of a platform can do all.
-    Raises ValueError for an unknown name, NotImplementedError with the reason when a named one cannot.
+    Each has `unsupported(spec, platform)`: the reason why not, or None; the last of a platform can do all. A module is
+    imported when it is first asked for: Pallas for the chips that are not here takes a third of a second.
     """
-    if implementation is not None and implementation not in modules:
-        raise ValueError(f"{operation}: implementation={implementation!r} is not one of {', '.join(modules)}")
-    reasons = {name: module.unsupported(spec, platform) for name, module in modules.items()}
-    if implementation is not None:
-        if reasons[implementation] is not None:
-            raise NotImplementedError(f"{operation}: {implementation} cannot run this: {reasons[implementation]}")
-        taken, otherwise = implementation, f"{implementation} was named"
-    else:
-        taken = next(name for name in by_platform.get(platform, ("xla",)) if reasons[name] is None)
-        otherwise = f"{taken} is preferred on a {platform}"
-    return Choice(taken, {name: reason or otherwise for name, reason in reasons.items() if name != taken})
+
+    def __init__(self, package: str, names: tuple[str, ...], by_platform: Mapping[str, tuple[str, ...]]):
+        self._package, self._names, self._by_platform = package, names, by_platform
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names:
+            raise KeyError(name)
+        return importlib.import_module(f"{self._package}.{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def take(self, spec: Any, platform: str, implementation: str | None = None) -> str:
+        """The named implementation, or the first of the platform's that can do `spec`.
+
+        Raises ValueError for an unknown name, NotImplementedError with the reason when a named one cannot.
+        """
+        operation = self._package.rpartition(".")[2]
+        if implementation is None:
+            names = self._by_platform.get(platform, ("xla",))
+            return next(name for name in names if self[name].unsupported(spec, platform) is None)
+        if implementation not in self._names:
+            raise ValueError(f"{operation}: implementation={implementation!r} is not one of {', '.join(self._names)}")
+        if (reason := self[implementation].unsupported(spec, platform)) is not None:
+            raise NotImplementedError(f"{operation}: {implementation} cannot run this: {reason}")
+        return implementation
+
+    def choose(self, spec: Any, platform: str, implementation: str | None = None) -> Choice:
+        """What `take` takes, and why none of the others."""
+        taken = self.take(spec, platform, implementation)
+        otherwise = f"{taken} is preferred on a {platform}" if implementation is None else f"{taken} was named"
+        others = {name: module.unsupported(spec, platform) for name, module in self.items() if name != taken}
+        return Choice(taken, {name: reason or otherwise for name, reason in others.items()})

@@ -1,25 +1,16 @@
 """Requests as a stream: taken as there is room, answered as they end; and as a file."""
 
 import json
+from dataclasses import replace
 
 import jax
 import pytest
 
-from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams
+from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import init_params
+from tests.tiny import TINY
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope=RopeConfig(rotary_dim=8),
-    max_position_embeddings=64,
-)
+CONFIG = replace(TINY, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ class EasyDeL:
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=MAX_SEQS,
             enable_prefix_caching=False,
-            # Version 0.3.0 takes v3 on a CPU, which fails there for heads of 64: its plain form expects another layout.
+            # By itself version 0.3.0 takes v3, which fails on a CPU for heads of 64. With v2 it starts, but
+            # 12 processor minutes were not enough for a first figure.
             attn_mechanism="ragged_page_attention_v2",
         )
 

@@ -117,7 +117,8 @@ def _check(reason: str | None, error: str | None) -> None:
 
 def latency(bench: Bench, batches: Sequence[Sequence[Ask]], how: How) -> dict[str, Any]:
     """Batches of one size one after the other; the figures are of all their requests. The first one warms up and does
-    not count."""
+    not count. Raises ValueError for a model that was opened to serve."""
+    _check_idle(bench)
     serve_all(bench.llm, batches[0], how)
     found: list[Trace] = []
     total = 0.0
@@ -141,7 +142,8 @@ def latency(bench: Bench, batches: Sequence[Sequence[Ask]], how: How) -> dict[st
 
 
 def throughput(bench: Bench, asks: Sequence[Ask], warm: Sequence[Ask], how: How) -> dict[str, Any]:
-    """All requests at once, after a few others."""
+    """All requests at once, after a few others. Raises ValueError for a model that was opened to serve."""
+    _check_idle(bench)
     serve_all(bench.llm, warm, how)
     with watched(bench) as watch:
         traces, seconds = serve_all(bench.llm, asks, how)
@@ -155,12 +157,18 @@ def load(
     how: How,
     max_concurrency: int | None = None,
 ) -> dict[str, Any]:
-    """Requests that arrive while others run, through the path that streams to clients."""
+    """Requests that arrive while others run, through the path that streams to clients. Raises ValueError for a model
+    that was not opened to serve."""
     if bench.engine is None:
         raise ValueError("load needs a model that was opened to serve")
     with watched(bench) as watch:
         traces, seconds = asyncio.run(serve_arriving(bench.engine, asks, times, how, max_concurrency))
     return summary(bench, watch, traces, seconds, how)
+
+
+def _check_idle(bench: Bench) -> None:
+    if bench.engine is not None:
+        raise ValueError("a model that was opened to serve is stepped by a thread of its own, and by no other")
 
 
 class Watch:

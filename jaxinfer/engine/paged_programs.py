@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -114,11 +115,12 @@ class StepOutput:
 def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None) -> tuple[Slots, SamplingBatch]:
     """Empty slots, and sampling parameters that do nothing. `draft_length`: tokens of the longest sequence, in an
     engine that speculates."""
-    counts = (jnp.zeros((num_slots,), jnp.int32) for _ in range(3))
-    history = jax.tree.map(jnp.array, make_state([None] * num_slots, vocab_size))
+    counts = (np.zeros((num_slots,), np.int32) for _ in range(3))
+    history = make_state([None] * num_slots, vocab_size)
     draft = None if draft_length is None else init_draft_slots(num_slots, draft_length)
-    slots = Slots(*counts, is_active=jnp.zeros((num_slots,), bool), history=history, draft=draft)
-    return slots, jax.tree.map(jnp.array, make_batch([None] * num_slots, vocab_size))
+    slots = Slots(*counts, is_active=np.zeros((num_slots,), bool), history=history, draft=draft)  # pyright: ignore
+    # Filled here and sent: a fill on the device is a program to compile, for each shape.
+    return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 
 
 def slot_axes(slots: Slots, batch: SamplingBatch) -> tuple[Slots, SamplingBatch]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
@@ -22,8 +23,8 @@ class DraftSlots:
 
 
 def init_draft_slots(num_slots: int, length: int) -> DraftSlots:
-    """Empty slots for sequences of up to `length` tokens."""
-    return DraftSlots(jnp.zeros((num_slots, length), jnp.int32), jnp.zeros((num_slots,), jnp.int32))
+    """Empty slots for sequences of up to `length` tokens, as NumPy arrays."""
+    return DraftSlots(np.zeros((num_slots, length), np.int32), np.zeros((num_slots,), np.int32))  # pyright: ignore
 
 
 def record(draft: DraftSlots | None, positions: jax.Array, tokens: jax.Array, is_new: jax.Array) -> DraftSlots | None:

@@ -4,17 +4,14 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.choice import Choice, pick
-from pallas_kernels.flash_attention import cudnn, pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.choice import Choice, Implementations
 from pallas_kernels.flash_attention.gradient import differentiable
-from pallas_kernels.flash_attention.specs import AttentionSpec, Operands, make_spec
+from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, Operands, make_spec
 from pallas_kernels.platform import current_platform
 
-# Each has `unsupported(spec, platform)`, the reason why not or None, and `attention(operands, spec)`, which returns
-# (out, lse or None).
-_MODULES = {"pallas_tpu": pallas_tpu, "cudnn": cudnn, "pallas_gpu": pallas_gpu, "xla": xla, "reference": reference}
-# Best first; the last one does everything.
 _BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("cudnn", "pallas_gpu", "xla"), "cpu": ("xla",)}
+# Each has `attention(operands, spec)`, which returns (out, lse or None).
+_MODULES = Implementations("pallas_kernels.flash_attention", IMPLEMENTATIONS, _BY_PLATFORM)
 # These are differentiated by JAX itself or bring their own gradient.
 _HAVE_GRADIENT = ("cudnn", "reference")
 
@@ -68,7 +65,7 @@ def flash_attention(
     """
     operands = _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks)
     spec = make_spec(operands, causal=causal, window=window, soft_cap=soft_cap, scale=scale, return_lse=return_lse)
-    name = _choose(spec, implementation).implementation
+    name = _MODULES.take(spec, current_platform(), implementation)
     run = _MODULES[name].attention
     out, lse = run(operands, spec) if name in _HAVE_GRADIENT else differentiable(run, spec, operands)  # pyright: ignore
     return (out, lse) if return_lse else out
@@ -96,11 +93,7 @@ def explain(
     """
     operands = _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks)
     spec = make_spec(operands, causal=causal, window=window, soft_cap=soft_cap, scale=scale, return_lse=return_lse)
-    return _choose(spec, implementation)
-
-
-def _choose(spec: AttentionSpec, implementation: str | None) -> Choice:
-    return pick("flash_attention", _MODULES, _BY_PLATFORM, spec, implementation, current_platform())
+    return _MODULES.choose(spec, current_platform(), implementation)
 
 
 def _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks) -> Operands:

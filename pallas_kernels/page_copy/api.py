@@ -5,12 +5,13 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.page_copy import pallas_tpu, xla
+from pallas_kernels.choice import Implementations
 from pallas_kernels.platform import current_platform
 
 Tree = TypeVar("Tree")
-_MODULES = {"xla": xla, "pallas_tpu": pallas_tpu}
-IMPLEMENTATIONS = tuple(_MODULES)
+IMPLEMENTATIONS = ("xla", "pallas_tpu")
+_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
+_MODULES = Implementations("pallas_kernels.page_copy", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
 def copy_pages(
@@ -45,18 +46,11 @@ def copy_pages(
         raise ValueError(f"source and destination are int32 [N]; got {source.shape} and {destination.shape}")
     if source.dtype != jnp.int32 or destination.dtype != jnp.int32:
         raise ValueError(f"source and destination are int32; got {source.dtype} and {destination.dtype}")
-    platform = current_platform()
-    if implementation is None:
-        implementation = "pallas_tpu" if pallas_tpu.unsupported(platform) is None and platform == "tpu" else "xla"
-    if implementation not in _MODULES:
-        raise ValueError(f"implementation={implementation!r} is not one of {', '.join(_MODULES)}")
-    reason = _MODULES[implementation].unsupported(platform)
-    if reason is not None:
-        raise NotImplementedError(f"copy_pages: {implementation} cannot run this: {reason}")
+    taken = _MODULES.take(None, current_platform(), implementation)
     if source.shape[0] == 0:
         return pages
     (num_pages,) = sizes
     is_real = destination != num_pages
     if count is not None:
         is_real &= jnp.arange(source.shape[0]) < count
-    return _MODULES[implementation].copy(pages, source, destination, is_real)
+    return _MODULES[taken].copy(pages, source, destination, is_real)

@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.platform import is_tpu_interpreted
 
 
-def unsupported(platform: str) -> str | None:
+def unsupported(_spec: None, platform: str) -> str | None:
     return None if platform == "tpu" or is_tpu_interpreted() else f"it needs a TPU, and this is a {platform}"
 
 

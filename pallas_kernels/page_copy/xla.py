@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def unsupported(platform: str) -> str | None:
+def unsupported(_spec: None, platform: str) -> str | None:
     return None
 
 

@@ -7,16 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Choice, pick
-from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, reference, xla
+from pallas_kernels.choice import Choice, Implementations
 from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, Operands, PagedSpec, make_spec
 from pallas_kernels.platform import current_platform
 
-_MODULES = {"pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu, "xla": xla, "reference": reference}
-IMPLEMENTATIONS = tuple(_MODULES)
-# Best first; the last one does everything.
+IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
 _BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
+_MODULES = Implementations("pallas_kernels.paged_attention", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["implementation", "spec"])
@@ -34,7 +32,7 @@ def choose(spec: PagedSpec, implementation: str | None = None, platform: str | N
 
     Raises NotImplementedError with the reason when a named implementation cannot, ValueError for an unknown name.
     """
-    return pick("paged_attention", _MODULES, _BY_PLATFORM, spec, implementation, platform or current_platform())
+    return _MODULES.choose(spec, platform or current_platform(), implementation)
 
 
 def new_pages(
@@ -56,9 +54,9 @@ def new_pages(
 def platform_layout(platform: str, dtype: Any, *, has_values: bool = True) -> str:
     """The layout that the platform's kernel reads best, for a cache of `dtype`."""
     if platform == "tpu" and has_values:
-        return pallas_tpu.LAYOUT
+        return "interleaved"
     is_narrow_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
-    return "bits" if platform == "cpu" and is_narrow_float else xla.LAYOUT
+    return "bits" if platform == "cpu" and is_narrow_float else "separate"
 
 
 def make_schedule(
@@ -74,7 +72,7 @@ def make_schedule(
 
     Layers whose calls have equal specs share it: compute it once in a step, outside the layers.
     """
-    name = choose(spec, implementation).implementation
+    name = _MODULES.take(spec, current_platform(), implementation)
     query_starts = _starts(query_starts, query_lengths)
     arrays = _MODULES[name].make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths)
     return Schedule(arrays, name, spec)

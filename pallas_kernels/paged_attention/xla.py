@@ -9,6 +9,7 @@ cache first (the answer is the same, the time is not).
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,9 +87,15 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
 
 
 def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Items, ...]) -> tuple[jax.Array, layout.Pages]:
+    return _attention(operands, schedule, spec, tuple(_programs(spec)))
+
+
+# Traced once for all layers of a model, which is most of what tracing it takes; the program is as it would be without.
+@partial(jax.jit, static_argnums=(2, 3), inline=True)
+def _attention(operands: Operands, schedule: tuple[Items, ...], spec: PagedSpec, programs: tuple[Blocks, ...]):
     operands = operands._replace(pages=append_new_tokens(operands, spec))
     out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.value_dim), operands.q.dtype)
-    for blocks, items in zip(_programs(spec), schedule, strict=True):
+    for blocks, items in zip(programs, schedule, strict=True):
         out = _run(out, items, blocks, operands, spec)
     return out, operands.pages
 

@@ -3,14 +3,13 @@
 import jax
 from jax.typing import DTypeLike
 
-from pallas_kernels.choice import Choice, pick
+from pallas_kernels.choice import Choice, Implementations
 from pallas_kernels.platform import current_platform
-from pallas_kernels.quantized_matmul import pallas_gpu, xla
 from pallas_kernels.quantized_matmul.specs import MatmulSpec, make_spec
 
-_MODULES = {"xla": xla, "pallas_gpu": pallas_gpu}
+IMPLEMENTATIONS = ("xla", "pallas_gpu")
 _BY_PLATFORM = {"tpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
-IMPLEMENTATIONS = tuple(_MODULES)
+_MODULES = Implementations("pallas_kernels.quantized_matmul", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
 def quantized_matmul(
@@ -42,18 +41,18 @@ def quantized_matmul(
     """
     spec = make_spec(x, values, zeros, codebook, minima, block=block, activations=activations)
     platform = current_platform()
-    module = _MODULES[choose(spec, implementation, platform=platform).implementation]
+    module = _MODULES[_MODULES.take(spec, platform, implementation)]
     product = module.matmul(x.reshape(spec.rows, -1), values, scales, zeros, codebook, minima, spec, platform)
     return product.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], spec.outputs)
 
 
 def choose(spec: MatmulSpec, implementation: str | None = None, *, platform: str | None = None) -> Choice:
     """The implementation that `quantized_matmul` takes, and why none of the others."""
-    return pick("quantized_matmul", _MODULES, _BY_PLATFORM, spec, implementation, platform or current_platform())
+    return _MODULES.choose(spec, platform or current_platform(), implementation)
 
 
 def form(spec: MatmulSpec, platform: str | None = None) -> str:
     """The implementation with the way in which it computes the product, in words for people."""
     platform = platform or current_platform()
-    name = choose(spec, platform=platform).implementation
+    name = _MODULES.take(spec, platform)
     return f"{name}, {_MODULES[name].form(spec, platform)}"

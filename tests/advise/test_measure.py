@@ -1,5 +1,7 @@
 """Trials of a tiny model: what is measured, what is exact, and what fails as a row."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -10,22 +12,11 @@ from jaxinfer.bench.workload import Lengths, Workload
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import init_params
 from jaxinfer.sampling import SamplingParams
+from tests.tiny import TINY
 
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope=RopeConfig(rotary_dim=8),
-    max_position_embeddings=64,
-    dtype="float32",
-)
+CONFIG = replace(TINY, vocab_size=96, max_position_embeddings=64, dtype="float32")
 ARGUMENTS = {"max_model_len": 48, "max_seqs": 2, "prefill_chunk": 32}
 
 

@@ -178,3 +178,13 @@ def test_names_of_paths_are_cut(tmp_path):
     assert public_name(str(tmp_path)) == tmp_path.name
     assert public_name("demo") == "demo"
     assert public_name("owner/model") == "owner/model"
+
+
+def test_each_kind_of_run_wants_a_model_that_was_opened_for_it(bench, served):
+    asks = WORKLOAD.asks(2, 64)
+    with pytest.raises(ValueError, match="stepped by a thread of its own"):
+        runs.latency(served, [asks, asks], runs.How())
+    with pytest.raises(ValueError, match="stepped by a thread of its own"):
+        runs.throughput(served, asks, asks, runs.How())
+    with pytest.raises(ValueError, match="needs a model that was opened to serve"):
+        runs.load(bench, asks, [0.0, 0.0], runs.How())

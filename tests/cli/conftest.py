@@ -29,6 +29,21 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# A model that exists as a configuration only.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "bfloat16",
+}
 
 
 def write_checkpoint(path: Path, *, chat_template: str | None = CHAT_TEMPLATE, seed: int = 0, **config: Any) -> Path:
@@ -153,3 +168,10 @@ def llm(model) -> Iterator[Any]:
 
     with LLM(model) as llm:
         yield llm
+
+
+@pytest.fixture
+def config_alone(tmp_path):
+    """A folder with nothing but CONFIG."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path

@@ -8,29 +8,10 @@ import typer.main
 
 from jaxinfer.advise import measure
 from jaxinfer.cli.main import app
+from tests.cli.conftest import CONFIG
 
 OPTIONS = ("--max-model-len", 64, "--prefill-chunk", 32, "--prompt-tokens", "6:10", "--answer-tokens", 4)
 OPTIONS += ("--repeats", 2, "--sizes", "1,2", "--requests", 3)
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}
-
-
-@pytest.fixture
-def config_alone(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
 
 
 def parses(line: str) -> bool:

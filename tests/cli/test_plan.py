@@ -4,29 +4,10 @@ import json
 
 import pytest
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "torch_dtype": "bfloat16",
-}
+from tests.cli.conftest import CONFIG
 
 # 128 KiB of keys and values a token.
 WIDE = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 256}
-
-
-@pytest.fixture
-def config_alone(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
 
 
 def test_a_config_json_alone_is_enough(jaxinfer, json_lines, config_alone):

@@ -17,26 +17,14 @@ from jaxinfer.engine import abstract, paged_programs
 from jaxinfer.engine.abstract import abstract_decode_work, abstract_rounds, abstract_step_work, whole
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.speculative_programs import Drafter, speculate, verify
-from jaxinfer.models import ModelConfig, RopeConfig
+from jaxinfer.models import ModelConfig
 from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
 from jaxinfer.speculative import Proposal, Rows, TokenTree, chain
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Instruction, Program
+from tests.planning.plan_models import LLAMA_3_8B
 
-LLAMA_3_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rope=RopeConfig("llama3", 500_000.0, 128, factor=8.0, original_length=8192),
-    max_position_embeddings=131_072,
-    dtype="bfloat16",
-)
 LLAMA_3_1B = replace(
     LLAMA_3_8B,
     hidden_size=2048,

@@ -18,14 +18,10 @@ FIRST_SEED = 1000  # beyond any that a golden file uses
 
 
 @pytest.fixture(scope="module")
-def oracle():
-    """The module over Transformers. Asked for by --oracle, it must be there: nothing here is skipped."""
-    try:
-        import make_family_golden
-        import reference
-    except ImportError as error:
-        pytest.fail(f"--oracle needs torch and Transformers ({error}): pip install 'jaxinfer[oracle]'", pytrace=False)
-    reference.set_up()
+def oracle(reference_module):
+    """What builds models and computes with them."""
+    import make_family_golden
+
     return make_family_golden
 
 

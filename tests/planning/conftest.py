@@ -1,10 +1,8 @@
 """Requests for models that exist as shapes only, and a compiler that answers at once."""
 
 import math
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +14,6 @@ from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.planning import PlanRequest, parse_place
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels.ahead_of_time import Compilation
-
-sys.path.insert(0, str(Path(__file__).parent))  # tests are imported by path, and share plan_models.py
 
 
 @cache

@@ -5,8 +5,6 @@ from functools import partial
 
 import jax
 import pytest
-from plan_models import LLAMA_3_8B
-from plan_models import TINY as DEEP
 
 from jaxinfer.models.moe_config import MoEConfig
 from jaxinfer.planning import chips
@@ -15,6 +13,8 @@ from jaxinfer.planning.figures import Figures
 from jaxinfer.planning.roofline import Rates, decode_point, round_point
 from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization import quantize_params
+from tests.planning.plan_models import LLAMA_3_8B
+from tests.planning.plan_models import TINY as DEEP
 
 TINY = replace(DEEP, num_layers=4)
 # Parameters of Llama-3-8B but the embedding; of 8,030,261,248.

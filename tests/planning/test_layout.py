@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from plan_models import LLAMA_3_8B, MIXTRAL_8X7B, TINY
 
 from jaxinfer.planning import parse_place
 from jaxinfer.planning.layout import layout_of
+from tests.planning.plan_models import LLAMA_3_8B, MIXTRAL_8X7B, TINY
 
 
 @pytest.mark.parametrize(

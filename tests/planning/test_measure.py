@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import pytest
-from plan_models import TINY
 
 from jaxinfer.engine.options import SpeculationOptions
 from jaxinfer.models import abstract_params
@@ -13,6 +12,7 @@ from jaxinfer.planning.figures import combined
 from jaxinfer.planning.measure import measure
 from jaxinfer.planning.subject import Subject, layer_kinds
 from jaxinfer.speculative import LayersDraft, ModelDraft, NgramDraft
+from tests.planning.plan_models import TINY
 
 WINDOWS = replace(TINY, sliding_windows=(128, None, None) * 16)
 MIXTURE = replace(

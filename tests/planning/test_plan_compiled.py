@@ -9,7 +9,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from plan_models import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
 
 from jaxinfer.engine.options import SpeculationOptions
 from jaxinfer.models import abstract_params
@@ -19,6 +18,7 @@ from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft
 from pallas_kernels import ahead_of_time
+from tests.planning.plan_models import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
 
 # Of memory and of bytes moved, between a program of all layers and what few layers say of it.
 BOUND = 0.02

@@ -5,10 +5,10 @@ from functools import partial
 
 import jax
 import pytest
-from plan_models import LLAMA_3_8B
 
 from jaxinfer.planning import changes, make_plan
 from jaxinfer.quantization import quantize_params
+from tests.planning.plan_models import LLAMA_3_8B
 
 LONG = {"max_model_len": 4096, "max_seqs": 64}
 

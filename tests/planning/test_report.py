@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from plan_models import LLAMA_3_8B, TINY
 
 from jaxinfer.engine.options import SpeculationOptions
 from jaxinfer.planning import Plan, changes, make_plan, to_dict, to_text
@@ -14,6 +13,7 @@ from jaxinfer.planning.picture import draw
 from jaxinfer.planning.plan import assemble
 from jaxinfer.planning.subject import Subject
 from jaxinfer.speculative import NgramDraft
+from tests.planning.plan_models import LLAMA_3_8B, TINY
 
 
 @pytest.fixture
