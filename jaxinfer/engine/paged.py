@@ -159,6 +159,7 @@ class PagedEngine:
         self._read_at = 0.0  # when the last results were read
         self._observers = Observers()
         self._busy_since = 0.0
+        self._has_answered = False
 
     # What callers do.
 
@@ -215,6 +216,13 @@ class PagedEngine:
         `max_steps` shortens the dispatch, for a caller who shows every token as it comes.
         """
         progressed = self._expire()
+        if not self._has_answered and any(chunk.is_last for flight in self._in_flight for _, chunk in flight.chunks):
+            # What comes next may be a program's first run, a second of tracing or many of compiling: the first token
+            # of all is not kept waiting for that.
+            self._has_answered = True
+            while self._in_flight:
+                progressed += self._commit(self._in_flight.popleft())
+            return progressed
         plan, choice = self._plan(max_steps, can_preempt=not self._in_flight)
         if plan is None:
             while self._in_flight:
@@ -270,6 +278,7 @@ class PagedEngine:
     def warmed_up(self) -> int:
         """After all of `warm_up_calls`: waits for the devices; how many programs there are."""
         jax.block_until_ready(self._slots)
+        self._has_answered = True
         # The call for the slots runs three programs, and each for scores two.
         return self.num_warm_up_calls + 2 + len(self.options.token_buckets)
 

@@ -52,6 +52,25 @@ def run(engine, generations, between=lambda: None):
     return [one.output for one in generations]
 
 
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_the_first_token_of_all_does_not_wait_for_the_next_program(tiny, is_warm):
+    engine = PagedEngine(*tiny, EngineOptions(**{**OPTIONS, "prefill_chunk": 16}))
+    if is_warm:
+        engine.warm_up()
+    heard = []
+    with engine.observe(heard.append):
+        first = make(range(20), max_tokens=3)
+        engine.add(first)
+        while not first.output:
+            engine.step()
+        kinds = ["step", "step", "decode"]  # two chunks of the prompt
+        assert [one.kind for one in heard] == (kinds if is_warm else kinds[:2])
+        while engine.has_work:
+            engine.step()
+        assert [one.kind for one in heard][:3] == kinds
+    engine.close()
+
+
 def test_no_retrace_and_no_hidden_transfer_in_2000_mixed_requests(tiny):
     with LLM(tiny, **OPTIONS) as llm:
         llm.warm_up(use_tqdm=False)
