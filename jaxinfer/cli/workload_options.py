@@ -21,7 +21,7 @@ Seed = Annotated[
 ]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write all figures, as they come.", rich_help_panel=FIGURES),
+    typer.Option("--json", metavar="FILE", help="Write all figures.", rich_help_panel=FIGURES),
 ]
 
 

