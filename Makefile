@@ -94,6 +94,7 @@ bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## jaxinfer next to Transformers
 
 bench-ratios: $(VENV)/stamp-base  ## Print the README's other ratios again: batching, prefixes, drafts, int8
 	$(BIN)/python -m benchmarks.ratios --json benchmarks/results/ratios.json
+	$(BIN)/python docs/update_readme.py ratios
 
 bench-batching: $(VENV)/stamp-base  ## Continuous batching next to static batches, prefix reuse, host time
 	$(BIN)/python -m benchmarks.continuous_batching --json benchmarks/results/continuous_batching.json

@@ -309,9 +309,9 @@ def test_import_is_fast_offline_and_without_torch():
         def refuse(*args, **kwargs): raise AssertionError("network")
         socket.socket.connect = refuse
         socket.getaddrinfo = refuse
-        start = time.process_time()
+        start = time.perf_counter()
         import jaxinfer
-        assert time.process_time() - start < 1
+        assert time.perf_counter() - start < 1
         assert "jax" not in sys.modules
         jaxinfer.LLM, jaxinfer.SamplingParams, jaxinfer.ModelConfig
         for name in ("torch", "transformers", "tensorflow"):

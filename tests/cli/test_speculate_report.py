@@ -74,6 +74,7 @@ def prompts(tmp_path_factory):
     return path
 
 
+@pytest.mark.flaky(reruns=2)  # a few milliseconds on a clock: a hiccup in plain decoding makes a draft look cheap
 def test_a_model_that_drafts_for_itself(jaxinfer, json_lines, model, prompts, tmp_path):
     plot = tmp_path / "report.png"
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
@@ -86,7 +87,7 @@ def test_a_model_that_drafts_for_itself(jaxinfer, json_lines, model, prompts, tm
     for row in report["lengths"]:
         assert row["acceptance_rate"] > 0.8, "all but what comes after the end of an answer"
         assert row["num_different_answers"] == 0
-        assert row["cost_ratio"] > 0, "measured: next to nothing is for n-grams"
+        assert row["cost_ratio"] > 0.2
         assert row["measured_speedup"] > 0
     assert report["best_num_draft_tokens"] in (0, 2, 4)
     if has_matplotlib:
