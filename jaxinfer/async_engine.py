@@ -1,6 +1,7 @@
 """Many clients, one engine: requests as async iterators over an engine that runs in a thread of its own."""
 
 import asyncio
+import atexit
 import contextlib
 import queue
 import threading
@@ -49,6 +50,8 @@ class AsyncEngine:
         self._lock = threading.Lock()  # of being closed against commands that still come
         self._thread = threading.Thread(target=self._run, name="jaxinfer engine", daemon=True)
         self._thread.start()
+        # A thread that still runs programs while Python shuts down may abort the process.
+        atexit.register(self._stop)
 
     async def generate(
         self,
@@ -94,11 +97,15 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Aborts what runs, ends the thread, frees the memory. Closing twice is harmless."""
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
         with self._lock:
             is_first, self._is_closed = not self._is_closed, True
         if is_first:
             self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
+        atexit.unregister(self._stop)
 
     async def __aenter__(self) -> "AsyncEngine":
         return self

@@ -176,6 +176,11 @@ class Hosts:
             self._sender.join(_FLUSH_SECONDS)
         self._watchdog.end(error)
 
+    def close(self) -> None:
+        """Waits until all hosts end, and ends the threads. After `end`."""
+        self._watchdog.await_others()
+        self._watchdog.close()
+
 
 class _Needing:
     def __init__(self, hosts: Hosts):
@@ -300,9 +305,10 @@ def _adopt() -> None:
 
 
 def _at_exit() -> None:
-    # Registered after JAX's own, so it runs before JAX waits for all to end.
-    if _current is not None:
+    # Registered after JAX's own, so it runs before JAX disconnects.
+    if _current is not None and jax.distributed.is_initialized():
         _current.end()
+        _current.close()
 
 
 def _is_used() -> bool:

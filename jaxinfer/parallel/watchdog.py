@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BEAT_SECONDS, LOST_SECONDS = 2.0, 15.0
+END_POLL_SECONDS, CLOSE_SECONDS = 0.1, 5.0
 LOST_EXIT_CODE = 1
 _AGAIN = "The job ends; start it again on all hosts: finished rows of a batch are kept"
 
@@ -44,6 +45,11 @@ class Judge:
             beat = beats.get(host)
             if beat is not None and beat != self._beats.get(host):
                 self._beats[host], self._changed[host] = beat, now
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether all other hosts have said that they end."""
+        return all(self._beats.get(host, {}).get("ended") for host in self._changed)
 
     def verdict(self, now: float) -> str | None:
         """What to say where the job cannot go on, else None."""
@@ -96,8 +102,12 @@ class Watchdog:
         self._is_closed = threading.Event()
         judge.start(time.monotonic())
         # Two threads: a call to a host that has no power any more may hang.
-        for target in (self._tell, self._watch):
-            threading.Thread(target=target, name="jaxinfer watchdog", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=target, name="jaxinfer watchdog", daemon=True)
+            for target in (self._tell, self._watch)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def end(self, error: str | None = None) -> None:
         """This process ends; cleanly unless `error` says why not."""
@@ -105,8 +115,18 @@ class Watchdog:
             self._state = {"error": error} if error else {"ended": True}
         self._try_beat()
 
+    def await_others(self) -> None:
+        """Waits until all other hosts end as well, and still ends this process where one is lost instead."""
+        while not self._judge.have_ended:
+            time.sleep(END_POLL_SECONDS)
+            self._try_beat()
+
     def close(self) -> None:
+        """Ends the threads. A thread that comes back from a call of the client while Python shuts down would end in an
+        abort of the process: Python unwinds it through frames of C++ that do not allow that."""
         self._is_closed.set()
+        for thread in self._threads:
+            thread.join(CLOSE_SECONDS)
 
     def _tell(self) -> None:
         while not self._is_closed.wait(BEAT_SECONDS):

@@ -57,6 +57,14 @@ def test_an_end_is_no_loss_unless_one_is_needed():
     assert "host 1 of 3 has ended while host 0 still worked" in (scene.passes(10, 0, 2) or "")
 
 
+def test_all_have_ended_once_each_other_host_says_so():
+    scene = Scene(is_needed=False)
+    assert scene.passes(5, 0, 2, host1={"ended": True}) is None
+    assert not scene.judge.have_ended
+    assert scene.passes(5, 0, host2={"ended": True}) is None
+    assert scene.judge.have_ended
+
+
 def test_what_another_host_says_is_taken_over():
     assert Scene().passes(5, 0, 2, host1={"lost": "host 2 of 3 was lost"}) == "host 2 of 3 was lost"
     assert "host 1 of 3 failed: no memory" in (Scene().passes(5, 0, 2, host1={"error": "no memory"}) or "")
