@@ -46,7 +46,8 @@ class Positions:
     def rotation(self, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
         """cos and sin, float32 [..., rotary_dim / 2]."""
         if rope not in self._rotations:
-            self._rotations[rope] = rotation(rope, self.positions)
+            # XLA:CPU would compute them again in every layer, within the rotation.
+            self._rotations[rope] = jax.lax.optimization_barrier(rotation(rope, self.positions))
         return self._rotations[rope]
 
     def scaled_queries(self, rope: RopeConfig, q: jax.Array) -> jax.Array:

@@ -2,9 +2,11 @@
 
 Where an operation's interval lies depends on the platform. An accelerator has a plane for each device, with a line of
 operations ("XLA Ops", or the streams of a GPU). A CPU has one plane for the host; there an operation lasts from when a
-thread begins it to an event "end: NAME" that the last thread of its work writes.
+thread begins it until the last thread of its work is done. That thread writes an event "end: NAME", but only after the
+operations that it runs next, which had waited for this one.
 """
 
+import bisect
 import heapq
 import re
 from collections.abc import Iterable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 import jax
 
 _NAME = re.compile(r"%?([\w.\-]+)")
+_RUNS_OTHERS = re.compile(r"(while|call|conditional)\b")
 _OPS, _MODULES, _STEPS = "XLA Ops", "XLA Modules", "Steps"
 # Lines of an accelerator that tell of the same time once more.
 _OTHER_LINES = (_MODULES, _STEPS, "Async XLA Ops", "Framework Ops", "Framework Name Scope", "Source code")
@@ -107,26 +110,36 @@ def _around(modules: list[tuple[float, float, str]], time: float) -> str:
 
 
 def _on_cpu(plane: Any) -> Iterator[Interval]:
-    ends: dict[Any, float] = {}
+    ends: dict[Any, tuple[float, int]] = {}
     begun: list[tuple[float, float, dict[str, Any]]] = []
-    for line in plane.lines:
+    starts: list[list[float]] = []  # of the operations of each line, a thread
+    for number, line in enumerate(plane.lines):
+        starts.append([])
         for event in line.events:
             if event.name.startswith("end: "):
                 stats = dict(event.stats)
                 if "_c" in stats:
-                    ends[stats["_c"]] = event.start_ns
+                    ends[stats["_c"]] = event.start_ns, number
             elif event.duration_ns > 0:
                 stats = dict(event.stats)
                 if "hlo_op" in stats:
                     begun.append((event.start_ns, event.end_ns, stats))
+                    starts[-1].append(event.start_ns)
+        starts[-1].sort()
     for start_ns, end_ns, stats in begun:
+        name, end = str(stats["hlo_op"]), end_ns
+        if stats.get("_p") in ends:
+            end, number = ends[stats["_p"]]
+            following = starts[number][bisect.bisect_left(starts[number], end_ns) :][:1]
+            if not _RUNS_OTHERS.match(name):
+                end = min([end, *following])
         yield Interval(
-            name=str(stats["hlo_op"]),
+            name=name,
             module=str(stats.get("hlo_module", "")),
             run=stats.get("program_id"),
             device=f"cpu {stats.get('device_ordinal', 0)}",
             start=start_ns,
-            end=max(ends.get(stats.get("_p"), end_ns), start_ns),
+            end=max(end, start_ns),
         )
 
 

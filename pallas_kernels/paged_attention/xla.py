@@ -34,8 +34,10 @@ class Blocks:
     keys: int
 
 
-# On a CPU blocks of 16 queries are as fast as larger ones for long prompts and up to 5 times as fast for short ones.
+# On a CPU blocks of 16 queries are up to 5 times as fast as larger ones for short prompts. Steps that may hold a long
+# one take blocks of 64, which read its keys a quarter as often; not the uniform ones: they have single tokens as well.
 SIZES = Blocks(tile=8, queries=SHORT_QUERIES, keys=128)
+LONG_SIZES, LONG_QUERIES = Blocks(tile=2, queries=64, keys=128), 256
 
 
 def tunable(spec: PagedSpec) -> dict[str, Blocks]:
@@ -45,7 +47,8 @@ def tunable(spec: PagedSpec) -> dict[str, Blocks]:
     (16 times less to compute), unless the call is uniform.
     """
     names = [SHORT_NAME] * (spec.has_short or not spec.has_long) + [LONG_NAME] * spec.has_long
-    return {name: tuned(SIZES, name, spec.facts) for name in names}
+    sizes = LONG_SIZES if spec.has_short and spec.max_query_length >= LONG_QUERIES else SIZES
+    return {name: tuned(sizes if name == LONG_NAME else SIZES, name, spec.facts) for name in names}
 
 
 def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
@@ -219,12 +222,25 @@ def _merge_pages(stored: layout.SeparatePages, dtype, spec: PagedSpec):
     return k, merged(stored.v), k_scales, of_tokens(stored.v_scales)
 
 
+def _products(q, k, precision) -> jax.Array:
+    """Of queries [C, Q, Hkv, G, K] and keys [C, keys, Hkv, K]: float32 [C, Hkv, G, Q, keys].
+
+    The order decides what XLA:CPU transposes: of many queries it should be the keys, of few the products.
+    """
+    tile, num_queries, num_heads, num_groups, head_dim = q.shape
+    if num_queries < SHORT_QUERIES:
+        return jnp.einsum("cqhgk,cshk->chgqs", q, k, preferred_element_type=jnp.float32, precision=precision)
+    rows = q.transpose(0, 2, 3, 1, 4).reshape(tile, num_heads, num_groups * num_queries, head_dim)
+    dimensions = ((3,), (3,)), ((0, 1), (0, 2))
+    products = lax.dot_general(rows, k, dimensions, precision=precision, preferred_element_type=jnp.float32)
+    return products.reshape(tile, num_heads, num_groups, num_queries, -1)
+
+
 def _accumulate(carry, q, k, v, k_scales, v_scales, visible, spec: PagedSpec):
     """One block of online softmax (Dao 2023, FlashAttention-2, section 3.1); int8 scales act on scores and weights."""
     highest, total, weighted = carry
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    scores = jnp.einsum("cqhgk,cshk->chgqs", q, k, preferred_element_type=jnp.float32, precision=precision)
-    scores *= spec.scale
+    scores = _products(q, k, precision) * spec.scale
     if k_scales is not None:
         scores *= k_scales[:, :, None, None]
     if spec.soft_cap is not None:

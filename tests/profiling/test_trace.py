@@ -48,6 +48,25 @@ def test_a_cpu_operation_lasts_until_its_end_event_on_any_thread():
     assert {(one.module, one.run, one.device) for one in found} == {("jit_step", 4, "cpu 1")}
 
 
+def test_a_cpu_operation_ends_before_those_that_waited_for_it_and_a_loop_after():
+    op = {"hlo_module": "jit_step", "program_id": 4}
+
+    def event(name: str, start: int, length: int, number: int) -> Event:
+        return Event(name, start, length, {**op, "hlo_op": name, "_p": number})
+
+    threads = [
+        Line("tf_XLA/1", [event("while.2", 5, 3, 1), event("add.1", 10, 2, 2)]),
+        Line("tf_XLA/2", [event("dot.1", 20, 60, 3), Event("end: dot.1", 80, 1, {"_c": 3}),
+                          Event("end: add.1", 81, 1, {"_c": 2}), Event("end: while.2", 82, 1, {"_c": 1})]),
+    ]  # fmt: skip
+    found = intervals(Data([Plane("/host:CPU", threads)]))
+    assert [(one.name, one.start, one.end) for one in found] == [
+        ("while.2", 5, 82),
+        ("add.1", 10, 20),
+        ("dot.1", 20, 80),
+    ]
+
+
 def test_a_tpu_has_a_line_of_operations_and_one_of_programs():
     lines = [
         Line("XLA Modules", [Event("jit_decode(123)", 0, 100), Event("jit_step(77)", 100, 50)]),
