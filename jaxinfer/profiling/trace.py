@@ -16,8 +16,10 @@ from typing import Any
 
 import jax
 
+from jaxinfer.profiling.ops import CONTROL
+
 _NAME = re.compile(r"%?([\w.\-]+)")
-_RUNS_OTHERS = re.compile(r"(while|call|conditional)\b")
+_RUNS_OTHERS = re.compile(rf"({'|'.join(CONTROL)})\b")
 _OPS, _MODULES, _STEPS = "XLA Ops", "XLA Modules", "Steps"
 # Lines of an accelerator that tell of the same time once more.
 _OTHER_LINES = (_MODULES, _STEPS, "Async XLA Ops", "Framework Ops", "Framework Name Scope", "Source code")
@@ -130,9 +132,9 @@ def _on_cpu(plane: Any) -> Iterator[Interval]:
         name, end = str(stats["hlo_op"]), end_ns
         if stats.get("_p") in ends:
             end, number = ends[stats["_p"]]
-            following = starts[number][bisect.bisect_left(starts[number], end_ns) :][:1]
-            if not _RUNS_OTHERS.match(name):
-                end = min([end, *following])
+            following = bisect.bisect_left(starts[number], end_ns)
+            if following < len(starts[number]) and not _RUNS_OTHERS.match(name):
+                end = min(end, starts[number][following])
         yield Interval(
             name=name,
             module=str(stats.get("hlo_module", "")),
