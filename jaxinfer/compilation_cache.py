@@ -1,6 +1,7 @@
 """Where compiled programs are kept between processes."""
 
 import contextlib
+import importlib
 import os
 import stat
 from collections.abc import Iterator
@@ -50,6 +51,14 @@ def keep_all() -> None:
     """From here on programs are kept however fast they compiled; otherwise those of less than 0.2 s are not."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def fix_trace_context() -> None:
+    """Imports Pallas, so that a later import of it does not make programs trace and compile again.
+
+    In JAX 0.12 the import adds a value to the context that every traced program is looked up by.
+    """
+    importlib.import_module("jax.experimental.pallas.tpu")
 
 
 @dataclass

@@ -1,9 +1,12 @@
 """Which implementation of an operation runs, and why none of the others."""
 
 import importlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pallas_kernels.platform import missing_platform
 
 
 @dataclass(frozen=True)
@@ -54,5 +57,18 @@ class Implementations(Mapping[str, Any]):
         """What `take` takes, and why none of the others."""
         taken = self.take(spec, platform, implementation)
         otherwise = f"{taken} is preferred on a {platform}" if implementation is None else f"{taken} was named"
-        others = {name: module.unsupported(spec, platform) for name, module in self.items() if name != taken}
+        others = {name: self._unsupported(name, spec, platform) for name in self if name != taken}
         return Choice(taken, {name: reason or otherwise for name, reason in others.items()})
+
+    def _unsupported(self, name: str, spec: Any, platform: str) -> str | None:
+        """Why `name` is not for `spec`, without importing Pallas to find out that it is for another platform.
+
+        Since JAX 0.12 the import adds a value to the context of every trace: programs compiled before it are traced
+        and compiled again. Interpreters run a kernel on any platform, and need Pallas.
+        """
+        homes = [home for home, names in self._by_platform.items() if name in names]
+        if len(homes) == 1 and "jax.experimental.pallas" not in sys.modules:
+            reason = missing_platform(homes[0], platform)
+            if reason is not None:
+                return reason
+        return self[name].unsupported(spec, platform)

@@ -11,6 +11,11 @@ def current_platform() -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
+def missing_platform(needed: str, platform: str) -> str | None:
+    """Why a kernel for the platform `needed` does not run on `platform`; None where it does."""
+    return None if platform == needed else f"it needs a {needed.upper()}, and this is a {platform}"
+
+
 def is_tpu_interpreted() -> bool:
     """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`), on any device."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, applied_scales, init_paged_cache, page_bytes, stored_dtype
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
@@ -671,6 +672,7 @@ class PagedEngine:
         self._run_rounds(work, _checked(self.speculation).number_of(tree))
 
     def _warm_up_slots(self) -> None:
+        compilation_cache.fix_trace_context()
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
             generation = Generation([0], SamplingRow(params), max_tokens=1)
             self._write_slot(Sequence([0], 1, 1, owner=generation, slot=0))
@@ -681,7 +683,9 @@ class PagedEngine:
         self._keep_empty_hidden(size)
         self._scorer.start(generation)
         if self._hidden is not None:
-            self._scorer.score((Piece(generation, 0, 0, 1),), self._hidden)
+            scores = self._scorer.score((Piece(generation, 0, 0, 1),), self._hidden)
+            # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
+            jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
         self._scorer.stop(generation)
 
 

@@ -3,11 +3,12 @@
 import jax
 
 from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.platform import missing_platform
 
 
 def unsupported(spec: AttentionSpec, platform: str) -> str | None:
-    if platform != "gpu":
-        return f"cuDNN runs on a GPU, this is a {platform}"
+    if (reason := missing_platform("gpu", platform)) is not None:
+        return reason
     if spec.dtype not in ("bfloat16", "float16"):
         return f"cuDNN takes bfloat16 and float16, not {spec.dtype}"
     if spec.head_dim % 8 or spec.head_dim > 128:

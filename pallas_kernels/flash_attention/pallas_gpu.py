@@ -23,6 +23,7 @@ from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.flash_attention.cost import cost_estimate
 from pallas_kernels.flash_attention.masking import MASKED, scaled_scores, visible_blocks, visible_keys
 from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.platform import missing_platform
 from pallas_kernels.tuning import tuned
 
 WARPGROUPS = 2
@@ -36,8 +37,8 @@ COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
 def unsupported(spec: AttentionSpec, platform: str) -> str | None:
-    if platform != "gpu":
-        return f"this kernel runs on a Hopper GPU, this is a {platform}"
+    if (reason := missing_platform("gpu", platform)) is not None:
+        return reason
     if spec.dtype not in ("bfloat16", "float16"):
         return f"the GPU kernel takes bfloat16 and float16, not {spec.dtype}"
     if spec.head_dim not in HEAD_DIMS:

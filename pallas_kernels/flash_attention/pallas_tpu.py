@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.flash_attention.cost import cost_estimate
 from pallas_kernels.flash_attention.masking import MASKED, scaled_scores, visible_blocks, visible_keys
 from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.platform import missing_platform
 from pallas_kernels.tuning import tuned
 
 LANES = 128
@@ -37,8 +38,8 @@ HEAD_DIMS = (64, 80, 96, 128, 256)
 
 
 def unsupported(spec: AttentionSpec, platform: str) -> str | None:
-    if platform != "tpu":
-        return f"this kernel runs on a TPU, this is a {platform}"
+    if (reason := missing_platform("tpu", platform)) is not None:
+        return reason
     if spec.dtype not in ("float32", "bfloat16"):
         return f"the TPU kernel takes float32 and bfloat16, not {spec.dtype}"
     if spec.head_dim not in HEAD_DIMS:

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.platform import is_tpu_interpreted
+from pallas_kernels.platform import is_tpu_interpreted, missing_platform
 
 
 def unsupported(_spec: None, platform: str) -> str | None:
-    return None if platform == "tpu" or is_tpu_interpreted() else f"it needs a TPU, and this is a {platform}"
+    return None if is_tpu_interpreted() else missing_platform("tpu", platform)
 
 
 def copy(pages, source: jax.Array, destination: jax.Array, is_real: jax.Array):

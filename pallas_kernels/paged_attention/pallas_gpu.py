@@ -18,6 +18,7 @@ from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, P
 from pallas_kernels.paged_attention.layout import SeparatePages
 from pallas_kernels.paged_attention.reference import append_new_tokens
 from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, Operands, PagedSpec
+from pallas_kernels.platform import missing_platform
 
 LAYOUT = "separate"
 # For the tuner.
@@ -29,8 +30,8 @@ CONVERTED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
     """Why this call is not for this kernel; None when it is."""
-    if platform != "gpu" and not compat.is_interpreted():
-        return f"it is for GPUs, not {platform}"
+    if not compat.is_interpreted() and (reason := missing_platform("gpu", platform)) is not None:
+        return reason
     if not compat.is_interpreted() and (reason := compat.not_hopper()) is not None:
         return reason
     if not spec.page.has_values:

@@ -10,7 +10,7 @@ from pallas_kernels.paged_attention.layout import InterleavedPages
 from pallas_kernels.paged_attention.specs import Operands, PagedSpec
 from pallas_kernels.paged_attention.tpu_program import Program, Refs
 from pallas_kernels.paged_attention.tpu_schedule import Items, ScaleBlocks, TpuSchedule
-from pallas_kernels.platform import is_tpu_interpreted
+from pallas_kernels.platform import is_tpu_interpreted, missing_platform
 
 LAYOUT = "interleaved"
 # For the tuner.
@@ -22,8 +22,8 @@ _SCALARS = ("items", "count", "page_ids", "scale_pages", "ancestors", "depths")
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
     """Why the kernel cannot run `spec` on `platform`; None when it can. The TPU interpreter runs on any platform."""
-    if platform != "tpu" and not is_tpu_interpreted():
-        return f"it needs a TPU, and this is a {platform}"
+    if not is_tpu_interpreted() and (reason := missing_platform("tpu", platform)) is not None:
+        return reason
     if not spec.page.has_values:
         return f"it reads values of their own, and here keys of {spec.head_dim} hold them (multi-head latent attention)"
     if spec.layout != LAYOUT:

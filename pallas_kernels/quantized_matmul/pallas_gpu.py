@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
+from pallas_kernels.platform import missing_platform
 from pallas_kernels.quantized_matmul.specs import MatmulSpec
 
 TILE_OUTPUTS = 64
@@ -34,8 +35,8 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def unsupported(spec: MatmulSpec, platform: str) -> str | None:
-    if platform != "gpu":
-        return f"this kernel runs on a Hopper GPU, this is a {platform}"
+    if (reason := missing_platform("gpu", platform)) is not None:
+        return reason
     if spec.values_dtype not in ("int4", "int8") or spec.has_codebook:
         return "the GPU kernel is for integers"
     if spec.has_minima:

@@ -28,8 +28,8 @@ def test_a_cpu_takes_xla_and_says_why():
     found = choice(PLAIN)
     assert found.implementation == "xla"
     assert set(found.reasons) == set(IMPLEMENTATIONS) - {"xla"}
-    assert found.reasons["pallas_tpu"] == "this kernel runs on a TPU, this is a cpu"
-    assert found.reasons["cudnn"] == "cuDNN runs on a GPU, this is a cpu"
+    assert found.reasons["pallas_tpu"] == "it needs a TPU, and this is a cpu"
+    assert found.reasons["cudnn"] == "it needs a GPU, and this is a cpu"
     assert found.reasons["reference"] == "xla is preferred on a cpu"
 
 
@@ -41,7 +41,7 @@ def test_a_cpu_takes_xla_and_says_why():
         ({"head_dim": 16}, "v6e", "xla", "pallas_tpu", "head_dim of 64, 80, 96, 128, 256, not 16"),
         ({"heads": (571, 1)}, "v6e", "xla", "pallas_tpu", "bytes of VMEM"),
         ({}, "h100", "cudnn", "pallas_gpu", "cudnn is preferred on a gpu"),
-        ({"window": 8}, "h100", "cudnn", "pallas_tpu", "runs on a TPU, this is a gpu"),
+        ({"window": 8}, "h100", "cudnn", "pallas_tpu", "needs a TPU, and this is a gpu"),
         ({"soft_cap": 2.0}, "h100", "pallas_gpu", "cudnn", "cuDNN has no soft_cap"),
         ({"sinks": True}, "h100", "pallas_gpu", "cudnn", "cuDNN has no sinks"),
         ({"segments": True}, "h100", "pallas_gpu", "cudnn", "cuDNN has no segment_ids"),
