@@ -26,7 +26,7 @@ from pallas_kernels.platform import current_platform
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measured case. `share` is of the copy (decode, verify) or matrix (prefill) rate of the same run."""
 
     case: str
@@ -64,15 +64,15 @@ def matrix_rate(platform_name: str) -> float:
     return 2 * n**3 / seconds_per_step(loop, x, 20)
 
 
-def measure_paged(case: str, shape: Shape, implementation: str, rate: float, platform_name: str) -> Row:
+def measure_paged(case: str, shape: Shape, implementation: str, rate: float, platform_name: str) -> Measurement:
     num_bytes, layers = ideal_bytes(shape), num_layers(shape, platform_name)
     try:
         loop, arguments = paged_loop(shape, implementation, layers)
         steps = 2 if platform_name == "cpu" else max(4, int(0.05 / (layers * num_bytes / rate)))
         seconds = seconds_per_step(loop, arguments, steps) / layers
     except NotImplementedError as error:
-        return Row(case, implementation, shape.cache_dtype, None, None, "GB/s", None, str(error))
-    return Row(
+        return Measurement(case, implementation, shape.cache_dtype, None, None, "GB/s", None, str(error))
+    return Measurement(
         case,
         implementation,
         shape.cache_dtype,
@@ -83,7 +83,7 @@ def measure_paged(case: str, shape: Shape, implementation: str, rate: float, pla
     )
 
 
-def measure_cudnn_decode(case: str, shape: Shape, rate: float) -> Row:
+def measure_cudnn_decode(case: str, shape: Shape, rate: float) -> Measurement:
     """cuDNN over contiguous keys of the same lengths: the public peer that moves the same bytes."""
     batch, context = len(shape.lengths), shape.lengths[0][1]
     kv = jnp.zeros((batch, context, shape.heads[1], shape.head_dim), jnp.bfloat16)
@@ -103,8 +103,8 @@ def measure_cudnn_decode(case: str, shape: Shape, rate: float) -> Row:
     try:
         seconds = seconds_per_step(loop, (q, kv, kv + 1), max(4, int(0.05 * rate / num_bytes)))
     except Exception as error:  # cuDNN refuses with exceptions of several kinds
-        return Row(case, "cudnn contiguous", "bfloat16", None, None, "GB/s", None, str(error).splitlines()[0])
-    return Row(
+        return Measurement(case, "cudnn contiguous", "bfloat16", None, None, "GB/s", None, str(error).splitlines()[0])
+    return Measurement(
         case,
         "cudnn contiguous",
         "bfloat16",
@@ -117,7 +117,7 @@ def measure_cudnn_decode(case: str, shape: Shape, rate: float) -> Row:
 
 def measure_prefill(
     length: int, heads: tuple[int, int, int], implementation: str, rate: float, platform_name: str
-) -> Row:
+) -> Measurement:
     """Causal attention of one prompt; FLOPs of the visible half of the scores and of the weights times values."""
     num_q, _, head_dim = heads
     dtype = jnp.float32 if platform_name == "cpu" else jnp.bfloat16
@@ -127,8 +127,8 @@ def measure_prefill(
         loop, arguments = flash_loop(length, heads, dtype.__name__, implementation)
         seconds = seconds_per_step(loop, arguments, 1 if platform_name == "cpu" else 10)
     except NotImplementedError as error:
-        return Row(case, implementation, dtype.__name__, None, None, "TFLOP/s", None, str(error))
-    return Row(
+        return Measurement(case, implementation, dtype.__name__, None, None, "TFLOP/s", None, str(error))
+    return Measurement(
         case, implementation, dtype.__name__, seconds * 1e6, flops / seconds / 1e12, "TFLOP/s", flops / seconds / rate
     )
 
@@ -171,9 +171,9 @@ def main(argv: list[str] | None = None) -> None:
         flush=True,
     )
     print(f"{'case':24}{'implementation':20}{'cache':16}{'us':>10}{'rate':>18}{'share':>8}")
-    rows: list[Row] = []
+    rows: list[Measurement] = []
 
-    def add(row: Row) -> None:
+    def add(row: Measurement) -> None:
         rows.append(row)
         if row.microseconds is None:
             figures = f"  {row.note[:120]}"

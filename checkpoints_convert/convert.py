@@ -23,7 +23,7 @@ from checkpoints_convert.files import (
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.save import write_shards
-from checkpoints_convert.journal import FinishedUnit, Journal
+from checkpoints_convert.journal import ConversionJournal, FinishedUnit
 from checkpoints_convert.load import open_source
 from checkpoints_convert.manifest import array_digest, measure, write_manifest
 from checkpoints_convert.native_arrays import describe, flatten
@@ -138,7 +138,7 @@ def _to_native(
     partial = partial_path(destination)
     if not partial.exists():
         check_free_space(destination, source.num_bytes())
-    with Journal(partial, source.fingerprint()) as journal:
+    with ConversionJournal(partial, source.fingerprint()) as journal:
         num_resumed = len(journal.finished)
         todo = [unit for unit in source.units() if unit not in journal.finished]
         check_free_space(destination, sum(source.num_bytes(unit) for unit in todo))
@@ -151,7 +151,7 @@ def _to_native(
     return list(journal.finished.values()), num_resumed
 
 
-def _write_native_unit(source: Source, unit: str, partial: Path, journal: Journal, bar: Progress) -> None:
+def _write_native_unit(source: Source, unit: str, partial: Path, journal: ConversionJournal, bar: Progress) -> None:
     arrays = {}
     for path, array in source.read(unit):
         arrays[path] = array
@@ -178,7 +178,7 @@ def _parts(array: np.ndarray | QuantizedArray) -> dict[str, np.ndarray]:
 
 
 def _finish_native(
-    source: Source, partial: Path, journal: Journal, origin: dict[str, Any], companions: Companions
+    source: Source, partial: Path, journal: ConversionJournal, origin: dict[str, Any], companions: Companions
 ) -> None:
     carried = write_companions(companions, partial)
     quantized = {name: entry for unit in journal.finished.values() for name, entry in unit.quantized.items()}

@@ -31,7 +31,7 @@ class FinishedUnit:
     requantize_errors: dict[str, float] = field(default_factory=dict)
 
 
-class Journal:
+class ConversionJournal:
     """The journal in `directory`, locked against other processes while open.
 
     Attributes:
@@ -66,7 +66,7 @@ class Journal:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "ConversionJournal":
         return self
 
     def __exit__(self, *exception: object) -> None:

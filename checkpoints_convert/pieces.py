@@ -10,7 +10,7 @@ from checkpoints_convert.plan import TensorPlan
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A part's share of one stored tensor, looked at as [rows, columns]: its axes before the last one are one.
 
     Attributes:
@@ -33,7 +33,7 @@ class Piece:
         return found.reshape(len(self.rows), len(self.columns))
 
 
-def pieces_of(tensor: TensorPlan, bounds: Bounds) -> Iterator[Piece]:
+def pieces_of(tensor: TensorPlan, bounds: Bounds) -> Iterator[TensorPiece]:
     """Where a part of a dense parameter lies in the tensors it is read from."""
     stored = tensor.view or tensor.source_shape
     if not tensor.stacked:
@@ -46,7 +46,7 @@ def pieces_of(tensor: TensorPlan, bounds: Bounds) -> Iterator[Piece]:
 
 def _pieces_of_one(
     tensor: TensorPlan, source: str, stored: tuple[int, ...], bounds: Bounds, place: tuple[int, ...]
-) -> Iterator[Piece]:
+) -> Iterator[TensorPiece]:
     """One tensor's, which lie at `place` of the part."""
     is_swapped = tensor.transpose and len(stored) > 1
     if is_swapped:
@@ -62,9 +62,9 @@ def _pieces_of_one(
         *shape, num_rows = shape
         for number, index in enumerate(_flat(leading, shape)):
             here = np.unravel_index(number, tuple(map(len, leading))) if leading else ()
-            yield Piece(source, row_length, index * num_rows + within, columns, (*place, *map(int, here)))
+            yield TensorPiece(source, row_length, index * num_rows + within, columns, (*place, *map(int, here)))
     else:
-        yield Piece(source, row_length, _flat(leading, shape), columns, place)
+        yield TensorPiece(source, row_length, _flat(leading, shape), columns, place)
 
 
 def _flat(indices: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
@@ -74,10 +74,10 @@ def _flat(indices: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
     return np.ravel_multi_index(np.ix_(*indices), tuple(shape)).reshape(-1)
 
 
-def regions_of(tensor: TensorPlan, parts: Sequence[Bounds]) -> list[list[tuple[int, Piece]]]:
+def regions_of(tensor: TensorPlan, parts: Sequence[Bounds]) -> list[list[tuple[int, TensorPiece]]]:
     """The pieces of all parts, each with its part's number; together those of the same rows of one tensor, which lie
     side by side and are read at once."""
-    found: dict[tuple, list[tuple[int, Piece]]] = {}
+    found: dict[tuple, list[tuple[int, TensorPiece]]] = {}
     for number, bounds in enumerate(parts):
         for piece in pieces_of(tensor, bounds):
             if len(piece.rows) and len(piece.columns):

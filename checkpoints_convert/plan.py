@@ -16,7 +16,7 @@ from checkpoints_convert.huggingface.config import declared_dtype, family_for, m
 from checkpoints_convert.huggingface.families import WRAPPER_SKIPPED, family_of, is_wrapper
 from checkpoints_convert.huggingface.family import Family
 from checkpoints_convert.huggingface.names import head_names, renaming
-from checkpoints_convert.huggingface.rules import Bundle, Placement
+from checkpoints_convert.huggingface.rules import TensorGroup, TensorPlacement
 from checkpoints_convert.outputs import Outputs
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
 from checkpoints_convert.safetensors_index import TensorHeader
@@ -217,24 +217,24 @@ class _Matching:
             )
         )
 
-    def _begins(self, bundle: Bundle) -> bool:
+    def _begins(self, bundle: TensorGroup) -> bool:
         """Whether the first of a stack is there, in some form: the names of the others need not be made otherwise."""
         first = self.rename(bundle.sources[0])
         module = first.removesuffix(".weight")
         return not bundle.is_stacked or first in self.headers or f"{module}." in self.beginnings
 
-    def _found(self, target: ParamPath) -> tuple[Bundle, Placement]:
+    def _found(self, target: ParamPath) -> tuple[TensorGroup, TensorPlacement]:
         """Of the bundles that may hold a parameter the one the checkpoint has, or else the usual one."""
         bundles = self.layout.of_target[target]
 
-        def is_there(bundle: Bundle) -> bool:
+        def is_there(bundle: TensorGroup) -> bool:
             name = self.rename(bundle.sources[0])
             return name in self.headers or name.removesuffix(".weight") in self.modules
 
         bundle = next((bundle for bundle in bundles if is_there(bundle)), bundles[0])
         return bundle, next(one for one in bundle.placements if one.target == target)
 
-    def _reader(self, module: str, placement: Placement, *, is_embedding: bool) -> ModuleReader | None:
+    def _reader(self, module: str, placement: TensorPlacement, *, is_embedding: bool) -> ModuleReader | None:
         assert self.method is not None
         kind = "Embedding" if is_embedding else "Linear"
         try:
@@ -252,7 +252,7 @@ class _Matching:
             return None
 
     def _quantized(
-        self, module: str, placement: Placement, shape: tuple[int, ...], *, is_embedding: bool
+        self, module: str, placement: TensorPlacement, shape: tuple[int, ...], *, is_embedding: bool
     ) -> QuantizedPlan | None:
         """The way of a quantized module into a parameter, or one expert's into a stack; None for a dense module."""
         reader = self._reader(module, placement, is_embedding=is_embedding)

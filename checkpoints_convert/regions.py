@@ -41,7 +41,7 @@ class Region:
 
 
 @dataclass
-class Seen:
+class CastStats:
     """What was seen of a tensor on the way.
 
     Attributes:
@@ -55,7 +55,7 @@ class Seen:
     num_overflowed: int = 0
     max_relative_error: float = 0.0
 
-    def add(self, other: "Seen") -> None:
+    def add(self, other: "CastStats") -> None:
         self.size += other.size
         self.num_nonfinite += other.num_nonfinite
         self.num_overflowed += other.num_overflowed
@@ -69,7 +69,7 @@ def read_regions(
     min_piece_bytes: int = 1,
     add: float = 0.0,
     measure_cast: bool = False,
-) -> dict[str, Seen]:
+) -> dict[str, CastStats]:
     """Fills the targets of all regions; what was seen, by tensor.
 
     Args:
@@ -80,9 +80,9 @@ def read_regions(
     blocks = [block for region in regions for block in _blocks(region, min_piece_bytes)]
     run = _Reading(add, measure_cast).run
     found = _mapped(run, blocks, executor)
-    seen: dict[str, Seen] = {}
+    seen: dict[str, CastStats] = {}
     for region in regions:
-        seen.setdefault(region.name, Seen())
+        seen.setdefault(region.name, CastStats())
     for block, one in zip(blocks, found, strict=True):
         seen[block.region.name].add(one)
     return seen
@@ -97,11 +97,11 @@ def read_tensor(
     transpose: bool,
     executor: Executor,
     measure_cast: bool = False,
-) -> tuple[np.ndarray, Seen]:
+) -> tuple[np.ndarray, CastStats]:
     """A whole tensor stored as C-ordered `shape` of `stored`, cast to `dtype`, transposed if asked (2-D only)."""
     result = empty_aligned(shape[::-1] if transpose else shape, dtype)
     if not result.size:
-        return result, Seen()
+        return result, CastStats()
     rows = shape[0] if len(shape) else 1
     row_length = result.size // rows
     target = result.T if transpose else result.reshape(rows, row_length)
@@ -111,15 +111,15 @@ def read_tensor(
 
 def cast_array(
     array: np.ndarray, dtype: np.dtype, *, executor: Executor, measure_cast: bool = False
-) -> tuple[np.ndarray, Seen]:
+) -> tuple[np.ndarray, CastStats]:
     """An array that is in memory, in C order, cast to `dtype`; itself where it has it."""
     flat = array.reshape(-1)
     result = flat if array.dtype == dtype else empty_aligned(flat.shape, dtype)
     step = max(1, BLOCK_BYTES // array.dtype.itemsize)
 
-    def cast(first: int) -> Seen:
+    def cast(first: int) -> CastStats:
         block, target = flat[first : first + step], result[first : first + step]
-        seen = Seen(block.size, count_nonfinite(block))
+        seen = CastStats(block.size, count_nonfinite(block))
         if result is not flat:
             with np.errstate(over="ignore", invalid="ignore"):  # counted below; a setting of this thread only
                 target[...] = block.astype(dtype)
@@ -127,7 +127,7 @@ def cast_array(
             seen.max_relative_error = _max_relative_error(block, target) if measure_cast else 0.0
         return seen
 
-    seen = Seen()
+    seen = CastStats()
     for one in _mapped(cast, range(0, flat.size, step), executor):
         seen.add(one)
     return result.reshape(array.shape), seen
@@ -195,12 +195,12 @@ class _Reading:
     add: float
     measure_cast: bool
 
-    def run(self, block: _Block) -> Seen:
+    def run(self, block: _Block) -> CastStats:
         region = block.region
-        seen = Seen()
+        seen = CastStats()
         if (direct := self._direct(block)) is not None:
             _fetch(block, direct)
-            return Seen(direct.size, count_nonfinite(direct))
+            return CastStats(direct.size, count_nonfinite(direct))
         fetched = _scratch((len(block.rows), block.width), region.stored)
         _fetch(block, fetched)
         # Targets are written in their own order, which differs from the file's where heads are rearranged.

@@ -18,7 +18,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import companion_files
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.parts import Bounds, cut, size_of
-from checkpoints_convert.regions import Read, Seen, read_tensor
+from checkpoints_convert.regions import CastStats, Read, read_tensor
 from jaxinfer.models import ModelConfig, abstract_params, keeps_float32
 from jaxinfer.quantization import QuantizedArray
 
@@ -147,7 +147,7 @@ class Source(ABC):
         return array
 
     def check_seen(
-        self, seen: Seen, stored: np.dtype, wanted: np.dtype, *, param: str, name: str, where: str | Path
+        self, seen: CastStats, stored: np.dtype, wanted: np.dtype, *, param: str, name: str, where: str | Path
     ) -> None:
         """Raises CheckpointError for values that are not finite, or too large; keeps the error of the cast."""
         check_finite(where, name, seen.num_nonfinite, seen.size)

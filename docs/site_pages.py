@@ -29,7 +29,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     "models": {"jaxinfer.models": ()},
     "sampling": {"jaxinfer.sampling": ()},
     "engine": {"jaxinfer.engine.events": ("Dispatch", "SlotWork", "Snapshot", "Running")},
-    "profiling": {"jaxinfer.profiling.run": ("profile",), "jaxinfer.profiling.phases": ("Workload",)},
+    "profiling": {"jaxinfer.measure.profiling.run": ("profile",), "jaxinfer.measure.profiling.phases": ("Workload",)},
     "text": {"jaxinfer.text": ()},
     "batch": {"jaxinfer.batch": ()},
     "fleet": {"jaxinfer.fleet": ("RayPool", "RayDataGenerator")},

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.engine.output import AnswerText, StreamDelta
-from jaxinfer.engine.processor import Prompt, Request, Terms
+from jaxinfer.engine.processor import Prompt, Request, RequestOptions
 from jaxinfer.engine.request import Generation, RequestOutput
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LiveModel
@@ -70,7 +70,7 @@ class AsyncEngine:
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
         """
-        terms = Terms(priority, timeout, cache_salt)
+        terms = RequestOptions(priority, timeout, cache_salt)
         self._check_alive()
         # Not in the event loop: a long text takes a while to tokenize.
         try:

@@ -24,7 +24,7 @@ from jaxinfer.engine.lockstep import Lockstep
 from jaxinfer.engine.options import EngineOptions, SpeculationOptions
 from jaxinfer.engine.output import AnswerText, StreamDelta
 from jaxinfer.engine.paged import PagedEngine
-from jaxinfer.engine.processor import NO_TERMS, Prompt, Request, RequestProcessor, Terms
+from jaxinfer.engine.processor import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions, RequestProcessor
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.request import Generation, RequestOutput, Score
 from jaxinfer.engine.scheduler import QueueFullError
@@ -38,7 +38,7 @@ from jaxinfer.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
-    from jaxinfer.planning import Plan
+    from jaxinfer.planning import MemoryPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -319,7 +319,7 @@ class LLM:
             if len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts")
         requests = [
-            self.prepare(prompt, one, Terms(its_priority, timeout, cache_salt), what=f"prompt {number}")
+            self.prepare(prompt, one, RequestOptions(its_priority, timeout, cache_salt), what=f"prompt {number}")
             for number, (prompt, one, its_priority) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
         ]
         try:
@@ -501,7 +501,7 @@ class LLM:
             },
         )
 
-    def plan(self) -> "Plan":
+    def plan(self) -> "MemoryPlan":
         """What the model needs on this machine: bytes by part as the compiler counts them, how much cache remains, and,
         on chips that `jaxinfer plan` knows, the least time of a step. Prints well; `to_dict()` is JSON-ready.
 
@@ -566,7 +566,12 @@ class LLM:
     # One request, step by step, for those who run the engine themselves.
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams | None = None, terms: Terms = NO_TERMS, *, what: str = "the prompt"
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        terms: RequestOptions = DEFAULT_REQUEST_OPTIONS,
+        *,
+        what: str = "the prompt",
     ) -> Request:
         """A request that was checked: it can be served, some time."""
         request = self._processor.request(prompt, params or self.default_params, terms, what=what)
@@ -574,7 +579,7 @@ class LLM:
         options = self.engine.options
         if not isinstance(options, EngineOptions):
             for name in ("timeout", "priority", "cache_salt"):
-                if getattr(terms, name) != getattr(NO_TERMS, name):
+                if getattr(terms, name) != getattr(DEFAULT_REQUEST_OPTIONS, name):
                     raise ValueError(f"{what}: {name}={getattr(terms, name)!r} is for cache='paged' only")
         elif options.max_waiting is not None and len(request.answers) > options.max_seqs + options.max_waiting:
             raise ValueError(

@@ -27,9 +27,9 @@ FLOORS = {
     "jaxinfer.llm": 5,
     "jaxinfer.async_engine": 6,
     "jaxinfer.fleet": 6,
-    "jaxinfer.bench": 7,
-    "jaxinfer.profiling": 8,
-    "jaxinfer.advise": 8,
+    "jaxinfer.measure.bench": 7,
+    "jaxinfer.measure.profiling": 8,
+    "jaxinfer.measure.advise": 8,
     "jaxinfer.cli": 9,
 }
 FILES = [path for top in ("jaxinfer", "pallas_kernels", "checkpoints_convert") for path in (ROOT / top).rglob("*.py")]

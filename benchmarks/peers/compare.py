@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.peers.systems import PEERS
 from benchmarks.peers.workload import DECODE_TOKENS, Measure, num_weight_bytes
-from jaxinfer.bench.model import machine
+from jaxinfer.measure.bench.model import machine
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 3600  # seconds of one process

@@ -17,11 +17,11 @@ _CHUNK_BYTES = 2**20  # of stored rows, unpacked at once by each thread
 _STRIP = 64  # rows transposed at once: their pieces stay in the processor's cache
 
 # uint8 [rows, bytes] of the stored rows [first, last); called from several threads.
-Rows = Callable[[int, int], np.ndarray]
+RowReader = Callable[[int, int], np.ndarray]
 
 
 def quantized_leaf(
-    kind: BlockType, rows: Rows, num_rows: int, num_columns: int, *, transpose: bool, executor: Executor
+    kind: BlockType, rows: RowReader, num_rows: int, num_columns: int, *, transpose: bool, executor: Executor
 ) -> QuantizedArray:
     """The stored matrix [rows, columns] as a leaf, or its transpose, as Linear weights are.
 

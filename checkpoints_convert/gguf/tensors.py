@@ -12,7 +12,7 @@ from checkpoints_convert.errors import CheckpointError, did_you_mean
 from checkpoints_convert.gguf.architectures import Architecture
 from checkpoints_convert.gguf.file import TensorEntry
 from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.huggingface.rules import INDEX, Bundle, Placement, TensorRule, layout, linear, norm
+from checkpoints_convert.huggingface.rules import INDEX, TensorGroup, TensorPlacement, TensorRule, layout, linear, norm
 from checkpoints_convert.source import ParamPath, param_shapes
 from jaxinfer.models import ModelConfig
 
@@ -39,7 +39,7 @@ class TensorPlan:
     entry: TensorEntry
     target: ParamPath
     shape: tuple[int, ...]
-    placement: Placement
+    placement: TensorPlacement
 
     @property
     def stays_quantized(self) -> bool:
@@ -81,7 +81,7 @@ def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConf
     return plans
 
 
-def _fits(index: GGUFIndex, bundle: Bundle, target: ParamPath) -> bool:
+def _fits(index: GGUFIndex, bundle: TensorGroup, target: ParamPath) -> bool:
     return all(_is_shape(index.entry(name).shape, _placement(bundle, target).stored) for name in bundle.sources)
 
 
@@ -90,7 +90,7 @@ def _is_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return found == wanted or (len(wanted) == 2 and wanted[0] == 1 and found == wanted[1:])
 
 
-def _placement(bundle: Bundle, target: ParamPath) -> Placement:
+def _placement(bundle: TensorGroup, target: ParamPath) -> TensorPlacement:
     return next(placement for placement in bundle.placements if placement.target == target)
 
 

@@ -47,7 +47,7 @@ class TensorRule:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """Where a parameter is in stored tensors of the shape `stored`: in all their outputs, or in some. With a `view` the
     tensor is looked at in that shape, and `transpose` and `outputs` are of it."""
 
@@ -82,11 +82,11 @@ class Stacked(Sequence[str]):
 
 
 @dataclass(frozen=True)
-class Bundle:
+class TensorGroup:
     """Stored tensors and the parameters in them: one tensor for one or several, or several stacked in one."""
 
     sources: Sequence[str]
-    placements: tuple[Placement, ...]
+    placements: tuple[TensorPlacement, ...]
     is_stacked: bool = False
 
     def assemble(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -112,7 +112,7 @@ class Bundle:
         return whole.reshape(self.placements[0].stored)
 
 
-def _axis(placement: Placement, ndim: int) -> int:
+def _axis(placement: TensorPlacement, ndim: int) -> int:
     return placement.axis if ndim > 1 else 0
 
 
@@ -125,8 +125,8 @@ class Layout:
       of_target: for each parameter the bundles that may hold it, the one that is written first.
     """
 
-    bundles: tuple[Bundle, ...]
-    of_target: Mapping[ParamPath, tuple[Bundle, ...]]
+    bundles: tuple[TensorGroup, ...]
+    of_target: Mapping[ParamPath, tuple[TensorGroup, ...]]
 
 
 @lru_cache(maxsize=8)
@@ -139,7 +139,7 @@ def layout(rules: tuple[TensorRule, ...], config: ModelConfig, pairs_neighbours:
     Raises ValueError for a parameter that no rule holds.
     """
     shapes = param_shapes(config)
-    of_target: dict[ParamPath, tuple[Bundle, ...]] = dict.fromkeys(shapes, ())
+    of_target: dict[ParamPath, tuple[TensorGroup, ...]] = dict.fromkeys(shapes, ())
     for rule in rules:
         for bundle in _bundles(rule, config, shapes, pairs_neighbours):
             for placement in bundle.placements:
@@ -153,7 +153,7 @@ def layout(rules: tuple[TensorRule, ...], config: ModelConfig, pairs_neighbours:
 
 def _bundles(
     rule: TensorRule, config: ModelConfig, shapes: Mapping[ParamPath, tuple[int, ...]], pairs_neighbours: bool
-) -> Iterator[Bundle]:
+) -> Iterator[TensorGroup]:
     if rule.when is not None and getattr(config, rule.when[0]) != rule.when[1]:
         return
     for layer in range(config.num_layers) if LAYER in rule.source else (0,):
@@ -165,7 +165,7 @@ def _bundles(
         count = shapes[paths[0]][0]
         names = Stacked(source, count) if is_stacked else (source,)
         of_one = [shapes[path][1:] if is_stacked or rule.stack else shapes[path] for path in paths]
-        yield Bundle(names, tuple(_placements(rule, config, paths, of_one, pairs_neighbours)), is_stacked)
+        yield TensorGroup(names, tuple(_placements(rule, config, paths, of_one, pairs_neighbours)), is_stacked)
 
 
 def _placements(
@@ -174,7 +174,7 @@ def _placements(
     paths: Sequence[ParamPath],
     shapes: Sequence[tuple[int, ...]],
     pairs_neighbours: bool,
-) -> Iterator[Placement]:
+) -> Iterator[TensorPlacement]:
     groups = 1 if rule.groups is None else getattr(config, rule.groups)
     total, start = sum(shape[-1] for shape in shapes), 0
     is_paired = rule.is_rotated and pairs_neighbours
@@ -193,7 +193,7 @@ def _placements(
             merged = list(stored)
             merged[axis] *= view[0]
             stored = tuple(merged)
-        yield Placement(path, stored, rule.transpose, outputs, rule.add, view)
+        yield TensorPlacement(path, stored, rule.transpose, outputs, rule.add, view)
         start += size
 
 

@@ -22,7 +22,7 @@ from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.families import family_of
 from checkpoints_convert.huggingface.family import Family
 from checkpoints_convert.huggingface.names import head_names
-from checkpoints_convert.huggingface.rules import Bundle
+from checkpoints_convert.huggingface.rules import TensorGroup
 from checkpoints_convert.outputs import joined
 from checkpoints_convert.source import (
     ParamPath,
@@ -162,7 +162,7 @@ class _Leaves:
         return self._held.pop(wanted)
 
 
-def _linears(bundles: Sequence[Bundle], head: str) -> list[str]:
+def _linears(bundles: Sequence[TensorGroup], head: str) -> list[str]:
     """Modules of the class Linear, the head also where it is the embedding."""
     names = [
         source.removesuffix(".weight")
@@ -195,7 +195,7 @@ def _of_stack(leaf: Any, number: int) -> Any:
     return jax.tree_util.tree_map_with_path(take, leaf)
 
 
-def _compressed(leaves: Sequence[Any], bundle: Bundle, where: Path) -> tuple[dict[str, np.ndarray], Stored]:
+def _compressed(leaves: Sequence[Any], bundle: TensorGroup, where: Path) -> tuple[dict[str, np.ndarray], Stored]:
     """The tensors of a quantized module, of the parameters in it."""
     names = [f"parameter {'.'.join(placement.target)!r}" for placement in bundle.placements]
     if not all(isinstance(leaf, QuantizedArray) for leaf in leaves):
@@ -218,9 +218,9 @@ def _compressed(leaves: Sequence[Any], bundle: Bundle, where: Path) -> tuple[dic
 
 
 def _shards(
-    bundles: Sequence[Bundle], size_of: Callable[[ParamPath], int], max_shard_bytes: int
-) -> Iterator[list[Bundle]]:
-    shard: list[Bundle] = []
+    bundles: Sequence[TensorGroup], size_of: Callable[[ParamPath], int], max_shard_bytes: int
+) -> Iterator[list[TensorGroup]]:
+    shard: list[TensorGroup] = []
     filled = 0
     for bundle in bundles:
         size = sum(size_of(placement.target) for placement in bundle.placements)

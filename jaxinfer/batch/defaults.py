@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS
-from jaxinfer.batch.rows import Row
+from jaxinfer.batch.rows import BatchRow
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
 
@@ -29,7 +29,7 @@ class Defaults:
         own_seed = given.pop("seed", None)
         return cls(checkpoint, given, seed if own_seed is None else own_seed)
 
-    def params(self, row: Row) -> SamplingParams:
+    def params(self, row: BatchRow) -> SamplingParams:
         """What one row is sampled with, its seed included. Raises SamplingParamsError."""
         values = {**_values(self.checkpoint), "seed": None}
         if row.request.form == "chat":

@@ -14,7 +14,7 @@ from jaxinfer.batch.identity import Identity
 from jaxinfer.batch.ledger import Ledger
 from jaxinfer.batch.requests import Prompt
 from jaxinfer.batch.responses import error_line, result_line, usage
-from jaxinfer.batch.rows import BadRow, Row
+from jaxinfer.batch.rows import BadRow, BatchRow
 from jaxinfer.batch.scan import Scan, scan
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
@@ -107,7 +107,7 @@ def open_job(
 class _Pending:
     """A row whose prompts are running."""
 
-    row: Row
+    row: BatchRow
     params: SamplingParams
     outputs: list["RequestOutput | None"]
     num_left: int
@@ -212,7 +212,7 @@ class Job:
             for index, prompt in enumerate(prompts):
                 yield (row.line, index), prompt, _with_noise_of_its_own(row, params, index)
 
-    def _prompts(self, row: Row) -> tuple[SamplingParams, Sequence[Prompt]]:
+    def _prompts(self, row: BatchRow) -> tuple[SamplingParams, Sequence[Prompt]]:
         request = row.request
         if request.model is not None and request.model != self.scan.model:
             raise RowError(f"model is {request.model!r:.80}, but the job's is {self.scan.model!r:.80}", "model")
@@ -259,7 +259,7 @@ class Job:
         self._ledger.add_result(record, usage(outputs))
         bar.update()
 
-    def _fail(self, row: Row | BadRow, error: Exception, bar: "tqdm", *, status_code: int = 400) -> None:
+    def _fail(self, row: BatchRow | BadRow, error: Exception, bar: "tqdm", *, status_code: int = 400) -> None:
         job_id = self._identity.job_id
         self._ledger.add_error(error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code))
         bar.update()
@@ -273,7 +273,7 @@ class Job:
         return tqdm(total=self.num_rows, initial=self.num_done, unit="row", disable=disable)
 
 
-def _with_noise_of_its_own(row: Row, params: SamplingParams, index: int) -> SamplingParams:
+def _with_noise_of_its_own(row: BatchRow, params: SamplingParams, index: int) -> SamplingParams:
     """Several prompts of a row share its seed only where the row gives one."""
     if index == 0 or row.request.sampling.get("seed") is not None:
         return params

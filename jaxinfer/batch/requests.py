@@ -41,7 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """One row's wish, checked as far as can be without the model.
 
     Attributes:
@@ -63,11 +63,11 @@ class Request:
     return_token_ids: bool = False
 
 
-def read_chat(body: Mapping[str, Any]) -> Request:
+def read_chat(body: Mapping[str, Any]) -> BatchRequest:
     """A body of /v1/chat/completions. Raises RowError, with the field."""
     body = _known(body, (*_CHAT_BODY, *_EVERY_BODY, *_SAMPLING))
     _check_format(body)
-    return Request(
+    return BatchRequest(
         "chat",
         messages=_messages(body),
         tools=_chosen_tools(body),
@@ -77,12 +77,12 @@ def read_chat(body: Mapping[str, Any]) -> Request:
     )
 
 
-def read_completions(body: Mapping[str, Any]) -> Request:
+def read_completions(body: Mapping[str, Any]) -> BatchRequest:
     """A body of /v1/completions; several prompts make one group of choices each. Raises RowError, with the field."""
     body = _known(body, (*_COMPLETIONS_BODY, *_EVERY_BODY, *_SAMPLING))
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
         raise RowError("best_of is not supported: n answers are generated and all are returned", "best_of")
-    return Request(
+    return BatchRequest(
         "completions",
         prompts=_prompts(body),
         sampling=_sampling(body),
@@ -91,11 +91,11 @@ def read_completions(body: Mapping[str, Any]) -> Request:
     )
 
 
-def read_plain(record: Mapping[str, Any]) -> Request:
+def read_plain(record: Mapping[str, Any]) -> BatchRequest:
     """`{"prompt": ...}` or `{"messages": [...]}`, sampling parameters beside it. Raises RowError, with the field."""
     if "messages" in record:
         _check_known(record, (*_CHAT, *_SAMPLING))
-        return Request(
+        return BatchRequest(
             "plain",
             messages=_messages(record),
             tools=_tools(record),
@@ -106,7 +106,7 @@ def read_plain(record: Mapping[str, Any]) -> Request:
     prompt = record["prompt"]
     if not (isinstance(prompt, str) or _is_ids(prompt)):
         raise RowError(f"prompt must be a text or a list of token ids, got {prompt!r:.60}", "prompt")
-    return Request("plain", prompts=(prompt,), sampling=_sampling(record))
+    return BatchRequest("plain", prompts=(prompt,), sampling=_sampling(record))
 
 
 # Fields.

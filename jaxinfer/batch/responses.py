@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.batch.errors import RowError
-from jaxinfer.batch.requests import Request
-from jaxinfer.batch.rows import Row
+from jaxinfer.batch.requests import BatchRequest
+from jaxinfer.batch.rows import BatchRow
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
@@ -18,7 +18,7 @@ LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lac
 
 
 def result_line(
-    row: Row,
+    row: BatchRow,
     outputs: Sequence["RequestOutput"],
     params: "SamplingParams",
     *,
@@ -86,7 +86,7 @@ def _hashed(job_id: str, custom_id: str) -> str:
     return hashlib.sha256(f"{job_id} {custom_id}".encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
-def _plain_line(row: Row, output: "RequestOutput", params: "SamplingParams") -> dict[str, Any]:
+def _plain_line(row: BatchRow, output: "RequestOutput", params: "SamplingParams") -> dict[str, Any]:
     request = row.request
     asked = {"prompt": request.prompts[0]} if request.messages is None else {"messages": request.messages}
     answers = []
@@ -107,7 +107,7 @@ def _plain_line(row: Row, output: "RequestOutput", params: "SamplingParams") -> 
 # Choices.
 
 
-def _chat_choice(answer: "CompletionOutput", params: "SamplingParams", request: Request) -> dict[str, Any]:
+def _chat_choice(answer: "CompletionOutput", params: "SamplingParams", request: BatchRequest) -> dict[str, Any]:
     logprobs = None
     if answer.logprobs is not None:
         entries = [_token_entry(entry, params.logprobs or 0) for entry in answer.logprobs]
@@ -123,7 +123,7 @@ def _chat_choice(answer: "CompletionOutput", params: "SamplingParams", request: 
 
 
 def _completions_choices(
-    request: Request, outputs: Sequence["RequestOutput"], params: "SamplingParams", tokenizer: "Tokenizer | None"
+    request: BatchRequest, outputs: Sequence["RequestOutput"], params: "SamplingParams", tokenizer: "Tokenizer | None"
 ) -> list[dict[str, Any]]:
     choices = []
     for prompt, output in zip(request.prompts, outputs, strict=True):

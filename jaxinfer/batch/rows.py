@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.batch.errors import RowError
-from jaxinfer.batch.requests import FORMS_BY_URL, Request, read_chat, read_completions, read_plain
+from jaxinfer.batch.requests import FORMS_BY_URL, BatchRequest, read_chat, read_completions, read_plain
 
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """A row that can be tried. `line` counts from 1; `number`, from 0, is what its seed is derived from."""
 
     line: int
     custom_id: str
-    request: Request
+    request: BatchRequest
 
     @property
     def number(self) -> int:
@@ -37,7 +37,7 @@ def default_custom_id(line: int) -> str:
     return f"row-{line}"
 
 
-def parse_row(data: bytes, line: int) -> Row | BadRow:
+def parse_row(data: bytes, line: int) -> BatchRow | BadRow:
     """Reads one line, in OpenAI's batch form (it has a "body") or the plain one."""
     custom_id = default_custom_id(line)
     try:
@@ -46,7 +46,7 @@ def parse_row(data: bytes, line: int) -> Row | BadRow:
         if has_body and "custom_id" not in record:
             raise RowError("custom_id is missing", "custom_id")
         custom_id = _custom_id(record, custom_id)
-        return Row(line, custom_id, _read_openai(record) if has_body else _read_plain(record))
+        return BatchRow(line, custom_id, _read_openai(record) if has_body else _read_plain(record))
     except RowError as error:
         return BadRow(line, custom_id, error)
 
@@ -89,7 +89,7 @@ def _custom_id(record: Mapping[str, Any], default: str) -> str:
     return custom_id
 
 
-def _read_openai(record: Mapping[str, Any]) -> Request:
+def _read_openai(record: Mapping[str, Any]) -> BatchRequest:
     for name in record:
         if name not in _OPENAI_KEYS:
             raise RowError(f"unknown field {name!r:.60} beside the body; known are {', '.join(_OPENAI_KEYS)}", name)
@@ -104,7 +104,7 @@ def _read_openai(record: Mapping[str, Any]) -> Request:
     return read_chat(body) if form == "chat" else read_completions(body)
 
 
-def _read_plain(record: Mapping[str, Any]) -> Request:
+def _read_plain(record: Mapping[str, Any]) -> BatchRequest:
     if "prompt" not in record and "messages" not in record:
         raise RowError('a row has "prompt" or "messages", or "url" and "body"')
     return read_plain({name: value for name, value in record.items() if name != "custom_id"})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxinfer.batch.errors import BatchError
-from jaxinfer.batch.rows import BadRow, Row, parse_row
+from jaxinfer.batch.rows import BadRow, BatchRow, parse_row
 
 _NUM_SHOWN = 5
 _BOM = b"\xef\xbb\xbf"
@@ -39,7 +39,7 @@ class Scan:
         """The line with this custom_id, from 1."""
         return self._line_of.get(_id_digest(custom_id))
 
-    def rows(self, done: Collection[int] = ()) -> Iterator[Row | BadRow]:
+    def rows(self, done: Collection[int] = ()) -> Iterator[BatchRow | BadRow]:
         """The rows again, but for the lines in `done`. Raises BatchError where a line is not what it was."""
         for line, data in _lines(self.path):
             if line in done:

@@ -15,7 +15,7 @@ from jaxinfer.calibration.driver import (
     quantize_model,
 )
 from jaxinfer.calibration.float_model import FloatModel
-from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.options import CalibrationOptions, Keep
 from jaxinfer.calibration.sensitivity import Sensitivity, choose_bits, measure_sensitivity
 
@@ -47,7 +47,7 @@ def quantize_within(
     tokens: np.ndarray | None,
     held_out: np.ndarray,
     *,
-    journal: Journal | None = None,
+    journal: CalibrationJournal | None = None,
     report: Callable[[LayerReport], None] = lambda done: None,
     report_part: Callable[[int], None] = lambda layer: None,
     report_round: Callable[[dict[str, int]], None] = lambda bits: None,

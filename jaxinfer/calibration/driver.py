@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.calibration.capture import STACKS, LayerProgram
 from jaxinfer.calibration.float_model import FloatModel, ReadUnit, in_chunks, rounded
-from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer import quantize_layer
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
 from jaxinfer.calibration.outcome import all_linears
@@ -73,7 +73,7 @@ def quantize_model(
     tokens: np.ndarray | None = None,
     held_out: np.ndarray | None = None,
     *,
-    journal: Journal | None = None,
+    journal: CalibrationJournal | None = None,
     report: Callable[[LayerReport], None] = lambda done: None,
 ) -> CalibrationResult:
     """Quantizes the linear layers of a model, the first decoder layer first.
@@ -131,7 +131,7 @@ def fingerprint_of(model: FloatModel, options: CalibrationOptions, tokens: np.nd
 
 
 def _advance(
-    model: FloatModel, options: CalibrationOptions, number: int, streams: "_Streams", journal: Journal | None
+    model: FloatModel, options: CalibrationOptions, number: int, streams: "_Streams", journal: CalibrationJournal | None
 ) -> tuple[Params, LayerReport]:
     """One layer: quantized, or as the journal has it, and the hidden states after it. A function of its own, so that
     its weights are let go before the next layer's are read."""

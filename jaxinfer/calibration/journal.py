@@ -24,7 +24,7 @@ _REPORT = "report"
 _PART = "part-"
 
 
-class Journal:
+class CalibrationJournal:
     """The finished layers in `directory`, which is created, and locked against other processes, by `begin`.
 
     A context manager; closing gives up the lock.
@@ -33,7 +33,7 @@ class Journal:
     def __init__(self, directory: Path):
         self.directory = directory
         self._file: TextIO | None = None
-        self._parts: list[Journal] = []
+        self._parts: list[CalibrationJournal] = []
 
     def begin(self, fingerprint: dict[str, Any]) -> None:
         """Layers of a calibration with another fingerprint are removed; those of this one stay.
@@ -57,9 +57,9 @@ class Journal:
         for path in self.directory.glob("layers.*.tmp"):
             path.unlink()
 
-    def part(self, name: str) -> "Journal":
+    def part(self, name: str) -> "CalibrationJournal":
         """The journal of a calibration that belongs to this one, closed and removed with it."""
-        self._parts.append(Journal(self.directory / f"{_PART}{name}"))
+        self._parts.append(CalibrationJournal(self.directory / f"{_PART}{name}"))
         return self._parts[-1]
 
     def __contains__(self, number: int) -> bool:
@@ -99,7 +99,7 @@ class Journal:
             self._file.close()
             self._file = None
 
-    def __enter__(self) -> "Journal":
+    def __enter__(self) -> "CalibrationJournal":
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -118,7 +118,7 @@ class Journal:
         for path in self.directory.glob("layers.*"):
             path.unlink()
         for path in self.directory.glob(_PART + "*"):
-            Journal(path)._clear()
+            CalibrationJournal(path)._clear()
             (path / _STATE).unlink(missing_ok=True)
             with suppress(OSError):  # holds what is not ours
                 path.rmdir()

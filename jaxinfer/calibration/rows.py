@@ -10,14 +10,16 @@ _NUM_RANDOM = 128
 
 
 @dataclass(frozen=True)
-class Rows:
+class CalibrationRows:
     """int32 [rows, T] each; no token is in both."""
 
     calibration: np.ndarray
     held_out: np.ndarray
 
 
-def divide(documents: Sequence[Sequence[int]], separator: int | None, *, num_rows: int, length: int, seed: int) -> Rows:
+def divide(
+    documents: Sequence[Sequence[int]], separator: int | None, *, num_rows: int, length: int, seed: int
+) -> CalibrationRows:
     """Pieces of the documents, `separator` after each of these, `num_rows` of all by chance; one in eight held out.
 
     Raises ValueError for less text than two pieces.
@@ -29,7 +31,7 @@ def divide(documents: Sequence[Sequence[int]], separator: int | None, *, num_row
         raise ValueError(f"{len(stream)} tokens of text are fewer than two pieces of {length}")
     chosen = np.random.default_rng(seed).permutation(len(pieces))[:num_rows]
     num_held_out = max(len(chosen) // _HELD_OUT_IN, 1)
-    return Rows(pieces[np.sort(chosen[num_held_out:])], pieces[np.sort(chosen[:num_held_out])])
+    return CalibrationRows(pieces[np.sort(chosen[num_held_out:])], pieces[np.sort(chosen[:num_held_out])])
 
 
 def random_rows(vocab_size: int) -> np.ndarray:

@@ -25,10 +25,10 @@ from jaxinfer.cli.options import llm_arguments
 from jaxinfer.cli.output import console, plain_cell, shows_progress, write_text
 
 if TYPE_CHECKING:
-    from jaxinfer.advise.goals import Goal
-    from jaxinfer.advise.report import Advice
-    from jaxinfer.advise.search import Findings
-    from jaxinfer.bench.workload import Workload
+    from jaxinfer.measure.advise.goals import Goal
+    from jaxinfer.measure.advise.report import Advice
+    from jaxinfer.measure.advise.search import Findings
+    from jaxinfer.measure.bench.workload import Workload
 
 PLANNED_MAX_SEQS = 64
 # What `jaxinfer plan` takes by the same names.
@@ -58,9 +58,9 @@ def advise(options: AdviseOptions) -> None:
 
 
 def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
-    from jaxinfer.advise.candidates import About, candidates
-    from jaxinfer.advise.planned import Planner
-    from jaxinfer.advise.search import search
+    from jaxinfer.measure.advise.candidates import ModelFacts, candidates
+    from jaxinfer.measure.advise.planned import Planner
+    from jaxinfer.measure.advise.search import search
 
     max_seqs = options.max_seqs or PLANNED_MAX_SEQS
     planner = Planner.open(
@@ -72,7 +72,7 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
         max_seqs=max_seqs,
         acceptance=options.acceptance,
     )
-    about = About(
+    about = ModelFacts(
         given=arguments,
         is_quantized=planner.is_quantized,
         caches_values=planner.config.caches_values,
@@ -90,15 +90,15 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
 def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
     import jax
 
-    from jaxinfer.advise import results
-    from jaxinfer.advise.candidates import About, candidates
-    from jaxinfer.advise.measure import Asked, Lab
-    from jaxinfer.advise.search import Findings, search
-    from jaxinfer.bench.metrics import parse_goodput
-    from jaxinfer.bench.model import machine
-    from jaxinfer.bench.runs import How
     from jaxinfer.cli.distill import read_documents
     from jaxinfer.llm import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
+    from jaxinfer.measure.advise import results
+    from jaxinfer.measure.advise.candidates import ModelFacts, candidates
+    from jaxinfer.measure.advise.measure import AdviseRequest, TrialRunner
+    from jaxinfer.measure.advise.search import Findings, search
+    from jaxinfer.measure.bench.metrics import parse_goodput
+    from jaxinfer.measure.bench.model import machine
+    from jaxinfer.measure.bench.runs import RunOptions
     from jaxinfer.quantization.tree import describe
 
     is_cpu = jax.default_backend() == "cpu"
@@ -109,8 +109,8 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
     if options.resume and options.json is not None:
         found = results.earlier(options.json, result, draft_names(options)) or found
     num_requests = options.requests or max(*sizes, options.max_seqs or 1)
-    how = How(options.temperature, options.seed, parse_goodput(options.goodput))
-    asked = Asked(
+    how = RunOptions(options.temperature, options.seed, parse_goodput(options.goodput))
+    asked = AdviseRequest(
         options.model,
         arguments,
         workload,
@@ -124,13 +124,13 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
     end = time.monotonic() + 60 * minutes
     left_out: dict[str, str] = {}
     with contextlib.ExitStack() as stack, _progress() as told:
-        lab = Lab(asked, told.detail)
+        lab = TrialRunner(asked, told.detail)
         stack.callback(lab.close)
         lab.limit_memory(goal.memory)
         told.trial("loading")
         lab.prepare()
         model = lab.model
-        kind = About(
+        kind = ModelFacts(
             given=arguments,
             is_quantized=bool(describe(model.params)),
             caches_values=model.config.caches_values,
@@ -143,7 +143,7 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
         trials, left_out = candidates(goal, kind)
 
         def measure(arguments: dict[str, Any]) -> Any:
-            from jaxinfer.advise.trials import flags
+            from jaxinfer.measure.advise.trials import flags
 
             told.trial(flags(arguments) or "baseline", len(found.rows) + len(found.base), len(trials) + 2)
             return lab(arguments)
@@ -166,7 +166,7 @@ def _documents(options: AdviseOptions, read: Any) -> tuple[tuple[str, ...], str]
     if options.texts:
         return tuple(read(options.texts, "--texts")), "KL and prompts: your --texts"
     if options.model in ("demo", "demo-draft"):
-        from jaxinfer.advise.texts import NUM_TEXTS
+        from jaxinfer.measure.advise.texts import NUM_TEXTS
         from jaxinfer.training.corpus import held_out_files
 
         return tuple(text for _, text in held_out_files(NUM_TEXTS)), (
@@ -176,8 +176,8 @@ def _documents(options: AdviseOptions, read: Any) -> tuple[tuple[str, ...], str]
 
 
 def _new_result(options: AdviseOptions, machine: dict[str, Any]) -> dict[str, Any]:
-    from jaxinfer.advise import results
-    from jaxinfer.bench.model import public_name
+    from jaxinfer.measure.advise import results
+    from jaxinfer.measure.bench.model import public_name
 
     said = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
     said = {name: value for name, value in said.items() if value not in (None, [])}
@@ -192,8 +192,8 @@ def _new_result(options: AdviseOptions, machine: dict[str, Any]) -> dict[str, An
 
 def _write(options: AdviseOptions, result: dict[str, Any], found: "Findings") -> None:
     if options.json is not None:
-        from jaxinfer.advise.results import with_findings
-        from jaxinfer.bench.results import write
+        from jaxinfer.measure.advise.results import with_findings
+        from jaxinfer.measure.bench.results import write
 
         write(options.json, with_findings(result, found))
 
@@ -211,8 +211,8 @@ def _finish(
     """Prints all, and writes it with the advice."""
     from rich.table import Table
 
-    from jaxinfer.advise.report import advice, sections, table
-    from jaxinfer.advise.results import public
+    from jaxinfer.measure.advise.report import advice, sections, table
+    from jaxinfer.measure.advise.results import public
 
     its = advice(goal, found, options.model, arguments)
     open_to_all = its if its.row is None else replace(its, row=public(its.row))
@@ -239,7 +239,7 @@ def _about_plans(options: AdviseOptions, its: "Advice", workload: "Workload") ->
         "Measure the KL of rounded weights before use: jaxinfer advise on a machine that runs the model.",
     ]
     if its.row is not None:
-        from jaxinfer.advise.trials import flags
+        from jaxinfer.measure.advise.trials import flags
 
         arguments = {"max_seqs": PLANNED_MAX_SEQS, **its.arguments}
         arguments = {name: value for name, value in arguments.items() if name in OF_PLAN}

@@ -11,8 +11,8 @@ from jaxinfer.cli.options import ModelArgument, ServingOptions
 from jaxinfer.cli.workload_options import FIGURES, WORKLOAD, AnswerTokens, WorkloadOptions, read_workload
 
 if TYPE_CHECKING:
-    from jaxinfer.advise.goals import Goal
-    from jaxinfer.bench.workload import Workload
+    from jaxinfer.measure.advise.goals import Goal
+    from jaxinfer.measure.bench.workload import Workload
 
 _GOAL, _TRIALS = "Goal", "Trials"
 CPU_SIZES, SIZES = "1,4,16,32", "1,16,64,128,256"
@@ -122,7 +122,7 @@ DEFAULT_MINUTES = 30.0
 
 def read_goal(options: AdviseOptions) -> "Goal":
     """Raises UsageError for options that do not go together, before anything is loaded."""
-    from jaxinfer.advise.goals import DEFAULT_MAX_KL, GOALS, Goal
+    from jaxinfer.measure.advise.goals import DEFAULT_MAX_KL, GOALS, Goal
 
     if options.goal not in GOALS:
         raise UsageError(f"--goal: {options.goal!r} is none of {', '.join(GOALS)}")
@@ -151,7 +151,7 @@ def read_requests(options: AdviseOptions) -> "Workload":
 
 
 def read_sizes(options: AdviseOptions, default: str) -> list[int]:
-    from jaxinfer.bench.workload import parse_numbers
+    from jaxinfer.measure.bench.workload import parse_numbers
 
     return [int(size) for size in parse_numbers(options.sizes or default, "--sizes", whole=True)]
 

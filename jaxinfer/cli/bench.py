@@ -16,8 +16,8 @@ from jaxinfer.cli.output import console, shows_progress, waiting, write_text
 from jaxinfer.cli.workload_options import WorkloadOptions, check_folder, read_workload
 
 if TYPE_CHECKING:
-    from jaxinfer.bench.model import Bench
-    from jaxinfer.bench.runs import How
+    from jaxinfer.measure.bench.model import Bench
+    from jaxinfer.measure.bench.runs import RunOptions
 
 WARM_UP_REQUESTS = 2
 # Where a name may be a path: results have its last part only.
@@ -65,8 +65,8 @@ def latency(
 
     Every program is compiled first, and a batch of each size runs before the ones that count.
     """
-    from jaxinfer.bench import runs
-    from jaxinfer.bench.workload import parse_numbers
+    from jaxinfer.measure.bench import runs
+    from jaxinfer.measure.bench.workload import parse_numbers
 
     sizes = [int(size) for size in parse_numbers(batch, "--batch", whole=True)]
     workload = read_workload(options)
@@ -81,10 +81,10 @@ def latency(
 
 def throughput(
     options: BenchOptions,
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="How many come at once.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="RunOptions many come at once.")] = 64,
 ) -> None:
     """Measure many requests that come all at once."""
-    from jaxinfer.bench import runs
+    from jaxinfer.measure.bench import runs
 
     workload = read_workload(options)
     arguments = bench_arguments(options)
@@ -114,8 +114,8 @@ def load(
 
     Time to first token counts from when a request was sent, so not what --max-concurrency made it wait.
     """
-    from jaxinfer.bench import results, runs
-    from jaxinfer.bench.workload import arrivals, parse_numbers
+    from jaxinfer.measure.bench import results, runs
+    from jaxinfer.measure.bench.workload import arrivals, parse_numbers
 
     rates = parse_numbers(rate, "--rate")
     arrivals(rates[0], 1, burstiness=burstiness)  # before a long start
@@ -146,8 +146,8 @@ def plot(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The picture, as .png, .svg or .pdf.")],
 ) -> None:
     """Draw results: latency against load, tokens/s against batch with the roofline, acceptance, memory."""
-    from jaxinfer.bench import results
-    from jaxinfer.bench.plot import draw
+    from jaxinfer.measure.bench import results
+    from jaxinfer.measure.bench.plot import draw
 
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"--out: {out} ends in neither .png, .svg nor .pdf")
@@ -172,7 +172,7 @@ class Session:
     file: Path | None
 
     def save(self, run: dict[str, Any]) -> None:
-        from jaxinfer.bench import results
+        from jaxinfer.measure.bench import results
 
         self.result["runs"].append(run)
         if self.file is not None:
@@ -181,8 +181,8 @@ class Session:
 
 def new_result(options: BenchOptions, name: str, arguments: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """A result without runs. Its options are all that were given, without a path."""
-    from jaxinfer.bench import results
-    from jaxinfer.bench.model import machine, public_name
+    from jaxinfer.measure.bench import results
+    from jaxinfer.measure.bench.model import machine, public_name
 
     said = {**arguments, **{one: getattr(options, one) for one in OWN if one != "json"}, **own}
     said = {one: public_name(str(value)) if one in PATHS and value else value for one, value in said.items()}
@@ -195,8 +195,8 @@ def session(
     options: BenchOptions, result: dict[str, Any], arguments: dict[str, Any], *, serves: bool = False
 ) -> Iterator[Session]:
     """Opens the model, and prints the tables when the block has ended."""
-    from jaxinfer.bench import text
-    from jaxinfer.bench.model import opened
+    from jaxinfer.measure.bench import text
+    from jaxinfer.measure.bench.model import opened
 
     with contextlib.ExitStack() as stack:
         with waiting(f"opening {options.model}, compiling, measuring the roofline"):
@@ -223,19 +223,19 @@ def show(head: list[str], columns: list[str], cells: list[list[str]], details: l
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int, options: BenchOptions) -> Iterator["How"]:
+def progress(title: str, total: int, options: BenchOptions) -> Iterator["RunOptions"]:
     """How requests run, with a bar on a terminal that counts those that have ended."""
     from tqdm.auto import tqdm
 
-    from jaxinfer.bench.metrics import parse_goodput
-    from jaxinfer.bench.runs import How
+    from jaxinfer.measure.bench.metrics import parse_goodput
+    from jaxinfer.measure.bench.runs import RunOptions
 
     with tqdm(total=total, desc=title, unit="request", disable=not shows_progress()) as bar:
 
         def told() -> None:
             bar.update()
 
-        yield How(
+        yield RunOptions(
             temperature=options.temperature,
             seed=options.seed,
             limits=parse_goodput(options.goodput),

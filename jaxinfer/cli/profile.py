@@ -14,7 +14,7 @@ from jaxinfer.cli.workload_options import FIGURES, WORKLOAD, JsonFile, Seed, che
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from jaxinfer.profiling.phases import Workload
+    from jaxinfer.measure.profiling.phases import Workload
 
 STEPS_PER_DISPATCH, PREFILL_CHUNK = 8, 512  # those of `LLM`
 
@@ -63,11 +63,11 @@ def profile(options: ProfileOptions) -> None:
     the same without it. Their time on the device by kind of operation and part of the model, what the host kept it
     waiting, and the least that their bytes and products take at rates measured in the same run.
     """
-    from jaxinfer.bench import results
-    from jaxinfer.bench.model import public_name
-    from jaxinfer.profiling import text
-    from jaxinfer.profiling.phases import PHASES, Workload
-    from jaxinfer.profiling.run import profile as run
+    from jaxinfer.measure.bench import results
+    from jaxinfer.measure.bench.model import public_name
+    from jaxinfer.measure.profiling import text
+    from jaxinfer.measure.profiling.phases import PHASES, Workload
+    from jaxinfer.measure.profiling.run import profile as run
 
     if options.phase is not None and options.phase not in PHASES:
         raise UsageError(f"--phase: {options.phase!r} is neither {' nor '.join(PHASES)}")
@@ -125,7 +125,7 @@ def _max_model_len(options: ProfileOptions, workload: "Workload", arguments: dic
 
 
 def _show(result: dict[str, Any], text: Any) -> None:
-    from jaxinfer.bench.text import header
+    from jaxinfer.measure.bench.text import header
 
     target = console()
     lines = [*header({**result, "start": None}), text.note(result["machine"]["platform"])]

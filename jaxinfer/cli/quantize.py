@@ -19,8 +19,8 @@ from jaxinfer.cli.quantize_write import rest_of, unit_reader, write
 if TYPE_CHECKING:
     from checkpoints_convert.source import Source
     from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult, FloatModel, LayerReport
-    from jaxinfer.calibration.journal import Journal
-    from jaxinfer.calibration.rows import Rows
+    from jaxinfer.calibration.journal import CalibrationJournal
+    from jaxinfer.calibration.rows import CalibrationRows
 
 _TEXT = "The text"
 _GPTQ, _AWQ, _SMOOTHQUANT = "GPTQ and auto", "AWQ", "SmoothQuant"
@@ -139,7 +139,7 @@ def quantize(
     from checkpoints_convert.load import open_source
     from checkpoints_convert.staging import check_destination
     from jaxinfer.calibration import CalibrationOptions, Keep
-    from jaxinfer.calibration.journal import Journal
+    from jaxinfer.calibration.journal import CalibrationJournal
     from jaxinfer.data import embedded_path
     from jaxinfer.quantization.gptq import GptqOptions
 
@@ -152,7 +152,7 @@ def quantize(
         raise UsageError(f"{path} is a GGUF file: convert it first, jaxinfer convert {path} DIRECTORY")
     check_destination(destination, overwrite=overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
-    with open_source(path) as opened, Journal(work / "layers") as journal:
+    with open_source(path) as opened, CalibrationJournal(work / "layers") as journal:
         check_not_quantized(opened)
         options = CalibrationOptions(
             method="gptq" if method == "auto" else method,
@@ -211,7 +211,7 @@ def _option(name: str) -> str:
     return {"num_rows": "samples", "search": "search-scales"}.get(name, name.replace("_", "-"))
 
 
-def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "Rows | None":
+def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "CalibrationRows | None":
     from jaxinfer.calibration.rows import divide
     from jaxinfer.text import Tokenizer
 
@@ -235,7 +235,11 @@ def _model(source: "Source") -> "FloatModel":
 
 
 def _run(
-    model: "FloatModel", options: "CalibrationOptions", max_kl: float | None, rows: "Rows | None", journal: "Journal"
+    model: "FloatModel",
+    options: "CalibrationOptions",
+    max_kl: float | None,
+    rows: "CalibrationRows | None",
+    journal: "CalibrationJournal",
 ) -> "tuple[CalibrationResult, AutoResult | None]":
     from jaxinfer.calibration import quantize_model, quantize_within
 

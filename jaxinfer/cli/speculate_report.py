@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class LengthReport:
     """One draft length next to plain decoding. `cost_ratio` is what drafting a token takes next to a plain step,
     `verify_ratio` what the rest of a round takes; `if_perfect` the speedup if one thing cost or lost nothing."""
 
@@ -167,7 +167,7 @@ def speculate_report(
         note(f"wrote {plot}")
 
 
-def conclusion(rows: list[Row]) -> str:
+def conclusion(rows: list[LengthReport]) -> str:
     """What to do, and why it is not faster."""
     best = max(rows, key=lambda row: row.measured)
     k, limit = best.num_draft_tokens, best.limit
@@ -218,7 +218,7 @@ class _Bench:
         values = {**values, "stop_token_ids": list(self.model.eos_token_ids)}
         return [SamplingParams.from_dict({**values, **line.sampling}) for line in self.lines]
 
-    def measure(self, lengths: list[int], params: "list[SamplingParams]") -> tuple[list[Row], Run]:
+    def measure(self, lengths: list[int], params: "list[SamplingParams]") -> tuple[list[LengthReport], Run]:
         first = self._run(params, 0)
         drafting = self._draft_seconds(params)
         runs = [self._run(params, k, draft=self._draft(), acceptance=self.acceptance) for k in lengths]
@@ -300,7 +300,7 @@ def _measured(
     )
 
 
-def compare(run: Run, plain: Run, cost_ratio: float) -> Row:
+def compare(run: Run, plain: Run, cost_ratio: float) -> LengthReport:
     """A run next to the plain one. What a round takes follows from the tokens that it makes: what is not the draft's
     is called verifying."""
     from jaxinfer.speculative import SpeculationStats, expected_speedup
@@ -310,7 +310,7 @@ def compare(run: Run, plain: Run, cost_ratio: float) -> Row:
     # Tokens that no round made took a plain step each.
     steps = run.num_tokens / measured - max(run.num_tokens - stats.num_tokens, 0)
     per_round = steps / stats.num_rounds if stats.num_rounds else 1.0
-    return Row(
+    return LengthReport(
         num_draft_tokens=k,
         stats=stats,
         cost_ratio=cost_ratio,
@@ -322,7 +322,7 @@ def compare(run: Run, plain: Run, cost_ratio: float) -> Row:
     )
 
 
-def print_rows(rows: list[Row]) -> None:
+def print_rows(rows: list[LengthReport]) -> None:
     from rich import box
     from rich.table import Table
 
@@ -357,7 +357,7 @@ def check_plot(path: Path) -> None:
         raise ImportError("--plot needs matplotlib: pip install 'jaxinfer[train]'")
 
 
-def draw(path: Path, rows: list[Row], title: str) -> None:
+def draw(path: Path, rows: list[LengthReport], title: str) -> None:
     """Acceptance by position, and speedup by length, expected and measured."""
     import matplotlib
 

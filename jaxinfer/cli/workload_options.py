@@ -9,7 +9,7 @@ import typer
 from jaxinfer.cli.command import UsageError
 
 if TYPE_CHECKING:
-    from jaxinfer.bench.workload import Workload
+    from jaxinfer.measure.bench.workload import Workload
 
 WORKLOAD, FIGURES = "Workload", "Figures"
 
@@ -65,8 +65,8 @@ class WorkloadOptions:
 
 def read_workload(options: WorkloadOptions) -> "Workload":
     """Raises UsageError or ValueError for what cannot be read, before the model is opened."""
-    from jaxinfer.bench.metrics import parse_goodput
-    from jaxinfer.bench.workload import Lengths, Workload, read_dataset
+    from jaxinfer.measure.bench.metrics import parse_goodput
+    from jaxinfer.measure.bench.workload import Lengths, Workload, read_dataset
 
     parse_goodput(options.goodput)
     check_folder(options.json, "--json")

@@ -42,28 +42,34 @@ def abstract_slots(
 
 def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int) -> StepWork:
     """What a step of so many tokens takes."""
-    rows, counts, flags = whole(jnp.int32, num_tokens), whole(jnp.int32, num_slots), whole(jnp.bool_, num_slots)
-    table = whole(jnp.int32, num_slots, pages_per_sequence)
+    rows, counts, flags = (
+        abstract_array(jnp.int32, num_tokens),
+        abstract_array(jnp.int32, num_slots),
+        abstract_array(jnp.bool_, num_slots),
+    )
+    table = abstract_array(jnp.int32, num_slots, pages_per_sequence)
     return StepWork(rows, rows, counts, counts, counts, flags, flags, counts, table)
 
 
 def abstract_decode_work(num_slots: int, pages_per_sequence: int) -> DecodeWork:
     """What decoding takes."""
-    table = whole(jnp.int32, num_slots, pages_per_sequence)
-    return DecodeWork(is_held=whole(jnp.bool_, num_slots), page_table=table, num_steps=whole(jnp.int32))
+    table = abstract_array(jnp.int32, num_slots, pages_per_sequence)
+    return DecodeWork(
+        is_scheduled=abstract_array(jnp.bool_, num_slots), page_table=table, num_steps=abstract_array(jnp.int32)
+    )
 
 
 def abstract_rounds(num_slots: int, pages_per_sequence: int) -> SpeculativeWork:
     """What speculative rounds take."""
     return SpeculativeWork(
-        is_held=whole(jnp.bool_, num_slots),
-        page_table=whole(jnp.int32, num_slots, pages_per_sequence),
-        num_rounds=whole(jnp.int32),
-        num_drafts=whole(jnp.int32, num_slots),
+        is_scheduled=abstract_array(jnp.bool_, num_slots),
+        page_table=abstract_array(jnp.int32, num_slots, pages_per_sequence),
+        num_rounds=abstract_array(jnp.int32),
+        num_drafts=abstract_array(jnp.int32, num_slots),
     )
 
 
-def whole(dtype: Any, *shape: int) -> Any:
+def abstract_array(dtype: Any, *shape: int) -> Any:
     """An array that every device has all of."""
     return jax.ShapeDtypeStruct(shape, dtype)
 

@@ -14,7 +14,7 @@ from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.request import Generation
 from jaxinfer.engine.results import padded
-from jaxinfer.engine.scoring import Piece, PromptScorer
+from jaxinfer.engine.scoring import PromptScorer, ScoredChunk
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.sampling import SamplingParams, SamplingRow
 
@@ -84,7 +84,7 @@ class _Recorder(PromptScorer):
         super().__init__(engine.config.vocab_size, engine)
         self.rows: dict[Generation, np.ndarray] = {}
 
-    def score(self, pieces: tuple[Piece, ...], hidden: jax.Array) -> None:
+    def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array) -> None:
         states = np.asarray(hidden)
         for piece in pieces:
             shape = (len(piece.generation.prompt), states.shape[1])

@@ -4,8 +4,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +21,11 @@ from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snap
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import available_bytes, plan_pool
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.paged_programs import NOT_SOUND, WIDE_ROWS, DecodeWork, StepOutput, StepWork
-from jaxinfer.engine.placement import Placement
+from jaxinfer.engine.paged_programs import INVALID_LOGITS, WIDE_ROWS, DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.request import Generation
-from jaxinfer.engine.scheduler import Chunk, Plan, Scheduler, SchedulerOptions, Sequence
-from jaxinfer.engine.scoring import DeviceScorer, PendingScores, Piece, PromptScorer, ScoreWork, needs_scores
+from jaxinfer.engine.scheduler import Chunk, DispatchPlan, Scheduler, SchedulerOptions, SequenceState
+from jaxinfer.engine.scoring import DeviceScorer, PendingScores, PromptScorer, ScoredChunk, ScoreWork, needs_scores
 from jaxinfer.engine.speculation import RoundChoice, Speculation
 from jaxinfer.engine.speculative_programs import RoundCounts
 from jaxinfer.models import ModelConfig, Params, compute_dtype
@@ -54,7 +53,7 @@ class _Flight:
     """A dispatch whose results are not read yet, with who was in which slot."""
 
     chunks: list[tuple[int, Chunk]]
-    decodes: list[tuple[int, Sequence]]
+    decodes: list[tuple[int, SequenceState]]
     output: StepOutput
     num_slots: int
     num_rows: int  # of tokens of a step, padding included
@@ -95,9 +94,9 @@ class PagedEngine:
         mesh: Mesh | None = None,
     ):
         self.config, self.options = config, options
-        self.publish: Callable[[str, Sequences[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
+        self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         self.replica = 0  # its number, set by `Replicas`
-        self.placement = Placement(mesh)
+        self.placement = DevicePlacement(mesh)
         self.model, self.weights = programs.program_model(config, params, mesh)
         self.dtype = compute_dtype(params)
         self.device = self.weights[0].addressable_shards[0].device
@@ -152,7 +151,7 @@ class PagedEngine:
         self._scorer = PromptScorer(config.vocab_size, self)
         self._scores = DeviceScorer(self.model, self.weights, self.placement)
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
-        self._sequences: dict[Generation, Sequence] = {}
+        self._sequences: dict[Generation, SequenceState] = {}
         self._num_with_logprobs = 0  # of the unfinished ones
         self._in_flight: deque[_Flight] = deque()
         self._deadlines: list[tuple[float, int, Generation]] = []
@@ -175,7 +174,7 @@ class PagedEngine:
         """
         generation.arrival = time.monotonic()
         generation.rounds = None if self.speculation is None else Counter()
-        sequence = Sequence(
+        sequence = SequenceState(
             tokens=list(generation.prompt),
             num_prompt=len(generation.prompt),
             max_tokens=generation.max_tokens,
@@ -257,7 +256,7 @@ class PagedEngine:
         if not self._sequences:
             self._in_flight.clear()  # nobody waits for what is still coming
 
-    def num_known_tokens(self, sequence: Sequence) -> int:
+    def num_known_tokens(self, sequence: SequenceState) -> int:
         """Leading tokens of a sequence that the cache holds, and it could reuse."""
         return self.scheduler.num_known_tokens(sequence)
 
@@ -304,7 +303,7 @@ class PagedEngine:
 
     # Before a dispatch.
 
-    def _plan(self, max_steps: int | None, can_preempt: bool) -> tuple[Plan | None, RoundChoice | None]:
+    def _plan(self, max_steps: int | None, can_preempt: bool) -> tuple[DispatchPlan | None, RoundChoice | None]:
         """The next dispatch, and what it drafts if anything."""
         choice = None
         if self.speculation is not None:
@@ -337,7 +336,7 @@ class PagedEngine:
                 expired.append(generation)
         return expired
 
-    def _prepare(self, plan: Plan) -> None:
+    def _prepare(self, plan: DispatchPlan) -> None:
         """Brings the device's arrays to where the plan starts from."""
         if plan.moves:
             order = np.arange(self.options.max_seqs, dtype=np.int32)
@@ -354,7 +353,7 @@ class PagedEngine:
         destinations[: len(pairs)] = [destination for _, destination in pairs]
         self._copy_pages(results.padded([source for source, _ in pairs], COPIES), destinations)
 
-    def _write_slot(self, sequence: Sequence) -> None:
+    def _write_slot(self, sequence: SequenceState) -> None:
         generation: Generation = sequence.owner
         generation.admitted = generation.admitted or time.monotonic()
         if not sequence.can_reuse:
@@ -377,7 +376,7 @@ class PagedEngine:
 
     # Dispatching.
 
-    def _dispatch(self, plan: Plan, choice: RoundChoice | None) -> _Flight:
+    def _dispatch(self, plan: DispatchPlan, choice: RoundChoice | None) -> _Flight:
         chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
         decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
         slots = [slot for slot, _ in decodes]
@@ -392,22 +391,22 @@ class PagedEngine:
             num_behind = self.speculation.started(plan.decodes, choice, plan.num_steps)
         if is_step:
             return self._dispatch_step(chunks, decodes, num_slots, sent_at)
-        is_held = np.zeros(num_slots, np.bool_)
-        is_held[slots] = True
+        is_scheduled = np.zeros(num_slots, np.bool_)
+        is_scheduled[slots] = True
         if self.speculation is not None and choice is not None:
             num_drafts = np.zeros(num_slots, np.int32)
             num_drafts[slots] = [choice.length_of(sequence) for _, sequence in decodes]
-            work = {"is_held": is_held, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
+            work = {"is_held": is_scheduled, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
             output, counts = self._run_rounds(work, self.speculation.number_of(choice.tree))
             rounds = _Rounds(plan.num_steps, choice.tree, counts, num_behind)
             least = self.options.token_buckets[-1] if self.options.deterministic else 0
             num_rows = max(num_slots * choice.tree.num_nodes, least)
             return _Flight(chunks, decodes, output, num_slots, num_rows, sent_at, rounds=rounds)
-        output = self._run_decode(is_held, plan.num_steps)
+        output = self._run_decode(is_scheduled, plan.num_steps)
         return _Flight(chunks, decodes, output, num_slots, num_slots, sent_at)
 
     def _dispatch_step(
-        self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, Sequence]], num_slots: int, sent_at: float
+        self, chunks: list[tuple[int, Chunk]], decodes: list[tuple[int, SequenceState]], num_slots: int, sent_at: float
     ) -> _Flight:
         """One step: the decoding slots' rows come first, then the prompts' tokens."""
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
@@ -426,7 +425,7 @@ class PagedEngine:
             work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
             work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
             work["remaining"][slot] = sequence.num_prompt + sequence.max_tokens - end
-            pieces.append(Piece(sequence.owner, row, chunk.start, chunk.length))
+            pieces.append(ScoredChunk(sequence.owner, row, chunk.start, chunk.length))
             row += chunk.length
         is_scored = any(needs_scores(piece.generation) for piece in pieces)
         output = self._run_step(work, is_scored)
@@ -435,7 +434,7 @@ class PagedEngine:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden), None
         return _Flight(chunks, decodes, output, num_slots, size, sent_at, scores)
 
-    def _tell(self, plan: Plan, flight: _Flight) -> None:
+    def _tell(self, plan: DispatchPlan, flight: _Flight) -> None:
         chunks = (SlotWork(one.sequence.owner, slot, one.start, one.length) for slot, one in flight.chunks)
         decodes = (SlotWork(one.owner, slot, len(one.tokens), 0) for slot, one in flight.decodes)
         # A deterministic engine decodes with the program for prompts, and that is no other kind of work.
@@ -453,7 +452,7 @@ class PagedEngine:
         )
         self._observers.tell(dispatch)
 
-    def _list_pages(self, plan: Plan | None, num_slots: int) -> None:
+    def _list_pages(self, plan: DispatchPlan | None, num_slots: int) -> None:
         """Sees to it that the device has the first rows of the table; they are sent only where they have changed."""
         for sequence in plan.sequences if plan is not None else ():
             start, end = sequence.num_listed, len(sequence.pages)
@@ -461,7 +460,7 @@ class PagedEngine:
                 self._table[_slot(sequence), start:end] = sequence.pages[start:end]
                 if self.speculation is not None:
                     num_found = sequence.num_reused // self.page_size
-                    self.speculation.forget(sequence.pages[max(start, num_found) : end])
+                    self.speculation.clear_draft_pages(sequence.pages[max(start, num_found) : end])
                 sequence.num_listed = end
                 self._sent_table = None
         if self._sent_table is None or self._sent_table.shape[0] != num_slots:
@@ -519,8 +518,8 @@ class PagedEngine:
         return output
 
     @operation
-    def _run_decode(self, is_held: np.ndarray, num_steps: int) -> StepOutput:
-        held, steps = self.placement.put((is_held, np.int32(num_steps)))
+    def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
+        held, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
         self._cache, self._slots, output = paged_programs.decode(
             self.model,
             self.weights,
@@ -581,7 +580,7 @@ class PagedEngine:
             if sequence.is_finished:
                 continue
             tokens = rows[slot][:1]
-            if tokens[0] != NOT_SOUND:
+            if tokens[0] != INVALID_LOGITS:
                 self.scheduler.confirm(sequence, chunk.start + chunk.length)
                 if not chunk.is_last:
                     continue
@@ -593,7 +592,7 @@ class PagedEngine:
             if not sequence.is_finished:
                 self._take(sequence, slot, rows[slot], samples)
                 if self.speculation is not None and flight.rounds is not None:
-                    self.speculation.learn(sequence)
+                    self.speculation.mark_draft_pages(sequence)
                 progressed.append(sequence.owner)
         return progressed
 
@@ -609,7 +608,7 @@ class PagedEngine:
                 sequence.owner.num_plain += count
                 speculation.num_plain += count
             if not flight.chunks:
-                speculation.took_time(flight.num_slots, None, seconds, max(num_made, default=0), 1.0)
+                speculation.record_time(flight.num_slots, None, seconds, max(num_made, default=0), 1.0)
             return
         counts = jax.device_get((rounds.counts.proposed, rounds.counts.accepted))
         proposed, accepted = (array.T.tolist() for array in counts)
@@ -617,18 +616,18 @@ class PagedEngine:
         for (slot, sequence), count in zip(flight.decodes, num_made, strict=True):
             pairs = [pair for pair in zip(proposed[slot], accepted[slot], strict=True) if pair[0] >= 0]
             num_rounds += len(pairs)
-            speculation.took_rounds(sequence, pairs, rounds.tree)
-            self.scheduler.settle(sequence, rounds.num_rounds, rounds.tree.depth + 1, count)
+            speculation.record_rounds(sequence, pairs, rounds.tree)
+            self.scheduler.reconcile(sequence, rounds.num_rounds, rounds.tree.depth + 1, count)
         most = int((counts[0] >= 0).any(axis=1).sum())
         tokens_per_round = sum(num_made) / max(num_rounds, 1)
-        speculation.took_time(flight.num_slots, rounds.tree, seconds, most, tokens_per_round, rounds.num_behind)
+        speculation.record_time(flight.num_slots, rounds.tree, seconds, most, tokens_per_round, rounds.num_behind)
 
-    def _take(self, sequence: Sequence, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
+    def _take(self, sequence: SequenceState, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         """A slot's tokens of a dispatch, one each step; NOT_SOUND and NO_TOKEN stand after the last one."""
         generation: Generation = sequence.owner
         for step, token in enumerate(tokens):
             if token < 0:
-                if token == NOT_SOUND:
+                if token == INVALID_LOGITS:
                     self.finish(generation, *results.take_error(generation))
                 return
             self.scheduler.append(sequence, token)
@@ -675,7 +674,7 @@ class PagedEngine:
         compilation_cache.fix_trace_context()
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
             generation = Generation([0], SamplingRow(params), max_tokens=1)
-            self._write_slot(Sequence([0], 1, 1, owner=generation, slot=0))
+            self._write_slot(SequenceState([0], 1, 1, owner=generation, slot=0))
         self._move_slots(np.arange(self.options.max_seqs, dtype=np.int32))
 
     def _warm_up_scores(self, size: int) -> None:
@@ -683,7 +682,7 @@ class PagedEngine:
         self._keep_empty_hidden(size)
         self._scorer.start(generation)
         if self._hidden is not None:
-            scores = self._scorer.score((Piece(generation, 0, 0, 1),), self._hidden)
+            scores = self._scorer.score((ScoredChunk(generation, 0, 0, 1),), self._hidden)
             # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
             jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
         self._scorer.stop(generation)
@@ -702,7 +701,7 @@ def _checked(speculation: Speculation | None) -> Speculation:
     return speculation
 
 
-def _slot(sequence: Sequence) -> int:
+def _slot(sequence: SequenceState) -> int:
     if sequence.slot is None:
         raise RuntimeError("a sequence without a slot was planned")
     return sequence.slot

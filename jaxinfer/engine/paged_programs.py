@@ -26,14 +26,14 @@ from jaxinfer.sampling import (
     is_stop,
     make_batch,
     make_state,
-    quiet,
+    mask_inactive_rows,
     sample,
     set_row,
 )
 from jaxinfer.speculative import DraftSlots, init_draft_slots, record
 from pallas_kernels import copy_pages as _copy_pages
 
-NO_TOKEN, NOT_SOUND = -1, -2
+NO_TOKEN, INVALID_LOGITS = -1, -2
 # A slot's rows over the vocabulary, which only requests with a bias or penalties need.
 WIDE_ROWS = ("bias", "output_counts", "prompt_mask")
 Tree = TypeVar("Tree")
@@ -92,7 +92,7 @@ class DecodeWork:
     """Decode steps of B slots: is_held bool[B], the slots that take part if active, page_table int32[B, P], and
     num_steps, an int32 scalar."""
 
-    is_held: jax.Array
+    is_scheduled: jax.Array
     page_table: jax.Array
     num_steps: jax.Array
 
@@ -153,7 +153,7 @@ def step(
     same arithmetic, whether it comes with its prompt's other tokens or alone.
     """
     num_tokens, num_slots = work.tokens.shape[0], work.query_lengths.shape[0]
-    all_slots, slots, batch = slots, first(slots, num_slots), first(batch, num_slots)
+    all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     is_decoding = slots.is_active & ~work.is_prompt & (work.query_lengths > 0)
     lengths = jnp.where(work.is_prompt, work.query_lengths, is_decoding)
     starts = jnp.where(work.is_prompt, work.starts, slots.positions)
@@ -171,7 +171,7 @@ def step(
     last = jnp.clip(work.query_starts + lengths - 1, 0, num_tokens - 1)
     ends = starts + lengths
     takes_part = is_decoding | work.is_prompt
-    samples = sample(decoder.logits(hidden[last]), ends, quiet(batch, takes_part), slots.history)
+    samples = sample(decoder.logits(hidden[last]), ends, mask_inactive_rows(batch, takes_part), slots.history)
 
     is_produced = is_decoding | (work.is_prompt & work.is_last)
     took_part = is_produced & samples.ok
@@ -187,10 +187,14 @@ def step(
         history=advance(slots.history, samples.tokens, took_part),
         draft=record(slots.draft, ends, samples.tokens, took_part),
     )
-    tokens = coded(samples, is_produced, takes_part)
+    tokens = encode_tokens(samples, is_produced, takes_part)
     output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
-    slots, output, hidden = write_first(all_slots, new_slots), whole(model.mesh, output), whole(model.mesh, hidden)
-    return attend.cache, pinned(model.mesh, slots), output, hidden
+    slots, output, hidden = (
+        write_rows(all_slots, new_slots),
+        replicate(model.mesh, output),
+        replicate(model.mesh, hidden),
+    )
+    return attend.cache, constrain_sharding(model.mesh, slots), output, hidden
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
@@ -206,17 +210,19 @@ def decode(
     """Up to `work.num_steps` (at most the static `max_steps`) tokens for every held, active slot, in one loop on the
     device that ends early when none is left. Donates the cache and the slots; nothing passes through the host."""
     decoder = model.bind(weights)
-    num_slots = work.is_held.shape[0]
-    all_slots, slots, batch = slots, first(slots, num_slots), first(batch, num_slots)
+    num_slots = work.is_scheduled.shape[0]
+    all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     rows = jnp.arange(num_slots)
 
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
-        is_decoding = slots.is_active & work.is_held
+        is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         kv_lengths = slots.positions + lengths
         attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
         hidden = decoder(slots.tokens, slots.positions, attend)
-        samples = sample(decoder.logits(hidden), slots.positions + 1, quiet(batch, is_decoding), slots.history)
+        samples = sample(
+            decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history
+        )
         took_part = is_decoding & samples.ok
         remaining = slots.remaining - took_part
         is_going_on = took_part & ~is_stop(samples.tokens, batch) & (remaining > 0)
@@ -228,7 +234,7 @@ def decode(
             history=advance(slots.history, samples.tokens, took_part),
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
         )
-        output = StepOutput(coded(samples, is_decoding, is_decoding), samples)
+        output = StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)
         return attend.cache, new_slots, output
 
     def body(carry):
@@ -239,13 +245,13 @@ def decode(
 
     def keep_going(carry):
         count, _, slots, _ = carry
-        return (count < work.num_steps) & jnp.any(slots.is_active & work.is_held)
+        return (count < work.num_steps) & jnp.any(slots.is_active & work.is_scheduled)
 
     shapes = jax.eval_shape(lambda cache, slots: one_step(cache, slots)[2], cache, slots)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
     outputs = replace(outputs, tokens=outputs.tokens + NO_TOKEN)
     _, cache, slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), cache, slots, outputs))
-    return cache, pinned(model.mesh, write_first(all_slots, slots)), whole(model.mesh, outputs)
+    return cache, constrain_sharding(model.mesh, write_rows(all_slots, slots)), replicate(model.mesh, outputs)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -254,7 +260,7 @@ def write_slot(
 ) -> tuple[Slots, SamplingBatch]:
     """Gives a slot (int32 scalar) a new request: one row of parameters and of history. Donates slots and batch."""
     slots = replace(slots, is_active=slots.is_active.at[slot].set(False), history=set_row(slots.history, slot, history))
-    return pinned(mesh, (slots, set_row(batch, slot, row)))
+    return constrain_sharding(mesh, (slots, set_row(batch, slot, row)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
@@ -273,7 +279,7 @@ def write_plain_slot(
         return replace(rows, **{name: set_row(getattr(rows, name), slot, value) for name, value in new.items()})
 
     slots = replace(slots, is_active=slots.is_active.at[slot].set(False), history=write(slots.history, history))
-    return pinned(mesh, (slots, write(batch, row)))
+    return constrain_sharding(mesh, (slots, write(batch, row)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -282,13 +288,15 @@ def write_draft_slot(
 ) -> Slots:
     """Gives a slot (int32 scalar) its tokens int32[L], and how many leading ones the draft has stored. Donates the
     slots."""
-    return pinned(mesh, replace(slots, draft=set_row(slots.draft, slot, DraftSlots(sequence[None], num_drafted[None]))))
+    return constrain_sharding(
+        mesh, replace(slots, draft=set_row(slots.draft, slot, DraftSlots(sequence[None], num_drafted[None])))
+    )
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def move_slots(mesh: Mesh | None, slots: Slots, batch: SamplingBatch, order: jax.Array) -> tuple[Slots, SamplingBatch]:
     """Row i becomes what row order[i] was, for int32[S]. Donates slots and batch."""
-    return pinned(mesh, jax.tree.map(lambda leaf: leaf[order], (slots, batch)))
+    return constrain_sharding(mesh, jax.tree.map(lambda leaf: leaf[order], (slots, batch)))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -300,12 +308,14 @@ def copy_pages(mesh: Mesh | None, cache: PagedCache, source: jax.Array, destinat
     copy = _copy_pages
     if mesh is not None:
         specs = tuple(parallel.page_specs(mesh, pages) for pages in cache.layers)
-        whole = PartitionSpec()
-        copy = jax.shard_map(_copy_pages, mesh=mesh, in_specs=(specs, whole, whole), out_specs=specs, check_vma=False)
+        everywhere = PartitionSpec()
+        copy = jax.shard_map(
+            _copy_pages, mesh=mesh, in_specs=(specs, everywhere, everywhere), out_specs=specs, check_vma=False
+        )
     return replace(cache, layers=copy(cache.layers, source, destination))
 
 
-def pinned(mesh: Mesh | None, rows: Any) -> Any:
+def constrain_sharding(mesh: Mesh | None, rows: Any) -> Any:
     """Slots, or slots and their parameters, that lie on a mesh where they lay before: where the compiler put them, the
     next program would be compiled once more."""
     if mesh is None:
@@ -314,7 +324,7 @@ def pinned(mesh: Mesh | None, rows: Any) -> Any:
     return lax.with_sharding_constraint(rows, parallel.array_shardings(mesh, rows, axes))
 
 
-def whole(mesh: Mesh | None, tree: Tree) -> Tree:
+def replicate(mesh: Mesh | None, tree: Tree) -> Tree:
     """What the host, or a program for other rows, reads: whole on every device of a mesh."""
     if mesh is None:
         return tree
@@ -322,21 +332,21 @@ def whole(mesh: Mesh | None, tree: Tree) -> Tree:
     return lax.with_sharding_constraint(tree, everywhere)
 
 
-def coded(samples: SampleOutput, is_produced: jax.Array, takes_part: jax.Array) -> jax.Array:
+def encode_tokens(samples: SampleOutput, is_produced: jax.Array, takes_part: jax.Array) -> jax.Array:
     """`StepOutput.tokens` of one step."""
     tokens = jnp.where(is_produced, samples.tokens, NO_TOKEN)
-    return jnp.where(takes_part & ~samples.ok, NOT_SOUND, tokens)
+    return jnp.where(takes_part & ~samples.ok, INVALID_LOGITS, tokens)
 
 
-def first(rows, count: int):
+def take_rows(rows, count: int):
     """The first `count` rows; the arrays themselves where that is all."""
     return jax.tree.map(lambda leaf: leaf if leaf.shape[0] == count else leaf[:count], rows)
 
 
-def write_first(rows, new):
+def write_rows(rows, new):
     """`rows` with their first ones replaced."""
     return jax.tree.map(
-        lambda leaf, first: first if first.shape == leaf.shape else lax.dynamic_update_slice_in_dim(leaf, first, 0, 0),
+        lambda leaf, head: head if head.shape == leaf.shape else lax.dynamic_update_slice_in_dim(leaf, head, 0, 0),
         rows,
         new,
     )

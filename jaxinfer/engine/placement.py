@@ -14,7 +14,7 @@ from jaxinfer.sampling import SamplingBatch
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """What the host sends goes to all devices of the mesh; to the default device where there is none."""
 
     mesh: Mesh | None = None

@@ -41,7 +41,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Terms:
+class RequestOptions:
     """How a request is served, beside what it asks of the sampler.
 
     Attributes:
@@ -65,7 +65,7 @@ class Terms:
             raise ValueError(f"cache_salt must be a text, got {self.cache_salt!r}")
 
 
-NO_TERMS = Terms()
+DEFAULT_REQUEST_OPTIONS = RequestOptions()
 
 
 class RequestProcessor:
@@ -90,7 +90,12 @@ class RequestProcessor:
         self._numbers = itertools.count()
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, terms: Terms = NO_TERMS, *, what: str = "the prompt"
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        terms: RequestOptions = DEFAULT_REQUEST_OPTIONS,
+        *,
+        what: str = "the prompt",
     ) -> Request:
         """A request ready for an engine."""
         if not isinstance(params, SamplingParams):

@@ -11,7 +11,7 @@ import numpy as np
 from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.request import Generation
-from jaxinfer.engine.scheduler import QueueFullError, Sequence
+from jaxinfer.engine.scheduler import QueueFullError, SequenceState
 from jaxinfer.speculative import SpeculationStats
 
 
@@ -164,7 +164,7 @@ class Replicas:
         leader = None if generation.leader is None else self._owner.get(generation.leader)
         if leader in free:
             return leader
-        probe = Sequence(list(generation.prompt), len(generation.prompt), 1, salt=generation.cache_salt)
+        probe = SequenceState(list(generation.prompt), len(generation.prompt), 1, salt=generation.cache_salt)
         # What is known need not be computed: it makes the engine that much less loaded.
         return min(free, key=lambda engine: (-engine.num_known_tokens(probe), loads[engine]))
 

@@ -10,7 +10,7 @@ The scheduler runs ahead of the results: what it has planned it counts as stored
 import heapq
 import itertools
 from bisect import insort
-from collections.abc import Sequence as Tokens
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ class SchedulerOptions:
 
 
 @dataclass(eq=False)
-class Sequence:
+class SequenceState:
     """One answer as the scheduler sees it.
 
     Attributes:
@@ -83,7 +83,7 @@ class Sequence:
     salt: str = ""
     can_reuse: bool = True
     owner: Any = None
-    leader: "Sequence | None" = None
+    leader: "SequenceState | None" = None
     arrival: int = -1
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -131,14 +131,14 @@ class Sequence:
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen."""
 
-    sequence: Sequence
+    sequence: SequenceState
     start: int
     length: int
     is_last: bool
 
 
 @dataclass(frozen=True)
-class Plan:
+class DispatchPlan:
     """One dispatch.
 
     Attributes:
@@ -149,11 +149,11 @@ class Plan:
         makes a token, or up to `tokens_per_step`.
     """
 
-    admitted: list[Sequence]
+    admitted: list[SequenceState]
     moves: list[tuple[int, int]]
     copies: list[tuple[int, int]]
     chunks: list[Chunk]
-    decodes: list[Sequence]
+    decodes: list[SequenceState]
     num_steps: int
     tokens_per_step: int = 1
 
@@ -162,7 +162,7 @@ class Plan:
         return not self.chunks and not self.decodes
 
     @property
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[SequenceState]:
         """All that take part."""
         return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
 
@@ -184,13 +184,13 @@ class Scheduler:
     """Plans dispatches over a pool of pages. `add`, then `schedule` until there is no work; report with `confirm`,
     `append` and `finish`."""
 
-    def __init__(self, options: SchedulerOptions, slot_buckets: Tokens[int] | None = None):
+    def __init__(self, options: SchedulerOptions, slot_buckets: Sequence[int] | None = None):
         self.options = options
         self.pool = PagePool(options.num_pages, options.shuffle_seed)
         self.prefixes = PrefixTree(self.pool)
         self.counters = Counters()
-        self.waiting: list[Sequence] = []  # sorted by rank
-        self.running: list[Sequence] = []
+        self.waiting: list[SequenceState] = []  # sorted by rank
+        self.running: list[SequenceState] = []
         self._slot_buckets = sorted({*(slot_buckets or ()), options.max_seqs})
         self._free_slots = list(range(options.max_seqs))
         self._arrivals = itertools.count()
@@ -209,7 +209,7 @@ class Scheduler:
                 f"or lower max_tokens"
             )
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: SequenceState) -> None:
         """Queues a sequence. Raises RequestTooLargeError, or QueueFullError when max_waiting sequences wait."""
         self.check_fits(sequence.num_prompt, sequence.max_tokens)
         limit = self.options.max_waiting
@@ -222,7 +222,7 @@ class Scheduler:
         self.counters.prompt_tokens += sequence.num_prompt
         insort(self.waiting, sequence, key=_rank)
 
-    def num_known_tokens(self, sequence: Sequence) -> int:
+    def num_known_tokens(self, sequence: SequenceState) -> int:
         """Leading tokens of a sequence that is not queued yet, whose pages are known."""
         if not (sequence.can_reuse and self.options.reuses_prefixes):
             return 0
@@ -241,12 +241,12 @@ class Scheduler:
         can_preempt: bool = True,
         tokens_per_step: int = 1,
         num_scratch: int = 0,
-    ) -> Plan | None:
+    ) -> DispatchPlan | None:
         """The next dispatch, or None when pages are short and `can_preempt` is false.
 
         The engine then reads all results that are still coming, which may free pages, and asks again: a sequence is
         preempted only when everything that it was given is known, so that it can be computed anew. Where steps may make
-        several tokens, report with `settle` how many it were; a plan with prompts, or with few pages left, has none.
+        several tokens, report with `reconcile` how many it were; a plan with prompts, or with few pages left, has none.
         Such a step may store `num_scratch` tokens more than it keeps, if the sequence may still grow so long.
         """
         while True:
@@ -254,10 +254,10 @@ class Scheduler:
             decodes = [one for one in self.running if one.is_decoding and one.num_left > 0]
             is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
-            if is_busy or not self._give_room(decodes, steps * width + num_scratch):
+            if is_busy or not self._allocate_pages(decodes, steps * width + num_scratch):
                 steps = width = 1
-            if steps * width > 1 or self._give_room(decodes, 1):
-                admitted: list[Sequence] = []
+            if steps * width > 1 or self._allocate_pages(decodes, 1):
+                admitted: list[SequenceState] = []
                 copies: list[tuple[int, int]] = []
                 chunks = self._plan_prompts(admitted, copies)
                 if chunks or decodes or all(one.is_decoding for one in self.running):
@@ -277,27 +277,27 @@ class Scheduler:
             sequence.num_stored += min(steps, sequence.num_left)
             sequence.num_reserved += steps * width
         self.counters.copied_pages += len(copies)
-        return Plan(admitted, moves, copies, chunks, decodes, steps, width)
+        return DispatchPlan(admitted, moves, copies, chunks, decodes, steps, width)
 
-    def confirm(self, sequence: Sequence, num_stored: int) -> None:
+    def confirm(self, sequence: SequenceState, num_stored: int) -> None:
         """The keys of the sequence's first `num_stored` tokens are in the cache and sound: others may use them."""
         if sequence.is_finished or sequence.slot is None:
             return
         sequence.num_confirmed = num_stored
-        self._make_known(sequence)
+        self._cache_prefix(sequence)
 
-    def append(self, sequence: Sequence, token: int) -> None:
+    def append(self, sequence: SequenceState, token: int) -> None:
         """A token was chosen; all tokens before it are stored."""
         sequence.tokens.append(token)
         sequence.num_confirmed = len(sequence.tokens) - 1
 
-    def settle(self, sequence: Sequence, num_steps: int, tokens_per_step: int, num_made: int) -> None:
+    def reconcile(self, sequence: SequenceState, num_steps: int, tokens_per_step: int, num_made: int) -> None:
         """Of steps that were planned, so many tokens came."""
         if not sequence.is_finished and sequence.slot is not None:
             sequence.num_stored = min(sequence.num_stored + num_made - num_steps, sequence.num_storable)
             sequence.num_reserved -= num_steps * tokens_per_step - num_made
 
-    def finish(self, sequence: Sequence) -> None:
+    def finish(self, sequence: SequenceState) -> None:
         """Takes a sequence out, wherever it is; its slot and pages are free at once."""
         if sequence.is_finished:
             return
@@ -334,7 +334,7 @@ class Scheduler:
 
     # Planning.
 
-    def _num_steps(self, decodes: list[Sequence], max_steps: int | None) -> int:
+    def _num_steps(self, decodes: list[SequenceState], max_steps: int | None) -> int:
         """With somebody waiting for a slot or pages, no further than the first known end."""
         steps = min(max_steps or self.options.steps_per_dispatch, self.options.steps_per_dispatch)
         if self.waiting and decodes:
@@ -353,7 +353,7 @@ class Scheduler:
         prompts = (one for one in self.running if not one.is_decoding)
         return len(self.running) + sum(self._pages_for(one.target) - len(one.pages) for one in prompts)
 
-    def _give_room(self, decodes: list[Sequence], num_tokens: int) -> bool:
+    def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Pages for so many more tokens of each; takes none and says no where there are too few for all."""
         tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
         missing = [max(0, self._pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
@@ -364,7 +364,7 @@ class Scheduler:
                 sequence.pages += self.pool.allocate(count)
         return True
 
-    def _plan_prompts(self, admitted: list[Sequence], copies: list[tuple[int, int]]) -> list[Chunk]:
+    def _plan_prompts(self, admitted: list[SequenceState], copies: list[tuple[int, int]]) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.options.prefill_chunk
         for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
@@ -380,7 +380,7 @@ class Scheduler:
             budget -= self._plan_chunk(sequence, budget, chunks)
         return chunks
 
-    def _plan_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+    def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
         room = (len(sequence.pages) + self.pool.num_available) * self.options.page_size - sequence.num_stored
         length = min(budget, sequence.target - sequence.num_stored, room)
@@ -391,7 +391,7 @@ class Scheduler:
             chunks.append(Chunk(sequence, sequence.num_stored, length, is_last))
         return length
 
-    def _should_wait(self, sequence: Sequence) -> bool:
+    def _should_wait(self, sequence: SequenceState) -> bool:
         """Whether somebody is just computing more of its beginning than is known: it is then cheaper to wait."""
         if not (sequence.can_reuse and self.options.reuses_prefixes):
             return False
@@ -407,15 +407,15 @@ class Scheduler:
             keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
         )
 
-    def _has_live_leader(self, sequence: Sequence) -> bool:
+    def _has_live_leader(self, sequence: SequenceState) -> bool:
         """Whether its prompt's pages are, or are going to be, another's. A leader is never behind in rank."""
         leader = sequence.leader
         return leader is not None and not leader.is_finished and len(sequence.tokens) == sequence.num_prompt
 
-    def _has_prompt(self, sequence: Sequence | None) -> bool:
+    def _has_prompt(self, sequence: SequenceState | None) -> bool:
         return sequence is not None and sequence.slot is not None and sequence.num_confirmed >= sequence.num_prompt
 
-    def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
+    def _admit(self, sequence: SequenceState, copies: list[tuple[int, int]]) -> bool:
         """Gives a waiting sequence a slot, if there are pages for all tokens that it has; it takes them as it goes."""
         num_tokens, page_size = len(sequence.tokens), self.options.page_size
         pages, num_known = self._find_known(sequence)
@@ -437,7 +437,7 @@ class Scheduler:
         self.counters.reused_tokens += num_known
         return True
 
-    def _find_known(self, sequence: Sequence) -> tuple[list[int], int]:
+    def _find_known(self, sequence: SequenceState) -> tuple[list[int], int]:
         """Pages (shared now) that hold the beginning of its tokens, and how many tokens; at least one is left over, as
         the next token is chosen from what that one gives."""
         if not (sequence.can_reuse and self.options.reuses_prefixes):
@@ -450,7 +450,7 @@ class Scheduler:
         pages = self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
         return pages, len(pages) * page_size
 
-    def _plan_moves(self, decodes: list[Sequence]) -> list[tuple[int, int]]:
+    def _plan_moves(self, decodes: list[SequenceState]) -> list[tuple[int, int]]:
         """Moves sequences to lower slots where that lets a smaller program run."""
         if not decodes or len(self.running) != len(decodes):
             return []
@@ -469,23 +469,23 @@ class Scheduler:
 
     # Leaving.
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self._leave(sequence)
         sequence.num_preemptions += 1
         self.counters.num_preemptions += 1
         insort(self.waiting, sequence, key=_rank)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         if sequence.slot is None:
             raise RuntimeError("a sequence without a slot cannot leave one")
-        self._make_known(sequence)
+        self._cache_prefix(sequence)
         self.running.remove(sequence)
         self.pool.release(sequence.pages)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot, sequence.pages = None, []
         sequence.num_stored = sequence.num_reserved = sequence.num_confirmed = sequence.num_listed = 0
 
-    def _make_known(self, sequence: Sequence) -> None:
+    def _cache_prefix(self, sequence: SequenceState) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
         if self.options.reuses_prefixes:
             keys = sequence.keys(self.options.page_size, sequence.num_confirmed)
@@ -496,5 +496,5 @@ class Scheduler:
         return -(-num_tokens // self.options.page_size)
 
 
-def _rank(sequence: Sequence) -> tuple[bool, int, int]:
+def _rank(sequence: SequenceState) -> tuple[bool, int, int]:
     return sequence.rank

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxinfer.engine import programs, results
-from jaxinfer.engine.placement import Placement
+from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.request import Generation
 from jaxinfer.sampling import SamplingBatch, SamplingState, TokenLogprobs, make_batch, make_state
@@ -15,7 +15,7 @@ from jaxinfer.sampling.params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoredChunk:
     """Tokens `start` to `start + length` of a generation's prompt, in the rows of hidden states from `row` on."""
 
     generation: Generation
@@ -33,7 +33,7 @@ class Piece:
 class PendingScores:
     """Scores on their way from the device: raw ones of all rows, and processed ones by piece."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ScoredChunk, ...]
     raw: TokenLogprobs | None
     processed: tuple[jax.Array | None, ...]
 
@@ -97,7 +97,7 @@ class PromptScorer:
         if number is not None:
             self._operations.stop_scores(number)
 
-    def score(self, pieces: tuple[Piece, ...], hidden: jax.Array) -> PendingScores | None:
+    def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array) -> PendingScores | None:
         """Starts scoring the pieces that ask for it from the final hidden states [T, D] of the step just sent; None if
         none does."""
         pieces = tuple(piece for piece in pieces if needs_scores(piece.generation) and piece.num_targets >= 0)
@@ -112,7 +112,7 @@ class PromptScorer:
         work = ScoreWork(targets, wants_raw, tuple(self._processed(piece, size) for piece in pieces))
         return PendingScores(pieces, *self._operations.run_scores(work))
 
-    def _processed(self, piece: Piece, size: int) -> tuple[int, np.ndarray, SamplingBatch] | None:
+    def _processed(self, piece: ScoredChunk, size: int) -> tuple[int, np.ndarray, SamplingBatch] | None:
         generation = piece.generation
         if generation.score_from is None:
             return None
@@ -125,7 +125,7 @@ class PromptScorer:
 class DeviceScorer:
     """Scores on the device, with the histories that processed scores need, by number."""
 
-    def __init__(self, model: ProgramModel, weights: Weights, placement: Placement):
+    def __init__(self, model: ProgramModel, weights: Weights, placement: DevicePlacement):
         self._model, self._weights, self._placement = model, weights, placement
         self._histories: dict[int, SamplingState] = {}
 

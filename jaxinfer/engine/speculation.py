@@ -1,8 +1,7 @@
 """The engine's side of speculation: the draft's cache, what a dispatch drafts, what came of it."""
 
 from collections import Counter
-from collections.abc import Iterable
-from collections.abc import Sequence as Sequences
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,8 @@ from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cach
 from jaxinfer.engine import paged_programs, programs, results
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.paged_programs import Slots, StepOutput
-from jaxinfer.engine.placement import Placement
-from jaxinfer.engine.scheduler import Sequence
+from jaxinfer.engine.placement import DevicePlacement
+from jaxinfer.engine.scheduler import SequenceState
 from jaxinfer.engine.speculative_programs import Drafter, RoundCounts, SpeculativeWork, speculate
 from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.quantization.tree import num_bytes
@@ -41,10 +40,10 @@ class RoundChoice:
     `max_rounds` rounds at most."""
 
     tree: TokenTree
-    lengths: dict[Sequence, int]
+    lengths: dict[SequenceState, int]
     max_rounds: int
 
-    def length_of(self, sequence: Sequence) -> int:
+    def length_of(self, sequence: SequenceState) -> int:
         return self.lengths.get(sequence, 0)
 
 
@@ -63,7 +62,7 @@ class Speculation:
         *,
         page_size: int,
         platform: str,
-        placement: Placement,
+        placement: DevicePlacement,
     ):
         settings = options.speculation
         if settings is None:
@@ -119,7 +118,7 @@ class Speculation:
         if settings.is_adaptive:
             lengths = [tree.depth for tree in settings.trees]
             self._controller = LengthController(lengths, num_bytes(self.weights) / num_bytes(params))
-        self._estimates: dict[Sequence, AcceptanceEstimate] = {}
+        self._estimates: dict[SequenceState, AcceptanceEstimate] = {}
 
     @property
     def length(self) -> int:
@@ -150,7 +149,7 @@ class Speculation:
 
     # What a dispatch drafts.
 
-    def choose(self, sequences: Sequences[Sequence], num_slots: int) -> RoundChoice | None:
+    def choose(self, sequences: Sequence[SequenceState], num_slots: int) -> RoundChoice | None:
         """What the next dispatch, of a program for `num_slots`, drafts if these decode; None for nothing."""
         if self._controller is None or not sequences:
             tree = self.settings.trees[-1]
@@ -162,7 +161,7 @@ class Speculation:
         lengths = dict(zip(sequences, choice.lengths, strict=True))
         return RoundChoice(chain(choice.num_draft_tokens), lengths, min(choice.max_rounds or 2**30, self.max_rounds))
 
-    def started(self, sequences: Sequences[Sequence], choice: RoundChoice | None, num_steps: int) -> int:
+    def started(self, sequences: Sequence[SequenceState], choice: RoundChoice | None, num_steps: int) -> int:
         """To be told of every dispatch in which these decode. Returns how many tokens, that came without it, the draft
         must catch up with."""
         if self._controller is None or not isinstance(self.draft, ModelDraft):  # others store nothing of their own
@@ -170,7 +169,9 @@ class Speculation:
         num_draft_tokens = 0 if choice is None else choice.tree.depth
         return self._controller.start(self._estimates_of(sequences, self._controller), num_draft_tokens, num_steps)
 
-    def _estimates_of(self, sequences: Sequences[Sequence], controller: LengthController) -> list[AcceptanceEstimate]:
+    def _estimates_of(
+        self, sequences: Sequence[SequenceState], controller: LengthController
+    ) -> list[AcceptanceEstimate]:
         for sequence in sequences:
             if sequence not in self._estimates:
                 num_tokens = len(sequence.tokens) if isinstance(self.draft, ModelDraft) else 0
@@ -184,7 +185,7 @@ class Speculation:
         """Of all answers since the start; tokens beyond the end of an answer count as well."""
         return SpeculationStats.of_rounds(self.rounds, self.num_plain)
 
-    def took_rounds(self, sequence: Sequence, rounds: Iterable[tuple[int, int]], tree: TokenTree) -> None:
+    def record_rounds(self, sequence: SequenceState, rounds: Iterable[tuple[int, int]], tree: TokenTree) -> None:
         """A sequence's rounds of a dispatch: how many tokens each drafted and accepted. Of a tree, as many drafts count
         as can be accepted."""
         estimate = self._estimates.get(sequence)
@@ -196,7 +197,7 @@ class Speculation:
                 # Where no n-gram was found, nothing was gained.
                 estimate.observe(tree.depth if isinstance(self.draft, NgramDraft) else pair[0], accepted)
 
-    def took_time(
+    def record_time(
         self,
         num_slots: int,
         tree: TokenTree | None,
@@ -213,12 +214,12 @@ class Speculation:
                 num_slots, num_draft_tokens, seconds, num_rounds, tokens, num_behind=num_behind
             )
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         self._estimates.pop(sequence, None)
 
     # On the device.
 
-    def slot_row(self, sequence: Sequence) -> tuple[np.ndarray, int]:
+    def slot_row(self, sequence: SequenceState) -> tuple[np.ndarray, int]:
         """What the slot of a sequence starts with: its tokens int32[L], and how many the draft has stored."""
         return results.padded(sequence.tokens[: self.length], self.length), self._num_drafted(sequence)
 
@@ -255,18 +256,18 @@ class Speculation:
 
     # Which pages the draft knows.
 
-    def forget(self, pages: Sequences[int]) -> None:
+    def clear_draft_pages(self, pages: Sequence[int]) -> None:
         """The target is about to fill these pages anew."""
         for page in pages:
             self._has_keys[page] = 0
 
-    def learn(self, sequence: Sequence) -> None:
+    def mark_draft_pages(self, sequence: SequenceState) -> None:
         """After rounds: the draft has stored all but, at most, the last of what the target has."""
         num_stored = len(sequence.tokens) - 2
         for page in sequence.pages[: max(num_stored, 0) // self._page_size]:
             self._has_keys[page] = 1
 
-    def _num_drafted(self, sequence: Sequence) -> int:
+    def _num_drafted(self, sequence: SequenceState) -> int:
         """Leading tokens whose pages the draft has stored, in some earlier sequence."""
         count = 0
         for page in sequence.pages[: sequence.num_reused // self._page_size]:

@@ -14,14 +14,14 @@ from jax import lax
 
 from jaxinfer.cache import PagedAttention, PagedCache
 from jaxinfer.engine.paged_programs import (
+    INVALID_LOGITS,
     NO_TOKEN,
-    NOT_SOUND,
     Slots,
     StepOutput,
-    first,
-    pinned,
-    whole,
-    write_first,
+    constrain_sharding,
+    replicate,
+    take_rows,
+    write_rows,
 )
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.models import Decoder
@@ -30,10 +30,10 @@ from jaxinfer.sampling.logprobs import no_logprobs
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.speculative import (
     DraftDecoder,
+    DraftRows,
     DraftSlots,
     NgramDraft,
     Proposal,
-    Rows,
     TokenTree,
     catch_up,
     keep_path,
@@ -69,7 +69,7 @@ class SpeculativeWork:
     """Rounds of B slots: is_held bool[B], the slots that take part if active; page_table int32[B, P]; num_rounds, an
     int32 scalar; num_drafts int32[B], how many tokens each slot may draft in a round."""
 
-    is_held: jax.Array
+    is_scheduled: jax.Array
     page_table: jax.Array
     num_rounds: jax.Array
     num_drafts: jax.Array
@@ -104,16 +104,16 @@ def speculate(
     """
     target = model.bind(weights)
     draft = drafter.kind.bind(draft_weights) if isinstance(drafter.kind, ProgramModel) else None
-    num_slots = work.is_held.shape[0]
-    all_slots, slots, batch = slots, first(slots, num_slots), first(batch, num_slots)
+    num_slots = work.is_scheduled.shape[0]
+    all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     num_outputs = max_rounds * (drafter.tree.depth + 1)
 
     def one_round(carry):
         count, (cache, draft_cache), slots, outputs, num_tokens, counts = carry
-        is_active = slots.is_active & work.is_held
+        is_active = slots.is_active & work.is_scheduled
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, drafter.tree.num_nodes) - 1)
-        rows = Rows(
+        rows = DraftRows(
             slots.positions, is_active, jnp.where(is_active, num_nodes, 0), work.page_table, batch, slots.history
         )
         cache, draft_cache, draft_slots, proposal = _propose(
@@ -127,7 +127,7 @@ def speculate(
             rows,
             drafter.tree,
             slots.remaining,
-            partial(_keep, num_tokens, batch.has_logprobs & work.is_held),
+            partial(_keep, num_tokens, batch.has_logprobs & work.is_scheduled),
             outputs,
             is_maximal=drafter.is_maximal,
         )
@@ -158,7 +158,7 @@ def speculate(
 
     def keep_going(carry):
         count, _, slots, *_ = carry
-        return (count < work.num_rounds) & jnp.any(slots.is_active & work.is_held)
+        return (count < work.num_rounds) & jnp.any(slots.is_active & work.is_scheduled)
 
     nothing = jnp.full((max_rounds, num_slots), -1, jnp.int32)
     carry = (
@@ -170,12 +170,12 @@ def speculate(
         RoundCounts(nothing, nothing),
     )
     _, caches, slots, outputs, _, counts = lax.while_loop(keep_going, one_round, carry)
-    slots = pinned(model.mesh, write_first(all_slots, slots))
-    return *caches, slots, whole(model.mesh, outputs), whole(model.mesh, counts)
+    slots = constrain_sharding(model.mesh, write_rows(all_slots, slots))
+    return *caches, slots, replicate(model.mesh, outputs), replicate(model.mesh, counts)
 
 
 def verify(
-    target: Decoder, model: ProgramModel, cache: PagedCache, proposal: Proposal, rows: Rows, drafter: Drafter
+    target: Decoder, model: ProgramModel, cache: PagedCache, proposal: Proposal, rows: DraftRows, drafter: Drafter
 ) -> tuple[PagedCache, jax.Array]:
     """The target's pass over all nodes of all rows: stores them, and returns its final hidden states [S, N, D]."""
     num_slots, num_nodes = proposal.tokens.shape
@@ -223,7 +223,7 @@ def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache
     if drafter.shares_cache:
         num_layers = drafter.kind.config.num_layers
         slots = replace(slots, num_drafted=rows.positions)
-        own, slots, proposal = propose(decoder, cache.first(num_layers), slots, rows, drafter.tree)
+        own, slots, proposal = propose(decoder, cache.take_rows(num_layers), slots, rows, drafter.tree)
         return cache.with_first(own), draft_cache, slots, proposal
     draft_cache, slots = catch_up(decoder, draft_cache, slots, rows)
     draft_cache, slots, proposal = propose(decoder, draft_cache, slots, rows, drafter.tree)
@@ -231,7 +231,7 @@ def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache
 
 
 def _settle(
-    draft: DraftSlots, rows: Rows, path: jax.Array, newest: jax.Array, positions: jax.Array, depths: jax.Array
+    draft: DraftSlots, rows: DraftRows, path: jax.Array, newest: jax.Array, positions: jax.Array, depths: jax.Array
 ) -> DraftSlots:
     """The sequence with the accepted path int32[S, D + 1] and the newest token, and what the draft has of it."""
     row, length = jnp.arange(newest.shape[0]), draft.sequence.shape[1]
@@ -249,7 +249,7 @@ def _keep(
     """Adds one token of each row that chose to its column; the rest of its sample where anybody wants it."""
     rows = jnp.arange(outputs.tokens.shape[0])[:, None]
     is_here = (rows == num_before + num_in_round) & chose
-    tokens = jnp.where(took_part, samples.tokens, NOT_SOUND)
+    tokens = jnp.where(took_part, samples.tokens, INVALID_LOGITS)
 
     def write(all_, new):
         return jnp.where(is_here.reshape(*is_here.shape, *(1,) * (new.ndim - 1)), new, all_)

@@ -1,7 +1,7 @@
 """What a model needs on chips that are not at hand: memory, bytes, FLOPs, and the least time of a step."""
 
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind, chips, parse_place
-from jaxinfer.planning.plan import Memory, Plan, PlanRequest, make_plan
+from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest, make_plan
 from jaxinfer.planning.remedy import Change, changes
 from jaxinfer.planning.report import to_dict, to_text
 
@@ -9,8 +9,8 @@ __all__ = [
     "Change",
     "Chip",
     "Memory",
+    "MemoryPlan",
     "Place",
-    "Plan",
     "PlanRequest",
     "changes",
     "chip_of_kind",

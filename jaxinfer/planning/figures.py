@@ -42,13 +42,13 @@ class Figures:
     kernel_bytes: float | None
     num_collectives: float
     sent_bytes: float
-    besides_bytes: float = 0.0
+    resident_bytes: float = 0.0
     seconds: float = 0.0
 
     @property
     def total_bytes(self) -> float:
         """What a device holds while the program runs."""
-        held = self.argument_bytes + self.besides_bytes + self.output_bytes - self.aliased_bytes
+        held = self.argument_bytes + self.resident_bytes + self.output_bytes - self.aliased_bytes
         return held + self.temporary_bytes + self.code_bytes
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 from jaxinfer.engine.memory import available_bytes
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind
-from jaxinfer.planning.plan import Plan, PlanRequest, plan_here
+from jaxinfer.planning.plan import MemoryPlan, PlanRequest, plan_here
 from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization.on_gpu import is_laid_out
 from jaxinfer.quantization.tree import is_quantized
@@ -19,7 +19,7 @@ from jaxinfer.speculative import ModelDraft
 from pallas_kernels.ahead_of_time import Compilation
 
 
-def plan_engine(name: str, engine: PagedEngine) -> Plan:
+def plan_engine(name: str, engine: PagedEngine) -> MemoryPlan:
     """What an engine holds and needs on its devices, with its pages as they are; its programs are compiled for shapes
     alone, or read from the compilation cache."""
     subject = subject_of(name, engine)

@@ -100,7 +100,7 @@ def _start(name: str, variants: "_Variants", compilations: "_Compilations") -> A
     for smaller, factor in variants.larger:
         one = planned_programs(smaller)[name]
         if smaller.config.num_layers == variants.base.config.num_layers and name != SPECULATE:
-            found: Any = _Beside(base, one.besides_bytes)  # of a draft's layers only rounds know
+            found: Any = _Beside(base, one.resident_bytes)  # of a draft's layers only rounds know
         else:
             found = compilations.start(one, smaller)
         larger.append((found, factor))
@@ -112,10 +112,10 @@ class _Beside:
     """The result of a compilation, beside which something else lies there."""
 
     future: "Future[Figures]"
-    besides_bytes: int
+    resident_bytes: int
 
     def result(self) -> Figures:
-        return replace(self.future.result(), besides_bytes=self.besides_bytes, seconds=0.0)
+        return replace(self.future.result(), resident_bytes=self.resident_bytes, seconds=0.0)
 
 
 class _Compilations:
@@ -133,7 +133,7 @@ class _Compilations:
         self._told(f"{one.name}, {num_layers} layers")
         found = self._compiler(one.function, one.arguments)
         figures = figures_of(found, self._num_devices, is_tpu=self._is_tpu)
-        return replace(figures, besides_bytes=one.besides_bytes)
+        return replace(figures, resident_bytes=one.resident_bytes)
 
     def __enter__(self) -> "_Compilations":
         return self

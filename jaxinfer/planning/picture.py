@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jaxinfer.planning.plan import Plan
+from jaxinfer.planning.plan import MemoryPlan
 
 _COLOURS = {
     "weights": "#4269d0",
@@ -16,7 +16,7 @@ _COLOURS = {
 }
 
 
-def draw(plan: Plan, file: Path) -> None:
+def draw(plan: MemoryPlan, file: Path) -> None:
     """Writes the picture; its format comes from the file's ending. Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -30,7 +30,7 @@ def draw(plan: Plan, file: Path) -> None:
     figure.savefig(file, dpi=130)
 
 
-def _title(plan: Plan) -> str:
+def _title(plan: MemoryPlan) -> str:
     options = plan.request.options
     word = "fits" if plan.fits else "does not fit"
     return (
@@ -39,7 +39,7 @@ def _title(plan: Plan) -> str:
     )
 
 
-def _draw_memory(axes, plan: Plan) -> None:
+def _draw_memory(axes, plan: MemoryPlan) -> None:
     memory, gib = plan.memory, 2**30
     programs = plan.programs or {memory.peak: None}
     for place, one in enumerate(programs.values()):
@@ -71,7 +71,7 @@ def _draw_memory(axes, plan: Plan) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_roofline(axes, plan: Plan) -> None:
+def _draw_roofline(axes, plan: MemoryPlan) -> None:
     axes.set_xlabel(f"sequences at once, of {plan.request.options.max_model_len:,} tokens each")
     axes.set_ylabel("tokens/s at the roofline")
     axes.spines[["top", "right"]].set_visible(False)

@@ -20,10 +20,10 @@ from jaxinfer.planning.roofline import Rates, RooflinePoint, RoundPoint, decode_
 from jaxinfer.planning.subject import Subject
 from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
 
-Told = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
-def silent(_: str) -> None:
+def no_progress(_: str) -> None:
     """Tells nobody."""
 
 
@@ -121,7 +121,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Attributes:
     request: what was asked. layout: the mesh. memory: of one device. programs: by name, () where none was compiled.
     counted: by arithmetic. roofline: a decode step by batch, () where the chip's rates are not known; rounds: of
@@ -158,7 +158,9 @@ class Plan:
         return to_text(self)
 
 
-def make_plan(request: PlanRequest, *, whole: bool | None = None, compiles: bool = True, told: Told = silent) -> Plan:
+def make_plan(
+    request: PlanRequest, *, whole: bool | None = None, compiles: bool = True, told: ProgressCallback = no_progress
+) -> MemoryPlan:
     """Compiles the programs for the place and reads them.
 
     Args:
@@ -186,7 +188,7 @@ def make_plan(request: PlanRequest, *, whole: bool | None = None, compiles: bool
     return assemble(request, subject, programs, chip, request.place.device_bytes, notes, start)
 
 
-def plan_here(request: PlanRequest, subject: Subject, compiler: Compiler, chip: Chip | None, usable: int) -> Plan:
+def plan_here(request: PlanRequest, subject: Subject, compiler: Compiler, chip: Chip | None, usable: int) -> MemoryPlan:
     """The plan for devices at hand, of which each has so many usable bytes; `chip` None is one that is not listed."""
     start = time.perf_counter()
     programs = measure(subject, compiler, whole=True)
@@ -201,7 +203,7 @@ def assemble(
     usable: int,
     notes: list[str],
     start: float,
-) -> Plan:
+) -> MemoryPlan:
     """The plan from what was compiled."""
     memory = _memory(subject, programs, usable)
     counted = count(subject, subject.config, subject.placed_params, subject.cache)
@@ -213,7 +215,7 @@ def assemble(
         points, rounds = _roofline(request, subject, programs, counted, Rates.of(chip), layout.num_replicas)
     notes += _notes(subject, programs, bool(points))
     seconds = time.perf_counter() - start
-    return Plan(request, layout, memory, programs, counted, points, rounds, tuple(notes), seconds)
+    return MemoryPlan(request, layout, memory, programs, counted, points, rounds, tuple(notes), seconds)
 
 
 def _memory(subject: Subject, programs: dict[str, Measured], usable: int) -> Memory:

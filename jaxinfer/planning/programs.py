@@ -29,7 +29,7 @@ class Planned:
     name: str
     function: Callable
     arguments: tuple[Any, ...]
-    besides_bytes: int
+    resident_bytes: int
 
 
 def planned_programs(subject: Subject) -> dict[str, Planned]:
@@ -42,14 +42,14 @@ def planned_programs(subject: Subject) -> dict[str, Planned]:
     model, weights = program_model(subject.config, subject.placed_params, mesh)
     common = (model, weights, subject.cache, *subject.slots)
     pages = subject.pages_per_sequence
-    besides = 0
+    resident = 0
     if subject.has_own_draft:
-        besides = num_bytes(subject.placed_draft) + num_bytes(subject.draft_cache)
+        resident = num_bytes(subject.placed_draft) + num_bytes(subject.draft_cache)
     work = abstract_step_work(options.token_buckets[-1], options.step_slots[-1], pages)
-    found = [Planned(PREFILL, paged_programs.step, (*common, work, options.deterministic), besides)]
+    found = [Planned(PREFILL, paged_programs.step, (*common, work, options.deterministic), resident)]
     if not options.deterministic:
         decoding = abstract_decode_work(options.decode_slots[-1], pages)
-        found.append(Planned(DECODE, paged_programs.decode, (*common, decoding, options.steps_per_dispatch), besides))
+        found.append(Planned(DECODE, paged_programs.decode, (*common, decoding, options.steps_per_dispatch), resident))
     if subject.draft is not None:
         is_shared = isinstance(subject.draft, LayersDraft)
         twice = -num_bytes(subject.placed_draft) if is_shared else 0

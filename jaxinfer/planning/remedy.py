@@ -14,7 +14,7 @@ import jax
 
 from jaxinfer.planning.chips import larger_places
 from jaxinfer.planning.measure import OutOfChipMemory, chip_compiler, measure
-from jaxinfer.planning.plan import Plan, PlanRequest, Told, silent, with_options
+from jaxinfer.planning.plan import MemoryPlan, PlanRequest, ProgressCallback, no_progress, with_options
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import describe, num_bytes
 
@@ -46,7 +46,7 @@ class Change:
         return " ".join(f"{name} {value}" for name, value in self.flags.items())
 
 
-def changes(plan: Plan, *, compiles: bool = True, told: Told = silent) -> list[Change]:
+def changes(plan: MemoryPlan, *, compiles: bool = True, told: ProgressCallback = no_progress) -> list[Change]:
     """Changes that make a plan fit that does not, cheapest first; the first one is verified by compiling, unless not
     even that can be. () where nothing helps."""
     found = list(_candidates(plan, LEAST_SHARE)) or list(_candidates(plan, 0.0))
@@ -71,7 +71,7 @@ def _verified(change: Change, request: PlanRequest, peak: str) -> Change:
     return replace(change, compiled=round(measured[peak].figures.total_bytes))
 
 
-def _candidates(plan: Plan, least: float) -> Iterator[tuple[Change, PlanRequest]]:
+def _candidates(plan: MemoryPlan, least: float) -> Iterator[tuple[Change, PlanRequest]]:
     """Each kind of change, cheapest first, that fits by arithmetic: what is not an array of the engine stays as
     compiled."""
     asked = plan.request

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from jaxinfer.planning.plan import Plan
+from jaxinfer.planning.plan import MemoryPlan
 from jaxinfer.planning.remedy import Change
 
 
-def to_dict(plan: Plan, changes: list[Change] | None = None) -> dict[str, Any]:
+def to_dict(plan: MemoryPlan, changes: list[Change] | None = None) -> dict[str, Any]:
     """JSON-ready. Bytes, FLOPs and exchanges are of one device, tokens and sequences of one replica, rates of all."""
     request, memory = plan.request, plan.memory
     chip = request.place.chip
@@ -70,7 +70,7 @@ def to_dict(plan: Plan, changes: list[Change] | None = None) -> dict[str, Any]:
     }
 
 
-def to_text(plan: Plan, changes: list[Change] | None = None) -> str:
+def to_text(plan: MemoryPlan, changes: list[Change] | None = None) -> str:
     """A page of text."""
     lines = [*_verdict(plan), "", *_memory(plan), "", *_programs(plan)]
     if plan.roofline:
@@ -85,7 +85,7 @@ def to_text(plan: Plan, changes: list[Change] | None = None) -> str:
     return "\n".join(lines)
 
 
-def _verdict(plan: Plan) -> list[str]:
+def _verdict(plan: MemoryPlan) -> list[str]:
     request, memory = plan.request, plan.memory
     options = request.options
     word = "fits" if plan.fits else "does not fit"
@@ -101,12 +101,12 @@ def _verdict(plan: Plan) -> list[str]:
     ]
 
 
-def _cache_name(plan: Plan) -> str:
+def _cache_name(plan: MemoryPlan) -> str:
     name = plan.request.options.kv_dtype
     return "the dtype of computing" if name == "auto" else name
 
 
-def _memory(plan: Plan) -> list[str]:
+def _memory(plan: MemoryPlan) -> list[str]:
     memory = plan.memory
     how = f"while {memory.peak} runs" if memory.is_measured else "temporaries guessed"
     lines = [f"memory of one device, {how}"]
@@ -118,7 +118,7 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def _programs(plan: Plan) -> list[str]:
+def _programs(plan: MemoryPlan) -> list[str]:
     if not plan.programs:
         return ["programs: none compiled"]
     lines = ["programs, on one device" + " " * 9 + "TFLOP   HBM bytes  temporaries   exchanges   sent   compiled"]
@@ -135,7 +135,7 @@ def _programs(plan: Plan) -> list[str]:
     return lines
 
 
-def _roofline(plan: Plan) -> list[str]:
+def _roofline(plan: MemoryPlan) -> list[str]:
     context = plan.roofline[0].context
     lines = [
         f"decoding at the roofline, every sequence {context:,} tokens long",
@@ -149,7 +149,7 @@ def _roofline(plan: Plan) -> list[str]:
     return lines
 
 
-def _rounds(plan: Plan) -> list[str]:
+def _rounds(plan: MemoryPlan) -> list[str]:
     first = plan.rounds[0]
     rates = list(first.tokens_per_second)
     names = "".join(f"{f'{float(rate):.0%} accepted':>17}" for rate in rates)

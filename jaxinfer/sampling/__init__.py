@@ -7,7 +7,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxinfer.sampling.batch import SamplingBatch, SamplingRow, make_batch, quiet, set_row, tokenize_bad_words
+    from jaxinfer.sampling.batch import (
+        SamplingBatch,
+        SamplingRow,
+        make_batch,
+        mask_inactive_rows,
+        set_row,
+        tokenize_bad_words,
+    )
     from jaxinfer.sampling.generation_config import GenerationDefaults, from_generation_config
     from jaxinfer.sampling.keys import gumbel_noise, seed_words, uniform_noise
     from jaxinfer.sampling.logprobs import TokenLogprobs, token_logprobs
@@ -18,7 +25,7 @@ if TYPE_CHECKING:
     from jaxinfer.sampling.transforms import transform
 
 _HOMES = {
-    "batch": ("SamplingBatch", "SamplingRow", "make_batch", "quiet", "set_row", "tokenize_bad_words"),
+    "batch": ("SamplingBatch", "SamplingRow", "make_batch", "mask_inactive_rows", "set_row", "tokenize_bad_words"),
     "generation_config": ("GenerationDefaults", "from_generation_config"),
     "keys": ("gumbel_noise", "seed_words", "uniform_noise"),
     "logprobs": ("TokenLogprobs", "token_logprobs"),
@@ -48,8 +55,8 @@ __all__ = [
     "is_stop",
     "make_batch",
     "make_state",
+    "mask_inactive_rows",
     "processed_logprobs",
-    "quiet",
     "rewind",
     "sample",
     "sample_seed",

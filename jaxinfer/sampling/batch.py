@@ -22,7 +22,7 @@ STOP_WIDTH = MAX_STOP_TOKEN_IDS  # stop and end-of-sequence ids together
 BAD_WORD_WIDTH = 2 * MAX_BAD_WORDS  # token sequences: each word may have one at the start and one within text
 BAD_WORD_TOKENS = 16  # tokens of one sequence
 
-Rows = TypeVar("Rows")
+RowsT = TypeVar("RowsT")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class SamplingBatch:
         return self.num_logprobs >= 0
 
 
-def quiet(batch: SamplingBatch, is_used: jax.Array) -> SamplingBatch:
+def mask_inactive_rows(batch: SamplingBatch, is_used: jax.Array) -> SamplingBatch:
     """The batch with rows outside bool[S] asking for nothing, so that no step of the chain runs for their sake. What
     they give then has no meaning."""
 
@@ -134,7 +134,7 @@ def make_batch(rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingB
     return SamplingBatch(**arrays)
 
 
-def set_row(rows: Rows, row: jax.Array, one: Rows) -> Rows:
+def set_row(rows: RowsT, row: jax.Array, one: RowsT) -> RowsT:
     """Replaces row `row` (int32 scalar, any value without recompiling) by the only row of `one`.
 
     Works on a `SamplingBatch` or a `SamplingState`: `one` is what `make_batch([request], V)` or `make_state` builds.

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.sampling import SamplingBatch, SamplingState, advance, is_stop, quiet, sample
+from jaxinfer.sampling import SamplingBatch, SamplingState, advance, is_stop, mask_inactive_rows, sample
 from jaxinfer.speculative.maximal import accept
-from jaxinfer.speculative.proposers import Proposal, Rows
+from jaxinfer.speculative.proposers import DraftRows, Proposal
 from jaxinfer.speculative.tree import TokenTree
 
 
@@ -51,7 +51,7 @@ Keep = Callable[..., object]
 def walk(
     logits_at: Callable[[jax.Array], jax.Array],
     proposal: Proposal,
-    rows: Rows,
+    rows: DraftRows,
     tree: TokenTree,
     remaining: jax.Array,
     keep: Keep,
@@ -73,7 +73,7 @@ def walk(
         is_child = candidates < proposal.num_nodes[:, None]
         tokens = proposal.tokens[row[:, None], jnp.minimum(candidates, tree.num_nodes - 1)]
         positions = rows.positions + depth + 1
-        batch = quiet(rows.batch, state.is_going_on)
+        batch = mask_inactive_rows(rows.batch, state.is_going_on)
         draw = _draw(proposal, state.node, tokens, is_child, batch, positions) if is_maximal else None
         samples = sample(logits_at(state.node), positions, batch, state.history, draw)
         took_part = state.is_going_on & samples.ok

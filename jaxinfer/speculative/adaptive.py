@@ -29,7 +29,7 @@ TOLERANCE = 0.8  # a time measured earlier may be by so much shorter now
 MIN_SAMPLES = 2  # one measurement may be a hiccup
 WINDOW = 25  # measurements that count
 HICCUP = 2.0  # of what the dispatch usually takes: what catching up takes beyond its own usual time and this
-STRANGE = 10.0  # a measurement that many times the estimate, such as one that compiled, must be seen twice
+OUTLIER_FACTOR = 10.0  # a measurement that many times the estimate, such as one that compiled, must be seen twice
 
 PRIOR_RATE, PRIOR_ROUNDS = 0.7, 4.0  # what an engine begins with, and how many rounds that counts for
 ROW_DECAY, OVERALL_DECAY = 0.96, 0.995  # per round of a row: some 25 rounds of it count, some 200 of all rows'
@@ -96,7 +96,7 @@ def expected_tokens(first_rate: float, later_rate: float, num_draft_tokens: int)
 
 
 @dataclass(frozen=True)
-class Choice:
+class LengthChoice:
     """Attributes:
     num_draft_tokens: of the dispatch's program, K; 0 for plain decoding. lengths: of each row, at most K. max_rounds:
       rounds, or plain steps, that the dispatch should not exceed, None for any number.
@@ -141,7 +141,7 @@ class LengthController:
 
     def choose(
         self, num_slots: int, estimates: Sequence[AcceptanceEstimate], limits: Sequence[int] | None = None
-    ) -> Choice:
+    ) -> LengthChoice:
         """What the next dispatch of a program of `num_slots` rows should do for the rows with these estimates.
 
         `limits` is how many drafted tokens each row can use at most: one less than its answer may still have.
@@ -151,7 +151,7 @@ class LengthController:
         bucket = self._bucket(num_slots)
         bucket.num_dispatches += 1
         if not estimates or len(bucket.times(0).samples) < MIN_SAMPLES:
-            return Choice(0, (0,) * len(estimates))
+            return LengthChoice(0, (0,) * len(estimates))
         plain = self.seconds(num_slots, 0)
         # A round does more than a plain step, so where it seems to take less, one of the two was mismeasured.
         ratios = {k: max(self.seconds(num_slots, k) / plain, 1.0) for k in self.choices}
@@ -170,7 +170,7 @@ class LengthController:
         is_pending = is_trial and 0 <= bucket.num_dispatches - bucket.times(choice).used_at <= IN_FLIGHT
         num_behind = sum(one.num_behind for one in estimates)
         reserve = RESERVE + num_behind * self._catch_up_seconds(plain) / plain if is_trial and not is_again else 0.0
-        is_too_dear = bucket.purse <= reserve
+        is_too_dear = bucket.budget <= reserve
         if choice > 0 and (is_too_dear or (is_pending and not is_again)):
             choice, is_trial = 0, False
         max_rounds = TRIAL_ROUNDS if is_trial else None
@@ -178,7 +178,7 @@ class LengthController:
             max_rounds, bucket.again = 1, choice  # first the draft catches up, then comes what is measured
         bucket.times(choice).used_at = bucket.num_dispatches
         lengths = [choice] * len(estimates) if limits is None else [max(min(choice, one), 0) for one in limits]
-        return Choice(choice, tuple(lengths), max_rounds)
+        return LengthChoice(choice, tuple(lengths), max_rounds)
 
     def start(self, estimates: Sequence[AcceptanceEstimate], num_draft_tokens: int, num_rounds: int) -> int:
         """To be told of every dispatch in which these sequences decode. Returns how many tokens, that came without it,
@@ -217,7 +217,9 @@ class LengthController:
         usual = self.seconds(num_slots, num_draft_tokens)
         is_first, times.is_known = not times.is_known, True
         is_catching_up = num_draft_tokens > 0 and num_behind >= MANY_BEHIND
-        times.is_strange = per_round > STRANGE * usual and not times.is_strange and (is_first or not is_catching_up)
+        times.is_strange = (
+            per_round > OUTLIER_FACTOR * usual and not times.is_strange and (is_first or not is_catching_up)
+        )
         if times.is_strange:
             return
         caught_up = 0.0
@@ -230,13 +232,13 @@ class LengthController:
             times.num_skipped = 0
             times.samples.append(per_round)
         num_plain = num_rounds * (tokens_per_round if num_draft_tokens else 1)  # steps that it stands for
-        bucket.purse += SHARE * num_plain
+        bucket.budget += SHARE * num_plain
         if num_draft_tokens:
             # By what is usual, not by this measurement: a hiccup would have hit plain decoding as well. What a draft
             # caught up with differs, so that counts as measured, but for hiccups: one could empty the purse, and
             # drafting would stop for thousands of steps.
-            bucket.purse += num_plain - (num_rounds * usual + caught_up) / self.seconds(num_slots, 0)
-        bucket.purse = min(max(bucket.purse, -ALLOWANCE), ALLOWANCE)
+            bucket.budget += num_plain - (num_rounds * usual + caught_up) / self.seconds(num_slots, 0)
+        bucket.budget = min(max(bucket.budget, -ALLOWANCE), ALLOWANCE)
 
     def seconds(self, num_slots: int, num_draft_tokens: int) -> float:
         """The estimate for a round, or for a plain step, which must have been measured."""
@@ -248,9 +250,9 @@ class LengthController:
         # The guess is one of the values, so that a single measurement that was too long does not stand.
         return median_low([self._guess(num_slots, num_draft_tokens), *samples])
 
-    def purse(self, num_slots: int) -> float:
+    def budget(self, num_slots: int) -> float:
         """Plain steps of this load that may still be lost."""
-        return self._bucket(num_slots).purse
+        return self._bucket(num_slots).budget
 
     # What is not measured.
 
@@ -334,7 +336,7 @@ class _Bucket:
     interval: int = FIRST_INTERVAL
     best: int = 0
     again: int | None = None
-    purse: float = ALLOWANCE  # plain steps
+    budget: float = ALLOWANCE  # plain steps
 
     def times(self, num_draft_tokens: int) -> _Times:
         return self.all.setdefault(num_draft_tokens, _Times())

@@ -15,7 +15,15 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import PagedAttention, PagedCache, move_tokens
 from jaxinfer.models import Decoder
-from jaxinfer.sampling import SamplingBatch, SamplingState, advance, choose_several, quiet, rewind, transform
+from jaxinfer.sampling import (
+    SamplingBatch,
+    SamplingState,
+    advance,
+    choose_several,
+    mask_inactive_rows,
+    rewind,
+    transform,
+)
 from jaxinfer.speculative.drafts import NgramDraft
 from jaxinfer.speculative.maximal import DRAFT_STREAM
 from jaxinfer.speculative.slots import DraftSlots
@@ -24,7 +32,7 @@ from jaxinfer.speculative.tree import TokenTree
 CATCH_UP_TOKENS = 128  # of one pass that stores what the draft has missed
 
 
-class Rows(NamedTuple):
+class DraftRows(NamedTuple):
     """The slots of a round.
 
     Attributes:
@@ -71,7 +79,7 @@ class DraftDecoder:
         return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf) if missing else logits
 
 
-def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: Rows, tree: TokenTree) -> Proposal:
+def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: DraftRows, tree: TokenTree) -> Proposal:
     """What followed the longest earlier match. A match near the end goes on with what it has proposed itself, so that
     a short period is repeated as often as there is room."""
     sequence, count = draft.sequence, tree.num_nodes - 1
@@ -94,7 +102,9 @@ def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: Rows, tree: Tok
     return Proposal(jnp.concatenate([root, tokens], axis=1), num_nodes)
 
 
-def catch_up(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: Rows) -> tuple[PagedCache, DraftSlots]:
+def catch_up(
+    model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows
+) -> tuple[PagedCache, DraftSlots]:
     """Stores what the draft has missed, where that is more than one token, `CATCH_UP_TOKENS` of all rows at a time.
 
     Rows that share pages may store the same keys there twice.
@@ -121,7 +131,7 @@ def catch_up(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: Ro
 
 
 def propose_chain(
-    model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: Rows, tree: TokenTree
+    model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows, tree: TokenTree
 ) -> tuple[PagedCache, DraftSlots, Proposal]:
     """Drafts a chain, a token at a time. A row that misses its last stored token starts with that, in the same loop.
 
@@ -148,7 +158,9 @@ def propose_chain(
         is_drafting = takes_part & (position >= rows.positions) & (rows.num_nodes > 1)
 
         def choose(scores):
-            tokens, found = _children(model, hidden, position + 1, quiet(rows.batch, is_drafting), history, 1)
+            tokens, found = _children(
+                model, hidden, position + 1, mask_inactive_rows(rows.batch, is_drafting), history, 1
+            )
             if scores is not None:
                 node = jnp.where(is_drafting, position - rows.positions, tree.num_nodes)
                 scores = scores.at[row, node].set(found, mode="drop")
@@ -172,7 +184,7 @@ def propose_chain(
 
 
 def propose_tree(
-    model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: Rows, tree: TokenTree
+    model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows, tree: TokenTree
 ) -> tuple[PagedCache, DraftSlots, Proposal]:
     """Drafts a tree, a depth at a time: each pass stores all nodes so far, as one ragged call in which a node sees its
     ancestors only (Miao et al. 2024, SpecInfer, section 4.2).
@@ -209,7 +221,7 @@ def propose_tree(
             path = _path(tree, node)
             for ancestor in path:
                 history = advance(history, tokens[:, ancestor], is_drafting)
-            batch = quiet(rows.batch, is_drafting)
+            batch = mask_inactive_rows(rows.batch, is_drafting)
             chosen, found = _children(model, hidden[:, node], rows.positions + depth + 1, batch, history, len(children))
             if path:
                 drafted = jnp.where(is_drafting[:, None], tokens[:, jnp.array(path)], rows.batch.vocab_size)
@@ -221,7 +233,7 @@ def propose_tree(
 
 
 def keep_path(
-    cache: PagedCache, rows: Rows, path: jax.Array, num_kept: jax.Array, mesh: Mesh | None = None
+    cache: PagedCache, rows: DraftRows, path: jax.Array, num_kept: jax.Array, mesh: Mesh | None = None
 ) -> PagedCache:
     """Moves the stored nodes on the accepted path int32[S, D + 1] (the root first; `num_kept` int32[S] of them) from
     where the tree has them, position + node, to where the sequence has them, position + depth."""
@@ -233,7 +245,7 @@ def keep_path(
     return move_tokens(cache, rows.page_table, sources, destinations, mesh=mesh)
 
 
-def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: Rows):
+def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows):
     """Stores the one token before the root where the draft misses it."""
     row = jnp.arange(rows.batch.num_slots)
 

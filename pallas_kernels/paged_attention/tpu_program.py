@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES
 from pallas_kernels.paged_attention.specs import PagedSpec
 from pallas_kernels.paged_attention.tpu_schedule import ITEM_FIELDS, Blocks, rows_of_group
-from pallas_kernels.paged_attention.tpu_words import Rows
+from pallas_kernels.paged_attention.tpu_words import WordRows
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Program:
     blocks: Blocks
 
     @cached_property
-    def rows(self) -> Rows:
-        return Rows(self.spec.page, self.spec.q_dtype)
+    def rows(self) -> WordRows:
+        return WordRows(self.spec.page, self.spec.q_dtype)
 
     @property
     def group_rows(self) -> int:

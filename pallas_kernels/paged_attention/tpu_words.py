@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.layout import LANES, PageShape
 
 
 @dataclass(frozen=True)
-class Rows:
+class WordRows:
     """How the rows of `page` are taken apart for queries of `q_dtype`.
 
     A unit is the fewest words that hold the keys and values of whole heads: one word, or two with float32 and a

@@ -3,8 +3,8 @@
 import pytest
 
 from jaxinfer.batch.defaults import Defaults
-from jaxinfer.batch.requests import Request
-from jaxinfer.batch.rows import Row
+from jaxinfer.batch.requests import BatchRequest
+from jaxinfer.batch.rows import BatchRow
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
 from jaxinfer.sampling.seeds import derive_seed
 
@@ -12,7 +12,7 @@ CHECKPOINT = SamplingParams(temperature=0.6, top_k=20, max_tokens=96)
 
 
 def params(given=None, form="plain", line=1, seed=0, echo=False, **sampling):
-    row = Row(line, "a", Request(form, prompts=("x",), sampling=sampling, echo=echo))
+    row = BatchRow(line, "a", BatchRequest(form, prompts=("x",), sampling=sampling, echo=echo))
     return Defaults.of(CHECKPOINT, given, seed).params(row)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxinfer.batch.rows import BadRow, Row, parse_row
+from jaxinfer.batch.rows import BadRow, BatchRow, parse_row
 
 CHAT = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
 
@@ -17,7 +17,7 @@ def test_the_three_forms():
         ({"custom_id": "a", "messages": [{"role": "user", "content": "hi"}]}, "plain"),
     ):
         row = parse_row(json.dumps(record).encode(), 7)
-        assert isinstance(row, Row), row
+        assert isinstance(row, BatchRow), row
         assert (row.custom_id, row.request.form, row.line, row.number) == ("a", form, 7, 6)
 
 

@@ -14,7 +14,7 @@ from jaxinfer.calibration import (
     quantize_model,
     quantize_within,
 )
-from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.sensitivity import Sensitivity
 
 OPTIONS = CalibrationOptions("rtn", 3, group_size=16, dtype="float32")
@@ -73,11 +73,11 @@ def test_another_calibration_begins_anew_after_an_interrupted_search(model, toke
         raise KeyboardInterrupt
 
     def search(max_kl, **more):
-        with Journal(tmp_path / "work") as journal:
+        with CalibrationJournal(tmp_path / "work") as journal:
             return quantize_within(model, OPTIONS, max_kl, tokens, held_out, journal=journal, **more).result
 
     def plain(options):
-        with Journal(tmp_path / "work") as journal:
+        with CalibrationJournal(tmp_path / "work") as journal:
             return quantize_model(model, options, tokens, held_out, journal=journal)
 
     with pytest.raises(KeyboardInterrupt):

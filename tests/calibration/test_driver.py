@@ -12,7 +12,7 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, capture, quantize_model
 from jaxinfer.calibration.float_model import in_chunks
-from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.outcome import outcome
 from jaxinfer.calibration.rows import divide
 from jaxinfer.calibration.verify import Side, compare_models
@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_goes_on(model, tokens, held_out, gptq_result, tmp
             raise Killed
 
     def run(options=OPTIONS, tokens=tokens, model=model, **more):
-        with Journal(tmp_path / "work") as journal:
+        with CalibrationJournal(tmp_path / "work") as journal:
             result = quantize_model(model, options, tokens, held_out, journal=journal, **more)
             assert result.params  # read while the journal is open, and kept
             return result
@@ -138,7 +138,7 @@ def test_layers_in_a_journal_are_not_held(model, tokens, held_out, tmp_path):
 
     alive = []
     before = num_values()
-    with Journal(tmp_path / "work") as journal:
+    with CalibrationJournal(tmp_path / "work") as journal:
         result = quantize_model(
             model, OPTIONS, tokens, held_out, journal=journal, report=lambda done: alive.append(num_values() - before)
         )
@@ -153,13 +153,13 @@ def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
     options = replace(options, keep=(Keep("*.up_proj", 4), Keep("*.o_proj")))
     found = quantize_model(model, options, tokens)
     params = found.params["layers"]["0"]
-    with Journal(tmp_path / "work") as journal:
+    with CalibrationJournal(tmp_path / "work") as journal:
         journal.begin({"a": 1})
         assert 0 not in journal
         journal.write(0, params, {"b": 2})
         with pytest.raises(ValueError, match="another process calibrates there"):
-            Journal(tmp_path / "work").begin({"a": 1})
-    with Journal(tmp_path / "work") as journal:
+            CalibrationJournal(tmp_path / "work").begin({"a": 1})
+    with CalibrationJournal(tmp_path / "work") as journal:
         journal.begin({"a": 1})
         restored, report = journal.read(0)
         same(restored, params)
@@ -168,7 +168,7 @@ def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
         (tmp_path / "work" / "layers.0.npz").write_bytes(b"damaged")
         with pytest.raises(ValueError, match=r"layers\.0\.npz is damaged: remove it"):
             journal.read(0)
-    with Journal(tmp_path / "work") as journal:
+    with CalibrationJournal(tmp_path / "work") as journal:
         journal.begin({"a": 2})
         assert 0 not in journal
         part = journal.part("first")
@@ -181,7 +181,7 @@ def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match="is no calibration under way"):
-        Journal(tmp_path / "other").begin({})
+        CalibrationJournal(tmp_path / "other").begin({})
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
 
 
@@ -292,7 +292,7 @@ def test_values_too_large_for_the_type_are_told_at_once(config, params, held_out
     ):
         large = FloatModel.of(config, changed(params, path, lambda leaf: leaf.at[(0,) * leaf.ndim].set(1e6)))
         with pytest.raises(ValueError, match=words):
-            quantize_model(large, options, None, journal=Journal(tmp_path / "work"))
+            quantize_model(large, options, None, journal=CalibrationJournal(tmp_path / "work"))
     quantized = quantize_params(params, "int8")
     with pytest.raises(ValueError, match=r"needs floating-point parameters, but layers\.0.* is quantized"):
         FloatModel.of(config, quantized)
@@ -310,7 +310,7 @@ def test_values_too_large_for_the_type_are_told_at_once(config, params, held_out
 def test_wrong_input_is_told_before_anything_is_done(model, tokens, held_out, tmp_path, change, words):
     given = {"options": OPTIONS, "tokens": tokens, "held_out": held_out} | change
     with pytest.raises(ValueError, match=words):
-        quantize_model(model, **given, journal=Journal(tmp_path / "work"))
+        quantize_model(model, **given, journal=CalibrationJournal(tmp_path / "work"))
     assert not (tmp_path / "work").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, quantize_model, quantize_within
 from jaxinfer.calibration.capture import ROUTER, STACKS, LayerProgram
 from jaxinfer.calibration.folds import folds
-from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer import quantize_layer
 from jaxinfer.calibration.outcome import outcome
 from jaxinfer.calibration.quality import logits
@@ -266,7 +266,7 @@ def test_experts_with_few_tokens_are_rounded_and_named_also_after_a_kill(
         raise Killed
 
     def run(**more):
-        with Journal(tmp_path / "work") as journal:
+        with CalibrationJournal(tmp_path / "work") as journal:
             result = quantize_model(unbalanced, options, tokens, held_out, journal=journal, **more)
             return result, result.params
 
@@ -348,7 +348,7 @@ def test_an_expert_whose_hessian_does_not_fit_is_told_at_once(models, tokens, tm
     options = replace(OPTIONS, expert_memory=4000)
     words = r"layers.0.mlp.experts.gate_proj: the float32 Hessian of one expert's 32 inputs takes 4,096 bytes"
     with pytest.raises(ValueError, match=words):
-        quantize_model(models["mixtral"], options, tokens, journal=Journal(tmp_path / "work"))
+        quantize_model(models["mixtral"], options, tokens, journal=CalibrationJournal(tmp_path / "work"))
     assert not (tmp_path / "work").exists()
     kept = replace(options, keep=(Keep("*.experts"),))
     assert not is_quantized(quantize_model(models["mixtral"], kept, tokens).params["layers"]["0"]["mlp"]["router"])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import CheckpointError, convert, load, verify_manifest
-from checkpoints_convert.journal import Journal
+from checkpoints_convert.journal import ConversionJournal
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,7 +243,7 @@ def test_what_is_read_is_never_removed(checkpoint, tmp_path):
 def test_two_conversions_to_one_place_do_not_mix(checkpoint, tmp_path):
     source = checkpoint().write()
     with (
-        Journal(tmp_path / "native.partial", "another"),
+        ConversionJournal(tmp_path / "native.partial", "another"),
         pytest.raises(CheckpointError, match="another conversion is writing here"),
     ):
         convert(source, tmp_path / "native", progress=None)

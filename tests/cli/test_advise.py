@@ -6,8 +6,8 @@ import shlex
 import pytest
 import typer.main
 
-from jaxinfer.advise import measure
 from jaxinfer.cli.main import app
+from jaxinfer.measure.advise import measure
 from tests.cli.conftest import CONFIG
 
 OPTIONS = ("--max-model-len", 64, "--prefill-chunk", 32, "--prompt-tokens", "6:10", "--answer-tokens", 4)
@@ -33,7 +33,7 @@ def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
     # Float weights, and their 8 and 4 bits as float copies, run the same programs on a CPU.
     arguments = ("advise", model, *OPTIONS, "--texts", text, "--json", file, "--goal", "users")
     arguments += ("--max-seqs", 2, "--kv-dtype", "auto")
-    lab_call, seen = measure.Lab.__call__, []
+    lab_call, seen = measure.TrialRunner.__call__, []
 
     def stops(lab, arguments):
         if len(seen) == 2:
@@ -42,7 +42,7 @@ def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
         return lab_call(lab, arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(measure.Lab, "__call__", stops)
+        patched.setattr(measure.TrialRunner, "__call__", stops)
         stopped = jaxinfer(*arguments)
     assert stopped.exit_code == 130, stopped.output
     assert "Recommended" in stopped.stdout  # of what was measured until then
@@ -145,7 +145,9 @@ def test_what_does_not_fit_is_recommended_smaller(jaxinfer, config_alone, tmp_pa
     ],
 )
 def test_what_cannot_be_is_said_before_the_model_opens(jaxinfer, options, code, message, monkeypatch):
-    monkeypatch.setattr("jaxinfer.advise.measure.load_model", lambda *rest, **more: pytest.fail("it was loaded"))
+    monkeypatch.setattr(
+        "jaxinfer.measure.advise.measure.load_model", lambda *rest, **more: pytest.fail("it was loaded")
+    )
     result = jaxinfer("advise", "demo", *options)
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr.replace("\n", " ")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxinfer.bench import rates
+from jaxinfer.measure.bench import rates
 
 OPTIONS = ("--max-model-len", "64", "--max-seqs", "2", "--prefill-chunk", "16", "--prompt-tokens", "4:8")
 OPTIONS += ("--answer-tokens", "4")
@@ -74,7 +74,9 @@ def test_latency_of_random_weights(jaxinfer, model, tmp_path):
     ],
 )
 def test_what_cannot_be_is_said_before_the_model_opens(jaxinfer, arguments, message, monkeypatch):
-    monkeypatch.setattr("jaxinfer.bench.model.opened", lambda *rest, **more: pytest.fail("the model was opened"))
+    monkeypatch.setattr(
+        "jaxinfer.measure.bench.model.opened", lambda *rest, **more: pytest.fail("the model was opened")
+    )
     result = jaxinfer("bench", *arguments)
     assert result.exit_code in (1, 2)
     assert message in result.output.replace("\n", " ")

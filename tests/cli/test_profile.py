@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from jaxinfer.bench import rates
-from jaxinfer.profiling.ops import ATTEND, DRAFT, LOGITS, MLP, PROJECTIONS, SAMPLER
-from jaxinfer.profiling.phases import PHASES
+from jaxinfer.measure.bench import rates
+from jaxinfer.measure.profiling.ops import ATTEND, DRAFT, LOGITS, MLP, PROJECTIONS, SAMPLER
+from jaxinfer.measure.profiling.phases import PHASES
 
 OPTIONS = ("--prefill-chunk", "16", "--prompt-tokens", "20", "--batch", "2", "--steps", "3")
 

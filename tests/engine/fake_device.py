@@ -9,7 +9,14 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from jaxinfer.engine.scheduler import MAX_PREEMPTIONS, Plan, QueueFullError, Scheduler, SchedulerOptions, Sequence
+from jaxinfer.engine.scheduler import (
+    MAX_PREEMPTIONS,
+    DispatchPlan,
+    QueueFullError,
+    Scheduler,
+    SchedulerOptions,
+    SequenceState,
+)
 
 VOCAB = 97
 EOS = 0
@@ -51,10 +58,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ScoredChunk:
     """What a dispatch carries for one sequence: everything as it was when the plan was made."""
 
-    sequence: Sequence
+    sequence: SequenceState
     slot: int
     pages: tuple[int, ...]
     tokens: tuple[int, ...] = ()
@@ -67,7 +74,7 @@ class Piece:
 class Result:
     """What comes back: the end of a chunk (None for a decode), the tokens that were chosen, whether all were sound."""
 
-    sequence: Sequence
+    sequence: SequenceState
     chunk_end: int | None
     tokens: list[int] = field(default_factory=list)
     is_ok: bool = True
@@ -94,7 +101,7 @@ class Device:
         for (_, page), data in zip(copies, read, strict=True):
             self.contents[page] = data
 
-    def run_chunk(self, piece: Piece) -> Result:
+    def run_chunk(self, piece: ScoredChunk) -> Result:
         row = self.rows[piece.slot]
         assert row is not None, "a chunk for a row that was not written"
         assert not row.is_active, "a chunk for a row that decodes"
@@ -109,7 +116,7 @@ class Device:
             self._choose(row, piece.pages, result)
         return result
 
-    def run_decodes(self, pieces: list[Piece], num_steps: int, width: int, chance: random.Random) -> list[Result]:
+    def run_decodes(self, pieces: list[ScoredChunk], num_steps: int, width: int, chance: random.Random) -> list[Result]:
         """Each step makes 1 to `width` tokens, and may store more than it keeps."""
         results = [Result(piece.sequence, None, planned=(num_steps, width)) for piece in pieces]
         for step in range(num_steps):
@@ -172,7 +179,7 @@ class Engine:
         self.random = random.Random(seed)
         self.failure_rate, self.stop_rate, self.known_pages_every = failure_rate, stop_rate, known_pages_every
         self.tokens_per_step = tokens_per_step
-        self.live: dict[Sequence, list[int]] = {}  # with the answer that each must give
+        self.live: dict[SequenceState, list[int]] = {}  # with the answer that each must give
         self.in_flight: deque[list[Result]] = deque()
         self.num_operations = self.num_schedules = self.num_checks = 0
         self.num_answers = self.num_failed = self.num_refused = 0
@@ -181,8 +188,8 @@ class Engine:
 
     # What a user does.
 
-    def add(self, prompt: list[int], max_tokens: int, **arguments) -> Sequence | None:
-        sequence = Sequence(list(prompt), len(prompt), max_tokens, **arguments)
+    def add(self, prompt: list[int], max_tokens: int, **arguments) -> SequenceState | None:
+        sequence = SequenceState(list(prompt), len(prompt), max_tokens, **arguments)
         self.num_operations += 1
         try:
             self.scheduler.add(sequence)
@@ -195,7 +202,7 @@ class Engine:
         self.check()
         return sequence
 
-    def abort(self, sequence: Sequence) -> None:
+    def abort(self, sequence: SequenceState) -> None:
         self._finish(sequence)
         self.check()
 
@@ -240,7 +247,7 @@ class Engine:
                     self._finish(sequence)
                     break
             if result.planned is not None:
-                self.scheduler.settle(sequence, *result.planned, len(result.tokens))
+                self.scheduler.reconcile(sequence, *result.planned, len(result.tokens))
             if not result.is_ok and not sequence.is_finished:
                 self.num_failed += 1
                 self._finish(sequence)
@@ -295,7 +302,7 @@ class Engine:
 
     # Inside.
 
-    def _schedule(self, can_preempt: bool) -> Plan | None:
+    def _schedule(self, can_preempt: bool) -> DispatchPlan | None:
         self.num_operations += 1
         self.num_schedules += 1
         before = {one: (one.num_stored, one.num_preemptions) for one in self.scheduler.running}
@@ -314,7 +321,7 @@ class Engine:
             self._check_plan(plan, {one: num_stored for one, (num_stored, _) in before.items()})
         return plan
 
-    def _check_plan(self, plan: Plan, before: dict[Sequence, int]) -> None:
+    def _check_plan(self, plan: DispatchPlan, before: dict[SequenceState, int]) -> None:
         """It keeps to the limits; the pages that it writes are one sequence's own, and nobody else can find them."""
         assert sum(chunk.length for chunk in plan.chunks) <= self.options.prefill_chunk
         assert 1 <= plan.num_steps <= (1 if plan.chunks else self.options.steps_per_dispatch)
@@ -336,7 +343,7 @@ class Engine:
         assert len(set(written)) == len(written), "two sequences write the same page"
         assert {page for _, page in plan.copies} <= {page for one in plan.admitted for page in one.pages}
 
-    def _run(self, plan: Plan) -> list[Result]:
+    def _run(self, plan: DispatchPlan) -> list[Result]:
         device = self.device
         device.move(plan.moves)
         device.copy(plan.copies)
@@ -352,12 +359,14 @@ class Engine:
         decodes = [self._piece(one) for one in plan.decodes]
         return results + device.run_decodes(decodes, plan.num_steps, plan.tokens_per_step, self.random)
 
-    def _piece(self, one: Sequence, tokens: tuple[int, ...] = (), start: int = 0, is_last: bool = False) -> Piece:
+    def _piece(
+        self, one: SequenceState, tokens: tuple[int, ...] = (), start: int = 0, is_last: bool = False
+    ) -> ScoredChunk:
         assert one.slot is not None
         must_fail = self.failure_rate > 0 and self.random.random() < self.failure_rate
-        return Piece(one, one.slot, tuple(one.pages), tokens, start, is_last, must_fail)
+        return ScoredChunk(one, one.slot, tuple(one.pages), tokens, start, is_last, must_fail)
 
-    def _finish(self, sequence: Sequence) -> None:
+    def _finish(self, sequence: SequenceState) -> None:
         self.num_operations += 1
         self.scheduler.finish(sequence)
         del self.live[sequence]

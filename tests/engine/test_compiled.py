@@ -20,7 +20,7 @@ from jaxinfer.engine.speculative_programs import Drafter, speculate, verify
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
-from jaxinfer.speculative import Proposal, Rows, TokenTree, chain
+from jaxinfer.speculative import DraftRows, Proposal, TokenTree, chain
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Instruction, Program
 from tests.planning.plan_models import LLAMA_3_8B
@@ -278,7 +278,7 @@ def test_verifying_moves_little_more_than_decoding_one_token(chip, num_devices):
 def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch, tokens, num_nodes, positions, table):
     """The target's part of a round: all nodes in one pass, then at each the logits and the sampler."""
     target = model.bind(weights)
-    rows = Rows(positions, num_nodes > 0, num_nodes, table, batch, slots.history)
+    rows = DraftRows(positions, num_nodes > 0, num_nodes, table, batch, slots.history)
     cache, hidden = verify(target, model, cache, Proposal(tokens, num_nodes), rows, drafter)
     logits = target.logits(hidden)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions, Sequence
+from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions, SequenceState
 
 
 def options(**changes) -> SchedulerOptions:
@@ -29,8 +29,8 @@ def plan_and_report(scheduler: Scheduler, token: int = 1):
     return plan
 
 
-def add(scheduler: Scheduler, prompt, max_tokens: int = 8, **arguments) -> Sequence:
-    sequence = Sequence(list(prompt), len(prompt), max_tokens, **arguments)
+def add(scheduler: Scheduler, prompt, max_tokens: int = 8, **arguments) -> SequenceState:
+    sequence = SequenceState(list(prompt), len(prompt), max_tokens, **arguments)
     scheduler.add(sequence)
     return sequence
 

@@ -102,7 +102,7 @@ def preempt_while_results_are_coming(monkeypatch):
 
 
 def store_a_page_too_few(monkeypatch):
-    give_room = Scheduler._give_room
+    give_room = Scheduler._allocate_pages
     monkeypatch.setattr(Scheduler, "_give_room", lambda self, decodes, steps: give_room(self, decodes, steps - 1))
 
 

@@ -137,7 +137,7 @@ def test_a_draft(ask):
     assert plan.memory.parts["draft weights"] > 0
     assert len(plan.rounds) == len(plan.roofline)
     rounds, alone = (plan.programs[name].figures for name in ("speculate", "decode"))
-    assert rounds.argument_bytes == pytest.approx(alone.argument_bytes + alone.besides_bytes, rel=0.001)
+    assert rounds.argument_bytes == pytest.approx(alone.argument_bytes + alone.resident_bytes, rel=0.001)
 
 
 def int8(request):

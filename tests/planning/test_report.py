@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxinfer.engine.options import SpeculationOptions
-from jaxinfer.planning import Plan, changes, make_plan, to_dict, to_text
+from jaxinfer.planning import MemoryPlan, changes, make_plan, to_dict, to_text
 from jaxinfer.planning.chips import chips
 from jaxinfer.planning.measure import measure
 from jaxinfer.planning.picture import draw
@@ -17,7 +17,7 @@ from tests.planning.plan_models import LLAMA_3_8B, TINY
 
 
 @pytest.fixture
-def planned(ask, fake) -> Plan:
+def planned(ask, fake) -> MemoryPlan:
     """Of programs that a compiler which is none has made."""
     request = ask(TINY, "v6e:1x1", draft=NgramDraft(), speculation=SpeculationOptions(3))
     subject = Subject("model", TINY, request.params, request.options, "cpu", None, request.draft)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.sampling import SamplingParams, SamplingRow, choose_several, make_batch, make_state, transform
-from jaxinfer.speculative import Proposal, Rows, TokenTree, walk
+from jaxinfer.speculative import DraftRows, Proposal, TokenTree, walk
 from jaxinfer.speculative.maximal import DRAFT_STREAM
 
 VOCAB, ROOT, POSITION = 8, 3, 10
@@ -44,7 +44,7 @@ def one_round(tree: TokenTree, is_maximal: bool, batch, history):
     """Tokens int32[D + 1, S] that came out, -1 where none did, of a round drafted by DRAFT."""
     num_slots = batch.num_slots
     positions = jnp.full((num_slots,), POSITION, jnp.int32)
-    rows = Rows(
+    rows = DraftRows(
         positions,
         jnp.ones((num_slots,), bool),
         jnp.full((num_slots,), tree.num_nodes, jnp.int32),

@@ -173,7 +173,7 @@ def test_a_measurement_far_off_must_be_seen_twice():
     controller = known({0: 1.0, 4: 1.5})
     controller.observe_time(1, 4, 100.0)
     assert controller.seconds(1, 4) == 1.5
-    assert controller.purse(1) == ALLOWANCE
+    assert controller.budget(1) == ALLOWANCE
     for _ in range(30):
         controller.observe_time(1, 4, 100.0)
     assert controller.seconds(1, 4) == 100.0
@@ -202,7 +202,7 @@ def test_catching_up_is_paid_for_but_is_no_measurement():
     for _ in range(3):
         controller.observe_time(1, 4, 9.5, 1, 2.5, num_behind=100)
     assert controller.seconds(1, 4) == 1.5
-    assert controller.purse(1) == pytest.approx(ALLOWANCE - 3 * 8 + 3 * (2.5 - 1.5) + 3 * SHARE * 2.5, abs=2)
+    assert controller.budget(1) == pytest.approx(ALLOWANCE - 3 * 8 + 3 * (2.5 - 1.5) + 3 * SHARE * 2.5, abs=2)
     for _ in range(200):
         controller.observe_time(1, 4, 9.5, 1, 2.5, num_behind=100)
     assert controller.seconds(1, 4) == 9.5, "where it always catches up, that is what a round takes"
@@ -213,7 +213,7 @@ def test_a_hiccup_while_catching_up_does_not_stop_drafting():
     for number in range(50):  # answers, each of which begins with catching up
         seconds = 60.0 if number % 7 == 3 else 3.5
         controller.observe_time(1, 4, seconds, 1, 2.5, num_behind=100)
-        assert controller.purse(1) > 20
+        assert controller.budget(1) > 20
         controller.observe_time(1, 4, 6.0, 4, 2.5)
 
 
@@ -266,7 +266,7 @@ def test_an_empty_purse_stops_it():
         assert num_rounds < 1000
     assert num_rounds * 0.5 == pytest.approx(ALLOWANCE, rel=0.1)
     controller.observe_time(1, 0, 100.0, num_rounds=100)
-    assert controller.purse(1) <= 100 * SHARE, "it fills slowly"
+    assert controller.budget(1) <= 100 * SHARE, "it fills slowly"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxinfer.sampling import make_batch, make_state
-from jaxinfer.speculative import DraftSlots, NgramDraft, Rows, chain, propose_ngram
+from jaxinfer.speculative import DraftRows, DraftSlots, NgramDraft, chain, propose_ngram
 
 LENGTH, COUNT, VOCAB = 40, 5, 6
 SETTINGS = NgramDraft(min_match=2, max_match=4)
@@ -18,7 +18,7 @@ SETTINGS = NgramDraft(min_match=2, max_match=4)
 def propose(sequence, positions, num_nodes):
     num_slots = sequence.shape[0]
     nothing = make_batch([None] * num_slots, VOCAB), make_state([None] * num_slots, VOCAB)
-    rows = Rows(positions, num_nodes > 0, num_nodes, jnp.zeros((num_slots, 1), jnp.int32), *nothing)
+    rows = DraftRows(positions, num_nodes > 0, num_nodes, jnp.zeros((num_slots, 1), jnp.int32), *nothing)
     draft = DraftSlots(sequence, jnp.zeros((num_slots,), jnp.int32))
     return propose_ngram(SETTINGS, draft, rows, chain(COUNT))
 

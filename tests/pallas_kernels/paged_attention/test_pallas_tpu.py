@@ -200,7 +200,7 @@ def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks)
 def test_words_of_a_token(dtype):
     """The strided load that chips run gives the words that the interpreter's spelling gives (`load_words`)."""
     page = layout.PageShape(1, 16, 5, 128, dtype)
-    rows = tpu_words.Rows(page, "float32")
+    rows = tpu_words.WordRows(page, "float32")
     shape = (page.page_size, rows.buffer_words, rows.pack, layout.LANES)
     bits = np.random.default_rng(0).integers(0, 2**32, (rows.num_words, page.page_size, layout.LANES), np.uint32)
     # No byte of ones in its exponent: a CPU may give one NaN for another.

@@ -1,0 +1,1 @@
+"""Measurements: benchmarks, profiles, and which options pay off."""

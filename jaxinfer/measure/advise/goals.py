@@ -1,0 +1,104 @@
+"""What is wanted, and whether a trial is better than another: beyond the noise of their repeats, and within limits."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from jaxinfer.measure.advise.trials import TrialResult
+
+GOALS = ("cost", "latency", "users", "quality")
+# A smaller difference is none, however little the repeats vary.
+LEAST = 0.02
+DEFAULT_MAX_KL = 0.05
+
+Verdict = Literal["better", "worse", "same", "in doubt", "ruled out", "unknown"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Attributes:
+    name: one of `GOALS`. max_kl: nats per token that rounding may cost. memory: bytes that all may take, None for any.
+    is_planned: whether no KL is known. Then weights of 4 bits are for where nothing else fits.
+    """
+
+    name: str
+    max_kl: float = DEFAULT_MAX_KL
+    memory: int | None = None
+    is_planned: bool = False
+
+    def values(self, row: TrialResult) -> tuple[float, ...]:
+        """What is compared, the larger the better, of each repeat; () where it is not known."""
+        if self.name == "latency":
+            return tuple(1 / seconds for seconds in row.one)
+        if self.name == "users":
+            return row.goodput or (() if row.cache_tokens is None else (float(row.cache_tokens),))
+        return row.rate
+
+    def title(self, row: TrialResult) -> str:
+        """What `values` are."""
+        if self.name == "latency":
+            return "speed of one request"
+        if self.name == "users":
+            return "requests/s in limits" if row.goodput else "tokens of cache"
+        return "tokens/s"
+
+    def ruled_out(self, row: TrialResult) -> str | None:
+        """Why it may not be recommended, None where it may."""
+        if row.reason is not None:
+            return row.reason
+        if self.memory is not None and row.needed_bytes is not None and row.needed_bytes > self.memory:
+            return f"needs {row.needed_bytes / 2**30:,.2f} GiB of {self.memory / 2**30:,.2f}"
+        if row.kl is not None and row.kl > self.max_kl:
+            return f"KL {row.kl:.3g} nats per token is above --max-kl {self.max_kl:g}"
+        return None
+
+    def doubt(self, row: TrialResult) -> str | None:
+        """Why it is recommended only where nothing else fits, None where it is not in doubt."""
+        if self.is_planned and str(row.arguments.get("quantize", "")).startswith("int4"):
+            return "4 bits may cost much, and no KL is measured"
+        return None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Next to the baseline: `ratio` of the medians, above 1 is better; what differs by less than `noise`, a share, is
+    the same."""
+
+    verdict: Verdict
+    ratio: float | None = None
+    noise: float = 0.0
+    why: str | None = None
+
+
+def judge(goal: Goal, row: TrialResult, base: Sequence[TrialResult]) -> Judgement:
+    """A trial next to the baseline's measurements, or to other rows of one trial: the noise is the largest of its own
+    spread, theirs, and what lies between them."""
+    why = goal.ruled_out(row)
+    values, others = goal.values(row), [goal.values(one) for one in base if goal.values(one)]
+    if not values or not others:
+        return Judgement("ruled out" if why else "unknown", why=why)
+    middle = median([value for one in others for value in one])
+    if middle == 0:  # no request of the baseline kept the limits
+        ratio = math.inf if median(values) > 0 else 1.0
+    else:
+        ratio = median(values) / middle
+    drift = max(map(median, others)) / max(min(map(median, others)), 1e-12) - 1 if middle else 0.0
+    noise = max(LEAST, drift, *(spread(one) for one in (values, *others)))
+    if why is not None or (why := goal.doubt(row)) is not None:
+        return Judgement("ruled out" if goal.ruled_out(row) else "in doubt", ratio, noise, why)
+    if abs(math.log(max(ratio, 1e-12))) <= math.log1p(noise):
+        return Judgement("same", ratio, noise)
+    return Judgement("better" if ratio > 1 else "worse", ratio, noise)
+
+
+def median(values: Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+def spread(values: Sequence[float]) -> float:
+    """Of the middle half, as a share of the median: a repeat that the machine interrupted is no spread of the rest."""
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return float(high - low) / float(middle) if middle else 0.0

@@ -1,0 +1,190 @@
+"""Trials on chips that are not here: the least times and the bytes, from shapes. Nothing runs, no KL is measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxinfer.engine.options import EngineOptions, SpeculationOptions
+from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
+from jaxinfer.measure.advise.trials import Arguments, TrialResult
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.planning import MemoryPlan, Place, PlanRequest, make_plan, parse_place
+from jaxinfer.planning.roofline import Rates, prefill_seconds
+from jaxinfer.quantization import quantize_params
+from jaxinfer.quantization.tree import describe
+from jaxinfer.speculative.statistics import mean_tokens
+
+NUM_DRAFTED = (2, 4, 8)
+LOADING = ("dtype", "revision", "quantize", "requantize")
+ENGINE = ("page_size", "prefill_chunk", "memory_fraction", "num_pages", "deterministic", "steps_per_dispatch")
+
+
+@dataclass(frozen=True, eq=False)
+class Planner:
+    """A model's shapes and a place.
+
+    Attributes:
+      arguments: of `LLM`, those of every trial. prompt_tokens, answer_tokens: of the longest request.
+      acceptance: the chance that a drafted token is accepted given that those before it were, None where nobody knows.
+    """
+
+    model: str
+    config: ModelConfig
+    params: Params
+    place: Place
+    arguments: Mapping[str, Any]
+    prompt_tokens: int
+    answer_tokens: int
+    max_seqs: int
+    acceptance: float | None = None
+
+    @classmethod
+    def open(
+        cls,
+        model: str,
+        on: str,
+        arguments: Mapping[str, Any],
+        *,
+        prompt_tokens: int,
+        answer_tokens: int,
+        max_seqs: int,
+        acceptance: float | None = None,
+    ) -> "Planner":
+        """Reads headers. Raises ValueError for a place or lengths that cannot be, and as `load_shapes`."""
+        place = parse_place(on)
+        values = {name: arguments[name] for name in LOADING if name in arguments}
+        config, params = load_shapes(model, **values)
+        config, _ = for_length(config, prompt_tokens + answer_tokens)
+        return cls(model, config, params, place, arguments, prompt_tokens, answer_tokens, max_seqs, acceptance)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the weights are, before any trial."""
+        return bool(describe(self.params))
+
+    def __call__(self, arguments: Arguments) -> TrialResult:
+        """A trial. What cannot be planned is a row with its reason; only the baseline raises."""
+        try:
+            return self._planned(arguments)
+        except (ValueError, NotImplementedError) as error:
+            if not arguments:
+                raise
+            return TrialResult(arguments, f"cannot be planned: {error}")
+
+    def request(self, arguments: Arguments, num_draft_tokens: int | None = None) -> PlanRequest:
+        """What is asked of the planner. Raises ValueError for options that are out of range."""
+        values = {**self.arguments, **arguments}
+        params = self.params
+        if (recipe := arguments.get("quantize")) is not None:
+            params = jax.eval_shape(partial(quantize_params, how=recipe), params)
+        options = EngineOptions(
+            max_model_len=self.prompt_tokens + self.answer_tokens,
+            max_seqs=values.get("max_seqs") or self.max_seqs,
+            kv_dtype=values.get("kv_dtype") or "auto",
+            speculation=None if num_draft_tokens is None else SpeculationOptions(num_draft_tokens),
+            **{name: values[name] for name in ENGINE if name in values},
+        )
+        draft = None
+        if num_draft_tokens is not None:
+            dtype = self.arguments.get("dtype", "auto")
+            draft = load_draft_shapes(arguments["draft"], self.config, self.params, options.max_model_len, dtype)
+        batches = tuple(dict.fromkeys((1, options.max_seqs)))
+        return PlanRequest(
+            self.model, self.config, params, self.place, options, self.arguments.get("mesh"), draft, batches
+        )
+
+    def _planned(self, arguments: Arguments) -> TrialResult:
+        if "prefix_cache" in arguments:
+            return TrialResult(arguments, "not planned: what prefix reuse saves depends on the prompts")
+        if "draft" in arguments:
+            return self._with_draft(arguments)
+        return _row(arguments, make_plan(self.request(arguments), compiles=False), self)
+
+    def _with_draft(self, arguments: Arguments) -> TrialResult:
+        """Rounds of the number of drafted tokens that is best at the acceptance; without it, when a draft pays."""
+        plain = {name: value for name, value in arguments.items() if name not in ("draft", "num_draft_tokens")}
+        base = make_plan(self.request(plain), compiles=False)
+        plans = {k: make_plan(self.request(arguments, k), compiles=False) for k in NUM_DRAFTED}
+        if self.acceptance is None:
+            said = ", ".join(f"{_percent(_break_even(plan))} of {k}" for k, plan in plans.items())
+            return TrialResult(
+                arguments,
+                f"acceptance cannot be planned: one request is faster where more than {said} drafted tokens are "
+                f"accepted; --acceptance X plans with yours",
+            )
+        rate = self.acceptance
+        row = _row(arguments, base, self)
+        best = max(plans, key=lambda k: mean_tokens(rate, k) / plans[k].rounds[0].seconds)
+        found = plans[best]
+        width = mean_tokens(rate, best)
+        step = found.rounds[0].seconds / width
+        last = found.rounds[-1]
+        replicas = found.layout.num_replicas
+        sizes = _sizes(found, self)
+        return replace(
+            row,
+            arguments={**arguments, "num_draft_tokens": best},
+            tpot=(step,),
+            one=(row.ttft[0] + step * (self.answer_tokens - 1),),
+            rate=(replicas * last.batch * width / last.seconds,),
+            acceptance=rate,
+            notes=(f"if {rate:.0%} of drafted tokens are accepted",),
+            **sizes,
+        )
+
+
+def _row(arguments: Arguments, plan: MemoryPlan, planner: Planner) -> TrialResult:
+    if not plan.roofline:
+        raise ValueError(f"the rates of {planner.place.name} are not known")
+    first, last = plan.roofline[0], plan.roofline[-1]
+    rates = Rates.of(planner.place.chip)
+    # A prompt reads the weights once at least.
+    read = plan.counted.read_weight_bytes(planner.prompt_tokens) / rates.hbm
+    ttft = max(prefill_seconds(rates, plan.counted, [planner.prompt_tokens]), read)
+    tpot = first.seconds
+    row = TrialResult(
+        arguments,
+        ttft=(ttft,),
+        tpot=(tpot,),
+        one=(ttft + tpot * (planner.answer_tokens - 1),),
+        rate=(last.tokens_per_second,),
+        notes=() if arguments else (f"its step of {last.batch} is bound by {last.bound}",),
+        **_sizes(plan, planner),
+    )
+    if row.is_exact:
+        row = replace(row, kl=0.0, top1=1.0)
+    if not plan.fits:
+        memory = plan.memory
+        reason = f"does not fit: {memory.total / 2**30:,.2f} of {memory.budget / 2**30:,.2f} GiB a device"
+        row = replace(row, reason=reason)
+    return row
+
+
+def _sizes(plan: MemoryPlan, planner: Planner) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        "weight_bytes": memory.parts["weights"] + memory.parts.get("draft weights", 0),
+        "token_bytes": memory.page_bytes / memory.page_size,
+        "needed_bytes": memory.total,
+        "cache_tokens": memory.tokens * plan.layout.num_replicas,
+    }
+
+
+def _percent(rate: float | None) -> str:
+    return "all" if rate is None else f"{rate:.0%}"
+
+
+def _break_even(plan: MemoryPlan) -> float | None:
+    """The acceptance from which a round of one request beats plain steps; None where not even 1 does."""
+    step, one = plan.roofline[0].seconds, plan.rounds[0]
+    wanted, count = one.seconds / step, one.num_draft_tokens
+    if mean_tokens(1.0, count) <= wanted:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_tokens(middle, count) < wanted else (low, middle)
+    return high

@@ -1,0 +1,234 @@
+"""The three kinds of run: a batch at a time, all at once, and clients that arrive."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinfer import compilation_cache
+from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.engine.processor import RequestOptions
+from jaxinfer.llm import LLM
+from jaxinfer.measure.bench.metrics import Trace, figures
+from jaxinfer.measure.bench.model import Bench
+from jaxinfer.measure.bench.probe import DispatchProbe, MemorySampler, engines_of, host_gap
+from jaxinfer.measure.bench.workload import Ask
+from jaxinfer.sampling import SamplingParams
+from jaxinfer.speculative import SpeculationStats
+
+_SALTS = itertools.count()  # of runs: they reuse no prefix of one another
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How requests are sent and judged. Their answers have exactly the lengths that were asked for: no token ends one.
+
+    Attributes:
+      temperature, seed: of the sampler. limits: of goodput, seconds by name. price_per_hour: of the machine.
+      told: hears of each request that has ended.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+    limits: dict[str, float] = field(default_factory=dict)
+    price_per_hour: float | None = None
+    told: Callable[[], None] = lambda: None
+
+    def params(self, num_tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=self.temperature, seed=self.seed, max_tokens=num_tokens, ignore_eos=True)
+
+
+def serve_all(llm: LLM, asks: Sequence[Ask], how: RunOptions) -> tuple[list[Trace], float]:
+    """Sends all requests at once and steps the engine until they are done; their traces, and the seconds in all.
+
+    Raises RuntimeError for one that failed.
+    """
+    terms = RequestOptions(cache_salt=f"bench {next(_SALTS)}")
+    requests = [
+        llm.prepare(ask.prompt, how.params(ask.num_tokens), terms, what=f"request {number}")
+        for number, ask in enumerate(asks)
+    ]
+    start = time.perf_counter()
+    running = {}
+    traces = []
+    for request in requests:
+        (answer,) = request.answers
+        traces.append(Trace(time.perf_counter(), len(answer.generation.prompt)))
+        llm.submit(request)
+        running[answer.generation] = (answer, traces[-1])
+    try:
+        while running:
+            for generation in llm.engine.step():
+                if generation not in running:
+                    continue
+                answer, trace = running[generation]
+                _, tokens = llm.advance(answer)
+                if tokens:
+                    trace.deliver(time.perf_counter(), len(tokens))
+                if generation.finish_reason is not None:
+                    del running[generation]
+                    _check(generation.finish_reason, generation.error)
+                    how.told()
+    finally:
+        for generation in running:
+            llm.engine.finish(generation, "abort")
+    return traces, time.perf_counter() - start
+
+
+async def serve_arriving(
+    engine: AsyncEngine,
+    asks: Sequence[Ask],
+    times: Sequence[float],
+    how: RunOptions,
+    max_concurrency: int | None = None,
+) -> tuple[list[Trace], float]:
+    """Clients that stream: request i comes `times[i]` seconds after the start, and waits to be sent while
+    `max_concurrency` others run. As `serve_all`."""
+    salt = f"bench {next(_SALTS)}"
+    gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+    start = time.perf_counter()
+
+    async def client(ask: Ask, when: float) -> Trace:
+        await asyncio.sleep(max(when - (time.perf_counter() - start), 0))
+        async with gate:
+            trace = Trace(time.perf_counter(), 0)
+            async for delta in engine.generate(ask.prompt, how.params(ask.num_tokens), cache_salt=salt):
+                if delta.token_ids:
+                    trace.deliver(time.perf_counter(), len(delta.token_ids))
+                if delta.output is not None:
+                    trace.num_prompt = len(delta.output.prompt_token_ids)
+                    (answer,) = delta.output.outputs
+                    _check(answer.finish_reason, answer.error)
+        how.told()
+        return trace
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(client(ask, when)) for ask, when in zip(asks, times, strict=True)]
+    return [task.result() for task in tasks], time.perf_counter() - start
+
+
+def _check(reason: str | None, error: str | None) -> None:
+    if reason != "length":
+        raise RuntimeError(f"a request ended with {reason!r}" + (f": {error}" if error else ""))
+
+
+def latency(bench: Bench, batches: Sequence[Sequence[Ask]], how: RunOptions) -> dict[str, Any]:
+    """Batches of one size one after the other; the figures are of all their requests. The first one warms up and does
+    not count. Raises ValueError for a model that was opened to serve."""
+    _check_idle(bench)
+    serve_all(bench.llm, batches[0], how)
+    found: list[Trace] = []
+    total = 0.0
+    with watched(bench) as watch:
+        for batch in batches[1:]:
+            traces, seconds = serve_all(bench.llm, batch, how)
+            found += traces
+            total += seconds
+    run = summary(bench, watch, found, total, how)
+    lengths = [one.num_prompt for one in found[: len(batches[1])]]
+    ideal = bench.ideal.prefill_seconds(lengths)
+    # The last first token of a batch: by then all its prompts were computed.
+    size = len(batches[1])
+    last = [max(one.ttft for one in found[start : start + size]) for start in range(0, len(found), size)]
+    run["prefill"] = {
+        "seconds": sorted(last)[len(last) // 2],
+        "roofline_seconds": ideal,
+        "percent": 100 * ideal / sorted(last)[len(last) // 2],
+    }
+    return {"batch": size, **run}
+
+
+def throughput(bench: Bench, asks: Sequence[Ask], warm: Sequence[Ask], how: RunOptions) -> dict[str, Any]:
+    """All requests at once, after a few others. Raises ValueError for a model that was opened to serve."""
+    _check_idle(bench)
+    serve_all(bench.llm, warm, how)
+    with watched(bench) as watch:
+        traces, seconds = serve_all(bench.llm, asks, how)
+    return summary(bench, watch, traces, seconds, how)
+
+
+def load(
+    bench: Bench,
+    asks: Sequence[Ask],
+    times: Sequence[float],
+    how: RunOptions,
+    max_concurrency: int | None = None,
+) -> dict[str, Any]:
+    """Requests that arrive while others run, through the path that streams to clients. Raises ValueError for a model
+    that was not opened to serve."""
+    if bench.engine is None:
+        raise ValueError("load needs a model that was opened to serve")
+    with watched(bench) as watch:
+        traces, seconds = asyncio.run(serve_arriving(bench.engine, asks, times, how, max_concurrency))
+    return summary(bench, watch, traces, seconds, how)
+
+
+def _check_idle(bench: Bench) -> None:
+    if bench.engine is not None:
+        raise ValueError("a model that was opened to serve is stepped by a thread of its own, and by no other")
+
+
+class Watch:
+    """What was seen beside the requests; complete once `watched` has ended."""
+
+    def __init__(self, probes: list[DispatchProbe], memory: MemorySampler, before: SpeculationStats | None):
+        self.probes, self.memory, self.before = probes, memory, before
+        self.counts = compilation_cache.Counts()
+
+
+@contextlib.contextmanager
+def watched(bench: Bench) -> Iterator[Watch]:
+    """Watches dispatches, memory and compilations of the block."""
+    probes = [DispatchProbe(engine) for engine in engines_of(bench.llm.engine)]
+    watch = Watch(probes, MemorySampler(), bench.llm.speculation_stats())
+    with contextlib.ExitStack() as stack:
+        watch.counts = stack.enter_context(compilation_cache.counting())
+        stack.enter_context(watch.memory)
+        for probe in probes:
+            stack.enter_context(probe)
+        yield watch
+
+
+def summary(bench: Bench, watch: Watch, traces: list[Trace], seconds: float, how: RunOptions) -> dict[str, Any]:
+    """All figures of a run as JSON values."""
+    run = figures(traces, seconds, limits=how.limits, price_per_hour=how.price_per_hour)
+    run["compiled_after_warm_up"] = watch.counts.compiled + watch.counts.hits
+    run["host_gap"] = host_gap(watch.probes)
+    run["decode"] = _decode(bench, watch, run)
+    after = bench.llm.speculation_stats()
+    if after is not None and watch.before is not None:
+        stats = after - watch.before
+        run["speculation"] = {
+            "acceptance_rate": stats.acceptance_rate,
+            "acceptance_by_position": list(stats.acceptance_by_position),
+            "mean_accepted_length": stats.mean_accepted_length,
+            "rounds": stats.num_rounds,
+            "plain_tokens": stats.num_plain_tokens,
+        }
+    run["memory"] = watch.memory.to_dict()
+    return run
+
+
+def _decode(bench: Bench, watch: Watch, run: dict[str, Any]) -> dict[str, Any] | None:
+    """The time per token beside what a plain decode step of the mean batch and context needs at the measured rates;
+    None where no request decoded."""
+    busy = [probe for probe in watch.probes if probe.mean_batch]
+    if not busy or run["tpot"] is None:
+        return None
+    batch = sum(probe.mean_batch for probe in busy) / len(busy)
+    context = sum(probe.mean_context for probe in busy) / len(busy)
+    point = bench.ideal.decode(batch, context)
+    return {
+        "mean_batch": batch,
+        "mean_context": context,
+        "step_seconds": run["tpot"]["p50"],
+        "roofline_seconds": point.seconds,
+        "roofline_tokens_per_second": point.tokens_per_second,
+        "bound": point.bound,
+        "bytes": point.hbm_bytes,
+        "flops": point.flops,
+        "percent": 100 * point.seconds / run["tpot"]["p50"] if run["tpot"]["p50"] else None,
+    }

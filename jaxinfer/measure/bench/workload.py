@@ -1,0 +1,153 @@
+"""What is asked: lengths, prompts, arrivals. The same seed makes the same requests. Plain Python and NumPy."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxinfer.engine.processor import Prompt
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Numbers of tokens, from `low` to `high`, both included.
+
+    Attributes:
+      kind: "fixed", "uniform" or "log" (uniform in the logarithm, as conversations are: few are long).
+    """
+
+    kind: str
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str, option: str) -> "Lengths":
+        """ "128", "16:256" (uniform) or "log:16:256". Raises ValueError, with the option's name, for anything else."""
+        kind, body = ("log", text[4:]) if text.startswith("log:") else ("uniform", text)
+        parts = body.split(":")
+        try:
+            numbers = [int(part) for part in parts]
+        except ValueError:
+            numbers = []
+        if len(numbers) == 1 and kind == "uniform":
+            kind, numbers = "fixed", numbers * 2
+        if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1]:
+            raise ValueError(f"{option}: {text!r} is none of 128, 16:256 (uniform) and log:16:256")
+        return cls(kind, numbers[0], numbers[1])
+
+    def draw(self, numbers: np.random.Generator, count: int) -> list[int]:
+        """So many numbers."""
+        if self.kind == "log":
+            drawn = np.exp(numbers.uniform(math.log(self.low), math.log(self.high + 1), count)).astype(int)
+            return np.clip(drawn, self.low, self.high).tolist()
+        return numbers.integers(self.low, self.high + 1, count).tolist()
+
+    def __str__(self) -> str:
+        if self.kind == "fixed":
+            return str(self.low)
+        return f"{'log:' if self.kind == 'log' else ''}{self.low}:{self.high}"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: a text or token ids, and how many tokens its answer has, exactly."""
+
+    prompt: Prompt
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class DatasetRow:
+    """A line of a dataset; `num_tokens` None leaves the answer's length to the options."""
+
+    prompt: Prompt
+    num_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Where prompts and lengths come from.
+
+    Attributes:
+      prompt_tokens, answer_tokens: what is drawn. dataset: rows that give prompts, and lengths where they have them;
+        they are taken in order, from the first again when they end. seed: of all that is drawn.
+    """
+
+    prompt_tokens: Lengths
+    answer_tokens: Lengths
+    dataset: tuple[DatasetRow, ...] = ()
+    seed: int = 0
+
+    def asks(self, count: int, vocab_size: int, part: int = 0) -> list[Ask]:
+        """So many requests; of each `part` (a repeat, a rate) others are drawn."""
+        numbers = np.random.default_rng([self.seed, part])
+        answers = self.answer_tokens.draw(numbers, count)
+        if self.dataset:
+            rows = [self.dataset[(part * count + i) % len(self.dataset)] for i in range(count)]
+            return [Ask(row.prompt, row.num_tokens or length) for row, length in zip(rows, answers, strict=True)]
+        lengths = self.prompt_tokens.draw(numbers, count)
+        prompts = [numbers.integers(0, vocab_size, length).tolist() for length in lengths]
+        return [Ask(prompt, length) for prompt, length in zip(prompts, answers, strict=True)]
+
+
+def read_dataset(file: Path) -> tuple[DatasetRow, ...]:
+    """JSON lines with "prompt", a text or token ids, and if it is known "output_tokens".
+
+    Raises ValueError with the file and the line for what is neither; FileNotFoundError.
+    """
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{file.name}, line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: no JSON: {error}") from None
+        rows.append(DatasetRow(*_checked(row, where)))
+    if not rows:
+        raise ValueError(f"{file.name} has no rows")
+    return tuple(rows)
+
+
+def _checked(row: Any, where: str) -> tuple[Prompt, int | None]:
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not prompt or not (is_ids or isinstance(prompt, str)):
+        raise ValueError(f'{where}: "prompt" must be a text or a list of token ids')
+    length = row.get("output_tokens")
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(f'{where}: "output_tokens" must be a positive integer, got {length!r}')
+    return prompt, length
+
+
+def arrivals(rate: float, count: int, *, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """Seconds from the start at which requests come, the first at 0: gaps of mean 1/rate, gamma distributed with shape
+    `burstiness` (1 is a Poisson process, less is burstier). An infinite rate sends all at once.
+
+    Raises ValueError for a rate or burstiness that is not positive.
+    """
+    if not rate > 0:
+        raise ValueError(f"a request rate must be positive, got {rate}")
+    if not 0 < burstiness < math.inf:
+        raise ValueError(f"burstiness must be positive, got {burstiness}")
+    if math.isinf(rate):
+        return [0.0] * count
+    gaps = np.random.default_rng([seed, 1]).gamma(burstiness, 1 / (rate * burstiness), max(count - 1, 0))
+    return [0.0, *np.cumsum(gaps).tolist()][:count]
+
+
+def parse_numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
+    """Positive numbers with commas between, in their order; "inf" where they need not be whole. Raises ValueError."""
+    try:
+        found: Sequence[float] = [int(part) if whole else float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(number > 0 for number in found):
+        example = "1,8,32" if whole else "0.5,2,inf"
+        raise ValueError(f"{option}: {text!r} is not a list of positive numbers, such as {example}")
+    return list(dict.fromkeys(found))

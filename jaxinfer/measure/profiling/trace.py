@@ -1,0 +1,192 @@
+"""A trace of `jax.profiler` as intervals of operations, and how the devices' time divides among them.
+
+Where an operation's interval lies depends on the platform. An accelerator has a plane for each device, with a line of
+operations ("XLA Ops", or the streams of a GPU). A CPU has one plane for the host; there an operation lasts from when a
+thread begins it until the last thread of its work is done. That thread writes an event "end: NAME", but only after the
+operations that it runs next, which had waited for this one.
+"""
+
+import bisect
+import heapq
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxinfer.measure.profiling.ops import CONTROL
+
+_NAME = re.compile(r"%?([\w.\-]+)")
+_RUNS_OTHERS = re.compile(rf"({'|'.join(CONTROL)})\b")
+_OPS, _MODULES, _STEPS = "XLA Ops", "XLA Modules", "Steps"
+# Lines of an accelerator that tell of the same time once more.
+_OTHER_LINES = (_MODULES, _STEPS, "Async XLA Ops", "Framework Ops", "Framework Name Scope", "Source code")
+SUFFIX = ".xplane.pb"
+
+
+class NoDeviceEventsError(RuntimeError):
+    """A trace tells nothing of the devices."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """One run of an operation. Times in nanoseconds of one clock.
+
+    Attributes:
+      name: of the instruction. module: of its program. run: tells programs of one module apart, None if the trace does
+      not. device: which. scope: as the trace has it, "" where the compiled program must be asked.
+    """
+
+    name: str
+    module: str
+    run: int | None
+    device: str
+    start: float
+    end: float
+    scope: str = ""
+
+
+def start(folder: Path) -> None:
+    """Begins a trace: devices and the host's own events, without Python's, which would slow it down."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    jax.profiler.start_trace(str(folder), profiler_options=options)
+
+
+def stop(folder: Path) -> Any:
+    """Ends it; what it holds. Raises NoDeviceEventsError where no file was written."""
+    jax.profiler.stop_trace()
+    files = sorted(folder.rglob(f"*{SUFFIX}"))
+    if not files:
+        raise NoDeviceEventsError(f"the profiler wrote no *{SUFFIX} file")
+    return jax.profiler.ProfileData.from_file(str(files[-1]))
+
+
+def intervals(data: Any) -> list[Interval]:
+    """All operations of a trace (`jax.profiler.ProfileData`), by their start.
+
+    Raises NoDeviceEventsError, with the names of the planes, where it has none.
+    """
+    planes = list(data.planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:") and "CUSTOM" not in plane.name]
+    found = [one for plane in devices for one in _on_device(plane)]
+    if not found:
+        found = [one for plane in planes if plane.name.startswith("/host:CPU") for one in _on_cpu(plane)]
+    if not found:
+        names = ", ".join(plane.name for plane in planes) or "none"
+        raise NoDeviceEventsError(f"the trace has no operations of a device; its planes are: {names}")
+    return sorted(found, key=lambda one: one.start)
+
+
+def _on_device(plane: Any) -> Iterator[Interval]:
+    lines = list(plane.lines)
+    modules = [
+        (event.start_ns, event.end_ns, event.name.partition("(")[0])
+        for line in lines
+        if line.name == _MODULES
+        for event in line.events
+    ]
+    own = [line for line in lines if line.name == _OPS] or [line for line in lines if line.name not in _OTHER_LINES]
+    for line in own:
+        for event in line.events:
+            stats = dict(event.stats)
+            if line.name != _OPS and "hlo_op" not in stats:  # copies from and to the host, of a GPU's stream
+                continue
+            matched = _NAME.match(str(stats.get("hlo_op") or event.name))
+            module = stats.get("hlo_module") or _around(modules, event.start_ns)
+            yield Interval(
+                name=matched.group(1) if matched is not None else event.name,
+                module=str(module),
+                run=stats.get("program_id"),
+                device=plane.name,
+                start=event.start_ns,
+                end=event.end_ns,
+                scope=str(stats.get("tf_op") or ""),
+            )
+
+
+def _around(modules: list[tuple[float, float, str]], time: float) -> str:
+    return next((name for start, end, name in modules if start <= time < end), "")
+
+
+def _on_cpu(plane: Any) -> Iterator[Interval]:
+    ends: dict[Any, tuple[float, int]] = {}
+    begun: list[tuple[float, float, dict[str, Any]]] = []
+    starts: list[list[float]] = []  # of the operations of each line, a thread
+    for number, line in enumerate(plane.lines):
+        starts.append([])
+        for event in line.events:
+            if event.name.startswith("end: "):
+                stats = dict(event.stats)
+                if "_c" in stats:
+                    ends[stats["_c"]] = event.start_ns, number
+            elif event.duration_ns > 0:
+                stats = dict(event.stats)
+                if "hlo_op" in stats:
+                    begun.append((event.start_ns, event.end_ns, stats))
+                    starts[-1].append(event.start_ns)
+        starts[-1].sort()
+    for start_ns, end_ns, stats in begun:
+        name, end = str(stats["hlo_op"]), end_ns
+        if stats.get("_p") in ends:
+            end, number = ends[stats["_p"]]
+            following = bisect.bisect_left(starts[number], end_ns)
+            if following < len(starts[number]) and not _RUNS_OTHERS.match(name):
+                end = min(end, starts[number][following])
+        yield Interval(
+            name=name,
+            module=str(stats.get("hlo_module", "")),
+            run=stats.get("program_id"),
+            device=f"cpu {stats.get('device_ordinal', 0)}",
+            start=start_ns,
+            end=max(end, start_ns),
+        )
+
+
+def shares(found: Iterable[Interval], is_control: Iterable[bool]) -> list[float]:
+    """Seconds of device time of each interval: together, the time in which a device ran anything.
+
+    Where several operations of a device run at once, each gets an equal part of that time. An operation that only runs
+    others (`is_control`) gets what is left while none of them runs.
+    """
+    all_, controls = list(found), list(is_control)
+    result = [0.0] * len(all_)
+    for device in {one.device for one in all_}:
+        numbers = sorted((i for i, one in enumerate(all_) if one.device == device), key=lambda i: all_[i].start)
+        _divide(all_, controls, numbers, result)
+    return result
+
+
+def _divide(all_: list[Interval], controls: list[bool], numbers: list[int], result: list[float]) -> None:
+    """Adds each interval's part, in one sweep. A clock counts the time that one of several gets; an interval's part is
+    what the clock went on by between its beginning and its end."""
+    running: list[tuple[float, int]] = []  # a heap by end
+    clocks, counts = [0.0, 0.0], [0, 0]  # of operations, of those that run others
+    began: dict[int, float] = {}
+    now = 0.0
+
+    def advance(to: float) -> None:
+        nonlocal now
+        kind = 0 if counts[0] else 1
+        if counts[kind]:
+            clocks[kind] += (to - now) / counts[kind]
+        now = to
+
+    def end_until(time: float) -> None:
+        while running and running[0][0] <= time:
+            end, number = heapq.heappop(running)
+            advance(end)
+            kind = int(controls[number])
+            result[number] = (clocks[kind] - began[number]) / 1e9
+            counts[kind] -= 1
+
+    for number in numbers:
+        end_until(all_[number].start)
+        advance(all_[number].start)
+        kind = int(controls[number])
+        began[number] = clocks[kind]
+        counts[kind] += 1
+        heapq.heappush(running, (all_[number].end, number))
+    end_until(float("inf"))

@@ -1,0 +1,55 @@
+"""Prompts cut from texts, and how much of them is shared."""
+
+import pytest
+
+from jaxinfer.measure.advise.texts import for_quality, requests, shared_share
+from jaxinfer.measure.bench.workload import DatasetRow, Lengths, Workload
+
+
+@pytest.mark.parametrize(
+    ("prompts", "share"),
+    [
+        ([[1, 2, 3], [4, 5, 6]], 0.0),
+        ([[1, 2, 3], [1, 2, 4]], 2 / 6),
+        ([[1, 2], [9, 9], [1, 2], [1, 2]], 4 / 8),  # neighbours or not
+        ([], 0.0),
+    ],
+)
+def test_the_share_that_reuse_could_save(prompts, share):
+    assert shared_share(prompts) == pytest.approx(share)
+
+
+def test_prompts_are_pieces_of_the_texts_and_repeat():
+    texts = [list(range(100)), list(range(100, 150))]
+    workload = Workload(Lengths("uniform", 5, 9), Lengths("fixed", 3, 3), seed=1)
+    asks = requests(workload, texts, 20, 150, num_shared=4)
+    assert asks == requests(workload, texts, 20, 150, num_shared=4)
+    for ask in asks:
+        body = ask.prompt[4:]
+        assert 5 <= len(body) <= 9
+        assert body == list(range(body[0], body[0] + len(body)))
+        assert ask.prompt[:4] == asks[0].prompt[:4]
+        assert ask.num_tokens == 3
+    assert shared_share([ask.prompt for ask in asks]) > 0.2
+
+
+def test_a_dataset_is_taken_as_it_is():
+    workload = Workload(
+        Lengths("fixed", 5, 5), Lengths("fixed", 3, 3), (DatasetRow("one", None), DatasetRow([1, 2], 7))
+    )
+    assert [(ask.prompt, ask.num_tokens) for ask in requests(workload, [], 3, 9)] == [
+        ("one", 3),
+        ([1, 2], 7),
+        ("one", 3),
+    ]
+
+
+def test_a_text_that_is_shorter_than_a_prompt_goes_round():
+    workload = Workload(Lengths("fixed", 7, 7), Lengths("fixed", 1, 1))
+    assert requests(workload, [[1, 2, 3]], 1, 9)[0].prompt == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_texts_for_quality_keep_within_the_memory_of_log_probabilities():
+    texts = [[1] * 1000, [2], [3] * 10]
+    assert for_quality(texts, 100, 64) == [[1] * 63, [3] * 10]
+    assert len(for_quality([[1] * 300] * 8, 2**19, 4096)) == 2

@@ -1,0 +1,61 @@
+"""Figures against hand-made times, by the definitions."""
+
+import numpy as np
+import pytest
+
+from jaxinfer.measure.bench.metrics import Trace, distribution, figures, keeps, parse_goodput
+
+
+def trace(sent, times, tokens):
+    one = Trace(sent, num_prompt=10)
+    for time, count in zip(times, tokens, strict=True):
+        one.deliver(time, count)
+    return one
+
+
+def test_a_request_by_the_definitions():
+    one = trace(1.0, [1.5, 2.0, 3.5], [1, 4, 4])
+    assert (one.ttft, one.e2el, one.num_tokens) == (0.5, 2.5, 9)
+    assert one.tpot == pytest.approx((2.5 - 0.5) / 8)
+    assert one.gaps == [0.5, 1.5]  # of deliveries, however many tokens they have
+
+
+def test_an_answer_of_one_token_has_no_tpot_and_keeps_any_limit_of_it():
+    one = trace(0.0, [0.2], [1])
+    assert one.tpot is None
+    assert keeps(one, {"tpot": 1e-9})
+    assert not keeps(one, {"ttft": 0.1})
+
+
+def test_all_figures_of_two_requests():
+    found = figures(
+        [trace(0.0, [0.1, 0.3], [1, 2]), trace(0.5, [1.0, 2.0], [1, 1])],
+        seconds=2.0,
+        limits={"ttft": 0.2, "e2el": 1.0},
+        price_per_hour=3.6,
+    )
+    assert found["tokens_per_second"] == {"in": 10.0, "out": 2.5, "total": 12.5}
+    assert found["ttft"]["mean"] == pytest.approx(0.3)
+    assert found["tpot"]["p50"] == pytest.approx((0.1 + 1.0) / 2)
+    assert found["itl"]["p99"] == pytest.approx(np.percentile([0.2, 1.0], 99))
+    assert found["goodput"] == {"limits": {"ttft": 0.2, "e2el": 1.0}, "requests_per_second": 0.5, "share": 0.5}
+    assert found["cost_per_million_tokens"]["out"] == pytest.approx(0.001 / 2.5 * 1e6)
+
+
+def test_without_limits_and_price_nothing_is_said_of_them():
+    found = figures([trace(0.0, [0.1], [1])], 1.0)
+    assert "goodput" not in found
+    assert "cost_per_million_tokens" not in found
+    assert found["itl"] is None
+    assert distribution([]) is None
+
+
+def test_goodput_is_read_in_milliseconds():
+    assert parse_goodput("ttft:500,tpot:50") == {"ttft": 0.5, "tpot": 0.05}
+    assert parse_goodput(None) == {}
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:x", "itl:5", "ttft:-1", "", "ttft:0"])
+def test_goodput_that_cannot_be_read_is_named(text):
+    with pytest.raises(ValueError, match="--goodput"):
+        parse_goodput(text)
