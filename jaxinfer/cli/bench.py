@@ -81,7 +81,7 @@ def latency(
 
 def throughput(
     options: BenchOptions,
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="RunOptions many come at once.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Number of requests.")] = 64,
 ) -> None:
     """Measure many requests that come all at once."""
     from jaxinfer.measure.bench import runs

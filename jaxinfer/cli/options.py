@@ -220,7 +220,7 @@ class HostsOptions:
     ] = None
     num_processes: Annotated[
         int | None,
-        typer.Option(min=1, help="RunOptions many hosts there are.", metavar="N", rich_help_panel=_HOSTS),
+        typer.Option(min=1, help="Number of hosts.", metavar="N", rich_help_panel=_HOSTS),
     ] = None
     process_id: Annotated[
         int | None,

@@ -29,7 +29,7 @@ class Figures:
       moved_bytes: between HBM and the chip in such a run, attention left out; kernel_bytes: what attention's kernels
         move if every sequence is as long as its page table. None where only the TPU's programs tell.
       num_collectives, sent_bytes: operations between devices, and what a device sends in them.
-      besides_bytes: see `programs.Planned`. seconds: what compiling took.
+      resident_bytes: see `programs.Planned`. seconds: what compiling took.
     """
 
     argument_bytes: float

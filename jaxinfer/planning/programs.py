@@ -21,7 +21,7 @@ class Planned:
     """A program with its abstract arguments.
 
     Attributes:
-      besides_bytes: of one device, what lies in its memory while the program runs and is none of its arguments: a
+      resident_bytes: of one device, what lies in its memory while the program runs and is none of its arguments: a
         draft's weights and pages while the target works alone. Negative for arrays that are arguments twice: the layers
         of the target's that draft.
     """

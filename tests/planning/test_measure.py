@@ -54,7 +54,7 @@ def test_few_layers_tell_what_all_do(subject, fake, config, draft):
         expected, found = one.figures.to_dict(), few[name].figures.to_dict()
         assert found.pop("seconds") >= 2
         for other in (found, expected):  # the target's layers that draft are arguments twice, and lie there once
-            other["argument_bytes"] += other.pop("besides_bytes")
+            other["argument_bytes"] += other.pop("resident_bytes")
             other.pop("seconds", None)
         assert found == pytest.approx(expected)
 
