@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from checkpoints_convert.convert import ConvertReport, convert
-from checkpoints_convert.files import in_words
 from checkpoints_convert.load import requantize_summary
 from checkpoints_convert.manifest import verify_manifest
 from checkpoints_convert.source import DTYPES
 from checkpoints_convert.verify import compare_tensors
+from jaxinfer.checks import format_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _verified(report: ConvertReport) -> list[str]:
 
 def _summary(report: ConvertReport) -> str:
     lines = [
-        f"{report.destination}: {report.config.architecture}, {report.config.dtype}, {in_words(report.num_bytes)}"
+        f"{report.destination}: {report.config.architecture}, {report.config.dtype}, {format_bytes(report.num_bytes)}"
         f" of parameters in {report.seconds:.1f} s"
     ]
     if report.num_resumed_units:

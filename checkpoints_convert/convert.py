@@ -15,7 +15,6 @@ from checkpoints_convert.files import (
     MANIFEST,
     NATIVE_CONFIG,
     files_below,
-    make_durable,
     read_json,
     write_companions,
     write_json,
@@ -31,6 +30,7 @@ from checkpoints_convert.progress import Progress, ProgressCallback
 from checkpoints_convert.source import ParamPath, Source
 from checkpoints_convert.staging import check_destination, check_free_space, partial_path, publish, staged
 from checkpoints_convert.store import PARAMS, native_config, write_unit
+from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray
 
@@ -188,7 +188,7 @@ def _finish_native(
     parameters = {name: found for unit in journal.finished.values() for name, found in unit.parameters.items()}
     write_manifest(partial, entries, parameters)
     for name in [*carried, MANIFEST]:
-        make_durable(partial / name)
+        sync(partial / name)
     journal.remove()
 
 

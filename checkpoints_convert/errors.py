@@ -1,7 +1,5 @@
-"""The errors of this room, and the near-miss hint their messages end with."""
+"""The errors that reading, converting and writing checkpoints raise."""
 
-import difflib
-from collections.abc import Iterable
 from pathlib import Path
 
 _NUM_LISTED = 20
@@ -28,9 +26,3 @@ class CheckpointError(ValueError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """No checkpoint under that name: a missing directory, an unknown hub id, or one that could not be fetched."""
-
-
-def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """A clause with the nearest of the known names, or nothing when none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f": did you mean {near[0]!r}?" if near else ""

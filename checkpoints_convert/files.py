@@ -1,14 +1,14 @@
-"""Small helpers on files: strict JSON, durable writes, checksums, sizes in words."""
+"""Names of a checkpoint's files, strict JSON, checksums and copies."""
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
+from jaxinfer.files import write_text_atomically
 
 MAX_JSON_BYTES = 100_000_000
 CONFIG = "config.json"
@@ -77,24 +77,8 @@ def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes to a temporary file beside `path`, then renames it: a reader sees the old or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        make_durable(temporary)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def make_durable(path: Path) -> None:
-    """Asks the system to have the file, or the names in the directory, on the disk before this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Replaces the file's content by a JSON object, atomically and durably."""
+    write_text_atomically(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def sha256(path: Path) -> str:
@@ -131,11 +115,3 @@ def write_companions(companions: Mapping[str, Path | str], destination: Path) ->
         else:
             target.write_text(content, encoding="utf-8")
     return sorted(companions)
-
-
-def in_words(num_bytes: int) -> str:
-    """A byte count a reader can take in, with the exact number."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.2f} {unit} ({num_bytes} bytes)"
-    return f"{num_bytes} bytes"

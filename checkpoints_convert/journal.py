@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import make_durable
 from checkpoints_convert.manifest import Entries, measure
 from checkpoints_convert.native_arrays import Description
 from checkpoints_convert.staging import JOURNAL
+from jaxinfer.files import sync
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class ConversionJournal:
     def finish(self, name: str, unit: FinishedUnit) -> None:
         """Records a unit once its files are durable."""
         for file in unit.files:
-            make_durable(self._directory / file)
+            sync(self._directory / file)
         for parent in sorted({(self._directory / file).parent for file in unit.files}):
-            make_durable(parent)
+            sync(parent)
         self._append({"unit": name, **asdict(unit)})
         self.finished[name] = unit
 

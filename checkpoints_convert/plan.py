@@ -1,6 +1,5 @@
 """Which tensors of a checkpoint become which parameter, decided from names and shapes before any byte is read."""
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +20,7 @@ from checkpoints_convert.outputs import Outputs
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
 from checkpoints_convert.safetensors_index import TensorHeader
 from checkpoints_convert.source import DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
+from jaxinfer.checks import nearest
 from jaxinfer.models import ModelConfig, keeps_float32
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,6})\.")
@@ -378,13 +378,12 @@ def _described(shape: tuple[int, ...]) -> str:
 
 
 def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
+    """The likely partner of a tensor that is missing, or that no parameter is read from."""
     hints = {}
-    for name in missing[:_NUM_HINTS]:
-        if near := difflib.get_close_matches(name, extra, n=1, cutoff=0.7):
-            hints[name] = f"; the checkpoint has {near[0]!r}"
-    for name in extra[:_NUM_HINTS]:
-        if near := difflib.get_close_matches(name, missing, n=1, cutoff=0.7):
-            hints[name] = f"; the model needs {near[0]!r}"
+    for names, others, owner in ((missing, extra, "the checkpoint has"), (extra, missing, "the model needs")):
+        for name in names[:_NUM_HINTS]:
+            if near := nearest(name, others, cutoff=0.7):
+                hints[name] = f"; {owner} {near!r}"
     return hints
 
 

@@ -15,8 +15,9 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.byte_file import ByteFile, LocalFile, fill, fill_from_tensor
-from checkpoints_convert.errors import CheckpointError, did_you_mean
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import parse_json
+from jaxinfer.checks import did_you_mean
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
@@ -150,7 +151,7 @@ def _parse_entry(value: Any, num_data_bytes: int) -> TensorEntry | str:
         return f"has {found or 'nothing'}, not 'dtype', 'shape' and 'data_offsets'"
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        return f"unknown dtype {dtype!r}" + did_you_mean(str(dtype), DTYPE_BITS)
+        return f"unknown dtype {dtype!r}" + did_you_mean(dtype, DTYPE_BITS)
     if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
         return f"shape {shape!r} is not a list of sizes"
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):

@@ -16,9 +16,9 @@ from checkpoints_convert.files import (
     PARAMS,
     QUANTIZATION_FILES,
     files_below,
-    in_words,
-    make_durable,
 )
+from jaxinfer.checks import format_bytes
+from jaxinfer.files import sync
 
 JOURNAL = "journal.jsonl"  # its presence marks a directory as a checkpoint being written
 # All that a checkpoint consists of, and what model hubs put beside it. A directory with anything else, such as a GGUF
@@ -29,7 +29,7 @@ _OWN_FILES = (
     *(NATIVE_CONFIG, MANIFEST, JOURNAL, f"{PARAMS}/*"),
     *("*.safetensors", "*.safetensors.index.json", "README.md", ".gitattributes"),
     *("MODEL_CARD.md", "*.png"),  # the cards of models that are trained here, and what they show
-    "*.json.tmp",  # of a run that was killed
+    ".*.json.part",  # of a run that was killed
 )
 _NUM_NAMED = 3
 _SPARE_BYTES = 16 * 2**20  # configuration, tokenizer and bookkeeping
@@ -74,18 +74,21 @@ def check_free_space(destination: Path, num_bytes: int) -> None:
     parent = next(path for path in destination.resolve().parents if path.exists())
     needed, free = num_bytes + _SPARE_BYTES, shutil.disk_usage(parent).free
     if needed > free:
-        raise CheckpointError(destination, f"needs {in_words(needed)}, {parent} has {in_words(free)} free")
+        raise CheckpointError(
+            destination,
+            f"needs {format_bytes(needed)} ({needed} bytes), {parent} has {format_bytes(free)} ({free} bytes) free",
+        )
 
 
 def publish(partial: Path, destination: Path) -> None:
     """Gives a whole checkpoint its name; an earlier one there is removed afterwards."""
-    make_durable(partial)
+    sync(partial)
     old = destination.with_name(f"{destination.name}.old-{os.getpid()}")
     is_replacing = destination.exists()
     if is_replacing:
         os.rename(destination, old)
     os.rename(partial, destination)
-    make_durable(destination.parent)
+    sync(destination.parent)
     if is_replacing:
         shutil.rmtree(old)
 

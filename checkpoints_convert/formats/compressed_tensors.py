@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from checkpoints_convert.errors import did_you_mean
 from checkpoints_convert.formats.compressed_tensors_modules import Activations, Weights, module_reader
 from checkpoints_convert.formats.gptq import check_pattern
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader, flag
 from checkpoints_convert.safetensors_index import TensorHeader
+from jaxinfer.checks import did_you_mean
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")

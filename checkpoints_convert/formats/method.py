@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.errors import did_you_mean
 from checkpoints_convert.files import QUANTIZATION_FILES, read_json
 from checkpoints_convert.formats.autoround import autoround
 from checkpoints_convert.formats.awq import awq
@@ -14,6 +13,7 @@ from checkpoints_convert.formats.fp8 import fbgemm_fp8, fp8, modelopt
 from checkpoints_convert.formats.gptq import gptq
 from checkpoints_convert.formats.module import FormatError, Method
 from checkpoints_convert.formats.mxfp4 import mxfp4
+from jaxinfer.checks import did_you_mean
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "gptq": gptq,
@@ -54,7 +54,7 @@ def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
         name = "compressed-tensors"
     if name not in METHODS:
         why = _REFUSED.get(str(name), f"{', '.join(METHODS)} are")
-        raise FormatError(f"quant_method {name!r} is not supported{did_you_mean(str(name), METHODS)}: {why}")
+        raise FormatError(f"quant_method {name!r} is not supported{did_you_mean(name, METHODS)}: {why}")
     return METHODS[name](data)
 
 

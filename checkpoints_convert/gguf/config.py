@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.errors import CheckpointError, did_you_mean
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.architectures import ARCHITECTURES, Architecture
 from checkpoints_convert.gguf.blocks import dequantize
 from checkpoints_convert.gguf.index import GGUFIndex
@@ -15,6 +15,7 @@ from checkpoints_convert.gguf.metadata import Metadata
 from checkpoints_convert.gguf.neutral import refuse_unread
 from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
 from checkpoints_convert.huggingface.families import FAMILIES
+from jaxinfer.checks import did_you_mean
 
 _ARCHITECTURE = "general.architecture"
 # The scaling of Llama 3.1 to 3.3 (low and high frequency factors, original context): files have only what comes of it.

@@ -8,12 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from checkpoints_convert.errors import CheckpointError, did_you_mean
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.architectures import Architecture
 from checkpoints_convert.gguf.file import TensorEntry
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.huggingface.rules import INDEX, TensorGroup, TensorPlacement, TensorRule, layout, linear, norm
 from checkpoints_convert.source import ParamPath, param_shapes
+from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig
 
 _LAYER, _TARGET = "blk.{layer}", "layers.{layer}"

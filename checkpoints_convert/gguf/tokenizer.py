@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.errors import CheckpointError, did_you_mean
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from jaxinfer.checks import did_you_mean
 
 _GGML = "tokenizer.ggml."
 _HUGGING_FACE = "tokenizer.huggingface.json"

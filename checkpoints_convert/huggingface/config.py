@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints_convert.errors import CheckpointError, did_you_mean
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import FormatError, quantization_method
 from checkpoints_convert.huggingface.families import FAMILIES, WRAPPERS, family_of, text_part
 from checkpoints_convert.huggingface.family import ACTIVATIONS, Bias, Family, Setting
 from checkpoints_convert.huggingface.fields import Fields
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
+from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

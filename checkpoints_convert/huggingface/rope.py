@@ -7,9 +7,9 @@ Old: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ..., ...}` or nu
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from checkpoints_convert.errors import did_you_mean
 from checkpoints_convert.huggingface.family import RopeForm
 from checkpoints_convert.huggingface.fields import Fields
+from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig, RopeConfig
 from jaxinfer.models.config import RopeKind
 
@@ -62,7 +62,7 @@ def rope_config(
     kind = aliases.get(given, given) if isinstance(given, str) else given
     if kind not in _KINDS:
         known = (*_KINDS, *_ALIASES)
-        fields.problem("rope_type", f"{given!r} is not one of {', '.join(known)}{did_you_mean(str(given), known)}")
+        fields.problem("rope_type", f"{given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
         kind = "default"
     known = _FIELDS[kind] | ({"llama_4_scaling_beta", "max_position_embeddings"} if form.has_query_scale else set())
     for key, value in settings.items():

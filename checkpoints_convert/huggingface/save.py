@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from checkpoints_convert.arrays import count_nonfinite
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, make_durable, write_json
+from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_json
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.huggingface.compress import Stored, compress, quantization_config
 from checkpoints_convert.huggingface.config import huggingface_config
@@ -33,6 +33,7 @@ from checkpoints_convert.source import (
     param_shapes,
 )
 from checkpoints_convert.staging import staged
+from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig, Params, keeps_float32
 from jaxinfer.models.experts import is_shared
 from jaxinfer.quantization import QuantizedArray, check
@@ -134,7 +135,7 @@ def write_shards(
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, directory / name, metadata={"format": "pt"})
-        make_durable(directory / name)
+        sync(directory / name)
     if len(shards) > 1:
         write_json(directory / WEIGHTS_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     if not modules and not kv_scales:

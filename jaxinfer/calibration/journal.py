@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.files import atomic_writer
 from jaxinfer.models import Params
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
@@ -54,8 +55,6 @@ class CalibrationJournal:
             file.write(wanted)
             file.flush()
             os.fsync(file.fileno())
-        for path in self.directory.glob("layers.*.tmp"):
-            path.unlink()
 
     def part(self, name: str) -> "CalibrationJournal":
         """The journal of a calibration that belongs to this one, closed and removed with it."""
@@ -67,13 +66,8 @@ class CalibrationJournal:
 
     def write(self, number: int, params: Params, report: dict[str, Any]) -> None:
         """Records a finished layer."""
-        temporary = self._path(number).with_suffix(".tmp")
-        with temporary.open("wb") as file:
+        with atomic_writer(self._path(number)) as file:
             np.savez(file, allow_pickle=False, **_flat(params), **{_REPORT: np.array(json.dumps(report))})
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path(number))
-        _sync(self.directory)
 
     def read(self, number: int) -> tuple[Params, dict[str, Any]]:
         """A finished layer and its report. Raises ValueError, naming the file, where it is damaged."""
@@ -115,8 +109,9 @@ class CalibrationJournal:
         return file
 
     def _clear(self) -> None:
-        for path in self.directory.glob("layers.*"):
-            path.unlink()
+        for pattern in ("layers.*", ".layers.*.part"):  # the second is of a process that was killed
+            for path in self.directory.glob(pattern):
+                path.unlink()
         for path in self.directory.glob(_PART + "*"):
             CalibrationJournal(path)._clear()
             (path / _STATE).unlink(missing_ok=True)
@@ -172,11 +167,3 @@ def _nested(found: dict[str, np.ndarray]) -> Params:
         elif ":" not in name and name != _REPORT:
             put(name, jnp.asarray(array))
     return params
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -125,10 +125,11 @@ def _write_files(
     dtype: str,
     made: Path,
 ) -> None:
-    from checkpoints_convert.files import CONFIG, companion_files, copy_files, make_durable, read_json, write_json
+    from checkpoints_convert.files import CONFIG, companion_files, copy_files, read_json, write_json
     from checkpoints_convert.huggingface.config import huggingface_config
     from checkpoints_convert.huggingface.save import write_shards
     from checkpoints_convert.staging import check_free_space
+    from jaxinfer.files import sync
 
     shutil.rmtree(made, ignore_errors=True)  # of a run that was killed
     config = replace(source.config, dtype=dtype)
@@ -142,7 +143,7 @@ def _write_files(
     others = [name for name in companion_files(source.directory) if name != CONFIG]
     copy_files(source.directory, made, others)
     for name in others:
-        make_durable(made / name)
+        sync(made / name)
     write_json(made / CONFIG, huggingface_config(config) | special | quantization)
 
 

@@ -5,7 +5,6 @@ On-policy text and divergences after Agarwal et al. 2024 (GKD) and Zhou et al. 2
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.files import atomic_writer
 from jaxinfer.models import ModelConfig, Params, init_params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training import corpus
@@ -353,10 +353,8 @@ class _TextWriter:
                 rows = [[*one.prompt, *text] for one, text in zip(some, self._generate(some), strict=True)]
                 if short := [len(row) for row in rows if len(row) != self._options.length]:
                     raise ValueError(f"a text of {short[0]} tokens where {self._options.length} were asked for")
-                partial = path.with_suffix(".part")
-                with partial.open("wb") as file:
+                with atomic_writer(path) as file:
                     np.save(file, np.asarray(rows, np.int32))
-                os.replace(partial, path)
             chunks.append(np.load(path))
         return np.concatenate(chunks)
 

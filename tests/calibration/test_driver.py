@@ -113,7 +113,7 @@ def test_a_run_that_was_killed_goes_on(model, tokens, held_out, gptq_result, tmp
 
     with pytest.raises(Killed):
         run(report=kill)
-    (tmp_path / "work" / "layers.2.tmp").write_bytes(b"cut off")
+    (tmp_path / "work" / ".layers.2.npz.part").write_bytes(b"cut off")
     again = run()
     assert [layer.is_resumed for layer in again.layers] == [True, True, False]
     same(again.params, gptq_result.params)

@@ -160,7 +160,7 @@ sys.exit(main([sys.argv[1], sys.argv[2], "--quiet"]))
 def test_too_little_room_is_noticed_before_writing(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
     with pytest.raises(
-        CheckpointError, match=r"native: needs 16\.\d+ MiB \(\d+ bytes\), .* has 4\.88 KiB \(5000 bytes\) free"
+        CheckpointError, match=r"native: needs 16\.\d+ MiB \(\d+ bytes\), .* has 4\.9 KiB \(5000 bytes\) free"
     ):
         convert(checkpoint().write(), tmp_path / "native", progress=None)
     assert {path.name for path in tmp_path.iterdir()} == {"source"}

@@ -1,0 +1,42 @@
+"""Durable files: replaced atomically, and on the disk before a call returns."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that replaces `path` when the block ends without an exception, and is removed otherwise.
+
+    Readers see the old content or the new one, also after a crash. The temporary file is `path` with a leading dot and
+    the suffix ".part", so that the one a killed process left is overwritten. Raises OSError.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Replaces the file's content by `text` in UTF-8, as `atomic_writer`. Raises OSError."""
+    with atomic_writer(path) as file:
+        file.write(text.encode())
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's content, or the entries of a directory, are on the disk (fsync). Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
