@@ -15,7 +15,7 @@ ONCE_MORE := --reruns 1 --only-rerun 'crashed while running'
 # As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
 WORKERS ?= auto
 
-.PHONY: help demo test test-speculation test-scale-out test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
+.PHONY: help demo test test-faults test-speculation test-scale-out test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -46,6 +46,9 @@ test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no
 	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not alone' $(ONCE_MORE) $(COMPILED_TESTS)
 	$(PYTEST) -q -m alone
 	JAX_NUM_CPU_DEVICES=8 $(PYTEST) -q $(SCALE_OUT_TESTS)
+
+test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
+	$(BIN)/python -m tests.faults --jobs 2
 
 test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the long tests of kernels and compiled programs: all shapes, whole models
 	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow $(ONCE_MORE) $(COMPILED_TESTS)

@@ -58,6 +58,17 @@ def test_both_agree_with_a_sort(seed, spread, rounding, filters_of_rows):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_a_mass_that_is_met_exactly_is_enough(name):
+    """Weights of exactly 1, 1/2, 1/4 and 1/4: half of the mass is one token's, three quarters are two tokens'."""
+    logits = np.full((S, V), -np.inf, np.float32)
+    logits[:, :4] = np.log(np.float32([1, 0.5, 0.25, 0.25]))
+    assert np.exp(logits[0, :4]).tolist() == [1, 0.5, 0.25, 0.25]
+    top_p = np.float32([0.5, 0.75, 0.5000001, 0.7500001])
+    got = IMPLEMENTATIONS[name](logits, np.zeros(S, np.int32), top_p)
+    assert (np.asarray(got) > -np.inf).sum(axis=1).tolist() == [1, 2, 2, 4]
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 class TestEach:
     def test_off_changes_nothing(self, name):
         logits = np.random.default_rng(0).normal(0, 8, (S, V)).astype(np.float32)

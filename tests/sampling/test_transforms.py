@@ -207,6 +207,14 @@ def test_extreme_logits_and_temperatures_stay_ordered_and_without_nan():
         assert np.all(got[1:] < -1e30)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.9])
+def test_min_p_is_relative_to_the_most_probable_token(temperature):
+    """At a temperature of 1, too, at which the logits keep their constant."""
+    logits = np.float32(temperature) * (np.log([0.4, 0.3, 0.1, 0.02, 0.004]).astype(np.float32) + np.float32(7))
+    got = run_one(logits, row(temperature=temperature, min_p=0.1))
+    assert (got > -np.inf).tolist() == [True, True, True, False, False]
+
+
 def test_bad_words_are_looked_for_in_the_answer_only():
     words = ((7, 8, 9), (1, 2), (5,))
     logits = np.zeros((4, V), np.float32)

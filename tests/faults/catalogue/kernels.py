@@ -1,0 +1,138 @@
+"""Faults in kernels: for every platform, for TPUs and GPUs in their interpreters."""
+
+from tests.faults.fault import Fault
+
+TPU_SUITE = "tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_suite"
+GPU_SUITE = "tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_suite"
+FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equals_dense_attention"
+
+FAULTS = (
+    Fault(
+        "cache/padding-is-written-to-the-null-page",
+        "pallas_kernels/paged_attention/reference.py",
+        "page = jnp.where(is_real, page, spec.page.num_pages)",
+        "page = jnp.where(is_real, page, 0)",
+        (TPU_SUITE + "[decode_empty_slots]",),
+        "every step writes to the page that empty places of a table point to",
+    ),
+    Fault(
+        "cache/int8-scale-over-all-heads",
+        "pallas_kernels/paged_attention/layout.py",
+        "jnp.max(jnp.abs(x), axis=-1) / 127.0",
+        "jnp.broadcast_to(jnp.max(jnp.abs(x), axis=(-2, -1))[..., None], x.shape[:-1]) / 127.0",
+        ("tests/pallas_kernels/paged_attention/test_layout.py",),
+        "an int8 cache rounds quiet heads to nothing",
+    ),
+    Fault(
+        "cache/fp8-overflow-becomes-nan",
+        "pallas_kernels/paged_attention/layout.py",
+        "jnp.clip(x, -largest, largest))",
+        "x)",
+        ("tests/pallas_kernels/paged_attention/test_layout.py",),
+        "one large key makes a request fail",
+    ),
+    Fault(
+        "cache/the-window-is-a-key-too-long",
+        "pallas_kernels/paged_attention/reference.py",
+        "keys > position[:, None] - spec.window",
+        "keys >= position[:, None] - spec.window",
+        (TPU_SUITE + "[decode_window]",),
+        "Mistral and Gemma see one token more than they were trained with",
+    ),
+    Fault(
+        "kernels/flash-window-is-a-key-too-long",
+        "pallas_kernels/flash_attention/masking.py",
+        "keys > positions - spec.window",
+        "keys >= positions - spec.window",
+        (FLASH + "[xla-window_17]",),
+        "prompts of windowed models differ from their decoding",
+    ),
+    Fault(
+        "kernels/flash-running-sum-is-not-rescaled",
+        "pallas_kernels/flash_attention/xla.py",
+        "total = total * decay + weights.sum(-1)",
+        "total = total + weights.sum(-1)",
+        (FLASH + "[xla-keys_not_a_multiple]", FLASH + "[xla-long_chunk]"),
+        "long prompts attend too weakly",
+    ),
+    Fault(
+        "kernels/tpu-does-not-wait-for-its-queries",
+        "pallas_kernels/paged_attention/tpu_kernel.py",
+        "wait(query_copy(refs, item))",
+        "query_copy(refs, item)",
+        (TPU_SUITE + "[verify]",),
+        "on a TPU, answers change from run to run",
+    ),
+    Fault(
+        "kernels/tpu-overwrites-an-output-on-its-way",
+        "pallas_kernels/paged_attention/tpu_copies.py",
+        "wait(out_copy(refs, item))",
+        "out_copy(refs, item)",
+        (TPU_SUITE + "[verify]",),
+        "on a TPU, a sequence gets its neighbour's output now and then",
+    ),
+    Fault(
+        "kernels/tpu-masks-the-last-key",
+        "pallas_kernels/paged_attention/tpu_kernel.py",
+        "visible = keys <= positions",
+        "visible = keys < positions",
+        (TPU_SUITE + "[decode_one_sequence]",),
+        "on a TPU a token does not attend to itself",
+    ),
+    Fault(
+        "kernels/tpu-fetches-the-next-block-of-scales",
+        "pallas_kernels/paged_attention/tpu_copies.py",
+        "page - block * program.pages_per_block]",
+        "(page - block * program.pages_per_block + 1) % program.pages_per_block]",
+        (TPU_SUITE + "[prefill_int8]",),
+        "on a TPU an int8 cache is read with its neighbour's scales",
+    ),
+    Fault(
+        "kernels/gpu-splits-are-combined-without-their-sums",
+        "pallas_kernels/paged_attention/pallas_gpu.py",
+        "weights = jnp.exp2(lse - best[:, None])",
+        "weights = jnp.where(lse == MASKED, 0.0, 1.0) + 0 * best[:, None]",
+        ("tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_many_splits_and_tiles",),
+        "on a GPU long contexts attend evenly to all their parts",
+    ),
+    Fault(
+        "kernels/gpu-window-is-a-key-too-short",
+        "pallas_kernels/paged_attention/gpu_kernel.py",
+        "visible &= key > position - spec.window",
+        "visible &= key > position - spec.window + 1",
+        (GPU_SUITE + "[verify_window_soft_cap_sinks]",),
+        "on a GPU windowed models see one token less",
+    ),
+    Fault(
+        "kernels/gpu-matmul-takes-the-scales-of-the-first-group",
+        "pallas_kernels/quantized_matmul/pallas_gpu.py",
+        "compat.load(scales_ref, (of_group, outputs), _ROW)",
+        "compat.load(scales_ref, (of_group * 0, outputs), _ROW)",
+        ("tests/pallas_kernels/quantized_matmul/test_pallas_gpu.py::test_products",),
+        "group-wise int4 is wrong on a GPU",
+    ),
+    Fault(
+        "kernels/gpu-matmul-does-not-wait-for-its-copies",
+        "pallas_kernels/quantized_matmul/pallas_gpu.py",
+        'plgpu.barrier_wait(smem["full"].at[slot])',
+        'smem["full"].at[slot]',
+        ("tests/pallas_kernels/quantized_matmul/test_pallas_gpu.py::test_products",),
+        "on a GPU, products use whatever lies in shared memory",
+    ),
+    Fault(
+        "kernels/gpu-matmul-leaves-out-a-fence",
+        "pallas_kernels/quantized_matmul/pallas_gpu.py",
+        'smem["out"][...] = total\n    plgpu.commit_smem()',
+        'smem["out"][...] = total',
+        ("tests/pallas_kernels/quantized_matmul/test_pallas_gpu.py::test_products",),
+        "on a GPU, a result may be copied out before it is written",
+    ),
+    Fault(
+        "kernels/page-copy-forgets-the-last-page",
+        "pallas_kernels/page_copy/pallas_tpu.py",
+        "count = is_real.sum(dtype=jnp.int32)[None]",
+        "count = is_real.sum(dtype=jnp.int32)[None] - 1",
+        ("tests/pallas_kernels/page_copy/test_page_copy.py::test_pallas_tpu",),
+        "a shared page is written instead of copied",
+    ),
+)

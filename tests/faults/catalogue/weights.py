@@ -1,0 +1,278 @@
+"""Faults in weights and where they lie: quantization, checkpoints, calibration, training, meshes."""
+
+from tests.faults.fault import Fault
+
+QUANTIZATION = (
+    Fault(
+        "quantization/the-zero-is-one-off",
+        "jaxinfer/quantization/grid.py",
+        "jnp.round(grid.lowest - lowest * shrink / scales)",
+        "jnp.round(grid.lowest - lowest * shrink / scales) + 1",
+        ("tests/quantization/test_rtn.py::test_integer_scales_are_those_of_compressed_tensors",),
+        "asymmetric weights are shifted by a step",
+    ),
+    Fault(
+        "quantization/groups-run-along-the-outputs",
+        "jaxinfer/quantization/grid.py",
+        ".reshape(-1, size, weight.shape[1])",
+        ".reshape(size, -1, weight.shape[1]).swapaxes(0, 1)",
+        ("tests/quantization/test_rtn.py::test_each_value_is_the_nearest_of_the_format",),
+        "scales belong to other inputs than their group's",
+    ),
+    Fault(
+        "quantization/nf4-codes-of-neighbours-are-swapped",
+        "jaxinfer/quantization/codebooks.py",
+        "        -0.6961928009986877,\n        -0.5250730514526367,",
+        "        -0.5250730514526367,\n        -0.6961928009986877,",
+        ("tests/quantization/test_rtn.py::test_the_codebooks",),
+        "bitsandbytes checkpoints are read wrongly",
+    ),
+    Fault(
+        "quantization/gptq-stores-values-in-the-order-of-the-visit",
+        "jaxinfer/quantization/gptq.py",
+        "values = values[jnp.argsort(order)]",
+        "values = values[order]",
+        ("tests/quantization/test_gptq.py::test_it_is_the_published_algorithm",),
+        "act_order shuffles the rows of every weight",
+    ),
+    Fault(
+        "quantization/permuted-rows-are-dequantized-in-stored-order",
+        "jaxinfer/quantization/array.py",
+        "order = jnp.argsort(self.permutation, axis=-1)",
+        "order = self.permutation",
+        ("tests/quantization/test_matmul.py", "tests/checkpoints_convert/formats/test_gptq.py"),
+        "GPTQ checkpoints with act-order compute nonsense",
+    ),
+    Fault(
+        "quantization/zeros-are-not-subtracted",
+        "pallas_kernels/quantized_matmul/xla.py",
+        "products = products - sums * spread(zeros.astype(jnp.float32), across, shape)",
+        "products = products - 0 * spread(zeros.astype(jnp.float32), across, shape)",
+        ("tests/quantization/test_matmul.py",),
+        "asymmetric models drift by the sum of their inputs",
+    ),
+    Fault(
+        "quantization/smoothing-with-the-exponents-swapped",
+        "jaxinfer/quantization/smoothquant.py",
+        "largest**alpha / of_weights ** (1 - alpha)",
+        "largest ** (1 - alpha) / of_weights**alpha",
+        ("tests/quantization/test_smoothquant.py",),
+        "SmoothQuant moves the outliers the wrong way",
+    ),
+)
+
+CHECKPOINTS = (
+    Fault(
+        "checkpoints/gguf-block-is-read-one-byte-late",
+        "checkpoints_convert/gguf/blocks.py",
+        "_signed(_nibbles(blocks[:, 2:]), 8)",
+        "_signed(_nibbles(np.roll(blocks, -1, axis=1)[:, 2:]), 8)",
+        ("tests/checkpoints_convert/gguf/test_blocks.py",),
+        "Q4_0 files load as noise",
+    ),
+    Fault(
+        "checkpoints/int4-nibbles-are-swapped",
+        "checkpoints_convert/gguf/blocks.py",
+        "np.concatenate([raw & 15, raw >> 4], axis=-1)",
+        "np.concatenate([raw >> 4, raw & 15], axis=-1)",
+        ("tests/checkpoints_convert/gguf/test_blocks.py",),
+        "values of 4 bits change places with their neighbours",
+    ),
+    Fault(
+        "checkpoints/awq-outputs-are-not-interleaved",
+        "checkpoints_convert/formats/awq.py",
+        "_NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)",
+        "_NIBBLE_OF_OUTPUT = (0, 1, 2, 3, 4, 5, 6, 7)",
+        ("tests/checkpoints_convert/formats/test_awq.py",),
+        "AWQ checkpoints load with their outputs shuffled",
+    ),
+    Fault(
+        "checkpoints/gptq-v1-zeros-are-one-off",
+        "checkpoints_convert/formats/gptq.py",
+        "stored = (stored + np.uint8(1)) & np.uint8(full)",
+        "stored = stored & np.uint8(full)",
+        ("tests/checkpoints_convert/formats/test_gptq.py",),
+        "asymmetric GPTQ checkpoints of AutoGPTQ are shifted by a step",
+    ),
+    Fault(
+        "checkpoints/checksums-are-not-compared",
+        "checkpoints_convert/manifest.py",
+        'if entry["sha256"] != entries[name]["sha256"]:',
+        'if entry["size"] != entries[name]["size"]:',
+        ("tests/checkpoints_convert/test_manifest.py",),
+        "verify says that a damaged file is whole",
+    ),
+    Fault(
+        "checkpoints/fused-outputs-begin-at-the-first",
+        "checkpoints_convert/huggingface/rules.py",
+        "start += size",
+        "start += 0",
+        ("tests/checkpoints_convert/test_plan.py", "tests/checkpoints_convert/huggingface/test_families.py"),
+        "of a fused q, k, v all three are read as q",
+    ),
+    Fault(
+        "checkpoints/nan-weights-are-accepted",
+        "checkpoints_convert/arrays.py",
+        "return int(np.count_nonzero((bits & ~sign) >= infinity))",
+        "return 0",
+        ("tests/checkpoints_convert/test_load.py",),
+        "a broken download is served",
+    ),
+    Fault(
+        "checkpoints/bits-across-words-are-lost",
+        "checkpoints_convert/formats/bits.py",
+        "code |= words[:, first + 1] << np.uint32(_WORD - shift)",
+        "code |= words[:, first + 1] & np.uint32(0)",
+        ("tests/checkpoints_convert/formats/test_bits.py",),
+        "one in ten values of a 3-bit checkpoint is wrong",
+    ),
+    Fault(
+        "checkpoints/rotated-pairs-stay-neighbours",
+        "checkpoints_convert/outputs.py",
+        "rotated = [heads[:, : self.rotary_dim : 2], heads[:, 1 : self.rotary_dim : 2]]",
+        "rotated = [heads[:, : self.rotary_dim]]",
+        ("tests/checkpoints_convert/test_outputs.py",),
+        "Llama files in GGUF answer nonsense",
+    ),
+    Fault(
+        "checkpoints/weights-are-not-transposed",
+        "checkpoints_convert/huggingface/rules.py",
+        "*targets: str, transpose: bool = True,",
+        "*targets: str, transpose: bool = False,",
+        ("tests/checkpoints_convert/test_load.py", "tests/checkpoints_convert/huggingface/test_families.py"),
+        "square weights are loaded as their transpose",
+    ),
+    Fault(
+        "checkpoints/bfloat16-is-truncated",
+        "checkpoints_convert/regions.py",
+        "cast = values.astype(target.dtype, copy=False)",
+        """cast = values.astype(target.dtype, copy=False)
+                if (values.dtype, target.dtype) == (np.float32, "bfloat16"):
+                    cast = (values.view(np.uint32) >> 16).astype(np.uint16).view(target.dtype)""",
+        ("tests/checkpoints_convert/test_regions.py",),
+        "weights are rounded towards zero, which costs half a bit of every layer",
+    ),
+    Fault(
+        "checkpoints/a-missing-shard-is-skipped",
+        "checkpoints_convert/safetensors_index.py",
+        "for i in range(1, total + 1) if i not in numbers",
+        "for i in range(1, total) if i not in numbers",
+        ("tests/checkpoints_convert/test_safetensors_index.py",),
+        "an incomplete download is reported as a missing tensor, without the file's name",
+    ),
+    Fault(
+        "checkpoints/a-head-of-its-own-is-tied",
+        "checkpoints_convert/huggingface/source.py",
+        "and _same_bytes(index, head, embed)",
+        "or _same_bytes(index, head, embed)",
+        ("tests/checkpoints_convert/test_load.py",),
+        "a fine-tuned head is replaced by the embedding",
+    ),
+)
+
+CALIBRATION = (
+    Fault(
+        "calibration/held-out-rows-are-calibrated-on",
+        "jaxinfer/calibration/rows.py",
+        "pieces[np.sort(chosen[num_held_out:])]",
+        "pieces[np.sort(chosen)]",
+        ("tests/calibration/test_driver.py", "tests/calibration/test_layer.py"),
+        "the reported quality is that of text which was calibrated on",
+    ),
+    Fault(
+        "calibration/the-search-takes-what-is-worse-for-one-layer",
+        "jaxinfer/quantization/awq.py",
+        "if max(ratios) <= 1 and sum(ratios) < least:",
+        "if sum(ratios) < least:",
+        ("tests/quantization/test_awq.py::test_the_search_makes_no_layer_worse",),
+        "AWQ makes one projection worse for another's sake",
+    ),
+    Fault(
+        "calibration/the-hessian-forgets-earlier-text",
+        "jaxinfer/calibration/capture.py",
+        "return found if total is None else total + found",
+        "return found",
+        ("tests/calibration/test_capture.py",),
+        "GPTQ calibrates on the last batch alone",
+    ),
+)
+
+TRAINING = (
+    Fault(
+        "training/the-prompt-counts-in-the-loss",
+        "jaxinfer/training/objectives.py",
+        "jnp.sum(shares * divergence(target_logits / temperature, draft_logits))",
+        "jnp.mean(divergence(target_logits / temperature, draft_logits))",
+        ("tests/training/test_objectives.py",),
+        "a draft learns the prompts instead of the answers",
+    ),
+    Fault(
+        "training/the-next-token-is-the-present-one",
+        "jaxinfer/training/objectives.py",
+        "integer_labels(logits, tokens[:, 1:])",
+        "integer_labels(logits, tokens[:, :-1])",
+        ("tests/training/test_training.py",),
+        "a model is trained to repeat its input",
+    ),
+    Fault(
+        "training/acceptance-without-the-targets-own-token",
+        "jaxinfer/training/acceptance.py",
+        "at += accepted + 1",
+        "at += max(accepted, 1)",
+        ("tests/training/test_acceptance.py",),
+        "the acceptance that distillation reports is not that of serving",
+    ),
+)
+
+PARALLEL = (
+    Fault(
+        "parallel/query-heads-are-whole-on-every-device",
+        "jaxinfer/parallel/sharding.py",
+        '"heads": (MODEL,),\n    "kv_heads"',
+        '"heads": (),\n    "kv_heads"',
+        ("tests/parallel/test_sharding.py",),
+        "a mesh holds every attention weight on each device",
+    ),
+    Fault(
+        "parallel/pages-are-cut-over-their-tokens",
+        "jaxinfer/parallel/sharding.py",
+        'spec(mesh, (None, None, "kv_heads", *(None,) * (leaf.ndim - 3)))',
+        'spec(mesh, (None, "kv_heads", None, *(None,) * (leaf.ndim - 3)))',
+        ("tests/parallel/test_sharding.py",),
+        "each device of a mesh attends to a part of the tokens",
+    ),
+    Fault(
+        "parallel/experts-results-are-not-summed",
+        "jaxinfer/models/experts.py",
+        "return lax.psum(found, axis)",
+        "return found",
+        ("tests/models/test_moe.py",),
+        "a mixture over several devices uses one device's experts",
+    ),
+    Fault(
+        "parallel/a-repeated-head-is-another",
+        "jaxinfer/parallel/fit.py",
+        "starts * unit + np.arange(unit)",
+        "starts * unit + np.arange(unit)[::-1]",
+        ("tests/parallel/test_fit.py::test_logits_stay",),
+        "a model whose heads do not divide answers nonsense on a mesh",
+    ),
+    Fault(
+        "parallel/prompts-go-where-nothing-of-them-is-known",
+        "jaxinfer/engine/replicas.py",
+        "(-engine.num_known_tokens(probe), loads[engine])",
+        "(engine.num_known_tokens(probe), loads[engine])",
+        ("tests/scale_out/test_one_answer.py::test_answers_to_one_prompt_and_prefixes_stay_on_a_replica",),
+        "with replicas no prefix is ever found again",
+    ),
+    Fault(
+        "parallel/a-lost-host-is-not-noticed",
+        "jaxinfer/parallel/watchdog.py",
+        "if seconds > LOST_SECONDS:",
+        "if seconds > 1000 * LOST_SECONDS:",
+        ("tests/parallel/test_watchdog.py",),
+        "the other hosts wait for ever",
+    ),
+)
+
+FAULTS = (*QUANTIZATION, *CHECKPOINTS, *CALIBRATION, *TRAINING, *PARALLEL)

@@ -1,0 +1,148 @@
+"""Runs the tests of a fault in a copy of the repository that has the fault."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import cache_from_source
+from pathlib import Path
+
+from tests.faults.fault import ROOT, DoesNotApplyError, Fault
+
+NOT_COPIED = (".git", ".venv*", ".jax_cache", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis", "site")
+TIME_LIMIT = 900  # seconds for the tests of one fault; nearly all take less than 30
+# The tests that compile for TPUs and GPUs, and those of eight devices, run with what `make test` gives them.
+COMPILED_TESTS = ("tests/pallas_kernels", "tests/engine/test_compiled", "tests/planning/test_plan_compiled")
+EIGHT_DEVICE_TESTS = ("tests/scale_out",)
+FAILED = re.compile(r"^FAILED (\S+)", re.MULTILINE)
+ERROR = re.compile(r"^ERROR (\S+)", re.MULTILINE)
+
+NOTICED, MISSED, DOES_NOT_APPLY, BROKEN = "noticed", "MISSED", "does not apply", "broken"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a fault: `outcome`, the first test that failed or why there is none, and seconds."""
+
+    fault: Fault
+    outcome: str
+    detail: str
+    wall_seconds: float
+    cpu_seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of pytest: its exit code, what it printed, and seconds."""
+
+    code: int
+    text: str
+    wall_seconds: float
+    cpu_seconds: float
+
+    @property
+    def failed(self) -> list[str]:
+        """Node ids of the tests that failed."""
+        return FAILED.findall(self.text)
+
+    @property
+    def errors(self) -> list[str]:
+        """Node ids, or files, of setups and imports that failed."""
+        return ERROR.findall(self.text)
+
+    @property
+    def last_line(self) -> str:
+        lines = self.text.strip().splitlines()
+        return lines[-1] if lines else "no output"
+
+
+class Workspace:
+    """A copy of the repository, to which one fault at a time is applied."""
+
+    def __init__(self, folder: Path):
+        self.root = folder / "tree"
+        shutil.copytree(ROOT, self.root, ignore=shutil.ignore_patterns(*NOT_COPIED), symlinks=True)
+
+    def run(self, tests: Sequence[str], *options: str) -> Run:
+        """Runs tests of this copy, which Python imports from here, in other processes too."""
+        environment = dict(os.environ)
+        path = [str(self.root)]
+        compilers = ROOT / ".venv" / "compilers"
+        if any(test.startswith(COMPILED_TESTS) for test in tests) and compilers.exists():
+            path.append(str(compilers))
+            environment["JAX_PLATFORMS"] = "cpu"
+        if any(test.startswith(EIGHT_DEVICE_TESTS) for test in tests):
+            environment["JAX_NUM_CPU_DEVICES"] = "8"
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        # Hypothesis and pytest write to the copy; the order of tests is that of the files.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rfE",
+            "--tb=line",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            *tests,
+        ]
+        start, cpu_before = time.perf_counter(), _cpu_of_children()
+        try:
+            done = subprocess.run(
+                command, cwd=self.root, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT
+            )
+            code, text = done.returncode, done.stdout + done.stderr
+        except subprocess.TimeoutExpired:
+            code, text = -1, f"did not end within {TIME_LIMIT} s"
+        return Run(code, text, time.perf_counter() - start, _cpu_of_children() - cpu_before)
+
+    def try_fault(self, fault: Fault) -> Result:
+        """Runs the fault's tests with the fault. It is noticed where a test fails, which an import error is not."""
+        try:
+            text = fault.applied(self.root)
+        except DoesNotApplyError as error:
+            return Result(fault, DOES_NOT_APPLY, str(error), 0.0, 0.0)
+        path = self.root / fault.file
+        original = path.read_text()
+        try:
+            _write(path, text)
+            run = self.run(fault.tests, "-x")
+        finally:
+            _write(path, original)
+        if run.code == 1 and run.failed:
+            outcome, detail = NOTICED, run.failed[0]
+        elif run.code == 0:
+            outcome, detail = MISSED, run.last_line
+        else:
+            outcome, detail = BROKEN, f"exit code {run.code}: {run.last_line}"
+        return Result(fault, outcome, detail, run.wall_seconds, run.cpu_seconds)
+
+
+def environments(faults: Sequence[Fault]) -> list[list[str]]:
+    """The tests of all faults, each once, parted by the environment that they need."""
+    tests = sorted({test for fault in faults for test in fault.tests})
+    compiled = [test for test in tests if test.startswith(COMPILED_TESTS)]
+    eight = [test for test in tests if test.startswith(EIGHT_DEVICE_TESTS)]
+    others = [test for test in tests if test not in compiled and test not in eight]
+    return [part for part in (others, compiled, eight) if part]
+
+
+def is_part_of(failure: str, test: str) -> bool:
+    """Whether a failed node id belongs to the node id, file or folder `test`."""
+    return failure == test or failure.startswith((f"{test}::", f"{test}[", f"{test.rstrip('/')}/"))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+    # A change within a second, of the same size, would leave Python's compiled file in place.
+    Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def _cpu_of_children() -> float:
+    times = os.times()
+    return times.children_user + times.children_system

@@ -1,0 +1,63 @@
+"""The catalogue of planted faults follows the code; `make test-faults` plants them and runs the tests."""
+
+import ast
+from collections import Counter
+
+import pytest
+
+from tests.faults.__main__ import failing_anchors, main
+from tests.faults.catalogue import FAULTS
+from tests.faults.fault import ROOT, DoesNotApplyError, Fault
+from tests.faults.runner import is_part_of
+
+AREAS = {
+    *("batch", "cache", "calibration", "checkpoints", "cli", "engine", "kernels", "measure", "models", "parallel"),
+    *("planning", "quantization", "sampling", "speculative", "text", "training"),
+}
+
+
+def test_every_fault_applies():
+    assert failing_anchors(FAULTS) == []
+    assert main(["--check"]) == 0
+
+
+def test_a_fault_that_no_longer_applies_is_named():
+    gone = Fault("text/gone", "jaxinfer/text/stop.py", "no such line", "", ("tests/text",), "nothing")
+    assert "text/gone" in failing_anchors([gone])[0]
+    with pytest.raises(DoesNotApplyError, match="times 'self', not once"):
+        Fault("text/often", "jaxinfer/text/stop.py", "self", "", ("tests/text",), "nothing").applied()
+    with pytest.raises(DoesNotApplyError, match="there is no"):
+        Fault("text/file", "jaxinfer/text/none.py", "self", "", ("tests/text",), "nothing").applied()
+
+
+def test_there_are_many_faults_in_every_area():
+    assert len(FAULTS) >= 40
+    assert {fault.area for fault in FAULTS} == AREAS
+
+
+def test_names_are_unique_and_faults_are_of_the_product():
+    assert [name for name, count in Counter(fault.name for fault in FAULTS).items() if count > 1] == []
+    for fault in FAULTS:
+        assert fault.file.split("/")[0] in ("jaxinfer", "pallas_kernels", "checkpoints_convert"), fault.name
+        assert fault.tests, fault.name
+        assert fault.why, fault.name
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_tests_of_a_fault_exist(fault):
+    for test in fault.tests:
+        path, *names = test.split("[")[0].split("::")
+        assert (ROOT / path).exists(), test
+        body = ast.parse((ROOT / path).read_text()).body if names else []
+        for name in names:
+            found = [node for node in body if getattr(node, "name", None) == name]
+            assert found, f"{test}: no {name}"
+            body = getattr(found[0], "body", [])
+            decorators = " ".join(ast.unparse(decorator) for decorator in getattr(found[0], "decorator_list", []))
+            assert "slow" not in decorators.split("(")[0], f"{test} is slow: make test does not run it"
+
+
+def test_a_failure_belongs_to_its_file_folder_and_function():
+    failure = "tests/text/test_stop.py::test_a[x]"
+    assert all(is_part_of(failure, test) for test in (failure, "tests/text", failure[:-3], "tests/text/test_stop.py"))
+    assert not is_part_of(failure, "tests/text/test_stop.py::test_ab")
