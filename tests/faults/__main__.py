@@ -93,7 +93,7 @@ def baseline(faults: Sequence[Fault], spaces: "SimpleQueue[Workspace]", pool: Th
         space = spaces.get()
         run = space.run(tests)
         spaces.put(space)
-        print(f"{'without faults':14} {run.wall_seconds:6.1f} s {run.last_line}", flush=True)
+        print(f"{'without faults':14} {run.wall_seconds:6.1f} s {run.outcome()[1]}", flush=True)
         failures = [*run.failed, *run.errors]
         return failures if run.code in (0, 1) and (failures or run.code == 0) else list(tests)
 

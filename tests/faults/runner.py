@@ -54,10 +54,13 @@ class Run:
         """Node ids, or files, of setups and imports that failed."""
         return ERROR.findall(self.text)
 
-    @property
-    def last_line(self) -> str:
-        lines = self.text.strip().splitlines()
-        return lines[-1] if lines else "no output"
+    def outcome(self) -> tuple[str, str]:
+        """The outcome of a run with a fault, and the test that noticed it or why there is none. A test has to fail: an
+        import that does, a setup, or a process that dies, is no test's merit."""
+        if self.code == 1 and self.failed:
+            return NOTICED, self.failed[0]
+        lines = self.text.strip().splitlines() or ["no output"]
+        return (MISSED, lines[-1]) if self.code == 0 else (BROKEN, f"exit code {self.code}: {lines[-1]}")
 
 
 class Workspace:
@@ -114,13 +117,7 @@ class Workspace:
             run = self.run(fault.tests, "-x")
         finally:
             _write(path, original)
-        if run.code == 1 and run.failed:
-            outcome, detail = NOTICED, run.failed[0]
-        elif run.code == 0:
-            outcome, detail = MISSED, run.last_line
-        else:
-            outcome, detail = BROKEN, f"exit code {run.code}: {run.last_line}"
-        return Result(fault, outcome, detail, run.wall_seconds, run.cpu_seconds)
+        return Result(fault, *run.outcome(), run.wall_seconds, run.cpu_seconds)
 
 
 def environments(faults: Sequence[Fault]) -> list[list[str]]:

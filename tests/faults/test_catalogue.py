@@ -8,7 +8,7 @@ import pytest
 from tests.faults.__main__ import failing_anchors, main
 from tests.faults.catalogue import FAULTS
 from tests.faults.fault import ROOT, DoesNotApplyError, Fault
-from tests.faults.runner import is_part_of
+from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_part_of
 
 AREAS = {
     *("batch", "cache", "calibration", "checkpoints", "cli", "engine", "kernels", "measure", "models", "parallel"),
@@ -53,11 +53,31 @@ def test_the_tests_of_a_fault_exist(fault):
             found = [node for node in body if getattr(node, "name", None) == name]
             assert found, f"{test}: no {name}"
             body = getattr(found[0], "body", [])
-            decorators = " ".join(ast.unparse(decorator) for decorator in getattr(found[0], "decorator_list", []))
-            assert "slow" not in decorators.split("(")[0], f"{test} is slow: make test does not run it"
+            marks = [ast.unparse(decorator) for decorator in getattr(found[0], "decorator_list", [])]
+            assert "pytest.mark.slow" not in marks, f"{test} is slow: make test does not run it"
 
 
 def test_a_failure_belongs_to_its_file_folder_and_function():
     failure = "tests/text/test_stop.py::test_a[x]"
     assert all(is_part_of(failure, test) for test in (failure, "tests/text", failure[:-3], "tests/text/test_stop.py"))
     assert not is_part_of(failure, "tests/text/test_stop.py::test_ab")
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "outcome", "detail"),
+    [
+        (1, "FAILED tests/a.py::test_b[c] - assert 1 == 2\n1 failed", NOTICED, "tests/a.py::test_b[c]"),
+        (0, "3 passed in 1.00s\n", MISSED, "3 passed in 1.00s"),
+        (1, "ERROR tests/a.py::test_b - a fixture\n1 error", BROKEN, "exit code 1: 1 error"),
+        (2, "ERROR tests/a.py\n1 error during collection", BROKEN, "exit code 2: 1 error during collection"),
+        (-6, "", BROKEN, "exit code -6: no output"),
+    ],
+)
+def test_a_fault_is_noticed_by_a_test_that_fails_and_by_nothing_else(code, text, outcome, detail):
+    assert Run(code, text, 0.0, 0.0).outcome() == (outcome, detail)
+
+
+def test_tests_run_in_the_environments_that_they_need():
+    kernel, mesh, other = "tests/pallas_kernels/test_a.py", "tests/scale_out/test_b.py", "tests/text"
+    faults = [Fault("text/x", "", "", "", tests, "") for tests in ((other, mesh), (kernel, other))]
+    assert environments(faults) == [[other], [kernel], [mesh]]
