@@ -51,8 +51,8 @@ def load(
     Args:
       dtype: "auto" keeps the stored one; "float32", "bfloat16" or "float16" casts. It becomes config.dtype. Quantized
         weights keep their values and scales as stored.
-      mesh: places the parameters on the devices of a mesh, as `jaxinfer.parallel.fit(mesh, config)` makes and cuts
-        them; the configuration returned is the model's own. Without a mesh they go to the default device.
+      mesh: places the parameters on the devices of a mesh, as `jaxinfer.models.fit_to_mesh(mesh, config)` makes and
+        cuts them; the configuration returned is the model's own. Without a mesh they go to the default device.
       revision: branch, tag or commit of a hub id.
       progress: True for a bar, or a callable taking (parameter, bytes done, bytes in all).
       verify: compares the SHA-256 of every file of a converted checkpoint with its manifest first. Hugging Face

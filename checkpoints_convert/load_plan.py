@@ -16,9 +16,8 @@ from checkpoints_convert.regions import BLOCK_BYTES, bytes_to_read
 from checkpoints_convert.safetensors_file import FLOAT_DTYPES
 from checkpoints_convert.safetensors_index import MIN_PIECE_BYTES, TensorHeader
 from checkpoints_convert.source import NUM_THREADS, ParamPath, numpy_dtype
-from jaxinfer.models import ModelConfig
-from jaxinfer.parallel import Fit, fit, parameter_shardings
-from jaxinfer.parallel.sharding import leaves_by_path
+from jaxinfer.models import MeshFit, ModelConfig, fit_to_mesh, parameter_shardings
+from jaxinfer.models.sharding import leaves_by_path
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def load_plan(
         raise ValueError(f"load_plan is for floating-point checkpoints, and {name} is quantized")
     places = np.array(list(np.ndindex(*axes.values()))).reshape(num_hosts, -1, len(axes))
     held = {tensor.target: _held(tensor, specs[tensor.target], axes) for tensor in dense}
-    fitted = fit(mesh, config)
+    fitted = fit_to_mesh(mesh, config)
     bytes_placed = sum(_bytes_placed(tensor, fitted) for tensor in dense)
     hosts = tuple(
         _host_plan(dense, held, [tuple(map(int, place)) for place in own], min_piece_bytes, bytes_placed)
@@ -100,7 +99,7 @@ def load_plan(
     return LoadPlan(config, dict(axes), hosts, num_bytes)
 
 
-def _bytes_placed(tensor: TensorPlan, fitted: Fit) -> int:
+def _bytes_placed(tensor: TensorPlan, fitted: MeshFit) -> int:
     """Bytes of a parameter on each device, once it fits the mesh."""
     return math.prod(fitted.part_shape(tensor.target, tensor.shape)) * numpy_dtype(tensor.dtype).itemsize
 

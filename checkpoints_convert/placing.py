@@ -10,9 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from checkpoints_convert.arrays import aligned
 from checkpoints_convert.parts import Bounds, cut, owned_parts
 from checkpoints_convert.source import ParamPath, param_shapes
-from jaxinfer.models import ModelConfig
-from jaxinfer.parallel import fit, leaf_shardings, parameter_shardings
-from jaxinfer.parallel.sharding import leaves_by_path
+from jaxinfer.models import ModelConfig, fit_to_mesh, leaf_shardings, parameter_shardings
+from jaxinfer.models.sharding import leaves_by_path
 from jaxinfer.quantization import QuantizedArray
 
 Convert = Callable[[ParamPath, Any], Any]
@@ -39,7 +38,7 @@ class OnMesh:
     Attributes:
       parts: of every parameter, were it dense, the different parts that `devices` read; what this process reads.
 
-    Raises ValueError, as `jaxinfer.parallel.fit`, for a model that the mesh cannot run.
+    Raises ValueError, as `jaxinfer.models.fit_to_mesh`, for a model that the mesh cannot run.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class OnMesh:
         self._convert = convert
         self._begun: dict[ParamPath, list[list[jax.Array]]] = {}  # parts on their devices, of which more come
         self._shapes = param_shapes(config)
-        self._fit = fit(mesh, config)
+        self._fit = fit_to_mesh(mesh, config)
         self.shardings = leaves_by_path(parameter_shardings(mesh, config, whole_if_uneven=True))
         self.parts = {path: list(self._owned(self.shardings[path], shape)) for path, shape in self._shapes.items()}
 

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.data import embedded_path
-from jaxinfer.models import ModelConfig, Params, abstract_params, keeps_float32
-from jaxinfer.parallel import Fit, fit
+from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_cpu import Copies, float32_copies
 from jaxinfer.quantization.on_gpu import outputs_together
@@ -45,7 +44,7 @@ class LoadedModel:
     ignored_defaults: Sequence[str]
     eos_token_ids: tuple[int, ...]
     kv_scales: KVScales | None = None
-    fit: Fit | None = None
+    fit: MeshFit | None = None
     mesh: Mesh | None = None
 
     def on_mesh(self, scales: KVScales | None) -> KVScales | None:
@@ -90,7 +89,7 @@ def load_model(
     mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Loads a folder, a GGUF file, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
-    With a mesh the parameters lie there, and the configuration is as `parallel.fit` makes it.
+    With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
 
     With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read;
     `requantize` is for what a GGUF file quantized, as in `checkpoints_convert.load`.
@@ -109,7 +108,7 @@ def load_model(
         if chosen is not None:
             params = quantize_params(params, chosen.recipe)
         if mesh is not None:
-            params = fit(mesh, config).place(params)
+            params = fit_to_mesh(mesh, config).place(params)
     else:
         import checkpoints_convert
 
@@ -137,7 +136,7 @@ def load_model(
             stacklevel=3,
         )
     eos_ids |= set(defaults.eos_token_ids)
-    fitted = None if mesh is None else fit(mesh, config)
+    fitted = None if mesh is None else fit_to_mesh(mesh, config)
     return LoadedModel(
         name,
         config if fitted is None else fitted.config,

@@ -43,8 +43,7 @@ BESIDE = {
     ("jaxinfer.fleet", "jaxinfer.async_engine"),
     ("jaxinfer.models", "jaxinfer.quantization"),
     ("jaxinfer.planning", "jaxinfer.engine"),
-    ("jaxinfer.parallel", "jaxinfer.models"),
-    ("jaxinfer.parallel", "jaxinfer.quantization"),
+    ("jaxinfer.models", "jaxinfer.parallel"),
     ("jaxinfer.speculative", "jaxinfer.sampling"),
 }
 MAY_IMPORT_CHECKPOINTS = ("jaxinfer.loading", "jaxinfer.cli", "checkpoints_convert")

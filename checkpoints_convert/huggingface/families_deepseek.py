@@ -9,9 +9,7 @@ from checkpoints_convert.huggingface.families_mixtures import experts_of, mixtur
 from checkpoints_convert.huggingface.family import Family
 from checkpoints_convert.huggingface.fields import Fields
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
-from jaxinfer.models import ModelConfig, RopeConfig
-from jaxinfer.models.mla_config import MLAConfig
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
 _ATTENTION, _TARGET = f"{LAYER}.self_attn", f"{TARGET}.attention"
 _TENSORS = (

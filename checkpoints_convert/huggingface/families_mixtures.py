@@ -17,8 +17,7 @@ from checkpoints_convert.huggingface.families_llama import (
 from checkpoints_convert.huggingface.family import Family, RopeForm
 from checkpoints_convert.huggingface.fields import Fields
 from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear
-from jaxinfer.models import ModelConfig
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import ModelConfig, MoEConfig
 
 EXPERTS = f"{TARGET}.mlp.experts"
 _GATE, _UP, _DOWN = (f"{EXPERTS}.{name}_proj.weight" for name in ("gate", "up", "down"))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, scaled, unscaled
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import ModelConfig, check_divides
 from pallas_kernels.paged_attention import (
     InterleavedPages,
     PagedSpec,
@@ -70,7 +70,7 @@ def init_paged_cache(
     scales: KVScales | None = None,
 ) -> PagedCache:
     """Zeroed pages of every layer, in the layout of the platform unless named, each device of a mesh with its own
-    heads; `scales` go to all devices. Raises ValueError as `parallel.check_divides`."""
+    heads; `scales` go to all devices. Raises ValueError as `models.check_divides`."""
     layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh)
 
@@ -96,7 +96,7 @@ def abstract_paged_cache(
     whole = PageShape(num_pages, page_size, *heads, jnp.dtype(dtype).name, config.caches_values)
     if mesh is None:
         return PagedCache((whole.abstract(layout),) * config.num_layers)
-    parallel.check_divides(mesh, config)
+    check_divides(mesh, config)
     num_parts = parallel.axis_size(mesh, "kv_heads") if config.caches_values else 1
     local = replace(whole, num_kv_heads=config.num_kv_heads // num_parts).abstract(layout)
 

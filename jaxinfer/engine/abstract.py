@@ -12,7 +12,7 @@ from jaxinfer.engine import paged_programs
 from jaxinfer.engine.paged_programs import DecodeWork, StepWork
 from jaxinfer.engine.programs import ProgramModel, Weights, program_model
 from jaxinfer.engine.speculative_programs import SpeculativeWork
-from jaxinfer.models import ModelConfig, Params, abstract_params
+from jaxinfer.models import ModelConfig, Params, abstract_params, parameter_shardings
 from jaxinfer.sampling import SamplingBatch
 
 
@@ -20,7 +20,7 @@ def abstract_model(
     config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None, *, dtype: Any = jnp.bfloat16
 ) -> tuple[ProgramModel, Weights, PagedCache]:
     """A model, its weights and its pages for a TPU, all of `dtype`, as a program takes them. Raises ValueError as
-    `parallel.check_divides`."""
+    `models.check_divides`."""
     params = placed_params(config, abstract_params(config, dtype), mesh)
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, "interleaved", mesh)
     return *program_model(config, params, mesh), cache
@@ -28,8 +28,8 @@ def abstract_model(
 
 def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
     """Abstract parameters, of which some may be quantized, with their shardings. Raises ValueError as
-    `parallel.check_divides`."""
-    return params if mesh is None else placed(params, parallel.parameter_shardings(mesh, config, params))
+    `models.check_divides`."""
+    return params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
 
 
 def abstract_slots(

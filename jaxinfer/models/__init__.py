@@ -1,6 +1,6 @@
 """Models: a frozen configuration, one decoder, its layers."""
 
-from jaxinfer.models.config import ModelConfig, RopeConfig
+from jaxinfer.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxinfer.models.decoder import (
     Decoder,
     Params,
@@ -15,20 +15,29 @@ from jaxinfer.models.decoder import (
     split,
     tap_names,
 )
+from jaxinfer.models.mesh_fit import MeshFit, fit_to_mesh
+from jaxinfer.models.sharding import check_divides, leaf_shardings, parameter_shardings
 
 __all__ = [
     "Decoder",
+    "MLAConfig",
+    "MeshFit",
+    "MoEConfig",
     "ModelConfig",
     "Params",
     "RopeConfig",
     "abstract_params",
     "bind",
+    "check_divides",
     "check_taps",
     "collect",
     "compute_dtype",
+    "fit_to_mesh",
     "init_params",
     "keeps_float32",
+    "leaf_shardings",
     "logical_axes",
+    "parameter_shardings",
     "split",
     "tap_names",
 ]

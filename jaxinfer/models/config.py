@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from jaxinfer.models.mla_config import MLAConfig
-from jaxinfer.models.moe_config import MoEConfig
-
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 # RMSNorm (Zhang & Sennrich 2019) whose weight multiplies the result as rounded to the input's dtype (Llama), before it
 # is rounded (OLMo 2), or plus one, before it is rounded (Gemma); or LayerNorm (Ba et al. 2016).
@@ -23,6 +20,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 # What a norm of queries or keys spans: each head, with one weight [K] for all or a weight [H, K]; or all heads, with
 # a weight [H * K].
 QKNormSpan = Literal["head", "each_head", "all_heads"]
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+GroupScore = Literal["max", "top2_sum"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,115 @@ class RopeConfig:
     def stretches(self) -> bool:
         """Whether the formula changes with the length it is made for."""
         return self.kind in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one short vector
+    per token, which is all that is cached, beside one rotated key that the heads share.
+
+    Attributes:
+      latent_size: width of that vector (kv_lora_rank).
+      rope_size: width of the rotated part of queries and keys (qk_rope_head_dim).
+      nope_size: width of the part that knows no position (qk_nope_head_dim).
+      value_size: width of a head's values (v_head_dim).
+      query_rank: width of the vector that queries come from (q_lora_rank); None where they come from the hidden state.
+      is_interleaved: rotated pairs lie side by side in the weights, 2i with 2i + 1, not i with i + rope_size / 2.
+      norm_eps: of the norms of both short vectors.
+    """
+
+    latent_size: int
+    rope_size: int
+    nope_size: int
+    value_size: int
+    query_rank: int | None = None
+    is_interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        sizes = ("latent_size", "rope_size", "nope_size", "value_size")
+        for name in (*sizes, *(() if self.query_rank is None else ("query_rank",))):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.rope_size % 2:
+            raise ValueError(f"rope_size={self.rope_size} is odd")
+
+    @property
+    def query_size(self) -> int:
+        """Width of a head's query before its first part is taken to the latent space."""
+        return self.nope_size + self.rope_size
+
+    @property
+    def key_size(self) -> int:
+        """Width of what is cached of a token: the latent vector, then the rotated key."""
+        return self.latent_size + self.rope_size
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A router that sends each token to a few of many feed-forward experts, and what comes with it.
+
+    Attributes:
+      num_experts, num_experts_per_token: how many there are, and how many a token goes to. No token is dropped.
+      expert_size: inner width of an expert.
+      layers: which layers have experts; the others have one MLP of the model's `intermediate_size`.
+      scoring: "softmax" over all logits (Mixtral, Qwen, DeepSeek-V2), "sigmoid" of each (DeepSeek-V3), or
+        "softmax_of_chosen", over the logits of the chosen only (gpt-oss).
+      normalize: whether the scores of a token's experts are divided by their sum.
+      scale: multiplies the scores (DeepSeek's routed_scaling_factor).
+      num_groups, num_chosen_groups: experts stand in groups of equal size, and a token's come from the best groups
+        (DeepSeek-V2 section 2.2.2, V3 section 2.1.2); 1 and 1 for no groups.
+      group_score: what makes a group good: its best expert (V2), or the sum of its best two (V3).
+      has_correction_bias: a float32 number per expert that is added to scores where experts are chosen, and only
+        there (DeepSeek-V3 section 2.1.2).
+      has_router_bias, has_expert_bias: biases of the logits, and of each expert's projections (gpt-oss).
+      shared_size: inner width of the MLP that every token goes through beside its experts; 0 for none.
+      has_shared_gate: whether a sigmoid gate multiplies what that MLP gives (Qwen2-MoE).
+      clamp: gpt-oss's SwiGLU: gates are at most this, ups between -this and this, and the product is
+        (up + 1) * gate * sigmoid(clamp_slope * gate). None for silu(gate) * up.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    expert_size: int
+    layers: tuple[int, ...]
+    scoring: Scoring = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    group_score: GroupScore = "max"
+    has_correction_bias: bool = False
+    has_router_bias: bool = False
+    has_expert_bias: bool = False
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    clamp: float | None = None
+    clamp_slope: float = 1.702
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_experts_per_token", "expert_size", "num_groups", "num_chosen_groups"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_experts % self.num_groups:
+            raise ValueError(f"{self.num_experts} experts cannot stand in {self.num_groups} groups of equal size")
+        if self.num_chosen_groups > self.num_groups:
+            raise ValueError(f"num_chosen_groups={self.num_chosen_groups} of only {self.num_groups} groups")
+        choice = self.num_experts // self.num_groups * self.num_chosen_groups
+        if self.num_experts_per_token > choice:
+            raise ValueError(f"num_experts_per_token={self.num_experts_per_token} of only {choice} experts")
+        if self.group_score == "top2_sum" and self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
+            raise ValueError(f"groups of {self.num_experts // self.num_groups} have no best two")
+        if self.scoring not in ("softmax", "sigmoid", "softmax_of_chosen"):
+            raise ValueError(f"scoring={self.scoring!r} is neither 'softmax', 'sigmoid' nor 'softmax_of_chosen'")
+        if self.group_score not in ("max", "top2_sum"):
+            raise ValueError(f"group_score={self.group_score!r} is neither 'max' nor 'top2_sum'")
+        if self.has_shared_gate and not self.shared_size:
+            raise ValueError("has_shared_gate without a shared expert: shared_size is 0")
+        if self.clamp is not None and not self.clamp > 0:
+            raise ValueError(f"clamp must be positive, got {self.clamp!r}")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxinfer.models.config import MoEConfig
 from jaxinfer.models.experts import Experts, run_experts
-from jaxinfer.models.moe_config import MoEConfig
 
 
 def route(moe: MoEConfig, logits: jax.Array, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer import parallel
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import ModelConfig, check_divides, fit_to_mesh
 from jaxinfer.parallel import DATA
 from jaxinfer.planning.chips import Place
 from pallas_kernels import ahead_of_time
@@ -64,7 +64,7 @@ def layout_of(place: Place, *configs: ModelConfig, mesh: str | None = None) -> L
 
 def check(layout: Layout, config: ModelConfig) -> None:
     """Raises ValueError where the mesh cannot run the model."""
-    parallel.fit(layout.shape_mesh, config)
+    fit_to_mesh(layout.shape_mesh, config)
 
 
 def _model_parallel(place: Place, size: int) -> Layout:
@@ -75,7 +75,7 @@ def _fits(layout: Layout, configs: tuple[ModelConfig, ...]) -> bool:
     """Whether the mesh cuts the models without anything repeated or padded."""
     try:
         for config in configs:
-            parallel.check_divides(layout.shape_mesh, config)
+            check_divides(layout.shape_mesh, config)
     except ValueError:
         return False
     return True

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxinfer import parallel
 from jaxinfer.engine.memory import activation_bytes
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.models import ModelConfig, Params, fit_to_mesh
 from jaxinfer.planning.chips import Chip, Place
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.layout import Layout, layout_of
@@ -70,7 +69,7 @@ class PlanRequest:
 
 def _fitted(mesh: Any, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
     """The model as the mesh runs it, as shapes."""
-    fit = parallel.fit(mesh, config)
+    fit = fit_to_mesh(mesh, config)
     if not fit.changes:
         return config, params
     return fit.config, jax.eval_shape(fit.resize, params)

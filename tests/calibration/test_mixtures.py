@@ -17,9 +17,7 @@ from jaxinfer.calibration.quality import logits
 from jaxinfer.calibration.stacks import tokens_needed
 from jaxinfer.calibration.verify import settled
 from jaxinfer.calibration.work import dequantized, find
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params
-from jaxinfer.models.mla_config import MLAConfig
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, abstract_params
 from jaxinfer.quantization import QuantizedArray, Scheme, quantize, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.quantization.tree import is_quantized

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import checkpoints_convert
 from checkpoints_convert.read_ahead import IN_FLIGHT_BYTES, read_ahead
-from jaxinfer import parallel
+from jaxinfer.models import fit_to_mesh, parameter_shardings
 from jaxinfer.quantization import Selection
 from jaxinfer.quantization.tree import is_quantized
 
@@ -30,13 +30,13 @@ def same(a, b) -> bool:
 
 
 def compare(config, params, others, mesh) -> dict:
-    fit = parallel.fit(mesh, config)
+    fit = fit_to_mesh(mesh, config)
     params = jax.tree_util.tree_map_with_path(
         lambda path, leaf: fit.resized(tuple(key.key for key in path), leaf), params, is_leaf=is_quantized
     )
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     placed, other_structure = jax.tree_util.tree_flatten(others)
-    wanted = jax.tree.leaves(parallel.parameter_shardings(mesh, fit.config, others))
+    wanted = jax.tree.leaves(parameter_shardings(mesh, fit.config, others))
     different = [
         jax.tree_util.keystr(path)
         for (path, leaf), other in zip(leaves, placed, strict=True)

@@ -11,9 +11,7 @@ import pytest
 import checkpoints_convert
 from jaxinfer.calibration import driver
 from jaxinfer.cli.quantize_report import summary
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params
-from jaxinfer.models.mla_config import MLAConfig
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, abstract_params
 from jaxinfer.quantization.tree import is_quantized
 
 TEXT = ["--samples", 32, "--length", 32]

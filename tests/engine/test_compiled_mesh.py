@@ -18,7 +18,7 @@ from jaxinfer.cache import abstract_paged_cache
 from jaxinfer.engine import paged_programs
 from jaxinfer.engine.abstract import abstract_decode_work, abstract_slots, placed_params
 from jaxinfer.engine.programs import program_model
-from jaxinfer.models import abstract_params
+from jaxinfer.models import abstract_params, fit_to_mesh
 from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
@@ -40,7 +40,7 @@ def sent(chip: str, size: int, model: str, recipe: str | None, num_layers: int) 
     """(how many collectives of each kind and size a step has, bytes of the smallest matrix on a device)."""
     mesh = ahead_of_time.slice_mesh(chip, ((parallel.MODEL, size),))
     config = replace(MODELS[model], num_layers=num_layers)
-    fit = parallel.fit(mesh, config)
+    fit = fit_to_mesh(mesh, config)
 
     def make():
         params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_params(config))

@@ -10,9 +10,7 @@ import pytest
 from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
-from jaxinfer.models.mla_config import MLAConfig
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, init_params
 
 NUM_PROMPTS = 8
 PROMPTS = random_prompts(NUM_PROMPTS, 100, seed=8)

@@ -12,9 +12,7 @@ from jaxinfer import parallel
 from jaxinfer.cache import init_paged_cache
 from jaxinfer.engine import paged_programs as programs
 from jaxinfer.engine.programs import program_model
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
-from jaxinfer.models.mla_config import MLAConfig
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, init_params, parameter_shardings
 from jaxinfer.quantization import quantize_params
 from jaxinfer.sampling import SamplingParams, SamplingRow, make_batch, make_state
 
@@ -40,7 +38,7 @@ def run(config, params, mesh, layout):
     slots = replace(slots, history=jax.tree.map(jnp.array, make_state(prompts, config.vocab_size)))
     batch = jax.tree.map(jnp.array, make_batch(rows, config.vocab_size))
     if mesh is not None:
-        params = jax.device_put(params, parallel.parameter_shardings(mesh, config, params))
+        params = jax.device_put(params, parameter_shardings(mesh, config, params))
         places = parallel.shardings(mesh, programs.slot_axes(slots, batch))
         slots, batch = jax.device_put((slots, batch), places)
     cache = init_paged_cache(config, num_slots * PAGES + 1, PAGE, jnp.float32, layout, mesh)
@@ -139,9 +137,7 @@ def test_experts_and_heads_over_two_devices_give_the_tokens_of_one(recipe):
         assert two.samples.ok.all()
         np.testing.assert_array_equal(one.tokens, two.tokens)
         np.testing.assert_allclose(one.samples.logprob, two.samples.logprob, rtol=1e-4, atol=1e-4)
-    experts = jax.device_put(params, parallel.parameter_shardings(mesh, MIXTURE, params))["layers"]["1"]["mlp"][
-        "experts"
-    ]
+    experts = jax.device_put(params, parameter_shardings(mesh, MIXTURE, params))["layers"]["1"]["mlp"]["experts"]
     for leaf in jax.tree.leaves(experts):
         assert leaf.addressable_shards[0].data.shape[0] == 4
     for leaf in jax.tree.leaves(cache):
@@ -152,4 +148,4 @@ def test_experts_that_cannot_be_cut_say_so():
     mesh = jax.sharding.AbstractMesh((4,), (parallel.MODEL,))
     config = replace(MIXTURE, moe=replace(MIXTURE.moe, num_experts=6))
     with pytest.raises(ValueError, match="num_experts=6 cannot be cut into 4 equal parts"):
-        parallel.parameter_shardings(mesh, config)
+        parameter_shardings(mesh, config)

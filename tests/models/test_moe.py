@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxinfer.models import MoEConfig
 from jaxinfer.models.experts import FORMS, Experts, choose_form, run_experts, tile_rows
 from jaxinfer.models.moe import Router, clamped_swiglu, route
-from jaxinfer.models.moe_config import MoEConfig
 from jaxinfer.quantization import QuantizedArray, quantize
 
 T, D, F, E, C = 23, 16, 24, 8, 3

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params
+from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, parameter_shardings
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -36,7 +36,7 @@ def mesh(size: int, axis: str = parallel.MODEL) -> AbstractMesh:
 def test_every_parameter_has_a_sharding_that_fits_it(tied):
     config = replace(CONFIG, tie_word_embeddings=tied)
     params = abstract_params(config)
-    shardings = parallel.parameter_shardings(mesh(4), config)
+    shardings = parameter_shardings(mesh(4), config)
     assert jax.tree.structure(params) == jax.tree.structure(shardings)
     locals_ = jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), params, shardings)
     assert locals_["embed"] == (24, 32)
@@ -50,14 +50,14 @@ def test_every_parameter_has_a_sharding_that_fits_it(tied):
 
 
 def test_a_mesh_without_the_axis_cuts_nothing():
-    shardings = parallel.parameter_shardings(mesh(3, "data"), CONFIG)
+    shardings = parameter_shardings(mesh(3, "data"), CONFIG)
     assert all(not any(sharding.spec) for sharding in jax.tree.leaves(shardings))
 
 
 @pytest.mark.parametrize(("size", "message"), [(3, "num_heads=8.* 3 equal parts"), (8, "num_kv_heads=4.* 8 equal")])
 def test_what_cannot_be_cut_says_so(size, message):
     with pytest.raises(ValueError, match=message):
-        parallel.parameter_shardings(mesh(size), replace(CONFIG, vocab_size=24 * size))
+        parameter_shardings(mesh(size), replace(CONFIG, vocab_size=24 * size))
     with pytest.raises(ValueError, match=message):
         abstract_paged_cache(replace(CONFIG, vocab_size=24 * size), 3, 4, jnp.float32, "separate", mesh(size))
 

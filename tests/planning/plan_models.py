@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from jaxinfer.models import ModelConfig, RopeConfig
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import ModelConfig, MoEConfig, RopeConfig
 
 LLAMA_3_8B = ModelConfig(
     architecture="LlamaForCausalLM",

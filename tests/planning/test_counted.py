@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import pytest
 
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import MoEConfig
 from jaxinfer.planning import chips
 from jaxinfer.planning.counted import count
 from jaxinfer.planning.figures import Figures

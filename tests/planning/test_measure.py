@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer.engine.options import SpeculationOptions
-from jaxinfer.models import abstract_params
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import MoEConfig, abstract_params
 from jaxinfer.planning.figures import combined
 from jaxinfer.planning.measure import measure
 from jaxinfer.planning.subject import Subject, layer_kinds

@@ -9,7 +9,15 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams, parallel
 from jaxinfer.cache import attend_without_cache
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, bind, compute_dtype, init_params
+from jaxinfer.models import (
+    ModelConfig,
+    RopeConfig,
+    abstract_params,
+    bind,
+    compute_dtype,
+    init_params,
+    parameter_shardings,
+)
 from jaxinfer.quantization import QuantizedArray, Recipe, quantize_params
 from jaxinfer.quantization.on_cpu import float32_copies
 from jaxinfer.quantization.tree import describe, is_quantized, num_bytes, num_parameters
@@ -150,7 +158,7 @@ def test_shardings(params):
             for linear in mlp.values():
                 order = jax.random.permutation(jax.random.key(1), linear["weight"].shape[0])
                 linear["weight"] = replace(linear["weight"], permutation=order)
-        shardings = parallel.parameter_shardings(mesh, CONFIG, quantized)
+        shardings = parameter_shardings(mesh, CONFIG, quantized)
         placed = jax.device_put(quantized, shardings)
         down, up = (placed["layers"]["0"]["mlp"][name]["weight"] for name in ("down_proj", "up_proj"))
         assert down.values.sharding.shard_shape(down.shape) == (64, 64)

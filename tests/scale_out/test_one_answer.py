@@ -13,8 +13,7 @@ import pytest
 from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
-from jaxinfer.models.moe_config import MoEConfig
+from jaxinfer.models import ModelConfig, MoEConfig, RopeConfig, init_params
 
 GROUPED = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -101,15 +100,15 @@ def test_the_tokens_are_those_of_one_device(case):
 
 def test_a_fault_in_a_share_shows(monkeypatch):
     """The check can fail: key-value heads beside the wrong query heads."""
-    from jaxinfer.parallel.fit import Fit
+    from jaxinfer.models import MeshFit
 
-    right = Fit.index
+    right = MeshFit.index
 
     def wrong(self, name, length):
         index = right(self, name, length)
         return index[::-1].copy() if name == "kv_heads" and index is not None else index
 
-    monkeypatch.setattr(Fit, "index", wrong)
+    monkeypatch.setattr(MeshFit, "index", wrong)
     assert answers("grouped", mesh="model=8") != expected("grouped", None)
 
 

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.models import ModelConfig, Params, abstract_params, logical_axes
-from jaxinfer.parallel.sharding import AnyMesh, axis_size, leaf_shardings, leaves_by_path, parameter_shardings
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.decoder import Params, abstract_params, logical_axes
+from jaxinfer.models.sharding import leaf_shardings, leaves_by_path, parameter_shardings
+from jaxinfer.parallel import AnyMesh, axis_size
 from jaxinfer.quantization import NestedScales, QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 
@@ -23,7 +25,7 @@ PAD = -1  # in an index: nothing of the model, a zero
 
 
 @dataclass(frozen=True)
-class Fit:
+class MeshFit:
     """A model as a mesh runs it.
 
     Attributes:
@@ -164,7 +166,7 @@ class Fit:
         return leaves_by_path(parameter_shardings(self.mesh, self.config))
 
 
-def fit(mesh: AnyMesh, config: ModelConfig) -> Fit:
+def fit_to_mesh(mesh: AnyMesh, config: ModelConfig) -> MeshFit:
     """How a mesh runs a model.
 
     Key-value heads that are fewer than the devices are repeated, each for its own share of the query heads; odd numbers
@@ -199,7 +201,7 @@ def fit(mesh: AnyMesh, config: ModelConfig) -> Fit:
             f"num_heads={config.num_heads} and num_kv_heads={config.num_kv_heads} cannot be cut into {parts} equal "
             f"parts, and {config.architecture} has norms over all heads, which heads added for it would change"
         )
-    return Fit(mesh, config, replace(config, **changed), heads, kv_heads)
+    return MeshFit(mesh, config, replace(config, **changed), heads, kv_heads)
 
 
 def _grouped_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,10 +9,19 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxinfer import parallel
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, bind, init_params
-from jaxinfer.models.mla_config import MLAConfig
-from jaxinfer.models.moe_config import MoEConfig
-from jaxinfer.parallel.fit import PAD
+from jaxinfer.models import (
+    MeshFit,
+    MLAConfig,
+    ModelConfig,
+    MoEConfig,
+    RopeConfig,
+    abstract_params,
+    bind,
+    fit_to_mesh,
+    init_params,
+    parameter_shardings,
+)
+from jaxinfer.models.mesh_fit import PAD
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import is_quantized
 
@@ -67,7 +76,7 @@ def random_params(config: ModelConfig):
     return jax.tree.map(fill, abstract_params(config))
 
 
-def resized(fit: parallel.Fit, params):
+def resized(fit: MeshFit, params):
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: fit.resized(tuple(key.key for key in path), leaf), params, is_leaf=is_quantized
     )
@@ -85,14 +94,14 @@ def logits(config: ModelConfig, params):
 def test_logits_stay(name, parts):
     config = MODELS[name][0]
     params = random_params(config)
-    fit = parallel.fit(mesh(parts), config)
+    fit = fit_to_mesh(mesh(parts), config)
     found = resized(fit, params)
     np.testing.assert_allclose(logits(fit.config, found), logits(config, params), rtol=0, atol=2e-5)
     assert fit.changes
     # Every array falls into equal parts, by heads as the kernels take them.
     assert fit.config.num_heads % parts == 0
     assert config.mla is not None or fit.config.num_kv_heads % parts == 0
-    shardings = parallel.parameter_shardings(mesh(parts), fit.config)
+    shardings = parameter_shardings(mesh(parts), fit.config)
     jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), found, shardings)
 
 
@@ -101,7 +110,7 @@ def test_logits_stay(name, parts):
 def test_quantized_weights_stay_exactly(recipe, changes):
     config = replace(LLAMA, mlp_bias=False, **changes)
     params = quantize_params(random_params(config), recipe)
-    fit = parallel.fit(mesh(4), config)
+    fit = fit_to_mesh(mesh(4), config)
     found = resized(fit, params)
     layer, before = found["layers"]["0"], params["layers"]["0"]
     keys = before["attention"]["k_proj"]["weight"].dequantize()
@@ -116,13 +125,13 @@ def test_quantized_weights_stay_exactly(recipe, changes):
 
 def test_quantized_inputs_between_which_heads_would_come_are_refused_by_name():
     config = replace(LLAMA, num_heads=14)
-    fit = parallel.fit(mesh(4), config)
+    fit = fit_to_mesh(mesh(4), config)
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.o_proj\.weight: .*num_heads=14"):
         resized(fit, quantize_params(random_params(config), "int8"))
 
 
 def test_what_divides_stays_as_it_is():
-    fit = parallel.fit(mesh(2), replace(LLAMA, vocab_size=96))
+    fit = fit_to_mesh(mesh(2), replace(LLAMA, vocab_size=96))
     assert (fit.config, fit.changes) == (fit.original, {})
     params = random_params(fit.config)
     assert jax.tree.all(jax.tree.map(lambda a, b: a is b, resized(fit, params), params))
@@ -134,7 +143,7 @@ def test_what_divides_stays_as_it_is():
 )
 def test_numbers_of_heads(heads, kv_heads, parts, wanted):
     config = replace(LLAMA, num_heads=heads, num_kv_heads=kv_heads)
-    fit = parallel.fit(mesh(parts), config)
+    fit = fit_to_mesh(mesh(parts), config)
     assert (fit.config.num_heads, fit.config.num_kv_heads) == wanted
     # Every query head is there once, beside its own keys.
     places = fit.heads or tuple(range(heads))
@@ -147,23 +156,23 @@ def test_numbers_of_heads(heads, kv_heads, parts, wanted):
 
 def test_what_cannot_fit_says_so():
     with pytest.raises(ValueError, match="num_experts=8 cannot be cut into 3 equal parts"):
-        parallel.fit(mesh(3, parallel.EXPERT), LATENT)
+        fit_to_mesh(mesh(3, parallel.EXPERT), LATENT)
     config = replace(ODD, qk_norm=True, qk_norm_span="all_heads")
     with pytest.raises(ValueError, match=r"num_heads=9 and num_kv_heads=3.*norms over all heads"):
-        parallel.fit(mesh(2), config)
+        fit_to_mesh(mesh(2), config)
 
 
 def test_scales_of_a_cache_follow_the_heads():
     scales = np.array([[0.5, 2.0, 3.0]], np.float32)
-    assert parallel.fit(mesh(2), ODD).kv_scales(scales).tolist() == [[0.5, 2.0, 3.0, 1.0]]
-    assert parallel.fit(mesh(4), LLAMA).kv_scales(scales[:, :2]).tolist() == [[0.5, 0.5, 2.0, 2.0]]
+    assert fit_to_mesh(mesh(2), ODD).kv_scales(scales).tolist() == [[0.5, 2.0, 3.0, 1.0]]
+    assert fit_to_mesh(mesh(4), LLAMA).kv_scales(scales[:, :2]).tolist() == [[0.5, 0.5, 2.0, 2.0]]
 
 
 def test_parameters_lie_on_the_mesh_by_the_rules():
     devices = Mesh(np.array(jax.devices()[:2]), (parallel.MODEL,))
     config = replace(LLAMA, num_kv_heads=1)
     params = init_params(config, jax.random.key(0))
-    placed = parallel.fit(devices, config).place(params)
+    placed = fit_to_mesh(devices, config).place(params)
     layer = placed["layers"]["0"]
     assert layer["attention"]["k_proj"]["weight"].addressable_shards[0].data.shape == (32, 8)
     assert layer["mlp"]["up_proj"]["weight"].addressable_shards[0].data.shape == (32, 36)
