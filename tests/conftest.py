@@ -15,6 +15,10 @@ os.environ.setdefault("JAXINFER_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"
 
 import pytest
 
+from tests import shape_checks
+
+shape_checks.install("pallas_kernels", "jaxinfer", "checkpoints_convert")
+
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run tests that take more than half a minute")

@@ -1,13 +1,16 @@
 """The entry points: pick an implementation, run it."""
 
-from typing import Any
+from __future__ import annotations
 
-import jax
+from typing import TYPE_CHECKING, Any
 
 from pallas_kernels.choice import Choice, Implementations
 from pallas_kernels.flash_attention.gradient import differentiable
-from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, Operands, make_spec
+from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, AttentionSpec, Operands, make_spec
 from pallas_kernels.platform import current_platform
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32
 
 _BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("cudnn", "pallas_gpu", "xla"), "cpu": ("xla",)}
 # Each has `attention(operands, spec)`, which returns (out, lse or None).
@@ -15,21 +18,19 @@ _MODULES = Implementations("pallas_kernels.flash_attention", IMPLEMENTATIONS, _B
 # These are differentiated by JAX itself or bring their own gradient.
 _HAVE_GRADIENT = ("cudnn", "reference")
 
-SegmentIds = jax.Array | tuple[jax.Array, jax.Array]
-
 
 def flash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: Float[Array, "B T Hq K"],
+    k: Float[Array, "B S Hkv K"],
+    v: Float[Array, "B S Hkv K"],
     *,
     causal: bool = True,
-    query_offset: jax.Array | None = None,
-    kv_lengths: jax.Array | None = None,
-    segment_ids: SegmentIds | None = None,
+    query_offset: Int32[Array, " B"] | None = None,
+    kv_lengths: Int32[Array, " B"] | None = None,
+    segment_ids: Int32[Array, "B T"] | tuple[Int32[Array, "B T"], Int32[Array, "B S"]] | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: Float32[Array, " Hq"] | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
@@ -65,10 +66,16 @@ def flash_attention(
     """
     operands = _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks)
     spec = make_spec(operands, causal=causal, window=window, soft_cap=soft_cap, scale=scale, return_lse=return_lse)
+    out, lse = _attend(q, operands, spec, implementation)
+    return (out, lse) if return_lse else out
+
+
+def _attend(
+    q: Float[Array, "B T Hq K"], operands: Operands, spec: AttentionSpec, implementation: str | None
+) -> tuple[Float[Array, "B T Hq K"], Float32[Array, "B T Hq"] | None]:
     name = _MODULES.take(spec, current_platform(), implementation)
     run = _MODULES[name].attention
-    out, lse = run(operands, spec) if name in _HAVE_GRADIENT else differentiable(run, spec, operands)  # pyright: ignore
-    return (out, lse) if return_lse else out
+    return run(operands, spec) if name in _HAVE_GRADIENT else differentiable(run, spec, operands)  # pyright: ignore
 
 
 def explain(

@@ -1,12 +1,17 @@
 """The entry point: picks an implementation and runs it."""
 
-from typing import TypeVar
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import Implementations
 from pallas_kernels.platform import current_platform
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int32
 
 Tree = TypeVar("Tree")
 IMPLEMENTATIONS = ("xla", "pallas_tpu")
@@ -16,9 +21,9 @@ _MODULES = Implementations("pallas_kernels.page_copy", IMPLEMENTATIONS, _BY_PLAT
 
 def copy_pages(
     pages: Tree,
-    source: jax.Array,
-    destination: jax.Array,
-    count: jax.Array | None = None,
+    source: Int32[Array, " N"],
+    destination: Int32[Array, " N"],
+    count: Int32[Array, ""] | None = None,
     *,
     implementation: str | None = None,
 ) -> Tree:

@@ -1,8 +1,10 @@
 """The entry points: pick an implementation, plan a step, run a layer."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ from pallas_kernels.choice import Choice, Implementations
 from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, Operands, PagedSpec, make_spec
 from pallas_kernels.platform import current_platform
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, UInt32
 
 IMPLEMENTATIONS = ("pallas_tpu", "pallas_gpu", "xla", "reference")
 _BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
@@ -61,11 +66,11 @@ def platform_layout(platform: str, dtype: Any, *, has_values: bool = True) -> st
 
 def make_schedule(
     spec: PagedSpec,
-    page_table: jax.Array,
-    query_lengths: jax.Array,
-    kv_lengths: jax.Array,
+    page_table: Int32[Array, "S P"],
+    query_lengths: Int32[Array, " S"],
+    kv_lengths: Int32[Array, " S"],
     *,
-    query_starts: jax.Array | None = None,
+    query_starts: Int32[Array, " S"] | None = None,
     implementation: str | None = None,
 ) -> Schedule:
     """The order of work of a step, from the operands of `paged_attention` and `make_spec` of their shapes.
@@ -79,25 +84,25 @@ def make_schedule(
 
 
 def paged_attention(
-    q: jax.Array,
-    k_new: jax.Array,
-    v_new: jax.Array,
+    q: Float[Array, "T Hq K"],
+    k_new: Float[Array, "T Hkv K"],
+    v_new: Float[Array, "T Hkv W"],
     pages: Pages,
-    page_table: jax.Array,
-    query_lengths: jax.Array,
-    kv_lengths: jax.Array,
+    page_table: Int32[Array, "S P"],
+    query_lengths: Int32[Array, " S"],
+    kv_lengths: Int32[Array, " S"],
     *,
-    query_starts: jax.Array | None = None,
+    query_starts: Int32[Array, " S"] | None = None,
     max_query_length: int | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     scale: float | None = None,
-    sinks: jax.Array | None = None,
-    ancestors: jax.Array | None = None,
+    sinks: Float32[Array, " Hq"] | None = None,
+    ancestors: UInt32[Array, " T"] | None = None,
     is_uniform: bool = False,
     schedule: Schedule | None = None,
     implementation: str | None = None,
-) -> tuple[jax.Array, Pages]:
+) -> tuple[Float[Array, "T Hq W"], Pages]:
     """Appends new keys and values to a paged cache and attends to it: prefill, decode and verify in one ragged call.
 
     Sequence s has `query_lengths[s]` new tokens, rows `query_starts[s]` onward of q, k_new and v_new; they become the

@@ -5,14 +5,19 @@ every implementation is checked in. Stored values are what attention reads: new 
 dtype first, so an answer does not depend on how a prompt was cut into chunks.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32, Num
 
 LANES = 128
 SUBLANES = 8
@@ -189,7 +194,9 @@ def unpack(pages: Pages, num_kv_heads: int, head_dim: int) -> SeparatePages:
     return SeparatePages(k, v, scales[:, ::2], scales[:, 1::2])
 
 
-def interleave(k: jax.Array, v: jax.Array, shape: PageShape) -> jax.Array:
+def interleave(
+    k: Num[Array, "*rows Hkv K"], v: Num[Array, "*rows Hkv K"], shape: PageShape
+) -> Num[Array, "*rows _ _ _"]:
     """Stored k, v [..., Hkv, K] as rows of the interleaved layout [..., rows / pack, pack, lanes]."""
     leading = k.shape[:-2]
     if shape.is_side_by_side:
@@ -202,7 +209,9 @@ def interleave(k: jax.Array, v: jax.Array, shape: PageShape) -> jax.Array:
     return rows.reshape(*leading, shape.num_rows // shape.pack, shape.pack, shape.num_lanes)
 
 
-def deinterleave(kv: jax.Array, shape: PageShape) -> tuple[jax.Array, jax.Array]:
+def deinterleave(
+    kv: Num[Array, "*rows _ _ _"], shape: PageShape
+) -> tuple[Num[Array, "*rows Hkv K"], Num[Array, "*rows Hkv K"]]:
     """Keys and values [..., Hkv, K] from rows [..., rows / pack, pack, lanes]."""
     rows = kv.reshape(*kv.shape[:-3], shape.num_rows, shape.num_lanes)
     if shape.is_side_by_side:
@@ -212,7 +221,7 @@ def deinterleave(kv: jax.Array, shape: PageShape) -> tuple[jax.Array, jax.Array]
     return rows[..., ::2, :], rows[..., 1::2, :]
 
 
-def to_stored(x: jax.Array, dtype: str) -> tuple[jax.Array, Any]:
+def to_stored(x: Float[Array, "*rows K"], dtype: str) -> tuple[Num[Array, "*rows K"], Any]:
     """x [..., K] as it is stored: (values, scales [...] or None).
 
     fp8 values beyond the largest finite one are clipped to it, since a cast would make them NaN; infinities become NaN,
@@ -233,13 +242,21 @@ def to_stored(x: jax.Array, dtype: str) -> tuple[jax.Array, Any]:
     return x.astype(dtype), None
 
 
-def from_stored(values: jax.Array, scales: jax.Array | None, dtype=jnp.float32) -> jax.Array:
+def from_stored(
+    values: Num[Array, "*rows K"], scales: Float32[Array, "*rows"] | None, dtype=jnp.float32
+) -> Float[Array, "*rows K"]:
     """Values [..., K] times scales [...], in `dtype`."""
     return values.astype(dtype) if scales is None else (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
 def append(
-    pages: Pages, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array, *, is_unique: bool = False
+    pages: Pages,
+    k: Float[Array, "T Hkv K"],
+    v: Float[Array, "T Hkv W"],
+    page: Int32[Array, " T"],
+    slot: Int32[Array, " T"],
+    *,
+    is_unique: bool = False,
 ) -> Pages:
     """Writes tokens k, v [T, Hkv, K] at (page [T], slot [T]); a page or slot beyond the last drops its token. Pages
     without values take the keys alone.
@@ -272,7 +289,12 @@ def append(
     return InterleavedPages(kv, pages.scales.at[at].set(scales, **options))
 
 
-def move_tokens(pages: Pages, page_table: jax.Array, sources: jax.Array, destinations: jax.Array) -> Pages:
+def move_tokens(
+    pages: Pages,
+    page_table: Int32[Array, "S P"],
+    sources: Int32[Array, "S N"],
+    destinations: Int32[Array, "S N"],
+) -> Pages:
     """Copies keys and values of one layer's tokens from positions `sources` to positions `destinations` int32 [S, N] of
     the same sequences, whose pages are `page_table` int32 [S, P]. All are read before any is written; stored bits are
     copied. Donate the pages: the result aliases them.
@@ -315,7 +337,7 @@ def move_tokens(pages: Pages, page_table: jax.Array, sources: jax.Array, destina
     return jax.tree.map(move, pages)
 
 
-def gather(pages: Pages, ids: jax.Array, shape: PageShape) -> SeparatePages:
+def gather(pages: Pages, ids: Int32[Array, "*ids"], shape: PageShape) -> SeparatePages:
     """The pages `ids` [...] in logical form: k, v [..., page, Hkv, K], scales [..., Hkv, page]. Ids must be valid."""
 
     def take(array):

@@ -1,11 +1,17 @@
 """The entry point: picks an implementation and runs it."""
 
-import jax
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from jax.typing import DTypeLike
 
 from pallas_kernels.choice import Choice, Implementations
 from pallas_kernels.platform import current_platform
 from pallas_kernels.quantized_matmul.specs import MatmulSpec, make_spec
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int8, Num
 
 IMPLEMENTATIONS = ("xla", "pallas_gpu")
 _BY_PLATFORM = {"tpu": ("xla",), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
@@ -13,18 +19,18 @@ _MODULES = Implementations("pallas_kernels.quantized_matmul", IMPLEMENTATIONS, _
 
 
 def quantized_matmul(
-    x: jax.Array,
-    values: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None = None,
-    codebook: jax.Array | None = None,
-    minima: jax.Array | None = None,
+    x: Float[Array, "*rows K"],
+    values: Num[Array, "K N"],
+    scales: Float[Array, "Kb Nb"],
+    zeros: Int8[Array, "Kb Nb"] | None = None,
+    codebook: Float32[Array, " 16"] | None = None,
+    minima: Float[Array, "Kb Nb"] | None = None,
     *,
     block: tuple[int, int],
     activations: str | None = None,
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Float[Array, "*rows N"]:
     """x [..., K] @ weight [K, N] for a weight of few bits; sums in float32 (int32 for int8 activations).
 
     Args:

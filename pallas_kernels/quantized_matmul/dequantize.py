@@ -1,20 +1,27 @@
 """From stored values to weights: the one place with the formula."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.platform import current_platform
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int8, Num
+
 
 def dequantize(
-    values: jax.Array,
-    scales: jax.Array,
-    zeros: jax.Array | None = None,
-    codebook: jax.Array | None = None,
-    minima: jax.Array | None = None,
+    values: Num[Array, "*stack K N"],
+    scales: Float[Array, "*stack Kb Nb"],
+    zeros: Int8[Array, "*stack Kb Nb"] | None = None,
+    codebook: Float32[Array, " 16"] | None = None,
+    minima: Float[Array, "*stack Kb Nb"] | None = None,
     *,
     block: tuple[int, int],
-) -> jax.Array:
+) -> Float32[Array, "*stack K N"]:
     """float32 weights [..., K, N]: (value - zero) * scale, codebook[value + 8] * scale, or code * scale + minimum.
 
     Args:
