@@ -157,8 +157,8 @@ def test_static_scales_hold_what_fp8_alone_would_clip(attend):
 
 
 def test_scales_of_powers_of_two_change_nothing():
-    """Where nothing is clipped or too small, a stored value's rounding does not see them."""
-    twos = KVScales(np.full((2, 2), 2.0, np.float32), np.full((2, 2), 0.5, np.float32))
+    """Where nothing is clipped or too small, a stored value's rounding does not see them. Each head has its own."""
+    twos = KVScales(np.array([[2.0, 0.5], [1, 1]], np.float32), np.array([[0.5, 4.0], [1, 1]], np.float32))
     q, k, v = operands()
     k, v = (jnp.sign(x) * jnp.clip(jnp.abs(x), 0.1, None) for x in (k, v))
     plain, _ = attend_paged("float8_e4m3fn", (NUM_TOKENS,), q, k, v)

@@ -81,19 +81,8 @@ class Workspace:
         if any(test.startswith(EIGHT_DEVICE_TESTS) for test in tests):
             environment["JAX_NUM_CPU_DEVICES"] = "8"
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        # Hypothesis and pytest write to the copy; the order of tests is that of the files.
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-rfE",
-            "--tb=line",
-            "-p",
-            "no:cacheprovider",
-            *options,
-            *tests,
-        ]
+        plugins = ("-p", "no:cacheprovider", "-p", "tests.faults.no_shrink")
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", *plugins, *options, *tests]
         start, cpu_before = time.perf_counter(), _cpu_of_children()
         try:
             done = subprocess.run(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.sampling import SamplingParams, SamplingRow, choose_several, make_batch, make_state, transform
+from jaxinfer.sampling import SamplingParams, SamplingRow, advance, choose_several, make_batch, make_state, transform
 from jaxinfer.speculative import DraftRows, Proposal, TokenTree, walk
 from jaxinfer.speculative.maximal import DRAFT_STREAM
 
@@ -40,14 +40,15 @@ def rows_of(params: list[SamplingParams], seeds: np.ndarray):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def one_round(tree: TokenTree, is_maximal: bool, batch, history):
-    """Tokens int32[D + 1, S] that came out, -1 where none did, of a round drafted by DRAFT."""
+def one_round(tree: TokenTree, is_maximal: bool, batch, history, num_nodes=None):
+    """Tokens int32[D + 1, S] that came out, -1 where none did, of a round drafted by DRAFT: the whole tree, or the
+    first `num_nodes` int32[S] of it."""
     num_slots = batch.num_slots
     positions = jnp.full((num_slots,), POSITION, jnp.int32)
     rows = DraftRows(
         positions,
         jnp.ones((num_slots,), bool),
-        jnp.full((num_slots,), tree.num_nodes, jnp.int32),
+        jnp.full((num_slots,), tree.num_nodes, jnp.int32) if num_nodes is None else num_nodes,
         jnp.zeros((num_slots, 1), jnp.int32),
         batch,
         history,
@@ -146,3 +147,35 @@ def test_exact_tokens_are_those_of_plain_sampling(tree):
         before = np.where(came, kept[depth], 0)
     assert (state.num_tokens == 1 + state.num_accepted).all()
     assert 0.2 < state.num_accepted.mean() < tree.depth
+
+
+def test_penalties_and_min_tokens_count_within_the_drafted_run():
+    """Three tokens of a chain are those of three plain steps, each after the ones before it."""
+    tree, num_rows = TokenTree((1, 1)), 300
+    params = [
+        SamplingParams(temperature=0, frequency_penalty=2.0),
+        SamplingParams(temperature=0.8, presence_penalty=1.5),
+        SamplingParams(temperature=0.8, min_tokens=2, stop_token_ids=[int(TARGET[ROOT].argmax())]),
+    ]
+    _, batch, history = rows_of(params, np.arange(num_rows))
+    kept, state = jax.device_get(one_round(tree, False, batch, history))
+    before = np.full(num_rows, ROOT)
+    for depth in range(tree.depth + 1):
+        transformed = transform(jnp.asarray(TARGET)[before], batch, history)
+        place = jnp.full((num_rows,), POSITION + depth + 1, jnp.int32)
+        plain = np.asarray(choose_several(transformed, place, batch, 1))[:, 0]
+        came = kept[depth] >= 0
+        np.testing.assert_array_equal(kept[depth][came], plain[came])
+        history = advance(history, jnp.asarray(plain), jnp.asarray(came))
+        before = np.where(came, kept[depth], 0)
+    assert (np.bincount(state.num_tokens, minlength=4)[1:] > 10).all()
+
+
+def test_no_row_accepts_more_than_it_drafted():
+    tree, num_rows = TokenTree((3, 2)), 3000
+    _, batch, history = rows_of([SAMPLED], np.arange(num_rows))
+    num_nodes = np.arange(num_rows, dtype=np.int32) % tree.num_nodes + 1
+    _, state = jax.device_get(one_round(tree, False, batch, history, jnp.asarray(num_nodes)))
+    assert (state.path.max(axis=1) < num_nodes).all()
+    assert (state.num_accepted[num_nodes == 1] == 0).all()
+    assert (state.num_accepted[num_nodes == tree.num_nodes] == 2).any()

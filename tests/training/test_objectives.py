@@ -6,8 +6,18 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import attend_without_cache
+from jaxinfer.models import init_params
 from jaxinfer.training.attention import attend_by_head
-from jaxinfer.training.objectives import DIVERGENCES, forward_kl, reverse_kl, total_variation
+from jaxinfer.training.objectives import (
+    DIVERGENCES,
+    distillation,
+    forward_kl,
+    next_token,
+    reverse_kl,
+    sequence_logits,
+    total_variation,
+)
+from tests.tiny import TINY
 
 
 def logits(*probabilities: float) -> jax.Array:
@@ -61,3 +71,24 @@ def test_attention_by_head_is_that_of_scoring(window, num_kv_heads):
 
     for found, expected in zip(with_gradients(attend_by_head), with_gradients(attend_without_cache), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_losses_are_those_of_the_positions_that_count():
+    """The label of a position is the token after it; a distillation's positions count as their weights say."""
+    params, target = (
+        jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(TINY, jax.random.key(seed)))
+        for seed in range(2)
+    )
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, TINY.vocab_size)
+    logprobs = jax.nn.log_softmax(sequence_logits(TINY, params, tokens))
+    of_labels = np.take_along_axis(np.asarray(logprobs[:, :-1]), np.asarray(tokens)[:, 1:, None], axis=2)
+    assert float(next_token(TINY)(params, tokens)[0]) == pytest.approx(-of_labels.mean(), rel=1e-5)
+
+    weights = np.zeros((2, 9), np.float32)
+    weights[0, 3:], weights[1, 7] = 1, 2
+    batch = {"tokens": tokens, "weights": jnp.asarray(weights)}
+    loss, metrics = distillation(TINY, TINY, "fkl", temperature=0.5)(params, batch, target)
+    divergence = forward_kl(2 * sequence_logits(TINY, target, tokens), logprobs)
+    assert float(loss) == pytest.approx(np.average(divergence, weights=weights), rel=1e-4)
+    assert float(loss) != pytest.approx(float(divergence.mean()), rel=1e-2)
+    assert 0 <= float(metrics["agreement"]) <= 1

@@ -16,7 +16,7 @@ SAMPLING = (
         "jaxinfer/sampling/filters.py",
         "keys >= t[:, None]) >= least",
         "keys >= t[:, None]) > least",
-        ("tests/sampling/test_filters.py",),
+        ("tests/sampling/test_filters.py::test_a_mass_that_is_met_exactly_is_enough",),
         "on TPUs and GPUs top_p keeps a token more where the mass is met exactly",
     ),
     Fault(
@@ -32,7 +32,7 @@ SAMPLING = (
         "jaxinfer/sampling/transforms.py",
         "largest[:, 0] + jnp.log(min_p)",
         "jnp.log(min_p)",
-        ("tests/sampling/test_transforms.py",),
+        ("tests/sampling/test_transforms.py::test_min_p_is_relative_to_the_most_probable_token",),
         "min_p is not relative to the most probable token",
     ),
     Fault(
@@ -40,7 +40,7 @@ SAMPLING = (
         "jaxinfer/sampling/transforms.py",
         "state.output_counts.astype(jnp.float32)",
         "(state.output_counts + state.prompt_mask).astype(jnp.float32)",
-        ("tests/sampling/test_transforms.py",),
+        ("tests/sampling/test_transforms.py::test_the_chain_agrees_with_the_slow_one",),
         "words of the question are avoided in the answer",
     ),
     Fault(
@@ -48,7 +48,7 @@ SAMPLING = (
         "jaxinfer/sampling/transforms.py",
         "state.prompt_mask | is_output",
         "is_output",
-        ("tests/sampling/test_transforms.py",),
+        ("tests/sampling/test_transforms.py::test_the_chain_agrees_with_the_slow_one",),
         "repetition_penalty differs from that of every other engine",
     ),
     Fault(
@@ -56,7 +56,7 @@ SAMPLING = (
         "jaxinfer/sampling/transforms.py",
         "is_early = state.num_output < batch.min_tokens",
         "is_early = state.num_output <= batch.min_tokens",
-        ("tests/sampling/test_transforms.py",),
+        ("tests/sampling/test_transforms.py::test_min_tokens_ends_on_time",),
         "an answer cannot end where min_tokens allows it",
     ),
     Fault(
@@ -96,7 +96,7 @@ SAMPLING = (
         "jaxinfer/sampling/sampler.py",
         "jnp.all(logits < jnp.inf, axis=-1) & (best",
         "jnp.all(logits == logits, axis=-1) & (best",
-        ("tests/sampling/test_sampler.py",),
+        ("tests/sampling/test_sampler.py::test_a_broken_row_is_flagged_and_its_neighbours_are_the_same_bit_for_bit",),
         "a model that overflows answers with fluent nonsense",
     ),
     Fault(
@@ -104,7 +104,7 @@ SAMPLING = (
         "jaxinfer/sampling/sampler.py",
         "tokens[:, None] == batch.stop_ids",
         "tokens[:, None] == batch.stop_ids[:, 1:]",
-        ("tests/sampling/test_sampler.py",),
+        ("tests/sampling/test_sampler.py::test_stop_ids_end_an_answer_and_padding_does_not",),
         "an answer runs on behind its end",
     ),
     Fault(
@@ -112,7 +112,7 @@ SAMPLING = (
         "jaxinfer/sampling/state.py",
         "columns >= num_kept[:, None]",
         "columns > num_kept[:, None]",
-        ("tests/sampling/test_state.py",),
+        ("tests/sampling/test_state.py::test_rewinding_gives_the_state_of_the_tokens_kept",),
         "penalties count drafts that were thrown away",
     ),
 )
@@ -123,7 +123,7 @@ SPECULATIVE = (
         "jaxinfer/speculative/acceptance.py",
         "positions = rows.positions + depth + 1",
         "positions = rows.positions + depth",
-        ("tests/speculative/test_acceptance.py",),
+        ("tests/speculative/test_acceptance.py::test_exact_tokens_are_those_of_plain_sampling",),
         "a seed gives other tokens with a draft than without",
     ),
     Fault(
@@ -131,7 +131,7 @@ SPECULATIVE = (
         "jaxinfer/speculative/acceptance.py",
         "history=advance(state.history, samples.tokens, took_part)",
         "history=state.history",
-        ("tests/speculative/test_acceptance.py",),
+        ("tests/speculative/test_acceptance.py::test_penalties_and_min_tokens_count_within_the_drafted_run",),
         "penalties and min_tokens are not applied within a drafted run",
     ),
     Fault(
@@ -139,7 +139,7 @@ SPECULATIVE = (
         "jaxinfer/speculative/acceptance.py",
         "candidates < proposal.num_nodes[:, None]",
         "candidates <= proposal.num_nodes[:, None]",
-        ("tests/speculative/test_acceptance.py",),
+        ("tests/speculative/test_acceptance.py::test_no_row_accepts_more_than_it_drafted",),
         "a row that may draft two tokens accepts a third, whose keys were never stored",
     ),
     Fault(
@@ -147,7 +147,7 @@ SPECULATIVE = (
         "jaxinfer/speculative/maximal.py",
         "jnp.exp(log_p) - jnp.exp(log_q)",
         "jnp.exp(log_p)",
-        ("tests/speculative/test_maximal.py",),
+        ("tests/speculative/test_maximal.py::test_all_drafts_and_verdicts_together_are_the_target",),
         "rejected drafts are drawn again too often: the distribution is the draft's",
     ),
     Fault(
@@ -155,7 +155,10 @@ SPECULATIVE = (
         "jaxinfer/speculative/maximal.py",
         "stream=ACCEPTANCE_STREAM + j",
         "stream=ACCEPTANCE_STREAM",
-        ("tests/speculative/test_maximal.py",),
+        (
+            "tests/speculative/test_maximal.py::test_tokens_are_distributed_as_the_targets",
+            "tests/speculative/test_maximal.py::test_noise_of_draft_residual_and_verdicts_is_told_apart",
+        ),
         "a tree's second child is judged by the noise that rejected the first",
     ),
     Fault(
@@ -190,7 +193,7 @@ MODELS = (
         "jaxinfer/models/rope.py",
         "second * cos + first * sin",
         "second * cos - first * sin",
-        ("tests/models/test_rope.py",),
+        ("tests/models/test_rope.py::test_rotation_is_multiplication_by_a_complex_number",),
         "every model with rotary positions answers nonsense",
     ),
     Fault(
@@ -214,7 +217,7 @@ MODELS = (
         "jaxinfer/models/moe.py",
         "if moe.normalize:",
         "if not moe.normalize:",
-        ("tests/models/test_moe.py",),
+        ("tests/models/test_moe.py::test_routing_is_that_of_the_formula",),
         "Mixtral and Qwen-MoE are scaled wrongly in every layer",
     ),
     Fault(
@@ -222,7 +225,7 @@ MODELS = (
         "jaxinfer/models/moe.py",
         "lax.top_k(grouped, 2)[0].sum(-1)",
         "lax.top_k(grouped, 1)[0].sum(-1)",
-        ("tests/models/test_moe.py",),
+        ("tests/models/test_moe.py::test_routing_is_that_of_the_formula",),
         "DeepSeek-V3 routes tokens to other experts",
     ),
     Fault(
@@ -241,7 +244,7 @@ CACHE = (
         "jaxinfer/cache/kv_dtype.py",
         "(k / keys).astype(k.dtype), (v / values)",
         "(k / keys).astype(k.dtype), (v / 1)",
-        ("tests/cache/test_kv_dtype.py",),
+        ("tests/cache/test_kv_dtype.py::test_static_scales_hold_what_fp8_alone_would_clip",),
         "checkpoints with calibrated fp8 caches answer wrongly",
     ),
     Fault(
@@ -249,7 +252,7 @@ CACHE = (
         "jaxinfer/cache/kv_dtype.py",
         "repeated = jnp.repeat(keys, q.shape[-2] // keys.shape[0], axis=0)",
         "repeated = jnp.tile(keys, (q.shape[-2] // keys.shape[0], 1))",
-        ("tests/cache/test_kv_dtype.py",),
+        ("tests/cache/test_kv_dtype.py::test_scales_of_powers_of_two_change_nothing",),
         "with grouped queries, scores use another head's scale",
     ),
     Fault(
@@ -257,7 +260,7 @@ CACHE = (
         "jaxinfer/cache/contiguous.py",
         "is_real = steps < lengths[:, None]",
         "is_real = steps <= lengths[:, None]",
-        ("tests/cache/test_contiguous.py",),
+        ("tests/cache/test_contiguous.py::test_only_the_real_tokens_are_written",),
         "a token of padding stands behind a prompt",
     ),
     Fault(
@@ -265,7 +268,7 @@ CACHE = (
         "jaxinfer/cache/contiguous.py",
         "kv_lengths=self._starts + self._lengths",
         "kv_lengths=self._starts + self._lengths - 1",
-        ("tests/cache/test_contiguous.py",),
+        ("tests/cache/test_contiguous.py::test_ragged_rows_equal_full",),
         "a token does not attend to itself",
     ),
     Fault(

@@ -24,7 +24,10 @@ ENGINE = (
         "jaxinfer/engine/scheduler.py",
         "keys = sequence.keys(self.options.page_size, sequence.num_confirmed)",
         "keys = sequence.keys(self.options.page_size, min(sequence.num_stored, len(sequence.tokens)))",
-        ("tests/engine/test_scheduler_examples.py", "tests/engine/test_scheduler.py"),
+        (
+            "tests/engine/test_scheduler_examples.py",
+            "tests/engine/test_scheduler.py::test_random_work_gives_one_answer",
+        ),
         "a prompt is answered from pages whose computation failed or has not run",
     ),
     Fault(
@@ -40,7 +43,10 @@ ENGINE = (
         "jaxinfer/engine/scheduler.py",
         "sequence.target = num_tokens",
         "sequence.target = sequence.num_prompt",
-        ("tests/engine/test_scheduler_examples.py", "tests/engine/test_scheduler.py"),
+        (
+            "tests/engine/test_scheduler_examples.py",
+            "tests/engine/test_scheduler.py::test_random_work_gives_one_answer",
+        ),
         "after a preemption an answer goes on without the tokens that it had",
     ),
     Fault(
@@ -252,7 +258,10 @@ CLI = (
         "jaxinfer/cli/options.py",
         '"stop_token_ids": _read_token_ids,',
         "",
-        ("tests/cli/test_options.py",),
+        (
+            "tests/cli/test_options.py::test_values_that_are_not_given_are_left_out",
+            "tests/cli/test_options.py::test_each_option_arrives",
+        ),
         "an option is taken and does nothing",
     ),
     Fault(

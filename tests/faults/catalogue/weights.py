@@ -107,7 +107,7 @@ CHECKPOINTS = (
         "checkpoints_convert/huggingface/rules.py",
         "start += size",
         "start += 0",
-        ("tests/checkpoints_convert/test_plan.py", "tests/checkpoints_convert/huggingface/test_families.py"),
+        ("tests/checkpoints_convert/test_families.py::test_every_stored_value_becomes_one_parameter_and_comes_back",),
         "of a fused q, k, v all three are read as q",
     ),
     Fault(
@@ -176,7 +176,7 @@ CALIBRATION = (
         "jaxinfer/calibration/rows.py",
         "pieces[np.sort(chosen[num_held_out:])]",
         "pieces[np.sort(chosen)]",
-        ("tests/calibration/test_driver.py", "tests/calibration/test_layer.py"),
+        ("tests/calibration/test_driver.py::test_text_is_divided_once",),
         "the reported quality is that of text which was calibrated on",
     ),
     Fault(
@@ -192,7 +192,7 @@ CALIBRATION = (
         "jaxinfer/calibration/capture.py",
         "return found if total is None else total + found",
         "return found",
-        ("tests/calibration/test_capture.py",),
+        ("tests/calibration/test_capture.py::test_statistics_are_those_of_the_inputs",),
         "GPTQ calibrates on the last batch alone",
     ),
 )
@@ -211,7 +211,7 @@ TRAINING = (
         "jaxinfer/training/objectives.py",
         "integer_labels(logits, tokens[:, 1:])",
         "integer_labels(logits, tokens[:, :-1])",
-        ("tests/training/test_training.py",),
+        ("tests/training/test_objectives.py",),
         "a model is trained to repeat its input",
     ),
     Fault(
@@ -246,7 +246,7 @@ PARALLEL = (
         "jaxinfer/models/experts.py",
         "return lax.psum(found, axis)",
         "return found",
-        ("tests/models/test_moe.py",),
+        ("tests/engine/test_sharded.py::test_experts_and_heads_over_two_devices_give_the_tokens_of_one",),
         "a mixture over several devices uses one device's experts",
     ),
     Fault(
