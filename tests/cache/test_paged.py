@@ -1,4 +1,4 @@
-"""The paged cache: moving tokens in all layers, on one device and on a mesh."""
+"""The paged cache: its first layers, and moving tokens in all layers, on one device and on a mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -86,3 +86,11 @@ def test_the_cache_is_updated_in_place():
     cache = filled("bfloat16", "interleaved")
     memory = move.lower(cache, TABLE, SOURCES, DESTINATIONS).compile().memory_analysis()
     assert memory.alias_size_in_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+
+
+def test_replaced_first_layers_leave_the_others_where_they_are():
+    cache = filled("float32", "separate")
+    part = PagedCache(tuple(jax.tree.map(lambda leaf: leaf + 1, pages) for pages in cache.first(2).layers))
+    replaced = cache.with_first(part)
+    wanted = PagedCache((*part.layers, cache.layers[2]))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, replaced, wanted)))

@@ -272,11 +272,11 @@ CACHE = (
         "a token does not attend to itself",
     ),
     Fault(
-        "cache/first-layers-take-all-scales",
+        "cache/layers-behind-the-first-are-shifted",
         "jaxinfer/cache/paged.py",
         "layers=part.layers + self.layers[len(part.layers) :]",
         "layers=part.layers + self.layers[len(part.layers) - 1 : -1]",
-        ("tests/cache/test_paged.py",),
+        ("tests/cache/test_paged.py::test_replaced_first_layers_leave_the_others_where_they_are",),
         "drafting with the first layers shifts all later layers' pages by one",
     ),
 )

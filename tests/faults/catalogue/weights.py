@@ -251,10 +251,10 @@ PARALLEL = (
     ),
     Fault(
         "parallel/a-repeated-head-is-another",
-        "jaxinfer/parallel/fit.py",
+        "jaxinfer/models/mesh_fit.py",
         "starts * unit + np.arange(unit)",
         "starts * unit + np.arange(unit)[::-1]",
-        ("tests/parallel/test_fit.py::test_logits_stay",),
+        ("tests/models/test_mesh_fit.py::test_logits_stay",),
         "a model whose heads do not divide answers nonsense on a mesh",
     ),
     Fault(
