@@ -13,8 +13,8 @@ class DoesNotApplyError(RuntimeError):
 @dataclass(frozen=True)
 class Fault:
     """Attributes:
-    name: area/what, unique. file: product file, from the root of the repository. old: text that occurs exactly once in
-      it. new: what replaces it.
+    name: area/what, unique. file: a product file, from the root of the repository, or a folder in which code moves.
+    old: text that occurs exactly once there. new: what replaces it.
     tests: pytest node ids, files or folders of `make test`, none of them slow, that must fail with it.
     why: what a user would suffer from it.
     """
@@ -30,15 +30,17 @@ class Fault:
     def area(self) -> str:
         return self.name.split("/")[0]
 
-    def applied(self, root: Path = ROOT) -> str:
-        """The text of the file with the fault. Raises DoesNotApplyError."""
-        path = root / self.file
-        if not path.is_file():
+    def applied(self, root: Path = ROOT) -> tuple[Path, str]:
+        """The file that has the text, and its content with the fault. Raises DoesNotApplyError."""
+        place = root / self.file
+        paths = sorted(place.rglob("*.py")) if place.is_dir() else [place] if place.is_file() else []
+        if not paths:
             raise DoesNotApplyError(f"{self.name}: the fault no longer applies, there is no {self.file}")
-        text = path.read_text()
-        count = text.count(self.old)
+        texts = {path: text for path in paths if self.old in (text := path.read_text())}
+        count = sum(text.count(self.old) for text in texts.values())
         if count != 1 or self.old == self.new:
             raise DoesNotApplyError(
                 f"{self.name}: the fault no longer applies, {self.file} has {count} times {self.old!r}, not once"
             )
-        return text.replace(self.old, self.new)
+        ((path, text),) = texts.items()
+        return path, text.replace(self.old, self.new)

@@ -74,7 +74,7 @@ def test_a_failure_belongs_to_its_file_folder_and_function():
     ],
 )
 def test_a_fault_is_noticed_by_a_test_that_fails_and_by_nothing_else(code, text, outcome, detail):
-    assert Run(code, text, 0.0, 0.0).outcome() == (outcome, detail)
+    assert Run(code, text, 0.0).outcome() == (outcome, detail)
 
 
 def test_tests_run_in_the_environments_that_they_need():

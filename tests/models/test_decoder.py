@@ -350,6 +350,14 @@ def test_tied_logits_use_the_embedding():
     np.testing.assert_allclose(full_pass(TIED, params, TOKENS), full_pass(PLAIN, untied, TOKENS), rtol=0, atol=1e-5)
 
 
+def test_logits_are_scaled_and_then_capped():
+    params = random_params(PLAIN)
+    plain = np.asarray(full_pass(PLAIN, params, TOKENS))
+    found = full_pass(replace(PLAIN, logit_scale=0.5, logit_softcap=0.05), params, TOKENS)
+    np.testing.assert_allclose(found, 0.05 * np.tanh(0.5 * plain / 0.05), rtol=0, atol=1e-6)
+    assert np.abs(plain).max() > 0.2
+
+
 def test_every_parameter_matters():
     params = random_params(FULL)
     expected = full_pass(FULL, params, TOKENS)

@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 SAMPLING = (
     Fault(
         "sampling/top-p-keeps-one-token-less",
-        "jaxinfer/sampling/filters.py",
+        "jaxinfer/sampling",
         "place = jnp.argmax(reached, axis=-1)[:, None]",
         "place = jnp.maximum(jnp.argmax(reached, axis=-1) - 1, 0)[:, None]",
         ("tests/sampling/test_filters.py",),
@@ -13,7 +13,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/top-p-search-excludes-its-boundary",
-        "jaxinfer/sampling/filters.py",
+        "jaxinfer/sampling",
         "keys >= t[:, None]) >= least",
         "keys >= t[:, None]) > least",
         ("tests/sampling/test_filters.py::test_a_mass_that_is_met_exactly_is_enough",),
@@ -21,7 +21,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/top-k-keeps-one-token-more",
-        "jaxinfer/sampling/filters.py",
+        "jaxinfer/sampling",
         "jnp.clip(top_k - 1, 0,",
         "jnp.clip(top_k, 0,",
         ("tests/sampling/test_filters.py",),
@@ -29,7 +29,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/min-p-is-absolute",
-        "jaxinfer/sampling/transforms.py",
+        "jaxinfer/sampling",
         "largest[:, 0] + jnp.log(min_p)",
         "jnp.log(min_p)",
         ("tests/sampling/test_transforms.py::test_min_p_is_relative_to_the_most_probable_token",),
@@ -37,7 +37,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/frequency-penalty-counts-the-prompt",
-        "jaxinfer/sampling/transforms.py",
+        "jaxinfer/sampling",
         "state.output_counts.astype(jnp.float32)",
         "(state.output_counts + state.prompt_mask).astype(jnp.float32)",
         ("tests/sampling/test_transforms.py::test_the_chain_agrees_with_the_slow_one",),
@@ -45,7 +45,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/repetition-penalty-forgets-the-prompt",
-        "jaxinfer/sampling/transforms.py",
+        "jaxinfer/sampling",
         "state.prompt_mask | is_output",
         "is_output",
         ("tests/sampling/test_transforms.py::test_the_chain_agrees_with_the_slow_one",),
@@ -53,7 +53,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/min-tokens-holds-one-token-longer",
-        "jaxinfer/sampling/transforms.py",
+        "jaxinfer/sampling",
         "is_early = state.num_output < batch.min_tokens",
         "is_early = state.num_output <= batch.min_tokens",
         ("tests/sampling/test_transforms.py::test_min_tokens_ends_on_time",),
@@ -61,7 +61,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/answers-of-a-request-take-the-next-seeds",
-        "jaxinfer/sampling/seeds.py",
+        "jaxinfer/sampling",
         "derive_seed(seed, _SAMPLES, index)",
         "seed + index",
         ("tests/sampling/test_seeds.py",),
@@ -69,7 +69,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/noise-ignores-the-high-word-of-the-seed",
-        "jaxinfer/sampling/keys.py",
+        "jaxinfer/sampling",
         "np.array([seed >> 32, seed & 0xFFFFFFFF]",
         "np.array([0, seed & 0xFFFFFFFF]",
         ("tests/sampling/test_keys.py",),
@@ -77,7 +77,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/noise-ignores-the-position",
-        "jaxinfer/sampling/keys.py",
+        "jaxinfer/sampling",
         "jax.vmap(jax.random.fold_in)(keys, position)",
         "jax.vmap(jax.random.fold_in)(keys, position * 0)",
         ("tests/sampling/test_keys.py",),
@@ -85,7 +85,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/rank-counts-from-zero",
-        "jaxinfer/sampling/logprobs.py",
+        "jaxinfer/sampling",
         "rank = 1 + jnp.sum",
         "rank = jnp.sum",
         ("tests/sampling/test_logprobs.py",),
@@ -93,7 +93,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/nan-row-is-not-flagged",
-        "jaxinfer/sampling/sampler.py",
+        "jaxinfer/sampling",
         "jnp.all(logits < jnp.inf, axis=-1) & (best",
         "jnp.all(logits == logits, axis=-1) & (best",
         ("tests/sampling/test_sampler.py::test_a_broken_row_is_flagged_and_its_neighbours_are_the_same_bit_for_bit",),
@@ -101,7 +101,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/first-stop-token-is-ignored",
-        "jaxinfer/sampling/sampler.py",
+        "jaxinfer/sampling",
         "tokens[:, None] == batch.stop_ids",
         "tokens[:, None] == batch.stop_ids[:, 1:]",
         ("tests/sampling/test_sampler.py::test_stop_ids_end_an_answer_and_padding_does_not",),
@@ -109,7 +109,7 @@ SAMPLING = (
     ),
     Fault(
         "sampling/rewinding-keeps-a-rejected-token",
-        "jaxinfer/sampling/state.py",
+        "jaxinfer/sampling",
         "columns >= num_kept[:, None]",
         "columns > num_kept[:, None]",
         ("tests/sampling/test_state.py::test_rewinding_gives_the_state_of_the_tokens_kept",),
@@ -120,7 +120,7 @@ SAMPLING = (
 SPECULATIVE = (
     Fault(
         "speculative/noise-of-the-wrong-position",
-        "jaxinfer/speculative/acceptance.py",
+        "jaxinfer/speculative",
         "positions = rows.positions + depth + 1",
         "positions = rows.positions + depth",
         ("tests/speculative/test_acceptance.py::test_exact_tokens_are_those_of_plain_sampling",),
@@ -128,15 +128,15 @@ SPECULATIVE = (
     ),
     Fault(
         "speculative/penalties-forget-the-drafted-run",
-        "jaxinfer/speculative/acceptance.py",
-        "history=advance(state.history, samples.tokens, took_part)",
-        "history=state.history",
+        "jaxinfer/speculative",
+        "history=advance(state.history, samples.tokens, ",
+        "history=advance(state.history, samples.tokens, False & ",
         ("tests/speculative/test_acceptance.py::test_penalties_and_min_tokens_count_within_the_drafted_run",),
         "penalties and min_tokens are not applied within a drafted run",
     ),
     Fault(
         "speculative/a-draft-that-is-not-there-is-accepted",
-        "jaxinfer/speculative/acceptance.py",
+        "jaxinfer/speculative",
         "candidates < proposal.num_nodes[:, None]",
         "candidates <= proposal.num_nodes[:, None]",
         ("tests/speculative/test_acceptance.py::test_no_row_accepts_more_than_it_drafted",),
@@ -144,7 +144,7 @@ SPECULATIVE = (
     ),
     Fault(
         "speculative/the-residual-is-the-target",
-        "jaxinfer/speculative/maximal.py",
+        "jaxinfer/speculative",
         "jnp.exp(log_p) - jnp.exp(log_q)",
         "jnp.exp(log_p)",
         ("tests/speculative/test_maximal.py::test_all_drafts_and_verdicts_together_are_the_target",),
@@ -152,7 +152,7 @@ SPECULATIVE = (
     ),
     Fault(
         "speculative/all-children-share-a-verdict",
-        "jaxinfer/speculative/maximal.py",
+        "jaxinfer/speculative",
         "stream=ACCEPTANCE_STREAM + j",
         "stream=ACCEPTANCE_STREAM",
         (
@@ -163,7 +163,7 @@ SPECULATIVE = (
     ),
     Fault(
         "speculative/a-round-rolls-back-one-token-too-few",
-        "jaxinfer/engine/speculative_programs.py",
+        "jaxinfer/engine",
         "jnp.minimum(draft.num_drafted, positions)",
         "jnp.minimum(draft.num_drafted, positions + 1)",
         ("tests/engine/test_speculation.py::test_the_target_accepts_all_that_it_drafts_itself",),
@@ -171,7 +171,7 @@ SPECULATIVE = (
     ),
     Fault(
         "speculative/the-draft-draws-the-noise-of-the-token-before",
-        "jaxinfer/speculative/proposers.py",
+        "jaxinfer/speculative",
         "model, hidden, position + 1, mask_inactive_rows",
         "model, hidden, position, mask_inactive_rows",
         ("tests/engine/test_speculation.py::test_the_target_accepts_all_that_it_drafts_itself",),
@@ -179,7 +179,7 @@ SPECULATIVE = (
     ),
     Fault(
         "speculative/ngram-proposes-the-match-itself",
-        "jaxinfer/speculative/proposers.py",
+        "jaxinfer/speculative",
         "place[:, None] + 1 + jnp.arange(count)",
         "place[:, None] + jnp.arange(count)",
         ("tests/speculative/test_ngram.py",),
@@ -190,7 +190,7 @@ SPECULATIVE = (
 MODELS = (
     Fault(
         "models/rotation-of-the-wrong-half",
-        "jaxinfer/models/rope.py",
+        "jaxinfer/models",
         "second * cos + first * sin",
         "second * cos - first * sin",
         ("tests/models/test_rope.py::test_rotation_is_multiplication_by_a_complex_number",),
@@ -198,15 +198,15 @@ MODELS = (
     ),
     Fault(
         "models/logit-softcap-is-left-out",
-        "jaxinfer/models/decoder.py",
+        "jaxinfer/models",
         "if config.logit_softcap is not None:",
         "if config.logit_softcap is not None and config.logit_softcap < 0:",
-        ("tests/oracle/test_family_golden.py::test_hidden_states_and_logits[gemma2]",),
+        ("tests/models/test_decoder.py::test_logits_are_scaled_and_then_capped",),
         "Gemma 2 samples from too sharp a distribution",
     ),
     Fault(
         "models/norm-without-epsilon",
-        "jaxinfer/models/norms.py",
+        "jaxinfer/models",
         "keepdims=True) + self.eps)",
         "keepdims=True))",
         ("tests/models/test_norms.py",),
@@ -214,7 +214,7 @@ MODELS = (
     ),
     Fault(
         "models/expert-weights-are-not-normalised",
-        "jaxinfer/models/moe.py",
+        "jaxinfer/models",
         "if moe.normalize:",
         "if not moe.normalize:",
         ("tests/models/test_moe.py::test_routing_is_that_of_the_formula",),
@@ -222,7 +222,7 @@ MODELS = (
     ),
     Fault(
         "models/groups-of-experts-by-their-best-alone",
-        "jaxinfer/models/moe.py",
+        "jaxinfer/models",
         "lax.top_k(grouped, 2)[0].sum(-1)",
         "lax.top_k(grouped, 1)[0].sum(-1)",
         ("tests/models/test_moe.py::test_routing_is_that_of_the_formula",),
@@ -230,7 +230,7 @@ MODELS = (
     ),
     Fault(
         "models/llama3-rope-scales-no-frequency",
-        "jaxinfer/models/rope.py",
+        "jaxinfer/models",
         "> original / rope.low_freq_factor, base / factor, base)",
         "> original / rope.low_freq_factor, base, base)",
         ("tests/models/test_rope.py", "tests/checkpoints_convert/huggingface/test_rope.py"),
@@ -241,7 +241,7 @@ MODELS = (
 CACHE = (
     Fault(
         "cache/fp8-scale-of-the-values-is-forgotten",
-        "jaxinfer/cache/kv_dtype.py",
+        "jaxinfer/cache",
         "(k / keys).astype(k.dtype), (v / values)",
         "(k / keys).astype(k.dtype), (v / 1)",
         ("tests/cache/test_kv_dtype.py::test_static_scales_hold_what_fp8_alone_would_clip",),
@@ -249,7 +249,7 @@ CACHE = (
     ),
     Fault(
         "cache/fp8-scales-of-heads-are-swapped",
-        "jaxinfer/cache/kv_dtype.py",
+        "jaxinfer/cache",
         "repeated = jnp.repeat(keys, q.shape[-2] // keys.shape[0], axis=0)",
         "repeated = jnp.tile(keys, (q.shape[-2] // keys.shape[0], 1))",
         ("tests/cache/test_kv_dtype.py::test_scales_of_powers_of_two_change_nothing",),
@@ -257,7 +257,7 @@ CACHE = (
     ),
     Fault(
         "cache/padding-is-written",
-        "jaxinfer/cache/contiguous.py",
+        "jaxinfer/cache",
         "is_real = steps < lengths[:, None]",
         "is_real = steps <= lengths[:, None]",
         ("tests/cache/test_contiguous.py::test_only_the_real_tokens_are_written",),
@@ -265,7 +265,7 @@ CACHE = (
     ),
     Fault(
         "cache/the-last-key-is-not-seen",
-        "jaxinfer/cache/contiguous.py",
+        "jaxinfer/cache",
         "kv_lengths=self._starts + self._lengths",
         "kv_lengths=self._starts + self._lengths - 1",
         ("tests/cache/test_contiguous.py::test_ragged_rows_equal_full",),
@@ -273,7 +273,7 @@ CACHE = (
     ),
     Fault(
         "cache/layers-behind-the-first-are-shifted",
-        "jaxinfer/cache/paged.py",
+        "jaxinfer/cache",
         "layers=part.layers + self.layers[len(part.layers) :]",
         "layers=part.layers + self.layers[len(part.layers) - 1 : -1]",
         ("tests/cache/test_paged.py::test_replaced_first_layers_leave_the_others_where_they_are",),
@@ -284,7 +284,7 @@ CACHE = (
 TEXT = (
     Fault(
         "text/stop-string-leaks",
-        "jaxinfer/text/stop.py",
+        "jaxinfer/text",
         "else index - len(stop)]",
         "else index]",
         ("tests/text/test_stop.py",),
@@ -292,7 +292,7 @@ TEXT = (
     ),
     Fault(
         "text/stop-string-begun-is-sent",
-        "jaxinfer/text/stop.py",
+        "jaxinfer/text",
         "num_sent = len(text) - self._depth[state]",
         "num_sent = len(text)",
         ("tests/text/test_stop.py",),
@@ -300,7 +300,7 @@ TEXT = (
     ),
     Fault(
         "text/held-text-is-lost-at-the-end",
-        "jaxinfer/text/stop.py",
+        "jaxinfer/text",
         "held, self._held, self._state = self._held,",
         'held, self._held, self._state = "",',
         ("tests/text/test_stop.py",),
@@ -308,7 +308,7 @@ TEXT = (
     ),
     Fault(
         "text/stream-splits-utf-8",
-        "jaxinfer/text/decoders.py",
+        "jaxinfer/text",
         "return (self._utf8.decode(data),)",
         "return (self._utf8.decode(data, final=True),)",
         ("tests/text/test_stream.py",),
@@ -316,7 +316,7 @@ TEXT = (
     ),
     Fault(
         "text/byte-run-is-given-out-too-early",
-        "jaxinfer/text/decoders.py",
+        "jaxinfer/text",
         "return (*self.flush(), piece)",
         "return (piece, *self.flush())",
         ("tests/text/test_stream.py",),
@@ -324,7 +324,7 @@ TEXT = (
     ),
     Fault(
         "text/a-message-may-write-control-tokens",
-        "jaxinfer/text/chat_template.py",
+        "jaxinfer/text",
         "spans = self._marked_spans(everything, text)",
         "spans = [(0, len(text))]",
         ("tests/text/test_chat_template.py",),
@@ -332,7 +332,7 @@ TEXT = (
     ),
     Fault(
         "text/any-role-is-taken",
-        "jaxinfer/text/messages.py",
+        "jaxinfer/text",
         "ROLE_PATTERN.fullmatch(role) is None",
         "not role",
         ("tests/text/test_messages.py",),

@@ -9,7 +9,7 @@ FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equa
 FAULTS = (
     Fault(
         "cache/padding-is-written-to-the-null-page",
-        "pallas_kernels/paged_attention/reference.py",
+        "pallas_kernels/paged_attention",
         "page = jnp.where(is_real, page, spec.page.num_pages)",
         "page = jnp.where(is_real, page, 0)",
         (TPU_SUITE + "[decode_empty_slots]",),
@@ -17,7 +17,7 @@ FAULTS = (
     ),
     Fault(
         "cache/int8-scale-over-all-heads",
-        "pallas_kernels/paged_attention/layout.py",
+        "pallas_kernels/paged_attention",
         "jnp.max(jnp.abs(x), axis=-1) / 127.0",
         "jnp.broadcast_to(jnp.max(jnp.abs(x), axis=(-2, -1))[..., None], x.shape[:-1]) / 127.0",
         ("tests/pallas_kernels/paged_attention/test_layout.py",),
@@ -25,7 +25,7 @@ FAULTS = (
     ),
     Fault(
         "cache/fp8-overflow-becomes-nan",
-        "pallas_kernels/paged_attention/layout.py",
+        "pallas_kernels/paged_attention",
         "jnp.clip(x, -largest, largest))",
         "x)",
         ("tests/pallas_kernels/paged_attention/test_layout.py",),
@@ -33,7 +33,7 @@ FAULTS = (
     ),
     Fault(
         "cache/the-window-is-a-key-too-long",
-        "pallas_kernels/paged_attention/reference.py",
+        "pallas_kernels/paged_attention",
         "keys > position[:, None] - spec.window",
         "keys >= position[:, None] - spec.window",
         (TPU_SUITE + "[decode_window]",),
@@ -41,7 +41,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/flash-window-is-a-key-too-long",
-        "pallas_kernels/flash_attention/masking.py",
+        "pallas_kernels/flash_attention",
         "keys > positions - spec.window",
         "keys >= positions - spec.window",
         (FLASH + "[xla-window_17]",),
@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/flash-running-sum-is-not-rescaled",
-        "pallas_kernels/flash_attention/xla.py",
+        "pallas_kernels/flash_attention",
         "total = total * decay + weights.sum(-1)",
         "total = total + weights.sum(-1)",
         (FLASH + "[xla-keys_not_a_multiple]", FLASH + "[xla-long_chunk]"),
@@ -57,7 +57,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/tpu-does-not-wait-for-its-queries",
-        "pallas_kernels/paged_attention/tpu_kernel.py",
+        "pallas_kernels/paged_attention",
         "wait(query_copy(refs, item))",
         "query_copy(refs, item)",
         (TPU_SUITE + "[verify]",),
@@ -65,7 +65,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/tpu-overwrites-an-output-on-its-way",
-        "pallas_kernels/paged_attention/tpu_copies.py",
+        "pallas_kernels/paged_attention",
         "wait(out_copy(refs, item))",
         "out_copy(refs, item)",
         (TPU_SUITE + "[verify]",),
@@ -73,7 +73,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/tpu-masks-the-last-key",
-        "pallas_kernels/paged_attention/tpu_kernel.py",
+        "pallas_kernels/paged_attention",
         "visible = keys <= positions",
         "visible = keys < positions",
         (TPU_SUITE + "[decode_one_sequence]",),
@@ -81,7 +81,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/tpu-fetches-the-next-block-of-scales",
-        "pallas_kernels/paged_attention/tpu_copies.py",
+        "pallas_kernels/paged_attention",
         "page - block * program.pages_per_block]",
         "(page - block * program.pages_per_block + 1) % program.pages_per_block]",
         (TPU_SUITE + "[prefill_int8]",),
@@ -89,7 +89,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/gpu-splits-are-combined-without-their-sums",
-        "pallas_kernels/paged_attention/pallas_gpu.py",
+        "pallas_kernels/paged_attention",
         "weights = jnp.exp2(lse - best[:, None])",
         "weights = jnp.where(lse == MASKED, 0.0, 1.0) + 0 * best[:, None]",
         ("tests/pallas_kernels/paged_attention/test_pallas_gpu.py::test_many_splits_and_tiles",),
@@ -97,7 +97,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/gpu-window-is-a-key-too-short",
-        "pallas_kernels/paged_attention/gpu_kernel.py",
+        "pallas_kernels/paged_attention",
         "visible &= key > position - spec.window",
         "visible &= key > position - spec.window + 1",
         (GPU_SUITE + "[verify_window_soft_cap_sinks]",),
@@ -105,7 +105,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/gpu-matmul-takes-the-scales-of-the-first-group",
-        "pallas_kernels/quantized_matmul/pallas_gpu.py",
+        "pallas_kernels/quantized_matmul",
         "compat.load(scales_ref, (of_group, outputs), _ROW)",
         "compat.load(scales_ref, (of_group * 0, outputs), _ROW)",
         ("tests/pallas_kernels/quantized_matmul/test_pallas_gpu.py::test_products",),
@@ -113,7 +113,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/gpu-matmul-does-not-wait-for-its-copies",
-        "pallas_kernels/quantized_matmul/pallas_gpu.py",
+        "pallas_kernels/quantized_matmul",
         'plgpu.barrier_wait(smem["full"].at[slot])',
         'smem["full"].at[slot]',
         ("tests/pallas_kernels/quantized_matmul/test_pallas_gpu.py::test_products",),
@@ -121,7 +121,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/gpu-matmul-leaves-out-a-fence",
-        "pallas_kernels/quantized_matmul/pallas_gpu.py",
+        "pallas_kernels/quantized_matmul",
         'smem["out"][...] = total\n    plgpu.commit_smem()',
         'smem["out"][...] = total',
         ("tests/pallas_kernels/quantized_matmul/test_pallas_gpu.py::test_products",),
@@ -129,7 +129,7 @@ FAULTS = (
     ),
     Fault(
         "kernels/page-copy-forgets-the-last-page",
-        "pallas_kernels/page_copy/pallas_tpu.py",
+        "pallas_kernels/page_copy",
         "count = is_real.sum(dtype=jnp.int32)[None]",
         "count = is_real.sum(dtype=jnp.int32)[None] - 1",
         ("tests/pallas_kernels/page_copy/test_page_copy.py::test_pallas_tpu",),

@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 QUANTIZATION = (
     Fault(
         "quantization/the-zero-is-one-off",
-        "jaxinfer/quantization/grid.py",
+        "jaxinfer/quantization",
         "jnp.round(grid.lowest - lowest * shrink / scales)",
         "jnp.round(grid.lowest - lowest * shrink / scales) + 1",
         ("tests/quantization/test_rtn.py::test_integer_scales_are_those_of_compressed_tensors",),
@@ -13,7 +13,7 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/groups-run-along-the-outputs",
-        "jaxinfer/quantization/grid.py",
+        "jaxinfer/quantization",
         ".reshape(-1, size, weight.shape[1])",
         ".reshape(size, -1, weight.shape[1]).swapaxes(0, 1)",
         ("tests/quantization/test_rtn.py::test_each_value_is_the_nearest_of_the_format",),
@@ -21,7 +21,7 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/nf4-codes-of-neighbours-are-swapped",
-        "jaxinfer/quantization/codebooks.py",
+        "jaxinfer/quantization",
         "        -0.6961928009986877,\n        -0.5250730514526367,",
         "        -0.5250730514526367,\n        -0.6961928009986877,",
         ("tests/quantization/test_rtn.py::test_the_codebooks",),
@@ -29,7 +29,7 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/gptq-stores-values-in-the-order-of-the-visit",
-        "jaxinfer/quantization/gptq.py",
+        "jaxinfer/quantization",
         "values = values[jnp.argsort(order)]",
         "values = values[order]",
         ("tests/quantization/test_gptq.py::test_it_is_the_published_algorithm",),
@@ -37,7 +37,7 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/permuted-rows-are-dequantized-in-stored-order",
-        "jaxinfer/quantization/array.py",
+        "jaxinfer/quantization",
         "order = jnp.argsort(self.permutation, axis=-1)",
         "order = self.permutation",
         ("tests/quantization/test_matmul.py", "tests/checkpoints_convert/formats/test_gptq.py"),
@@ -45,7 +45,7 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/zeros-are-not-subtracted",
-        "pallas_kernels/quantized_matmul/xla.py",
+        "pallas_kernels/quantized_matmul",
         "products = products - sums * spread(zeros.astype(jnp.float32), across, shape)",
         "products = products - 0 * spread(zeros.astype(jnp.float32), across, shape)",
         ("tests/quantization/test_matmul.py",),
@@ -53,7 +53,7 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/smoothing-with-the-exponents-swapped",
-        "jaxinfer/quantization/smoothquant.py",
+        "jaxinfer/quantization",
         "largest**alpha / of_weights ** (1 - alpha)",
         "largest ** (1 - alpha) / of_weights**alpha",
         ("tests/quantization/test_smoothquant.py",),
@@ -64,7 +64,7 @@ QUANTIZATION = (
 CHECKPOINTS = (
     Fault(
         "checkpoints/gguf-block-is-read-one-byte-late",
-        "checkpoints_convert/gguf/blocks.py",
+        "checkpoints_convert",
         "_signed(_nibbles(blocks[:, 2:]), 8)",
         "_signed(_nibbles(np.roll(blocks, -1, axis=1)[:, 2:]), 8)",
         ("tests/checkpoints_convert/gguf/test_blocks.py",),
@@ -72,7 +72,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/int4-nibbles-are-swapped",
-        "checkpoints_convert/gguf/blocks.py",
+        "checkpoints_convert",
         "np.concatenate([raw & 15, raw >> 4], axis=-1)",
         "np.concatenate([raw >> 4, raw & 15], axis=-1)",
         ("tests/checkpoints_convert/gguf/test_blocks.py",),
@@ -80,7 +80,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/awq-outputs-are-not-interleaved",
-        "checkpoints_convert/formats/awq.py",
+        "checkpoints_convert",
         "_NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)",
         "_NIBBLE_OF_OUTPUT = (0, 1, 2, 3, 4, 5, 6, 7)",
         ("tests/checkpoints_convert/formats/test_awq.py",),
@@ -88,7 +88,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/gptq-v1-zeros-are-one-off",
-        "checkpoints_convert/formats/gptq.py",
+        "checkpoints_convert",
         "stored = (stored + np.uint8(1)) & np.uint8(full)",
         "stored = stored & np.uint8(full)",
         ("tests/checkpoints_convert/formats/test_gptq.py",),
@@ -96,7 +96,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/checksums-are-not-compared",
-        "checkpoints_convert/manifest.py",
+        "checkpoints_convert",
         'if entry["sha256"] != entries[name]["sha256"]:',
         'if entry["size"] != entries[name]["size"]:',
         ("tests/checkpoints_convert/test_manifest.py",),
@@ -104,7 +104,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/fused-outputs-begin-at-the-first",
-        "checkpoints_convert/huggingface/rules.py",
+        "checkpoints_convert",
         "start += size",
         "start += 0",
         ("tests/checkpoints_convert/test_families.py::test_every_stored_value_becomes_one_parameter_and_comes_back",),
@@ -112,7 +112,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/nan-weights-are-accepted",
-        "checkpoints_convert/arrays.py",
+        "checkpoints_convert",
         "return int(np.count_nonzero((bits & ~sign) >= infinity))",
         "return 0",
         ("tests/checkpoints_convert/test_load.py",),
@@ -120,7 +120,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/bits-across-words-are-lost",
-        "checkpoints_convert/formats/bits.py",
+        "checkpoints_convert",
         "code |= words[:, first + 1] << np.uint32(_WORD - shift)",
         "code |= words[:, first + 1] & np.uint32(0)",
         ("tests/checkpoints_convert/formats/test_bits.py",),
@@ -128,7 +128,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/rotated-pairs-stay-neighbours",
-        "checkpoints_convert/outputs.py",
+        "checkpoints_convert",
         "rotated = [heads[:, : self.rotary_dim : 2], heads[:, 1 : self.rotary_dim : 2]]",
         "rotated = [heads[:, : self.rotary_dim]]",
         ("tests/checkpoints_convert/test_outputs.py",),
@@ -136,7 +136,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/weights-are-not-transposed",
-        "checkpoints_convert/huggingface/rules.py",
+        "checkpoints_convert",
         "*targets: str, transpose: bool = True,",
         "*targets: str, transpose: bool = False,",
         ("tests/checkpoints_convert/test_load.py", "tests/checkpoints_convert/huggingface/test_families.py"),
@@ -144,7 +144,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/bfloat16-is-truncated",
-        "checkpoints_convert/regions.py",
+        "checkpoints_convert",
         "cast = values.astype(target.dtype, copy=False)",
         """cast = values.astype(target.dtype, copy=False)
                 if (values.dtype, target.dtype) == (np.float32, "bfloat16"):
@@ -154,7 +154,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/a-missing-shard-is-skipped",
-        "checkpoints_convert/safetensors_index.py",
+        "checkpoints_convert",
         "for i in range(1, total + 1) if i not in numbers",
         "for i in range(1, total) if i not in numbers",
         ("tests/checkpoints_convert/test_safetensors_index.py",),
@@ -162,7 +162,7 @@ CHECKPOINTS = (
     ),
     Fault(
         "checkpoints/a-head-of-its-own-is-tied",
-        "checkpoints_convert/huggingface/source.py",
+        "checkpoints_convert",
         "and _same_bytes(index, head, embed)",
         "or _same_bytes(index, head, embed)",
         ("tests/checkpoints_convert/test_load.py",),
@@ -173,7 +173,7 @@ CHECKPOINTS = (
 CALIBRATION = (
     Fault(
         "calibration/held-out-rows-are-calibrated-on",
-        "jaxinfer/calibration/rows.py",
+        "jaxinfer/calibration",
         "pieces[np.sort(chosen[num_held_out:])]",
         "pieces[np.sort(chosen)]",
         ("tests/calibration/test_driver.py::test_text_is_divided_once",),
@@ -181,7 +181,7 @@ CALIBRATION = (
     ),
     Fault(
         "calibration/the-search-takes-what-is-worse-for-one-layer",
-        "jaxinfer/quantization/awq.py",
+        "jaxinfer/quantization",
         "if max(ratios) <= 1 and sum(ratios) < least:",
         "if sum(ratios) < least:",
         ("tests/quantization/test_awq.py::test_the_search_makes_no_layer_worse",),
@@ -189,7 +189,7 @@ CALIBRATION = (
     ),
     Fault(
         "calibration/the-hessian-forgets-earlier-text",
-        "jaxinfer/calibration/capture.py",
+        "jaxinfer/calibration",
         "return found if total is None else total + found",
         "return found",
         ("tests/calibration/test_capture.py::test_statistics_are_those_of_the_inputs",),
@@ -200,7 +200,7 @@ CALIBRATION = (
 TRAINING = (
     Fault(
         "training/the-prompt-counts-in-the-loss",
-        "jaxinfer/training/objectives.py",
+        "jaxinfer/training",
         "jnp.sum(shares * divergence(target_logits / temperature, draft_logits))",
         "jnp.mean(divergence(target_logits / temperature, draft_logits))",
         ("tests/training/test_objectives.py",),
@@ -208,7 +208,7 @@ TRAINING = (
     ),
     Fault(
         "training/the-next-token-is-the-present-one",
-        "jaxinfer/training/objectives.py",
+        "jaxinfer/training",
         "integer_labels(logits, tokens[:, 1:])",
         "integer_labels(logits, tokens[:, :-1])",
         ("tests/training/test_objectives.py",),
@@ -216,7 +216,7 @@ TRAINING = (
     ),
     Fault(
         "training/acceptance-without-the-targets-own-token",
-        "jaxinfer/training/acceptance.py",
+        "jaxinfer/training",
         "at += accepted + 1",
         "at += max(accepted, 1)",
         ("tests/training/test_acceptance.py",),
@@ -227,7 +227,7 @@ TRAINING = (
 PARALLEL = (
     Fault(
         "parallel/query-heads-are-whole-on-every-device",
-        "jaxinfer/parallel/sharding.py",
+        "jaxinfer/parallel",
         '"heads": (MODEL,),\n    "kv_heads"',
         '"heads": (),\n    "kv_heads"',
         ("tests/parallel/test_sharding.py",),
@@ -235,7 +235,7 @@ PARALLEL = (
     ),
     Fault(
         "parallel/pages-are-cut-over-their-tokens",
-        "jaxinfer/parallel/sharding.py",
+        "jaxinfer/parallel",
         'spec(mesh, (None, None, "kv_heads", *(None,) * (leaf.ndim - 3)))',
         'spec(mesh, (None, "kv_heads", None, *(None,) * (leaf.ndim - 3)))',
         ("tests/parallel/test_sharding.py",),
@@ -243,15 +243,15 @@ PARALLEL = (
     ),
     Fault(
         "parallel/experts-results-are-not-summed",
-        "jaxinfer/models/experts.py",
-        "return lax.psum(found, axis)",
-        "return found",
+        "jaxinfer/models",
+        "return lax.psum(",
+        "return (lambda partial_sum, _: partial_sum)(",
         ("tests/engine/test_sharded.py::test_experts_and_heads_over_two_devices_give_the_tokens_of_one",),
         "a mixture over several devices uses one device's experts",
     ),
     Fault(
         "parallel/a-repeated-head-is-another",
-        "jaxinfer/models/mesh_fit.py",
+        "jaxinfer",
         "starts * unit + np.arange(unit)",
         "starts * unit + np.arange(unit)[::-1]",
         ("tests/models/test_mesh_fit.py::test_logits_stay",),
@@ -259,15 +259,15 @@ PARALLEL = (
     ),
     Fault(
         "parallel/prompts-go-where-nothing-of-them-is-known",
-        "jaxinfer/engine/replicas.py",
-        "(-engine.num_known_tokens(probe), loads[engine])",
-        "(engine.num_known_tokens(probe), loads[engine])",
+        "jaxinfer/engine",
+        "(-engine.num_known_tokens(",
+        "(engine.num_known_tokens(",
         ("tests/scale_out/test_one_answer.py::test_answers_to_one_prompt_and_prefixes_stay_on_a_replica",),
         "with replicas no prefix is ever found again",
     ),
     Fault(
         "parallel/a-lost-host-is-not-noticed",
-        "jaxinfer/parallel/watchdog.py",
+        "jaxinfer/parallel",
         "if seconds > LOST_SECONDS:",
         "if seconds > 1000 * LOST_SECONDS:",
         ("tests/parallel/test_watchdog.py",),
