@@ -21,7 +21,7 @@ import numpy as np
 
 import checkpoints_convert
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model, quantize_within
-from jaxinfer.calibration.rows import divide
+from jaxinfer.calibration.inputs import divide
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import RECIPES, QuantizedArray, quantize_params

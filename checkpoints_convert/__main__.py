@@ -6,10 +6,10 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from checkpoints_convert.checkpoint import DTYPES
 from checkpoints_convert.convert import ConvertReport, convert
+from checkpoints_convert.files import verify_manifest
 from checkpoints_convert.load import requantize_summary
-from checkpoints_convert.manifest import verify_manifest
-from checkpoints_convert.source import DTYPES
 from checkpoints_convert.verify import compare_tensors
 from jaxinfer.checks import format_bytes
 

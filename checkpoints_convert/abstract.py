@@ -1,7 +1,7 @@
-"""A checkpoint's configuration and the shapes of its parameters, from its configuration and headers alone.
+"""The configuration of a checkpoint and the shapes of its parameters, from configuration files and headers alone.
 
-Which parameters are quantized, and how, comes from the tensors' names, dtypes and shapes, as when they are loaded.
-Where only the values could tell, a well-formed checkpoint's are assumed: symmetric zeros where it declares `sym`.
+Which parameters are quantized, and how, follows from names, dtypes and shapes of the tensors, as in loading. Where it
+depends on values, those of a well-formed checkpoint are assumed: symmetric zeros if it declares `sym`.
 """
 
 import json
@@ -16,21 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints_convert.checkpoint import ParamPath, check_dtype, insert, numpy_dtype, param_dtype, param_shapes
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG, read_json
 from checkpoints_convert.formats import with_side_file
+from checkpoints_convert.gguf.blocks import abstract_leaf
+from checkpoints_convert.gguf.checkpoint import DENSE, GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import find_gguf
-from checkpoints_convert.gguf.leaves import abstract_leaf
-from checkpoints_convert.gguf.source import DENSE, GGUFSource, check_requantize
 from checkpoints_convert.hub import describe, is_local, resolve
 from checkpoints_convert.huggingface.config import declared_dtype, model_config
 from checkpoints_convert.huggingface.quantized import read_quantized
-from checkpoints_convert.native_arrays import parts_of, rebuild
 from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
-from checkpoints_convert.safetensors_file import NUMPY_DTYPES
-from checkpoints_convert.safetensors_index import SafetensorsIndex, TensorHeader, weight_files
-from checkpoints_convert.source import ParamPath, check_dtype, insert, numpy_dtype, param_dtype, param_shapes
-from checkpoints_convert.store import read_native_config
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES, SafetensorsIndex, TensorHeader, weight_files
+from checkpoints_convert.store import parts_of, read_native_config, rebuild
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import quantize, recipe
 
@@ -40,11 +38,11 @@ Headers = Mapping[str, TensorHeader]
 def abstract(
     path_or_hub_id: str | Path, *, dtype: str = "auto", revision: str | None = None, requantize: str | None = None
 ) -> tuple[ModelConfig, Params]:
-    """What `load` would give, as `jax.ShapeDtypeStruct`s: no weight is read.
+    """The result of `load` as `jax.ShapeDtypeStruct`s. No weights are read.
 
-    A folder may hold a config.json alone, which then says all (nothing is quantized); of a hub id only what describes
-    the model and the headers of its safetensors are fetched. Arguments and errors as of `load`; CheckpointError also
-    for a config.json alone that declares quantized weights.
+    A directory may have a config.json alone, if nothing is quantized. Of a hub id only configuration files and the
+    headers of safetensors are downloaded. Arguments and errors as of `load`; raises CheckpointError also for a
+    config.json alone that declares quantized weights.
     """
     check_dtype(dtype)
     check_requantize(requantize)
@@ -103,7 +101,7 @@ def _filled(config: ModelConfig, leaves: Mapping[ParamPath, Any]) -> Params:
 
 def _of_gguf(file: Path, dtype: str, requantize: str | None) -> tuple[ModelConfig, Params]:
     leaves: dict[ParamPath, Any] = {}
-    source = GGUFSource(file, dtype=dtype, requantize=requantize)
+    source = GGUFCheckpoint(file, dtype=dtype, requantize=requantize)
     with source:
         for one in source.plans:
             if not one.stays_quantized or requantize == DENSE:
@@ -193,5 +191,5 @@ def _tensor(suffix: str, name: str, one: QuantizedPlan, headers: Headers, declar
 
 
 def _block_size(num_values: int, num_blocks: int) -> int:
-    """The power of two that makes so many blocks."""
+    """The power of two that divides `num_values` into `num_blocks` blocks."""
     return 1 << max(-(-num_values // num_blocks) - 1, 0).bit_length()

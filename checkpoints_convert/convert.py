@@ -1,52 +1,62 @@
-"""Converting checkpoints on disk, between the Hugging Face and the native form, or to another dtype."""
+"""Converting checkpoints between the Hugging Face and the native form, or to another dtype."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from checkpoints_convert.companions import Companions, with_tokenizer_of
-from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.checkpoint import Checkpoint, ParamPath
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import (
     CONFIG,
     MANIFEST,
     NATIVE_CONFIG,
+    array_digest,
+    companion_files,
     files_below,
+    measure,
     read_json,
     write_companions,
     write_json,
+    write_manifest,
 )
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.save import write_shards
-from checkpoints_convert.journal import ConversionJournal, FinishedUnit
-from checkpoints_convert.load import open_source
-from checkpoints_convert.manifest import array_digest, measure, write_manifest
-from checkpoints_convert.native_arrays import describe, flatten
-from checkpoints_convert.progress import Progress, ProgressCallback
-from checkpoints_convert.source import ParamPath, Source
-from checkpoints_convert.staging import check_destination, check_free_space, partial_path, publish, staged
-from checkpoints_convert.store import PARAMS, native_config, write_unit
+from checkpoints_convert.load import Progress, ProgressCallback, open_checkpoint
+from checkpoints_convert.staging import (
+    ConversionJournal,
+    FinishedUnit,
+    check_destination,
+    check_free_space,
+    partial_path,
+    publish,
+    staged,
+)
+from checkpoints_convert.store import PARAMS, describe, flatten, native_config, write_unit
 from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray
 
 Form = Literal["native", "huggingface"]
+# Files to copy, or texts to write, by name relative to a checkpoint's directory.
+Companions = Mapping[str, Path | str]
+_NOT_OF_TOKENIZER = ("config.json", "generation_config.json", "LICENSE", "NOTICE")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion did.
+    """Result of a conversion.
 
     Attributes:
-      num_bytes: of the parameters, before compression. num_units, num_resumed_units: layers and single parameters,
-        and how many of them an interrupted run had already written.
-      cast_errors: largest relative error by parameter, when the dtype was changed.
-      requantize_errors: relative error by parameter of the weights that were rounded again, by `requantize`.
+      num_bytes: of the parameters, before compression. num_units: layers and single parameters.
+      num_resumed_units: units that an interrupted run had already written.
+      cast_errors: largest relative error by parameter, if the dtype was changed.
+      requantize_errors: relative error by parameter of weights that `requantize` rounded again.
     """
 
     source: Path
@@ -54,8 +64,8 @@ class ConvertReport:
     config: ModelConfig
     num_bytes: int
     num_units: int
-    num_resumed_units: int
     seconds: float
+    num_resumed_units: int = 0
     cast_errors: dict[str, float] = field(default_factory=dict)
     requantize_errors: dict[str, float] = field(default_factory=dict)
     requantize: str | None = None
@@ -78,25 +88,25 @@ def convert(
     requantize: str | None = None,
     tokenizer: str | Path | None = None,
 ) -> ConvertReport:
-    """Writes the checkpoint `src`, a directory of any form, a GGUF file or a hub id, to the directory `dst`.
+    """Writes the checkpoint `src` (a directory of any form, a GGUF file or a hub id) to the directory `dst`.
 
-    `dst` appears when it is whole; until then the work is in `dst`.partial. A conversion to the native form that was
-    killed, or ran out of disk, goes on after the last whole layer when it is run again with the same arguments; one
+    `dst` appears when it is complete; until then files are in `dst`.partial. A conversion to the native form that was
+    killed, or ran out of disk, resumes after the last complete layer when it is repeated with the same arguments; one
     to the Hugging Face form starts over. Host memory holds a layer at a time (native) or a shard (Hugging Face).
 
     Args:
-      dtype: "auto" keeps the stored one; another casts, and the report has the largest errors. Quantized weights are
-        never cast.
-      to: "native" or "huggingface", where quantized weights are written as compressed-tensors.
-      overwrite: replaces a checkpoint at `dst`; the old one stays until the new one is whole.
+      dtype: "auto" keeps the stored one; any other casts, and the report has the largest errors. Quantized weights are
+        not cast.
+      to: "native" or "huggingface"; the latter has quantized weights as compressed-tensors.
+      overwrite: replaces a checkpoint at `dst`, which stays until the new one is complete.
       progress: as for `load`.
       revision: as for `load`.
       requantize: as for `load`.
       tokenizer: a directory whose tokenizer files are written instead of the checkpoint's own.
 
     Raises:
-      CheckpointError: as `load`; a destination that is taken or has too little room, with needed and available bytes.
-      OSError: the disk filled up or failed on the way.
+      CheckpointError: as `load`; a destination that exists or has too little space, with needed and available bytes.
+      OSError: the disk is full or failed.
     """
     if to not in ("native", "huggingface"):
         raise ValueError(f"to={to!r} is not 'native' or 'huggingface'")
@@ -104,37 +114,33 @@ def convert(
     directory, destination = resolve(src, revision=revision), Path(dst)
     check_destination(destination, overwrite=overwrite, source=directory)
     with (
-        open_source(directory, dtype=dtype, measure_casts=True, requantize=requantize) as source,
+        open_checkpoint(directory, dtype=dtype, measure_casts=True, requantize=requantize) as source,
         Progress(progress, source.num_bytes(), "converting") as bar,
     ):
         companions: Companions = source.companions(with_tokenizer=tokenizer is None)
         if tokenizer is not None:
             companions = with_tokenizer_of(companions, tokenizer)
-        num_resumed, cast_errors, requantize_errors = 0, source.cast_errors, source.requantize_errors
         if to == "native":
             origin = {"checkpoint": str(src), "revision": revision}
-            finished, num_resumed = _to_native(source, destination, bar, origin, companions)
-            cast_errors = {name: error for unit in finished for name, error in unit.cast_errors.items()}
-            requantize_errors = {name: error for unit in finished for name, error in unit.requantize_errors.items()}
+            written = _to_native(source, destination, bar, origin, companions)
         else:
-            _to_huggingface(source, destination, bar, companions, overwrite)
+            written = _to_huggingface(source, destination, bar, companions, overwrite)
         return ConvertReport(
             source=directory,
             destination=destination,
             config=source.config,
             num_bytes=source.num_bytes(),
             num_units=len(source.units()),
-            num_resumed_units=num_resumed,
             seconds=time.monotonic() - start,
-            cast_errors=cast_errors,
-            requantize_errors=requantize_errors,
             requantize=requantize,
+            **written,
         )
 
 
 def _to_native(
-    source: Source, destination: Path, bar: Progress, origin: dict[str, Any], companions: Companions
-) -> tuple[list[FinishedUnit], int]:
+    source: Checkpoint, destination: Path, bar: Progress, origin: dict[str, Any], companions: Companions
+) -> dict[str, Any]:
+    """Returns fields of the report."""
     partial = partial_path(destination)
     if not partial.exists():
         check_free_space(destination, source.num_bytes())
@@ -148,10 +154,15 @@ def _to_native(
             _write_native_unit(source, unit, partial, journal, bar)
         _finish_native(source, partial, journal, origin, companions)
         publish(partial, destination)
-    return list(journal.finished.values()), num_resumed
+    finished = journal.finished.values()
+    return {
+        "num_resumed_units": num_resumed,
+        "cast_errors": {name: error for unit in finished for name, error in unit.cast_errors.items()},
+        "requantize_errors": {name: error for unit in finished for name, error in unit.requantize_errors.items()},
+    }
 
 
-def _write_native_unit(source: Source, unit: str, partial: Path, journal: ConversionJournal, bar: Progress) -> None:
+def _write_native_unit(source: Checkpoint, unit: str, partial: Path, journal: ConversionJournal, bar: Progress) -> None:
     arrays = {}
     for path, array in source.read(unit):
         arrays[path] = array
@@ -159,7 +170,7 @@ def _write_native_unit(source: Source, unit: str, partial: Path, journal: Conver
     directory = partial / PARAMS / unit
     try:
         write_unit(directory, arrays)
-    except ValueError as error:  # how TensorStore reports a full disk
+    except ValueError as error:  # from TensorStore, for a full disk
         raise CheckpointError(directory, f"could not be written: {str(error).splitlines()[0]}") from None
     names = [f"{PARAMS}/{unit}/{name}" for name in files_below(directory)]
     cast_errors, requantize_errors = (
@@ -178,7 +189,7 @@ def _parts(array: np.ndarray | QuantizedArray) -> dict[str, np.ndarray]:
 
 
 def _finish_native(
-    source: Source, partial: Path, journal: ConversionJournal, origin: dict[str, Any], companions: Companions
+    source: Checkpoint, partial: Path, journal: ConversionJournal, origin: dict[str, Any], companions: Companions
 ) -> None:
     carried = write_companions(companions, partial)
     quantized = {name: entry for unit in journal.finished.values() for name, entry in unit.quantized.items()}
@@ -192,7 +203,10 @@ def _finish_native(
     journal.remove()
 
 
-def _to_huggingface(source: Source, destination: Path, bar: Progress, companions: Companions, overwrite: bool) -> None:
+def _to_huggingface(
+    source: Checkpoint, destination: Path, bar: Progress, companions: Companions, overwrite: bool
+) -> dict[str, Any]:
+    """Returns fields of the report."""
     with staged(destination, source.num_bytes(), overwrite=overwrite, source=source.directory) as partial:
         write_companions(companions, partial)
         data = huggingface_config(source.config)
@@ -207,10 +221,24 @@ def _to_huggingface(source: Source, destination: Path, bar: Progress, companions
 
         quantization = write_shards(source.config, partial, read, source.param_bytes, kv_scales=source.kv_scales)
         write_json(copied, data | {name: original.get(name) for name in _SPECIAL_TOKENS} | quantization)
+    return {"cast_errors": source.cast_errors, "requantize_errors": source.requantize_errors}
 
 
-def _in_order(source: Source, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
+def _in_order(source: Checkpoint, bar: Progress) -> Iterator[tuple[ParamPath, np.ndarray | QuantizedArray]]:
     for unit in source.units():
         for path, array in source.read(unit):
             yield path, array
             bar.advance(".".join(path), source.param_bytes(path))
+
+
+def with_tokenizer_of(companions: Companions, directory: str | Path) -> Companions:
+    """The companions, with the tokenizer files of a directory. Raises CheckpointNotFoundError if it has none."""
+    directory = Path(directory)
+    found = {name: directory / name for name in companion_files(directory) if _is_of_tokenizer(name)}
+    if "tokenizer.json" not in found:
+        raise CheckpointNotFoundError(directory, "holds no tokenizer.json")
+    return {**{name: value for name, value in companions.items() if not _is_of_tokenizer(name)}, **found}
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return not name.startswith(_NOT_OF_TOKENIZER)

@@ -18,8 +18,8 @@ from checkpoints_convert.files import (
 )
 from checkpoints_convert.formats import with_side_file
 from checkpoints_convert.huggingface.config import model_config
-from checkpoints_convert.object_store import is_url, stage
-from checkpoints_convert.safetensors_index import TensorHeader, weight_files
+from checkpoints_convert.safetensors_files import TensorHeader, weight_files
+from checkpoints_convert.storage import is_url, stage
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(/[A-Za-z0-9][A-Za-z0-9_.\-]*)?")
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.\-]*:/[^/]")
@@ -28,21 +28,21 @@ _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 
 
 def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
-    """The local directory of a checkpoint, or its GGUF file; fetched from the hub when no directory has that name.
+    """The local directory of a checkpoint, or its GGUF file; downloaded from the hub if no directory has that name.
 
-    Of a URL such as gs://bucket/model, of any store that fsspec opens, it is a directory with copies of the files that
-    describe the model; its weights stay in the store, and are read by ranges when this process opens the directory.
+    For a URL such as gs://bucket/model (any store that fsspec opens), the directory has copies of the small files; the
+    weights stay in the store and are read by ranges when this process opens the directory.
 
-    Of a repository only safetensors, JSON and tokenizer files are fetched; never pickles, never code. What describes
-    the model comes first, so an unsupported one is refused before its weights are downloaded. The environment
-    variables HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and HF_HOME mean what they mean to `huggingface_hub`.
+    Only safetensors, JSON and tokenizer files of a repository are downloaded; never pickles, never code. Configuration
+    files come first, so that an unsupported model raises before its weights are downloaded. The environment variables
+    HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE and HF_HOME have the meaning of `huggingface_hub`.
 
     Args:
       revision: branch, tag or commit of a hub id.
 
     Raises:
       CheckpointNotFoundError: no such directory or repository, no access to it, or no connection.
-      CheckpointError: a model we cannot load. ValueError: a revision of a local directory or a URL.
+      CheckpointError: an unsupported model. ValueError: a revision of a local directory or a URL.
     """
     name = str(path_or_hub_id)
     if is_url(name):
@@ -69,7 +69,7 @@ def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
 
 
 def is_local(path_or_hub_id: str | Path) -> bool:
-    """Whether `resolve` would not go to the hub: it is a file or folder, or no hub id at all."""
+    """Whether `resolve` does not access the hub: an existing path, a URL, or a name that is no hub id."""
     name = str(path_or_hub_id)
     if not name or "\0" in name or _looks_local(path_or_hub_id) or not _HUB_ID.fullmatch(name):
         return True
@@ -77,8 +77,8 @@ def is_local(path_or_hub_id: str | Path) -> bool:
 
 
 def describe(repo_id: str, revision: str | None) -> tuple[Path, dict[str, TensorHeader] | None]:
-    """A folder with what describes a repository's model, and the headers {name: (dtype, shape)} of its safetensors,
-    read without the weights; None where it has a converted checkpoint.
+    """A directory with the configuration files of a repository, and the headers {name: (dtype, shape)} of its
+    safetensors, read without the weights; None as headers for a converted checkpoint.
 
     Raises CheckpointNotFoundError as `resolve`, CheckpointError for a repository without safetensors.
     """
@@ -132,7 +132,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
     else:
         raise CheckpointNotFoundError(repo_id, f"the repository has no {CONFIG}")
     with _explained(repo_id, revision):
-        # The commit, not the branch: both calls see one state of the repository.
+        # The commit, not the branch, so that both calls see the same state of the repository.
         snapshot = Path(snapshot_download(repo_id, revision=snapshot.name, allow_patterns=weights))
     present = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*")]
     if not any(re.fullmatch(translate(pattern), name) for pattern in weights for name in present):
@@ -146,7 +146,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
 
 @contextmanager
 def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turns the hub client's errors into one sentence with what to do."""
+    """Turns the errors of huggingface_hub into CheckpointNotFoundError, with what to do."""
     from huggingface_hub import constants, errors
 
     try:

@@ -1,28 +1,48 @@
-"""From a checkpoint's directory or hub id to a configuration and parameters on the device."""
+"""Loading: from a checkpoint directory or hub id to a configuration and parameters on the devices."""
 
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from checkpoints_convert.checkpoint import (
+    Bounds,
+    Checkpoint,
+    HostParam,
+    ParamPath,
+    cut,
+    insert,
+    owned_parts,
+    param_shapes,
+)
 from checkpoints_convert.errors import CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG
 from checkpoints_convert.formats import LayerKVScales
-from checkpoints_convert.gguf.index import find_gguf
-from checkpoints_convert.gguf.source import GGUFSource, check_requantize
+from checkpoints_convert.gguf import tokenizer as gguf_tokenizer
+from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint, check_requantize
+from checkpoints_convert.gguf.index import GGUFIndex, find_gguf
+from checkpoints_convert.host_arrays import aligned
 from checkpoints_convert.hub import resolve
-from checkpoints_convert.huggingface.source import HuggingFaceSource
-from checkpoints_convert.placing import OnDefaultDevice, OnMesh
-from checkpoints_convert.progress import Progress, ProgressCallback
-from checkpoints_convert.read_ahead import read_ahead
-from checkpoints_convert.source import ParamPath, Source, insert
-from checkpoints_convert.store import NativeSource
-from jaxinfer.models import ModelConfig, Params
+from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
+from checkpoints_convert.store import NativeCheckpoint
+from jaxinfer.models import ModelConfig, Params, fit_to_mesh, leaf_shardings, parameter_shardings
+from jaxinfer.models.sharding import leaves_by_path
+from jaxinfer.quantization import QuantizedArray
 
 _LOG = logging.getLogger(__name__)
+
+
+# Called with the name of the parameter that is done, the bytes done so far, and the bytes in all.
+ProgressCallback = Callable[[str, int, int], None]
+# Converts a parameter that is on its devices.
+Convert = Callable[[ParamPath, Any], Any]
 
 
 def load(
@@ -34,90 +54,277 @@ def load(
     progress: bool | ProgressCallback | None = None,
     verify: bool = False,
     requantize: str | None = None,
-    convert: Callable[[ParamPath, jax.Array], Any] | None = None,
+    convert: Convert | None = None,
 ) -> tuple[ModelConfig, Params]:
-    """Reads a checkpoint, converted, Hugging Face or GGUF, several tensors at a time onto the device or a mesh.
+    """Loads a checkpoint (Hugging Face, GGUF or converted) onto the default device or a mesh.
 
-    Weights that a checkpoint quantized become `QuantizedArray`s: GPTQ, AWQ, auto-round, bitsandbytes,
-    compressed-tensors and FP8 checkpoints, module by module as their tensors say.
+    Quantized weights become `QuantizedArray`s: GPTQ, AWQ, auto-round, bitsandbytes, compressed-tensors and FP8
+    checkpoints are recognised module by module from their tensors.
 
-    Beside the parameters the host holds at most 256 MiB of buffers, or the one parameter that needs more, and a block
+    Besides the parameters, the host holds at most 256 MiB of buffers, or the one parameter that needs more, and a block
     for each thread. On CPU the parameters are the host buffers themselves.
 
-    On a mesh each process reads what its devices hold: of dense parameters those bytes only, but for rows of a Hugging
-    Face checkpoint whose pieces are too small to be read one by one, and chunks of a converted one that are not its own
-    alone; a parameter that is quantized, or in a GGUF file, is read whole, and cut.
+    On a mesh each process reads the parts that its devices hold. More than those bytes is read for rows of a Hugging
+    Face checkpoint whose pieces are small, for chunks of a converted one that devices of several processes share, and
+    for parameters that are quantized or in a GGUF file, which are read whole.
 
     Args:
       dtype: "auto" keeps the stored one; "float32", "bfloat16" or "float16" casts. It becomes config.dtype. Quantized
         weights keep their values and scales as stored.
-      mesh: places the parameters on the devices of a mesh, as `jaxinfer.models.fit_to_mesh(mesh, config)` makes and
-        cuts them; the configuration returned is the model's own. Without a mesh they go to the default device.
+      mesh: devices for the parameters, which are padded and sharded as by `jaxinfer.models.fit_to_mesh(mesh, config)`;
+        the returned configuration is the model's own. Default: the default device.
       revision: branch, tag or commit of a hub id.
       progress: True for a bar, or a callable taking (parameter, bytes done, bytes in all).
       verify: compares the SHA-256 of every file of a converted checkpoint with its manifest first. Hugging Face
         checkpoints have no checksums, so for them this raises.
-      requantize: of a GGUF file: None keeps the weights it quantized as they are; "dense" makes them floating point; a
-        recipe such as "int4-g128" rounds those of linear layers to it, but for Q8_0 and Q4_0, and logs the errors.
-      convert: what each parameter becomes, such as a `jaxinfer.quantization.Selection`, so that a quantized model is
-        never held whole in the stored dtype.
+      requantize: for GGUF files. None keeps quantized weights as they are; "dense" dequantizes them; a recipe such as
+        "int4-g128" rounds those of linear layers to it, except Q8_0 and Q4_0, and logs the errors.
+      convert: applied to each parameter, such as a `jaxinfer.quantization.Selection`, so that a model that is quantized
+        while it is loaded is never held whole in the stored dtype.
 
     Raises:
       CheckpointError: files that are missing, malformed or do not fit the configuration; NaN or infinite weights;
-        values too large for `dtype`. It is a ValueError, as is what a mesh raises that cannot cut the model, before
-        weights are read. CheckpointNotFoundError is also a FileNotFoundError.
+        values too large for `dtype`. A ValueError; CheckpointNotFoundError is also a FileNotFoundError.
+      ValueError: a mesh that cannot shard the model, before weights are read.
     """
+    with open_checkpoint(
+        path_or_hub_id, dtype=dtype, revision=revision, verify=verify, requantize=requantize
+    ) as checkpoint:
+        return checkpoint.config, load_params(checkpoint, mesh=mesh, progress=progress, convert=convert)
+
+
+def load_params(
+    checkpoint: Checkpoint,
+    *,
+    mesh: Mesh | None = None,
+    progress: bool | ProgressCallback | None = None,
+    convert: Convert | None = None,
+) -> Params:
+    """The parameters of an open checkpoint on the device or a mesh. Arguments, memory and errors as of `load`."""
     params: Params = {}
-    with open_source(
-        resolve(path_or_hub_id, revision=revision), dtype=dtype, verify=verify, requantize=requantize
-    ) as source:
-        place = OnDefaultDevice(convert) if mesh is None else OnMesh(mesh, source.config, convert)
-        with Progress(progress, source.num_bytes(), "loading") as bar:
-            for path, leaf in read_ahead(source, place.parts, place):
-                insert(params, path, leaf)
-                bar.advance(".".join(path), source.param_bytes(path))
-    if source.requantize_errors:
-        _LOG.warning("%s: %s", source.directory, requantize_summary(source.requantize_errors, requantize or ""))
-    return source.config, params
+    place = OnDefaultDevice(convert) if mesh is None else OnMesh(mesh, checkpoint.config, convert)
+    with Progress(progress, checkpoint.num_bytes(), "loading") as bar:
+        for path, leaf in read_ahead(checkpoint, place.parts, place):
+            insert(params, path, leaf)
+            bar.advance(".".join(path), checkpoint.param_bytes(path))
+    if errors := checkpoint.requantize_errors:
+        _LOG.warning("%s: %s", checkpoint.directory, requantize_summary(errors, checkpoint.requantize or ""))
+    return params
 
 
 def kv_scales(path_or_hub_id: str | Path, *, revision: str | None = None) -> tuple[LayerKVScales, ...]:
-    """Scales of an 8-bit key-value cache that a checkpoint holds, by layer; () where it has none.
+    """Scales of an 8-bit key-value cache in a checkpoint, by layer; () if it has none.
 
     Raises CheckpointError as `load`.
     """
-    # Scales are float32 in any case: of a checkpoint of several dtypes none has to be chosen.
-    with open_source(resolve(path_or_hub_id, revision=revision), dtype="float32") as source:
-        return source.kv_scales
+    # Scales are always float32; naming a dtype opens checkpoints of mixed dtypes too.
+    with open_checkpoint(path_or_hub_id, revision=revision, dtype="float32") as checkpoint:
+        return checkpoint.kv_scales
+
+
+def tokenizer_files(path: str | Path) -> dict[str, str] | None:
+    """`Checkpoint.tokenizer_files` of a path, without opening the weights."""
+    if (file := find_gguf(Path(path))) is None:
+        return None
+    with GGUFIndex(file) as index:
+        return gguf_tokenizer.tokenizer_files(index)
 
 
 def requantize_summary(errors: Mapping[str, float], how: str) -> str:
-    """One sentence on weights that were rounded again."""
+    """A sentence with the errors of weights that were rounded again."""
     name, worst = max(errors.items(), key=lambda item: item[1])
     mean = sum(errors.values()) / len(errors)
     return f"{len(errors)} weights rounded to {how}: relative error {mean:.3g} on average, {worst:.3g} in {name}"
 
 
-def open_source(
-    directory: Path,
+def open_checkpoint(
+    path_or_hub_id: str | Path,
     *,
     dtype: str = "auto",
+    revision: str | None = None,
     verify: bool = False,
     measure_casts: bool = False,
     requantize: str | None = None,
-) -> Source:
-    """Opens a checkpoint directory of any form, or a GGUF file; raises as `load` does."""
+) -> Checkpoint:
+    """Opens a checkpoint of any form and plans its parameters; no weights are read. To be closed, or used in `with`.
+
+    Arguments and errors as of `load`.
+
+    Args:
+      measure_casts: whether reading measures the relative errors of casts (`Checkpoint.cast_errors`).
+    """
     check_requantize(requantize)
+    directory = resolve(path_or_hub_id, revision=revision)
     if (file := find_gguf(directory)) is not None:
         if verify:
             raise ValueError(f"{file}: a GGUF file has no checksums to verify; convert it first")
-        return GGUFSource(file, dtype=dtype, measure_casts=measure_casts, requantize=requantize)
+        return GGUFCheckpoint(file, dtype=dtype, measure_casts=measure_casts, requantize=requantize)
     if requantize is not None:
         raise ValueError(f"requantize={requantize!r} is for GGUF files, and {directory} is not one")
     if (directory / NATIVE_CONFIG).is_file():
-        return NativeSource(directory, dtype=dtype, verify=verify, measure_casts=measure_casts)
+        return NativeCheckpoint(directory, dtype=dtype, verify=verify, measure_casts=measure_casts)
     if not (directory / CONFIG).is_file():
         raise CheckpointNotFoundError(directory, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not a checkpoint")
     if verify:
         raise ValueError(f"{directory}: a Hugging Face checkpoint has no checksums to verify; convert it first")
-    return HuggingFaceSource(directory, dtype=dtype, measure_casts=measure_casts)
+    return HuggingFaceCheckpoint(directory, dtype=dtype, measure_casts=measure_casts)
+
+
+# Bytes of host buffers that are being read or transferred to a device; a parameter that needs more is read alone.
+# Enough to keep a disk of several GB/s busy.
+IN_FLIGHT_BYTES = 256 * 2**20
+# Parameters read at once, so that small ones do not wait for one another; a large one is read by several threads.
+_NUM_PARAMS = 8
+
+Place = Callable[[ParamPath, HostParam], Any]
+
+
+def read_ahead(
+    source: Checkpoint, parts: Mapping[ParamPath, Sequence[Bounds]], place: Place, *, limit: int = IN_FLIGHT_BYTES
+) -> Iterator[tuple[ParamPath, Any]]:
+    """Reads parameters ahead of their transfer to devices, several at once: (path, what `place` returns) in order.
+
+    Args:
+      parts: the parts of dense parameters to read; parameters not named are read whole.
+      place: called on the caller's thread. For a parameter whose parts are too large to be read at once it is called
+        with one run of parts after another, and returns None until the last.
+      limit: bytes of host buffers that are being read or transferred.
+    """
+    tasks = deque(
+        (source.host_bytes(path, run), path, run)
+        for paths in source.units().values()
+        for path in paths
+        for run in (source.split(path, parts[path], limit) if parts.get(path) else [()])
+    )
+    pending: deque[tuple[int, ParamPath, Future]] = deque()
+    transfers: deque[tuple[int, Any]] = deque()
+    executor = ThreadPoolExecutor(_NUM_PARAMS, thread_name_prefix="checkpoint-param")
+    try:
+        while tasks or pending:
+            while tasks:
+                cost, path, wanted = tasks[0]
+                held = cost + sum(size for size, _, _ in pending) + sum(size for size, _ in transfers)
+                if held <= limit or not (pending or transfers):
+                    pending.append((cost, path, executor.submit(source.read_param, path, wanted)))
+                    tasks.popleft()
+                elif transfers:
+                    jax.block_until_ready(transfers.popleft()[1])
+                else:
+                    break
+            cost, path, future = pending.popleft()
+            leaf = place(path, future.result())
+            del future
+            transfers.append((cost, leaf))
+            if leaf is not None:
+                yield path, leaf
+    finally:
+        for _, _, future in pending:
+            future.cancel()
+        executor.shutdown()
+
+
+class OnDefaultDevice:
+    """Places whole parameters on the default device."""
+
+    parts: Mapping[ParamPath, Sequence[Bounds]] = {}
+
+    def __init__(self, convert: Convert | None = None):
+        self._convert = convert
+
+    def __call__(self, path: ParamPath, found: HostParam) -> Any:
+        leaf = jax.device_put(found if isinstance(found, QuantizedArray) else found[0])
+        return leaf if self._convert is None else self._convert(path, leaf)
+
+
+class OnMesh:
+    """Places parameters on a mesh by the rules of `jaxinfer.models.sharding`.
+
+    Parameters that have to be repeated or padded first go whole to every device, one at a time.
+
+    Attributes:
+      parts: the distinct parts of every parameter on `devices`, which this process reads (if it is dense).
+
+    Raises ValueError, as `jaxinfer.models.fit_to_mesh`, for a model that the mesh cannot run.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        config: ModelConfig,
+        convert: Convert | None = None,
+        *,
+        devices: Iterable[Any] | None = None,
+    ):
+        """`devices` are those of this process unless given."""
+        self._devices = list(mesh.local_devices if devices is None else devices)
+        self._convert = convert
+        self._begun: dict[ParamPath, list[list[jax.Array]]] = {}  # by parameter that is incomplete
+        self._shapes = param_shapes(config)
+        self._fit = fit_to_mesh(mesh, config)
+        self.shardings = leaves_by_path(parameter_shardings(mesh, config, whole_if_uneven=True))
+        self.parts = {path: list(self._owned(self.shardings[path], shape)) for path, shape in self._shapes.items()}
+
+    def __call__(self, path: ParamPath, found: HostParam) -> Any:
+        sharding = self.shardings[path]
+        if isinstance(found, QuantizedArray):
+            leaf: Any = jax.tree.map(self._whole, found, leaf_shardings(found, sharding))
+        else:
+            owned = self._owned(sharding, self._shapes[path])
+            shards = self._begun.pop(path, [])
+            shards += _on_devices(found, list(owned.values())[len(shards) :])
+            if len(shards) < len(owned):
+                self._begun[path] = jax.block_until_ready(shards)
+                return None
+            leaf = _assembled(shards, sharding, self._shapes[path])
+        if self._convert is not None:
+            leaf = self._convert(path, leaf)
+        # The compiler chose where the result of a conversion lies.
+        return self._fit.place_leaf(path, leaf)
+
+    def _owned(self, sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Bounds, list]:
+        assert isinstance(sharding.mesh, Mesh)
+        return owned_parts(sharding.mesh, sharding.spec, shape, self._devices)
+
+    def _whole(self, array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        owned = self._owned(sharding, array.shape)
+        parts = [aligned(cut(np.asarray(array), bounds)) for bounds in owned]
+        return _assembled(_on_devices(parts, list(owned.values())), sharding, array.shape)
+
+
+def _on_devices(parts: Sequence[np.ndarray], devices: Sequence[Sequence[Any]]) -> list[list[jax.Array]]:
+    """Each part on its devices."""
+    return [[jax.device_put(part, device) for device in own] for part, own in zip(parts, devices, strict=False)]
+
+
+def _assembled(shards: list[list[jax.Array]], sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+    return jax.make_array_from_single_device_arrays(shape, sharding, [shard for own in shards for shard in own])
+
+
+class Progress:
+    """Progress in bytes. `report`: True for a bar (on a terminal only), a callback, or None for neither.
+
+    The environment variable JAXINFER_PROGRESS=0 turns bars off.
+    """
+
+    def __init__(self, report: bool | ProgressCallback | None, total: int, description: str):
+        self._callback = report if callable(report) else None
+        self._done, self._total = 0, total
+        self._bar = None
+        if report is True and os.environ.get("JAXINFER_PROGRESS") != "0":
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=None)
+
+    def advance(self, name: str, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._bar is not None:
+            self._bar.update(num_bytes)
+        if self._callback is not None:
+            self._callback(name, self._done, self._total)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

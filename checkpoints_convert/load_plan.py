@@ -1,4 +1,4 @@
-"""What loading a checkpoint onto a mesh reads and holds, host by host, from headers alone: no weights, no devices."""
+"""The bytes that each host reads and holds when a checkpoint is loaded onto a mesh, computed from headers alone."""
 
 import math
 from collections.abc import Mapping
@@ -8,28 +8,26 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from checkpoints_convert.parts import Bounds, part_of, size_of, whole
-from checkpoints_convert.pieces import regions_of, split_parts
+from checkpoints_convert.checkpoint import NUM_THREADS, Bounds, ParamPath, numpy_dtype, part_of, size_of, whole
+from checkpoints_convert.host_arrays import BLOCK_BYTES, bytes_to_read
+from checkpoints_convert.huggingface.checkpoint import regions_of, split_parts
+from checkpoints_convert.load import IN_FLIGHT_BYTES
 from checkpoints_convert.plan import TensorPlan, plan
-from checkpoints_convert.read_ahead import IN_FLIGHT_BYTES
-from checkpoints_convert.regions import BLOCK_BYTES, bytes_to_read
-from checkpoints_convert.safetensors_file import FLOAT_DTYPES
-from checkpoints_convert.safetensors_index import MIN_PIECE_BYTES, TensorHeader
-from checkpoints_convert.source import NUM_THREADS, ParamPath, numpy_dtype
+from checkpoints_convert.safetensors_files import FLOAT_DTYPES, MIN_PIECE_BYTES, TensorHeader
 from jaxinfer.models import MeshFit, ModelConfig, fit_to_mesh, parameter_shardings
 from jaxinfer.models.sharding import leaves_by_path
 
 
 @dataclass(frozen=True)
 class HostPlan:
-    """One host's share.
+    """What one host reads and holds.
 
     Attributes:
-      parts: the different parts of every parameter that its devices hold, each read once.
-      bytes_read: from the files, rows included that are read whole for the pieces of theirs.
-      bytes_held: of the parts, in the parameters' dtype.
-      device_bytes: what each of its devices holds.
-      peak_bytes: of host memory at most, while devices with memory of their own take the parameters.
+      parts: the distinct parts of every parameter on its devices, each read once.
+      bytes_read: from the files, including rows that are read whole for their pieces.
+      bytes_held: bytes of the parts, in the parameters' dtype.
+      device_bytes: bytes on each of its devices.
+      peak_bytes: bound on host memory while parameters are transferred to devices with their own memory.
     """
 
     parts: Mapping[ParamPath, tuple[Bounds, ...]]
@@ -66,13 +64,13 @@ def load_plan(
       hf_config: as for `plan`.
       headers: as for `plan`.
       dtype: as for `plan`.
-      axes: sizes of the mesh's axes, in order, such as {"model": 16}. Devices are taken in the mesh's order, an equal
-        run of them for each host.
-      min_piece_bytes: as the source has it, `SafetensorsIndex.min_piece_bytes`: that of a disk unless given.
+      axes: sizes of the mesh's axes, in order, such as {"model": 16}. Each host has an equal run of the devices, in the
+        mesh's order.
+      min_piece_bytes: as of `SafetensorsIndex.min_piece_bytes`; default: that of a local disk.
 
     Raises:
-      CheckpointError: as `plan`. ValueError: what the mesh cannot cut, with the numbers; devices that the hosts cannot
-        share equally; a quantized parameter, whose parts are known when it is read.
+      CheckpointError: as `plan`. ValueError: a mesh that cannot shard the model, with the numbers; devices that the
+        hosts cannot share equally; a quantized parameter, whose parts are not known from headers.
     """
     num_devices = math.prod(axes.values())
     if num_hosts < 1 or num_devices % num_hosts:
@@ -100,7 +98,7 @@ def load_plan(
 
 
 def _bytes_placed(tensor: TensorPlan, fitted: MeshFit) -> int:
-    """Bytes of a parameter on each device, once it fits the mesh."""
+    """Bytes of a parameter on each device."""
     return math.prod(fitted.part_shape(tensor.target, tensor.shape)) * numpy_dtype(tensor.dtype).itemsize
 
 
@@ -141,6 +139,6 @@ def _host_plan(
                 for region in regions_of(tensor, own)
             )
         bytes_read += known[key]
-    # A block is read, cast and moved apart for its transposition.
+    # A block is held three times: as read, cast, and padded for its transposition.
     peak = max(IN_FLIGHT_BYTES, largest) + 3 * NUM_THREADS * BLOCK_BYTES
     return HostPlan(parts, bytes_read, bytes_held, (bytes_placed,) * len(places), peak)

@@ -1,4 +1,4 @@
-"""Index maps between the outputs of a stored tensor and those of a parameter, on arrays and on `QuantizedArray`s."""
+"""Index maps between the outputs of a stored tensor and those of a parameter, for arrays and `QuantizedArray`s."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +13,14 @@ from jaxinfer.quantization import NestedScales, QuantizedArray
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which of a stored tensor's outputs a parameter has, and in which order. Data only, so that it can be inverted and
-    cut: output i of the parameter is output `index[i]` of the stored tensor.
+    """The outputs of a stored tensor that a parameter has: its output i is output `index[i]` of the stored tensor.
 
     Attributes:
-      stored: outputs of the stored tensor.
-      groups: equal runs that they fall into, such as one for each key-value head. start, stop: which outputs of each
-        run are the parameter's; None is the run's end.
-      head_dim, rotary_dim: the first `rotary_dim` outputs of each head are stored as neighbours that rotate together
-        and become halves that do, as `jaxinfer.models.rope.rotate` wants them; 0 where they are stored so.
+      stored: number of outputs of the stored tensor.
+      groups: number of equal runs of outputs, such as one for each key-value head. start, stop: the outputs of each run
+        that are the parameter's; None for the run's end.
+      head_dim, rotary_dim: if not 0, the first `rotary_dim` outputs of each head are stored interleaved (pairs that
+        rotate together are neighbours), and reordered into the halves that `jaxinfer.models.rope.rotate` takes.
     """
 
     stored: int
@@ -44,7 +43,7 @@ class Outputs:
 
     @property
     def is_run(self) -> bool:
-        """Whether the parameter's outputs lie side by side, in order."""
+        """Whether the parameter's outputs are contiguous and in order."""
         return bool((np.diff(self.index) == 1).all())
 
     def bounds(self) -> tuple[int, int]:
@@ -53,14 +52,14 @@ class Outputs:
 
 
 class OutputsError(ValueError):
-    """Outputs of a quantized weight that cannot be told apart, or joined; the message says why."""
+    """Outputs of quantized weights that cannot be joined; the message says why."""
 
 
 def taken(weight: QuantizedArray, outputs: Outputs) -> QuantizedArray:
-    """The parameter's part of a stored weight [..., K, N] of host arrays; exact.
+    """The outputs of a stored weight [..., K, N] of host arrays that belong to a parameter; exact.
 
-    Scales that are quantized themselves are dequantized, and blocks of outputs that the part cuts through become single
-    outputs, which repeat the block's scale.
+    Nested scales are dequantized, and blocks of several outputs that are cut become blocks of one output with the same
+    scale.
     """
     index = outputs.index
     if isinstance(weight.scales, NestedScales):
@@ -78,7 +77,7 @@ def taken(weight: QuantizedArray, outputs: Outputs) -> QuantizedArray:
 
 
 def joined(weights: Sequence[QuantizedArray], outputs: Sequence[Outputs]) -> QuantizedArray:
-    """The inverse: the stored weight of host arrays that the parameters are parts of; exact.
+    """The stored weight that parameters are the outputs of, of host arrays; exact. The inverse of `taken`.
 
     Raises OutputsError for parts that are quantized differently.
     """
@@ -104,7 +103,7 @@ def joined(weights: Sequence[QuantizedArray], outputs: Sequence[Outputs]) -> Qua
 
 
 def _by_output(weight: QuantizedArray) -> QuantizedArray:
-    """The same weight with a scale for each output, repeated where a block had one."""
+    """The weight with blocks of one output each, which repeat the scales of larger blocks."""
     rows, columns = weight.scheme.block
     if columns == 1:
         return weight
@@ -114,7 +113,7 @@ def _by_output(weight: QuantizedArray) -> QuantizedArray:
 
 
 def _blocks(index: np.ndarray, block: int, stored: int) -> np.ndarray | None:
-    """Which block of outputs each block of the part is; None where the part cuts through blocks."""
+    """The stored block of each block of the outputs `index`; None if blocks are cut."""
     if block == 1:
         return index
     if block >= stored:
@@ -122,7 +121,7 @@ def _blocks(index: np.ndarray, block: int, stored: int) -> np.ndarray | None:
     starts = index[::block]
     run = np.concatenate([np.arange(start, min(start + block, stored)) for start in starts])[: len(index)]
     is_cut = (starts % block).any() or not np.array_equal(run, index)
-    # The last block may be shorter where the tensor ends, or where the part does.
+    # The last block may be shorter.
     return None if is_cut else starts // block
 
 

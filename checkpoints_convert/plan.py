@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint become which parameter, decided from names and shapes before any byte is read."""
+"""Planning: which tensors every parameter is read from, by their names, shapes and dtypes."""
 
 import re
 from collections import Counter
@@ -7,41 +7,39 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from checkpoints_convert.checkpoint import DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.formats import FormatError, Method, ModuleReader, quantization_method
 from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names
 from checkpoints_convert.formats.mxfp4 import SUFFIXES as MXFP4_SUFFIXES
 from checkpoints_convert.huggingface.config import declared_dtype, family_for, model_config
 from checkpoints_convert.huggingface.families import WRAPPER_SKIPPED, family_of, is_wrapper
-from checkpoints_convert.huggingface.family import Family
-from checkpoints_convert.huggingface.names import head_names, renaming
+from checkpoints_convert.huggingface.family import Family, head_names, renaming
 from checkpoints_convert.huggingface.rules import TensorGroup, TensorPlacement
 from checkpoints_convert.outputs import Outputs
-from checkpoints_convert.safetensors_file import FLOAT_DTYPES
-from checkpoints_convert.safetensors_index import TensorHeader
-from checkpoints_convert.source import DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
+from checkpoints_convert.safetensors_files import FLOAT_DTYPES, TensorHeader
 from jaxinfer.checks import nearest
 from jaxinfer.models import ModelConfig, keeps_float32
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,6})\.")
 _SPARE_LAYERS = 8
-_NUM_HINTS = 20  # near misses are looked up for as many problems as a message shows
+_NUM_HINTS = 20  # nearest names are looked up for as many problems as a message shows
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One parameter's way from the checkpoint.
+    """How a dense parameter is read from stored tensors.
 
     Attributes:
-      source: the tensor that holds it, alone or with others. source_shape, source_dtype: as stored; the dtype by its
-        safetensors name.
-      target: the keys of the parameter. shape, dtype: what it becomes.
+      source: the tensor that holds it, which may hold other parameters too. source_shape, source_dtype: as stored; the
+        dtype by its safetensors name.
+      target: path of the parameter. shape, dtype: of the parameter.
       transpose: whether the stored matrix is the parameter's transpose.
-      outputs: which of the stored outputs are the parameter's; None for all.
-      add: what is added to the stored values.
-      stacked: the tensors, of which `source` is the first, that are stacked along the parameter's first axis; () for
-        one that is not a stack. Each is of `source_shape`.
-      view: the shape in which the stored tensor is looked at; None for its own.
+      outputs: the stored outputs that are the parameter's; None for all.
+      add: added to the stored values.
+      stacked: the tensors of `source_shape`, beginning with `source`, that are stacked along the parameter's first
+        axis; () if it is not a stack.
+      view: the shape that the stored tensor is reshaped to; None for its own.
     """
 
     source: str
@@ -58,22 +56,22 @@ class TensorPlan:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All tensors it is read from."""
+        """All tensors that it is read from."""
         return self.stacked or (self.source,)
 
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """One quantized module's way into the parameters.
+    """How a parameter is read from a quantized module.
 
     Attributes:
-      module: its name, of which the tensors' begin. sources: {suffix the reader knows: tensor}.
-      zero_bias: a bias the model has no parameter for; old GPTQ files store one, of zeros.
-      target: the keys of the parameter. shape: the parameter's.
+      module: its name, the prefix of its tensors' names. sources: tensors by the suffix that the reader takes.
+      zero_bias: a bias that the model has no parameter for; old GPTQ files store one of zeros.
+      target: path of the parameter. shape: of the parameter.
       transpose: whether the stored matrix [N, K] is the parameter's transpose, as every Linear's is.
-      outputs: which of the module's outputs are the parameter's; None for all.
-      view: the shape in which the weight, made dense, is looked at as it is stored; None for its own.
-      experts: the modules that are stacked along the parameter's first axis, this one the first; () for no stack.
+      outputs: the module's outputs that are the parameter's; None for all.
+      view: the shape that the dequantized weight, as stored, is reshaped to; None for its own.
+      experts: the modules, beginning with this one, that are stacked along the parameter's first axis; () for no stack.
     """
 
     module: str
@@ -89,7 +87,7 @@ class QuantizedPlan:
 
     @property
     def tensors(self) -> list[str]:
-        """All tensors it is read from."""
+        """All tensors that it is read from."""
         return [name for one in self.experts or (self,) for name in one.sources.values()]
 
 
@@ -103,17 +101,16 @@ def plan(
 ) -> tuple[ModelConfig, list[TensorPlan | QuantizedPlan]]:
     """Matches a config.json with the headers {name: (dtype, shape)} of its tensors. A pure function.
 
-    Every tensor must be used once or be on the family's list of stored buffers, every parameter must be filled once.
-    `lm_head.weight` beside tied embeddings is a copy and is not used. Whether a module is quantized is decided by its
-    tensors, how by config.json's quantization_config.
+    Every parameter must have its tensors, and every tensor must be used or be a known buffer. `lm_head.weight` beside
+    tied embeddings is a copy and is not used. The tensors of a module decide whether it is quantized, config.json's
+    quantization_config decides how.
 
     Args:
-      dtype: of all parameters that are not quantized. "auto" is the stored one; where tensors differ, the one
-        config.json declares.
-      where: for messages. file_of: the file of a tensor, for messages.
+      dtype: of all dense parameters. "auto" is the stored one, or config.json's if tensors differ.
+      where: path for messages. file_of: the file of a tensor, for messages.
 
     Raises:
-      CheckpointError: names, shapes and dtypes that do not fit, all at once, each with its nearest miss.
+      CheckpointError: all names, shapes and dtypes that do not fit, each with the nearest name.
     """
     check_dtype(dtype)
     _check_num_layers(hf_config, headers, where)
@@ -136,8 +133,8 @@ def plan(
 
 
 def _check_num_layers(hf_config: Mapping[str, Any], headers: Mapping[str, TensorHeader], where: str | Path) -> None:
-    """Raises CheckpointError where config.json has far more layers than the tensors name, before as many are computed
-    with. A few too many are told apart later, tensor by tensor."""
+    """Raises CheckpointError if config.json has far more layers than the tensors name, before anything of that size is
+    made. A few layers too many are reported later, tensor by tensor."""
     family, data = family_for(hf_config, where)
     name = family.names.get("num_hidden_layers") or "num_hidden_layers"
     declared = data.get(name)
@@ -147,7 +144,7 @@ def _check_num_layers(hf_config: Mapping[str, Any], headers: Mapping[str, Tensor
 
 
 class _Matching:
-    """Parameters matched with tensors one by one; what is left at the end does not fit."""
+    """Matches parameters with tensors one by one; what is left at the end is reported."""
 
     def __init__(
         self,
@@ -163,21 +160,21 @@ class _Matching:
         self.rename = renaming(family, headers)
         self.layout = family.layout(config)
         self.beginnings = {f"{name.rpartition('.')[0]}." for name in headers}
-        names = {self.rename(name) for bundles in self.layout.of_target.values() for one in bundles
+        names = {self.rename(name) for tensor_groups in self.layout.of_target.values() for one in tensor_groups
                  for name in (one.sources if self._begins(one) else one.sources[:1])}  # fmt: skip
         self.modules = _modules(names, headers) if method else {}
-        # gpt-oss's experts are parameters, not modules: their parts have an underscore before the suffix.
+        # gpt-oss's experts are parameters, not modules: their tensors have an underscore before the suffix.
         self.bare = {name for name in names if not name.endswith((".weight", ".bias"))}
         self.plans: list[TensorPlan | QuantizedPlan] = []
         self.problems = _kv_scale_problems(config, headers)
         self.expected: dict[str, str] = {}  # shapes by name
         self.used: set[str] = set()  # by quantized modules
-        self.refused: set[str] = set()  # modules, each of which is a problem once
+        self.refused: set[str] = set()  # modules that are reported
 
     def match(self, target: ParamPath, shape: tuple[int, ...]) -> None:
         """Finds the tensors of a parameter."""
-        bundle, placement = self._found(target)
-        names = tuple(map(self.rename, bundle.sources))
+        group, placement = self._found(target)
+        names = tuple(map(self.rename, group.sources))
         module = names[0].removesuffix(".weight")
         if self.method and module in self.modules and len(shape) > 1:
             modules = [name.removesuffix(".weight") for name in names]
@@ -188,7 +185,7 @@ class _Matching:
                 if len(found) < len(plans):
                     lacking = modules[plans.index(None)]
                     self.problems.append(f"module {lacking!r} is not quantized, and {found[0].module!r} beside it is")
-                self.plans.append(replace(found[0], experts=tuple(found)) if bundle.is_stacked else found[0])
+                self.plans.append(replace(found[0], experts=tuple(found)) if group.is_stacked else found[0])
                 return
         for name in names:
             self.expected[name] = _described(placement.stored)
@@ -200,7 +197,7 @@ class _Matching:
                 wanted = _described(placement.stored)
                 self.problems.append(f"tensor {name!r} has shape {_described(found)}, config.json makes it {wanted}")
         dtype, found = self.headers[names[0]]
-        stacked = names if bundle.is_stacked else ()
+        stacked = names if group.is_stacked else ()
         self.plans.append(
             TensorPlan(
                 names[0],
@@ -217,22 +214,22 @@ class _Matching:
             )
         )
 
-    def _begins(self, bundle: TensorGroup) -> bool:
-        """Whether the first of a stack is there, in some form: the names of the others need not be made otherwise."""
-        first = self.rename(bundle.sources[0])
+    def _begins(self, group: TensorGroup) -> bool:
+        """Whether the first tensor of a stack exists, in some form; otherwise the names of the others are not made."""
+        first = self.rename(group.sources[0])
         module = first.removesuffix(".weight")
-        return not bundle.is_stacked or first in self.headers or f"{module}." in self.beginnings
+        return not group.is_stacked or first in self.headers or f"{module}." in self.beginnings
 
     def _found(self, target: ParamPath) -> tuple[TensorGroup, TensorPlacement]:
-        """Of the bundles that may hold a parameter the one the checkpoint has, or else the usual one."""
-        bundles = self.layout.of_target[target]
+        """The tensor group of a parameter in the checkpoint (default: the first), and the placement in it."""
+        tensor_groups = self.layout.of_target[target]
 
-        def is_there(bundle: TensorGroup) -> bool:
-            name = self.rename(bundle.sources[0])
+        def is_there(group: TensorGroup) -> bool:
+            name = self.rename(group.sources[0])
             return name in self.headers or name.removesuffix(".weight") in self.modules
 
-        bundle = next((bundle for bundle in bundles if is_there(bundle)), bundles[0])
-        return bundle, next(one for one in bundle.placements if one.target == target)
+        group = next((group for group in tensor_groups if is_there(group)), tensor_groups[0])
+        return group, next(one for one in group.placements if one.target == target)
 
     def _reader(self, module: str, placement: TensorPlacement, *, is_embedding: bool) -> ModuleReader | None:
         assert self.method is not None
@@ -254,12 +251,12 @@ class _Matching:
     def _quantized(
         self, module: str, placement: TensorPlacement, shape: tuple[int, ...], *, is_embedding: bool
     ) -> QuantizedPlan | None:
-        """The way of a quantized module into a parameter, or one expert's into a stack; None for a dense module."""
+        """The plan of a parameter, or of one expert of a stack, from a quantized module; None if it is dense."""
         reader = self._reader(module, placement, is_embedding=is_embedding)
         if reader is None:
             return None
         bias = f"{module}.bias"
-        known = {self.rename(name) for one in self.layout.bundles for name in one.sources}
+        known = {self.rename(name) for one in self.layout.tensor_groups for name in one.sources}
         is_extra = bias in self.headers and bias not in known
         names = {suffix: self._tensor_name(module, suffix) for suffix in reader.suffixes}
         self.used |= {*names.values(), bias} if is_extra else set(names.values())
@@ -291,7 +288,7 @@ class _Matching:
         return list(dict.fromkeys(problems + self._unsupported_dtypes()))
 
     def _unmatched(self, headers: Mapping[str, TensorHeader]) -> list[str]:
-        """Parameters without a tensor and tensors without a parameter, with the likely partner of each."""
+        """A sentence for each parameter without a tensor and tensor without a parameter, with the nearest name."""
         missing = [name for name in self.expected if name not in headers]
         extra = [name for name in headers if name not in self.expected]
         ignored = unused_tensors(self.family, self.config, set(extra), self.rename, self.skipped)
@@ -323,7 +320,7 @@ class _Matching:
 
 
 def _modules(sources: set[str], headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
-    """The tensors of every module with a weight, by suffix, but for its bias."""
+    """The tensors of every module with a weight, by suffix, except its bias."""
     names = {source.removesuffix(".weight") for source in sources if source.endswith(".weight")}
     modules: dict[str, dict[str, TensorHeader]] = {}
     for name, header in headers.items():
@@ -355,8 +352,8 @@ def unused_tensors(
     rename: Callable[[str], str] = lambda name: name,
     skipped: tuple[str, ...] = (),
 ) -> set[str]:
-    """Tensors a family's checkpoints may hold that are no parameters: buffers, scales of the key-value cache, the copy
-    of a tied embedding, and what the patterns `skipped` fit."""
+    """Tensors that are no parameters: buffers of the family, scales of the key-value cache, the copy of a tied
+    embedding, and those that the patterns `skipped` fit."""
     unused = {name for name in names if family.is_skipped(name)} | set(kv_scale_names(names))
     unused |= {name for name in names if any(re.fullmatch(pattern, name) for pattern in skipped)}
     unused |= later_layer_tensors(family, config, names)
@@ -366,7 +363,7 @@ def unused_tensors(
 
 
 def later_layer_tensors(family: Family, config: ModelConfig, names: Iterable[str]) -> set[str]:
-    """Those of layers beyond the last, of multi-token prediction, in the families that have them."""
+    """Tensors of layers beyond the last, for multi-token prediction, in the families that have them."""
     if not family.has_later_layers:
         return set()
     layers = ((name, re.fullmatch(r"model\.layers\.(\d+)\..*", name)) for name in names)
@@ -378,7 +375,7 @@ def _described(shape: tuple[int, ...]) -> str:
 
 
 def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
-    """The likely partner of a tensor that is missing, or that no parameter is read from."""
+    """The nearest name for tensors that are missing, or that no parameter is read from."""
     hints = {}
     for names, others, owner in ((missing, extra, "the checkpoint has"), (extra, missing, "the model needs")):
         for name in names[:_NUM_HINTS]:

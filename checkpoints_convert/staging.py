@@ -1,11 +1,20 @@
-"""A new checkpoint is written beside its destination and renamed: a reader finds the old, the new, or none."""
+"""Writing a checkpoint beside its destination and renaming it: readers see the old one, the new one, or none.
 
+The journal of a conversion under way lists the units that are on the disk, with their checksums: one JSON line per
+finished unit, written after the unit's files are durable. A line cut off by a crash is ignored. The first line names
+what is converted, so that a changed source or dtype starts over.
+"""
+
+import fcntl
 import fnmatch
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import (
@@ -15,38 +24,41 @@ from checkpoints_convert.files import (
     NATIVE_CONFIG,
     PARAMS,
     QUANTIZATION_FILES,
+    Entries,
     files_below,
+    measure,
 )
+from checkpoints_convert.store import Description
 from jaxinfer.checks import format_bytes
 from jaxinfer.files import sync
 
-JOURNAL = "journal.jsonl"  # its presence marks a directory as a checkpoint being written
-# All that a checkpoint consists of, and what model hubs put beside it. A directory with anything else, such as a GGUF
-# file, is not removed: that may be someone's only copy.
+JOURNAL = "journal.jsonl"  # marks a directory as a checkpoint being written
+# Files of a checkpoint, and those that model hubs put beside it. A directory with any other file, such as a GGUF file,
+# is never removed.
 _OWN_FILES = (
     *COMPANION_FILES,
     *QUANTIZATION_FILES,
     *(NATIVE_CONFIG, MANIFEST, JOURNAL, f"{PARAMS}/*"),
     *("*.safetensors", "*.safetensors.index.json", "README.md", ".gitattributes"),
-    *("MODEL_CARD.md", "*.png"),  # the cards of models that are trained here, and what they show
-    ".*.json.part",  # of a run that was killed
+    *("MODEL_CARD.md", "*.png"),  # model cards of `jaxinfer train-demo` and `distill`, with their plots
+    ".*.json.part",  # left by a killed process
 )
 _NUM_NAMED = 3
 _SPARE_BYTES = 16 * 2**20  # configuration, tokenizer and bookkeeping
 
 
 def partial_path(destination: Path) -> Path:
-    """Where a checkpoint is written until it is whole."""
+    """The directory in which a checkpoint is written until it is complete."""
     return destination.with_name(destination.name + ".partial")
 
 
 def check_destination(
     destination: Path, *, overwrite: bool, source: Path | None = None, also_own: Iterable[str] = ()
 ) -> None:
-    """Raises CheckpointError if `destination` is taken, is not something to overwrite, or is or holds the source.
+    """Raises CheckpointError if `destination` exists and may not be overwritten, or if it is or contains the source.
 
-    Nothing is ever removed but checkpoints and checkpoints being written, there or at `partial_path`; a destination
-    inside the source's directory is as good as any other.
+    Only checkpoints, complete or being written, are ever removed, there or at `partial_path`. A destination inside the
+    source's directory is allowed.
 
     Args:
       source: the file or directory that is read. also_own: names of further files that a checkpoint there may have.
@@ -70,7 +82,7 @@ def check_destination(
 
 
 def check_free_space(destination: Path, num_bytes: int) -> None:
-    """Raises CheckpointError, with both numbers, if the file system of `destination` has less than is to be written."""
+    """Raises CheckpointError, with both numbers, if the file system of `destination` has not enough free space."""
     parent = next(path for path in destination.resolve().parents if path.exists())
     needed, free = num_bytes + _SPARE_BYTES, shutil.disk_usage(parent).free
     if needed > free:
@@ -81,7 +93,7 @@ def check_free_space(destination: Path, num_bytes: int) -> None:
 
 
 def publish(partial: Path, destination: Path) -> None:
-    """Gives a whole checkpoint its name; an earlier one there is removed afterwards."""
+    """Renames a complete checkpoint to its destination; an earlier one there is removed afterwards."""
     sync(partial)
     old = destination.with_name(f"{destination.name}.old-{os.getpid()}")
     is_replacing = destination.exists()
@@ -97,7 +109,7 @@ def publish(partial: Path, destination: Path) -> None:
 def staged(
     destination: Path, num_bytes: int, *, overwrite: bool, source: Path | None = None, also_own: Iterable[str] = ()
 ) -> Iterator[Path]:
-    """An empty directory that becomes `destination` when the block ends, and vanishes when it raises.
+    """An empty directory that becomes `destination` when the block ends, and is removed if it raises.
 
     Raises CheckpointError as `check_destination` and `check_free_space` do, before anything is written.
     """
@@ -117,7 +129,7 @@ def staged(
 
 
 def _check_apart(removed: Path, source: Path) -> None:
-    """Raises CheckpointError where the source would go with what is removed."""
+    """Raises CheckpointError if removing a directory would remove the source."""
     place, read = removed.resolve(), source.resolve()
     if place == read:
         raise CheckpointError(removed, "is the source itself: name another destination")
@@ -126,7 +138,7 @@ def _check_apart(removed: Path, source: Path) -> None:
 
 
 def _not_removable(directory: Path, also_own: Iterable[str]) -> str | None:
-    """Why a directory is not to be removed: what it lacks, or holds beside a checkpoint. None where it may be."""
+    """Why a directory may not be removed (it is no checkpoint, or holds other files), or None if it may."""
     if not directory.is_dir():
         return "is not a directory"
     if not any(directory.iterdir()):
@@ -142,5 +154,123 @@ def _not_removable(directory: Path, also_own: Iterable[str]) -> str | None:
 
 
 def _is_like(name: str, pattern: str) -> bool:
-    """A pattern without a folder is of files in the directory itself."""
+    """Whether a relative path fits a pattern; one without a slash fits only files in the directory itself."""
     return fnmatch.fnmatchcase(name, pattern) and ("/" in pattern or "/" not in name)
+
+
+@dataclass(frozen=True)
+class FinishedUnit:
+    """A unit that is on the disk.
+
+    Attributes:
+      files: manifest entries, by path relative to the checkpoint. parameters: digests, by name.
+      cast_errors, requantize_errors: as of `ConvertReport`. quantized: descriptions of quantized parameters, by name.
+    """
+
+    files: Entries
+    parameters: dict[str, str]
+    cast_errors: dict[str, float] = field(default_factory=dict)
+    quantized: dict[str, Description] = field(default_factory=dict)
+    requantize_errors: dict[str, float] = field(default_factory=dict)
+
+
+class ConversionJournal:
+    """The journal in `directory`, locked against other processes while open.
+
+    Attributes:
+      finished: units that an earlier run completed, except those whose files no longer match their checksums.
+    """
+
+    def __init__(self, directory: Path, fingerprint: str):
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._path = directory, directory / JOURNAL
+        self._file = self._path.open("a+b")
+        try:
+            self._lock()
+            self.finished = self._read(fingerprint)
+            self._rewrite(fingerprint)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def finish(self, name: str, unit: FinishedUnit) -> None:
+        """Makes the files of a unit durable and records it."""
+        for file in unit.files:
+            sync(self._directory / file)
+        for parent in sorted({(self._directory / file).parent for file in unit.files}):
+            sync(parent)
+        self._append({"unit": name, **asdict(unit)})
+        self.finished[name] = unit
+
+    def remove(self) -> None:
+        """Removes the journal of a complete conversion."""
+        self._path.unlink()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "ConversionJournal":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(self._directory, "another conversion is writing here") from None
+
+    def _read(self, fingerprint: str) -> dict[str, FinishedUnit]:
+        self._file.seek(0)
+        lines = [_parsed(line) for line in self._file.read().split(b"\n")[:-1]]
+        if not lines or lines[0] != {"fingerprint": fingerprint}:
+            return {}
+        finished = {}
+        for line in lines[1:]:
+            if line is None:
+                break
+            unit = FinishedUnit(
+                line["files"],
+                line["parameters"],
+                line["cast_errors"],
+                line["quantized"],
+                line.get("requantize_errors", {}),
+            )
+            if self._is_whole(unit):
+                finished[line["unit"]] = unit
+        return finished
+
+    def _is_whole(self, unit: FinishedUnit) -> bool:
+        try:
+            return measure(self._directory, unit.files) == unit.files
+        except OSError:
+            return False
+
+    def _rewrite(self, fingerprint: str) -> None:
+        """Rewrites the journal with the finished units, and removes all other files of an earlier run."""
+        kept = {(self._directory / file).parts for unit in self.finished.values() for file in unit.files}
+        for path in sorted(self._directory.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                if not any(path.iterdir()):
+                    path.rmdir()
+            elif path != self._path and path.parts not in kept:
+                path.unlink()
+        self._file.truncate(0)
+        self._append({"fingerprint": fingerprint})
+        for name, unit in self.finished.items():
+            self._append({"unit": name, **asdict(unit)})
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    is_unit = isinstance(record, dict) and {"unit", "files", "parameters", "cast_errors", "quantized"} <= set(record)
+    return record if is_unit or (isinstance(record, dict) and set(record) == {"fingerprint"}) else None

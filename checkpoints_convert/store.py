@@ -1,4 +1,4 @@
-"""The native form: a directory that opens without mapping, casting or transposing, and knows its own checksums.
+"""The native form: an Orbax checkpoint per layer, read without casting or transposing, with checksums of all files.
 
     jaxinfer_config.json     ModelConfig, format version, where the checkpoint came from; in version 2 also the schemes
                              of quantized parameters and the scales of an 8-bit key-value cache
@@ -9,8 +9,8 @@
     params/final_norm/ ...
     config.json, tokenizer.json, ...   copied from the source
 
-One checkpoint per layer, rather than one for the model, so that a conversion resumes at a layer. Keys are whole
-parameter names, so a unit is readable by itself.
+There is one checkpoint per layer, rather than one for the model, so that a conversion resumes at a layer. Keys are full
+parameter names, so that a unit can be read by itself.
 """
 
 import ctypes
@@ -24,36 +24,86 @@ from typing import Any
 import jax
 import numpy as np
 
-from checkpoints_convert.arrays import empty_aligned
-from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import NATIVE_CONFIG, PARAMS, read_json
-from checkpoints_convert.formats import LayerKVScales
-from checkpoints_convert.manifest import read_manifest, size_problems, verify_manifest
-from checkpoints_convert.native_arrays import Description, flatten, parts_of, rebuild
-from checkpoints_convert.parts import Bounds, shape_of, slices_of, whole
-from checkpoints_convert.regions import cast_array
-from checkpoints_convert.source import (
-    Group,
+from checkpoints_convert.checkpoint import (
+    Bounds,
+    Checkpoint,
+    HostParam,
     ParamPath,
-    Source,
     check_dtype,
     digest,
     numpy_dtype,
     param_dtype,
     param_shapes,
+    shape_of,
+    slices_of,
     unit_of,
+    whole,
 )
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.files import NATIVE_CONFIG, PARAMS, read_json, read_manifest, size_problems, verify_manifest
+from checkpoints_convert.formats import LayerKVScales
+from checkpoints_convert.host_arrays import cast_array, empty_aligned
 from jaxinfer.models import ModelConfig
-from jaxinfer.quantization import QuantizedArray, check
+from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme, check
+
+Description = dict[str, Any]
+_PARTS = ("values", "scales", "zeros", "codebook", "permutation", "minima")
+_NESTED = ("codes", "table", "outer", "offset")
+
+
+def flatten(array: QuantizedArray) -> dict[str, np.ndarray]:
+    """The arrays by part: values, scales (or scales.codes, ...), zeros, codebook, permutation, minima."""
+    parts: dict[str, np.ndarray] = {}
+    for part in _PARTS:
+        value = getattr(array, part)
+        if isinstance(value, NestedScales):
+            parts |= {f"{part}.{name}": np.asarray(getattr(value, name)) for name in _NESTED}
+        elif value is not None:
+            parts[part] = np.asarray(value)
+    return parts
+
+
+def describe(array: QuantizedArray) -> Description:
+    """A JSON-ready description, from which `rebuild` restores the array: scheme, and dtype and shape of every part."""
+    return {
+        "scheme": asdict(array.scheme),
+        "inner": array.scales.inner if isinstance(array.scales, NestedScales) else None,
+        "parts": {part: [value.dtype.name, list(value.shape)] for part, value in flatten(array).items()},
+    }
+
+
+def parts_of(description: Description) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype by part. Raises ValueError, KeyError or TypeError for a malformed description."""
+    parts = {str(part): (tuple(map(int, shape)), str(dtype)) for part, (dtype, shape) in description["parts"].items()}
+    unknown = set(parts) - {*_PARTS, *(f"scales.{name}" for name in _NESTED)}
+    if unknown or "values" not in parts or not {"scales", "scales.codes"} & set(parts):
+        raise ValueError(f"parts {sorted(parts)} are not of a quantized array")
+    _scheme(description)
+    return parts
+
+
+def rebuild(description: Description, parts: Mapping[str, np.ndarray]) -> QuantizedArray:
+    """The array of a description and its parts: the inverse of `flatten`."""
+    fields: dict[str, Any] = {part: parts[part] for part in _PARTS if part in parts}
+    if description["inner"] is not None:
+        nested: dict[str, Any] = {name: parts[f"scales.{name}"] for name in _NESTED}
+        fields["scales"] = NestedScales(**nested, inner=int(description["inner"]))
+    return QuantizedArray(**fields, scheme=_scheme(description))
+
+
+def _scheme(description: Description) -> Scheme:
+    fields = description["scheme"]
+    return Scheme(fields["kind"], fields["bits"], tuple(fields["block"]), fields["activations"])
+
 
 FORMAT_VERSION = 2
-_DENSE_VERSION = 1  # written where nothing is quantized, so that older readers open it
-_CHUNK_BYTES = 16 * 2**20  # what is compressed at once; whole arrays would be held three times while they are written
+_DENSE_VERSION = 1  # written if nothing is quantized, so that older versions can read it
+_CHUNK_BYTES = 16 * 2**20  # compressed at once; without chunks an array is held three times while it is written
 
 
 @dataclass(frozen=True)
 class NativeConfig:
-    """jaxinfer_config.json, read. quantized: by parameter name, what `describe` said."""
+    """The contents of jaxinfer_config.json. quantized: descriptions (`describe`) by parameter name."""
 
     model: ModelConfig
     quantized: Mapping[str, Description]
@@ -112,7 +162,7 @@ def write_unit(directory: Path, arrays: Mapping[ParamPath, np.ndarray | Quantize
     release_heap()
 
 
-class NativeSource(Source):
+class NativeCheckpoint(Checkpoint):
     """A converted checkpoint opened for reading. File sizes are compared with the manifest at once.
 
     Raises CheckpointError for missing or resized files, and with `verify` for files whose SHA-256 differs.
@@ -131,17 +181,13 @@ class NativeSource(Source):
         if problems:
             raise CheckpointError(directory, *problems)
 
-    def read_group(
-        self, group: Group, parts: Mapping[ParamPath, Sequence[Bounds]]
-    ) -> Iterator[tuple[ParamPath, list[np.ndarray] | QuantizedArray]]:
-        """Of dense parameters the chunks are read, of 16 MiB at most, that the parts lie in."""
-        for path in group:
-            name, unit = ".".join(path), self._unit(unit_of(path))
-            if name in self._quantized:
-                yield path, self._rebuilt(name, unit)
-                continue
-            shape = param_shapes(self.config)[path]
-            yield path, [self._part(unit, path, bounds) for bounds in parts.get(path) or [whole(shape)]]
+    def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
+        """Reads the chunks (16 MiB at most) of a dense parameter that overlap the parts."""
+        name, unit = ".".join(path), self._unit(unit_of(path))
+        if name in self._quantized:
+            return self._rebuilt(name, unit)
+        shape = param_shapes(self.config)[path]
+        return [self._part(unit, path, bounds) for bounds in parts or [whole(shape)]]
 
     def _unit(self, name: str) -> "_Unit":
         with self._lock:
@@ -153,8 +199,8 @@ class NativeSource(Source):
         name = ".".join(path)
         stored = unit.read(name, bounds)
         wanted = numpy_dtype(param_dtype(self.config, path))
-        array, seen = cast_array(stored, wanted, executor=self.executor, measure_cast=self._measure_casts)
-        self.check_seen(seen, stored.dtype, wanted, param=name, name=name, where=unit.directory)
+        array, stats = cast_array(stored, wanted, executor=self.executor, measure_cast=self._measure_casts)
+        self.check_stats(stats, stored.dtype, wanted, param=name, name=name, where=unit.directory)
         return array
 
     def param_bytes(self, path: ParamPath) -> int:
@@ -165,7 +211,7 @@ class NativeSource(Source):
         return sum(int(np.prod(shape, dtype=np.int64)) * itemsize_bits(dtype) // 8 for shape, dtype in parts)
 
     def _parts(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """What a unit must hold: name of an array to shape and dtype."""
+        """Shape and dtype of every array of a unit, by name."""
         parts = {}
         for path, shape in shapes.items():
             name = ".".join(path)
@@ -193,20 +239,20 @@ class NativeSource(Source):
 
 
 def release_heap() -> None:
-    """Hands freed heap memory back to the system, where the C library can: TensorStore's threads each keep a heap,
-    which grew by 20 MiB for every layer of a 1B model."""
+    """Returns freed heap memory to the system (glibc's malloc_trim). Each thread of TensorStore keeps a heap, which
+    grew by 20 MiB for every layer of a 1B model."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def itemsize_bits(dtype: str) -> int:
-    """Bits of a value on a device, where two 4-bit values share a byte."""
+    """Bits of a value on a device; 4 for 4-bit types."""
     return jax.dtypes.itemsize_bits(numpy_dtype(dtype))
 
 
 class _Unit:
-    """One unit opened for reading: names, shapes and dtypes are those `wanted`, which Orbax would cast and reshape in
-    silence. Arrays are read by TensorStore, which Orbax writes with, straight to where they stay, and in parts."""
+    """One unit opened for reading. Raises CheckpointError if names, shapes or dtypes are not those `wanted`, which
+    Orbax would cast and reshape silently. TensorStore reads arrays, or parts, directly into their final memory."""
 
     def __init__(self, directory: Path, wanted: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
         import orbax.checkpoint as ocp

@@ -1,4 +1,4 @@
-"""Does one checkpoint compute what another does? Tensors, hidden states of every layer, logits."""
+"""Comparing two checkpoints of one model: parameters, hidden states of every layer, logits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from checkpoints_convert.checkpoint import Checkpoint
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.load import load, open_source
-from checkpoints_convert.source import Source
+from checkpoints_convert.load import load, open_checkpoint
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, Params, bind, collect, tap_names
 from jaxinfer.quantization import QuantizedArray
 
-NUM_TOKENS = 320  # short prompts have let wrong rotations pass
+NUM_TOKENS = 320  # short prompts have missed wrong rotations
 _LOGIT_BLOCK = 64  # positions whose logits are held at once
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A parameter that differs: on how many of its values, and by how much at most."""
+    """A parameter that differs: the number of values that do, of `size`, and the largest difference."""
 
     name: str
     num_different: int
@@ -33,14 +33,14 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """How far a checkpoint is from its reference on the same tokens.
+    """Differences of a checkpoint from its reference, on the same tokens.
 
     Attributes:
-      max_logit_difference: largest absolute difference of a logit, infinite when one is NaN.
+      max_logit_difference: largest absolute difference of a logit; infinite if one is NaN.
       mean_kl: KL(reference || checkpoint) per token, in nats.
       top1_agreement: share of positions with the same most likely token.
-      layer_differences: largest absolute difference of the hidden states, in the order of computation.
-      first_diverging: the first hidden state that differs by more than the tolerance, or None.
+      layer_differences: largest absolute difference of each hidden state, by name, in the order of computation.
+      first_diverging: name of the first hidden state that differs by more than the tolerance, or None.
     """
 
     num_tokens: int
@@ -63,10 +63,10 @@ def verify_against(
     tolerance: float = 0.0,
     dtype: str = "auto",
 ) -> VerifyReport:
-    """Loads two checkpoints of one model, in either form, and compares their forward passes.
+    """Loads two checkpoints of one model and compares their forward passes.
 
     Args:
-      token_ids: what to run; by default 320 ids drawn with a fixed seed.
+      token_ids: input tokens; by default 320 ids drawn with a fixed seed.
       tolerance: absolute difference from which a hidden state counts as diverging.
       dtype: of both; "auto" keeps each one's own.
 
@@ -97,12 +97,11 @@ def verify_against(
 
 
 def compare_tensors(path: str | Path, reference_path: str | Path, *, tolerance: float = 0.0) -> list[TensorDifference]:
-    """Parameters of two checkpoint directories that differ by more than `tolerance`, compared as float32,
-    quantized ones dequantized.
+    """Parameters of two checkpoints that differ by more than `tolerance`, in float32, after dequantization.
 
     Holds two layers at a time, on the host. Raises CheckpointError as `verify_against` does.
     """
-    with open_source(Path(path)) as source, open_source(Path(reference_path)) as reference:
+    with open_checkpoint(path) as source, open_checkpoint(reference_path) as reference:
         _check_same_model(source.config, reference.config, path)
         return [
             difference
@@ -112,7 +111,7 @@ def compare_tensors(path: str | Path, reference_path: str | Path, *, tolerance: 
         ]
 
 
-def _unit_differences(source: Source, reference: Source, unit: str) -> list[TensorDifference]:
+def _unit_differences(source: Checkpoint, reference: Checkpoint, unit: str) -> list[TensorDifference]:
     others = dict(reference.read(unit))
     found = []
     for path, array in source.read(unit):

@@ -1,7 +1,7 @@
 """From what a user names as a model to what an engine runs: configuration, parameters, tokenizer, defaults."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -116,12 +116,14 @@ def load_model(
         path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
         if dtype == "auto" and jax.default_backend() == "cpu":
             dtype = "float32"
-        config, params = checkpoints_convert.load(path, dtype=dtype, convert=chosen, requantize=requantize, mesh=mesh)
-        if layers := checkpoints_convert.kv_scales(path):
-            kv_scales = KVScales.of_layers(config, [layer.k for layer in layers], [layer.v for layer in layers])
-        own_tokenizer = tokenizer_of(path) if tokenizer is None else None
-        generation_config = checkpoints_convert.generation_config(path)
-        eos_ids |= set(checkpoints_convert.eos_token_ids(path))
+        with checkpoints_convert.open_checkpoint(path, dtype=dtype, requantize=requantize) as checkpoint:
+            config = checkpoint.config
+            params = checkpoints_convert.load_params(checkpoint, convert=chosen, mesh=mesh)
+            if layers := checkpoint.kv_scales:
+                kv_scales = KVScales.of_layers(config, [layer.k for layer in layers], [layer.v for layer in layers])
+            own_tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if tokenizer is None else None
+            generation_config = checkpoint.generation_config
+            eos_ids |= set(checkpoint.eos_token_ids)
     if jax.default_backend() == "gpu" and mesh is None:
         params = outputs_together(params, donate=is_owned)
     if isinstance(tokenizer, (str, Path)):
@@ -245,14 +247,20 @@ def tokenizer_of(path: Path) -> Tokenizer | None:
     """
     import checkpoints_convert
 
-    contents = checkpoints_convert.tokenizer_files(path)
+    return _tokenizer(path, checkpoints_convert.tokenizer_files(path))
+
+
+def _tokenizer(path: Path, contents: Mapping[str, str] | None) -> Tokenizer | None:
+    """The tokenizer of files with these contents, or, where they are None, of the checkpoint's directory."""
     if contents is not None:
         if not contents:
             return None
         try:
             return Tokenizer(tokenizer_files_of(contents))
         except ValueError as error:
-            raise checkpoints_convert.CheckpointError(path, f"its tokenizer: {error}") from None
+            from checkpoints_convert import CheckpointError
+
+            raise CheckpointError(path, f"its tokenizer: {error}") from None
     try:
         return Tokenizer.from_dir(path)
     except TokenizerNotFoundError:

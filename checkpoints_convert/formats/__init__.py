@@ -1,9 +1,20 @@
 """Quantized checkpoints of other libraries, read into `QuantizedArray`s: a file per format."""
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoints_convert.files import QUANTIZATION_FILES, read_json
+from checkpoints_convert.formats.autoround import autoround
+from checkpoints_convert.formats.awq import awq
+from checkpoints_convert.formats.bitsandbytes import bitsandbytes
+from checkpoints_convert.formats.compressed_tensors import compressed_tensors
+from checkpoints_convert.formats.fp8 import fbgemm_fp8, fp8, modelopt
+from checkpoints_convert.formats.gptq import gptq
 from checkpoints_convert.formats.kv_scales import LayerKVScales
-from checkpoints_convert.formats.method import METHODS, quantization_method, with_side_file
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
-from checkpoints_convert.formats.mxfp4 import mxfp4_experts, mxfp4_weight
+from checkpoints_convert.formats.mxfp4 import mxfp4, mxfp4_experts, mxfp4_weight
+from jaxinfer.checks import did_you_mean
 
 __all__ = [
     "METHODS",
@@ -16,3 +27,61 @@ __all__ = [
     "quantization_method",
     "with_side_file",
 ]
+
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
+    "gptq": gptq,
+    "awq": awq,
+    "bitsandbytes": bitsandbytes,
+    "compressed-tensors": compressed_tensors,
+    "fp8": fp8,
+    "fbgemm_fp8": fbgemm_fp8,
+    "modelopt": modelopt,
+    "mxfp4": mxfp4,
+    "auto-round": autoround,
+    "intel/auto-round": autoround,
+}
+# What is known of the others, for the message.
+_REFUSED = {
+    "mlx": "MLX checkpoints hold affine groups with floating-point offsets",
+}
+
+
+def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
+    """The method config.json declares, with its side file merged in; None for a model that is not quantized.
+
+    Raises FormatError for methods, formats and versions we do not read, by name.
+    """
+    data = hf_config.get("quantization_config") or hf_config.get("compression_config")
+    if not data:
+        if hf_config.get("quantization"):
+            raise FormatError(f"the method 'mlx' is not supported: {_REFUSED['mlx']}")
+        return None
+    if not isinstance(data, Mapping):
+        raise FormatError(f"must be an object, got {data!r}")
+    name = data.get("quant_method")
+    if name is None and hf_config.get("quantization") and {"bits", "group_size"} <= data.keys():
+        name = "mlx"
+    if name is None and (data.get("load_in_4bit") or data.get("load_in_8bit")):
+        name = "bitsandbytes"
+    if name is None and "config_groups" in data:
+        name = "compressed-tensors"
+    if name not in METHODS:
+        why = _REFUSED.get(str(name), f"{', '.join(METHODS)} are")
+        raise FormatError(f"quant_method {name!r} is not supported{did_you_mean(name, METHODS)}: {why}")
+    return METHODS[name](data)
+
+
+def with_side_file(directory: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """config.json with the `quantization_config` that older repositories keep in a file of its own."""
+    if any(hf_config.get(name) for name in ("quantization_config", "compression_config")):
+        return hf_config
+    for name in QUANTIZATION_FILES:
+        if (directory / name).is_file():
+            data = read_json(directory / name)
+            if name == "hf_quant_config.json":
+                method = "modelopt"
+            else:
+                method = "awq" if "version" in data or "zero_point" in data else "gptq"
+            return {**hf_config, "quantization_config": {"quant_method": method, **data}}
+    return hf_config

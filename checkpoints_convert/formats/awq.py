@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.formats.bits import signed, transposed, unpack
 from checkpoints_convert.formats.module import (
     FLOATS,
     FormatError,
@@ -24,8 +23,11 @@ from checkpoints_convert.formats.module import (
     has_shape,
     host_quantized,
     positive_int,
+    signed,
+    transposed,
+    unpack,
 )
-from checkpoints_convert.safetensors_index import TensorHeader
+from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)

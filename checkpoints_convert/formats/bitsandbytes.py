@@ -18,10 +18,16 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import parse_json
-from checkpoints_convert.formats.bits import transposed
-from checkpoints_convert.formats.module import FormatError, Method, ModuleReader, Tensors, has_shape, host_quantized
-from checkpoints_convert.safetensors_file import DTYPE_BITS
-from checkpoints_convert.safetensors_index import TensorHeader
+from checkpoints_convert.formats.module import (
+    FormatError,
+    Method,
+    ModuleReader,
+    Tensors,
+    has_shape,
+    host_quantized,
+    transposed,
+)
+from checkpoints_convert.safetensors_files import DTYPE_BITS, TensorHeader
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 _STATE = "weight.quant_state."

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.formats.bits import transposed
 from checkpoints_convert.formats.module import (
     FLOATS,
     FormatError,
@@ -21,8 +20,9 @@ from checkpoints_convert.formats.module import (
     Tensors,
     has_shape,
     host_quantized,
+    transposed,
 )
-from checkpoints_convert.safetensors_index import TensorHeader
+from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _WEIGHTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}

@@ -4,8 +4,7 @@
     qzeros  int32 [K / g, N * bits / 32]  packed along the outputs; v1 stores zero - 1
     scales  [K / g, N]; g_idx int32 [K]  the group of every input
 
-W[k, n] = scales[g_idx[k], n] * (code[k, n] - zero[g_idx[k], n]).
-"""
+W[k, n] = scales[g_idx[k], n] * (code[k, n] - zero[g_idx[k], n])."""
 
 import logging
 import re
@@ -16,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.formats.bits import num_words, signed, unpack
 from checkpoints_convert.formats.module import (
     FLOATS,
     FormatError,
@@ -26,10 +24,13 @@ from checkpoints_convert.formats.module import (
     flag,
     has_shape,
     host_quantized,
+    num_words,
     order_of_groups,
     positive_int,
+    signed,
+    unpack,
 )
-from checkpoints_convert.safetensors_index import TensorHeader
+from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _LOG = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from checkpoints_convert.formats.module import FLOATS, FormatError
-from checkpoints_convert.safetensors_index import TensorHeader
+from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.models import ModelConfig
 
 _LOG = logging.getLogger(__name__)

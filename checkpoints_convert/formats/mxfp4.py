@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader, has_shape, host_quantized
-from checkpoints_convert.safetensors_index import TensorHeader
+from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 BLOCK = 32

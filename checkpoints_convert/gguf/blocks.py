@@ -1,16 +1,64 @@
-"""The integers, scales and minima of quantized blocks, as ggml-common.h and ggml-quants.c lay them out.
+"""Quantized blocks of ggml: the types, their integers, scales and minima, and tensors of them as `QuantizedArray`s.
 
-Everything here is exact: a scale of a K-quant is the product of an 11-bit and a 6-bit number (Q6_K: 8-bit), which
-float32 holds.
+Layouts: ggml-common.h and ggml-quants.c. Everything here is exact: a scale of a K-quant is the product of an 11-bit and
+a 6-bit number (Q6_K: 8-bit), which float32 holds, and the dequantized weight is that of gguf-py, bit for bit.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.gguf.types import TYPES
+from checkpoints_convert.host_arrays import empty_aligned
+from jaxinfer.quantization import QuantizedArray, Scheme
+
+# Numbers of ggml's types. Those not in `TYPES` are known only so that they can be refused by name.
+TYPE_NAMES = {
+    **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"))),
+    **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), 10)),
+    **dict(enumerate(("IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 20)),
+    **dict(enumerate(("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "TQ1_0", "TQ2_0"), 31)),
+    **dict(enumerate(("IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8", "MXFP4", "NVFP4", "Q1_0"), 36)),
+}
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """Attributes:
+    name: ggml's. block_size: consecutive values of a row that are stored together, in `block_bytes` bytes.
+    """
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.block_size > 1
+
+
+# Source: ggml-common.h, the block_* structures.
+TYPES: dict[str, BlockType] = {
+    kind.name: kind
+    for kind in (
+        BlockType("F32", 1, 4),
+        BlockType("F16", 1, 2),
+        BlockType("BF16", 1, 2),
+        BlockType("Q4_0", 32, 18),
+        BlockType("Q4_1", 32, 20),
+        BlockType("Q5_0", 32, 22),
+        BlockType("Q5_1", 32, 24),
+        BlockType("Q8_0", 32, 34),
+        BlockType("Q4_K", 256, 144),
+        BlockType("Q5_K", 256, 176),
+        BlockType("Q6_K", 256, 210),
+        BlockType("MXFP4", 32, 17),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -162,3 +210,98 @@ _UNPACK: dict[str, Callable[[np.ndarray], _Unpacked]] = {
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
 }
+
+
+_CHUNK_BYTES = 2**20  # of stored rows, unpacked at once by each thread
+_STRIP = 64  # rows transposed at once: their pieces stay in the processor's cache
+
+# uint8 [rows, bytes] of the stored rows [first, last); called from several threads.
+RowReader = Callable[[int, int], np.ndarray]
+
+
+def quantized_leaf(
+    kind: BlockType, rows: RowReader, num_rows: int, num_columns: int, *, transpose: bool, executor: Executor
+) -> QuantizedArray:
+    """The stored matrix [rows, columns] as a leaf, or its transpose, as Linear weights are.
+
+    Scales are float32: those of half precision are often below its normal numbers, which not every chip converts
+    exactly.
+    """
+    form = _form(kind)
+    size, is_coded = form.group_size, form.minima is not None or form.codebook is not None
+
+    def empty(num: int, dtype: type) -> np.ndarray:
+        return empty_aligned((num, num_rows) if transpose else (num_rows, num), np.dtype(dtype))
+
+    values, scales = empty(num_columns, np.int8), empty(num_columns // size, np.float32)
+    minima = None if form.minima is None else empty(num_columns // size, np.float32)
+    step = max(1, _CHUNK_BYTES // (num_columns // kind.block_size * kind.block_bytes))
+
+    def place(first: int) -> None:
+        with np.errstate(invalid="ignore", over="ignore"):  # a setting of this thread; numbers are checked afterwards
+            groups = unpack(kind.name, rows(first, min(first + step, num_rows)))
+        codes = groups.codes
+        if form.bits <= 4:  # an int4 of ml_dtypes is the low half of a byte
+            codes = (codes - np.int8(8) if is_coded else codes) & np.int8(15)
+        _put(values, codes, first, transpose)
+        _put(scales, groups.scales, first, transpose)
+        if minima is not None and groups.minima is not None:
+            _put(minima, groups.minima, first, transpose)
+
+    list(executor.map(place, range(0, num_rows, step)))
+    scheme_kind = "affine" if minima is not None else "int" if form.codebook is None else "codebook"
+    scheme = Scheme(scheme_kind, form.bits, (size, 1) if transpose else (1, size))
+    arrays: Any = {"values": values.view(ml_dtypes.int4) if form.bits <= 4 else values, "scales": scales}
+    return QuantizedArray(**arrays, codebook=form.codebook, scheme=scheme, minima=minima)  # type: ignore[arg-type]
+
+
+def abstract_leaf(kind: BlockType, shape: tuple[int, ...], *, transpose: bool) -> QuantizedArray:
+    """The shapes of the leaf of a parameter [..., K, N] whose stored matrices have its rows, or with `transpose` its
+    columns, as rows."""
+    form = _form(kind)
+    *leading, inputs, outputs = shape
+    size = form.group_size
+    groups = (*leading, inputs // size, outputs) if transpose else (*leading, inputs, outputs // size)
+    numbers = jax.ShapeDtypeStruct(groups, np.dtype(np.float32))
+    minima = None if form.minima is None else numbers
+    codebook = None if form.codebook is None else jax.ShapeDtypeStruct(form.codebook.shape, form.codebook.dtype)
+    scheme_kind = "affine" if minima is not None else "int" if codebook is None else "codebook"
+    arrays: Any = {
+        "values": jax.ShapeDtypeStruct(shape, np.dtype(ml_dtypes.int4 if form.bits <= 4 else np.int8)),
+        "scales": numbers,
+        "codebook": codebook,
+        "minima": minima,
+    }
+    return QuantizedArray(**arrays, scheme=Scheme(scheme_kind, form.bits, (size, 1) if transpose else (1, size)))
+
+
+def leaf_bytes(kind: BlockType, num_values: int) -> int:
+    """Bytes of a leaf on a device, where two 4-bit values share a byte."""
+    of_one = _form(kind)
+    bits = 4 if of_one.bits <= 4 else 8
+    return num_values * bits // 8 + _scale_bytes(of_one, num_values)
+
+
+def leaf_host_bytes(kind: BlockType, num_values: int) -> int:
+    """Bytes of a leaf on the host, where a 4-bit value takes a byte."""
+    return num_values + _scale_bytes(_form(kind), num_values)
+
+
+def _scale_bytes(form: Groups, num_values: int) -> int:
+    num_numbers = num_values // form.group_size * (1 if form.minima is None else 2)
+    return 4 * (num_numbers + (0 if form.codebook is None else 16))
+
+
+def _form(kind: BlockType) -> Groups:
+    """What the groups of a type are like, of one block."""
+    return unpack(kind.name, np.zeros((1, kind.block_bytes), np.uint8))
+
+
+def _put(whole: np.ndarray, part: np.ndarray, first: int, transpose: bool) -> None:
+    """Rows from `first` on, or as many columns."""
+    if not transpose:
+        whole[first : first + len(part)] = part
+        return
+    for strip in range(0, len(part), _STRIP):
+        end = min(strip + _STRIP, len(part))
+        whole[:, first + strip : first + end] = part[strip:end].T

@@ -3,20 +3,106 @@
 The format (ggml, docs/gguf.md): magic, version, counts; key-value pairs; one entry per tensor; then, from the next
 multiple of the alignment on, the tensors' bytes. All sizes are compared with the file's before anything of that size
 is read, so a file cannot make this module allocate more than it has bytes. Strings and arrays stay in the file until
-they are asked for.
-"""
+they are asked for."""
 
 import math
+import os
+import struct
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.byte_file import LocalFile, fill_from_tensor
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.gguf.cursor import Cursor
-from checkpoints_convert.gguf.types import TYPE_NAMES, TYPES, BlockType
+from checkpoints_convert.gguf.blocks import TYPE_NAMES, TYPES, BlockType
+from checkpoints_convert.storage import LocalFile, fill_from_tensor
+
+_WINDOW = 2**16  # bytes read ahead: small numbers and names come from memory
+_LENGTH = struct.Struct("<Q")
+
+
+class Cursor:
+    """A position in an open file of `size` bytes.
+
+    Raises CheckpointError, with `what` was to be read and how many bytes are missing, at the end of the file.
+    """
+
+    def __init__(self, descriptor: int, size: int, path: Path, position: int = 0):
+        self._descriptor, self._size, self._path, self.position = descriptor, size, path, position
+        self._window, self._start = b"", position
+
+    @property
+    def num_left(self) -> int:
+        """Bytes from here to the end."""
+        return self._size - self.position
+
+    def number(self, dtype: Any, what: str) -> Any:
+        """One number as Python has it."""
+        dtype = np.dtype(dtype)
+        return np.frombuffer(self.take(dtype.itemsize, what), dtype)[0].item()
+
+    def take(self, count: int, what: str) -> bytes:
+        self._check(count, what)
+        begin = self.position - self._start
+        if begin < 0 or begin + count > len(self._window):
+            self._window = b""  # not held beside the next one
+            self._window, self._start, begin = (
+                self._pread(max(count, min(_WINDOW, self.num_left)), what),
+                self.position,
+                0,
+            )
+        self.position += count
+        return self._window if (begin, count) == (0, len(self._window)) else self._window[begin : begin + count]
+
+    def skip(self, count: int, what: str) -> None:
+        self._check(count, what)
+        self.position += count
+
+    def skip_strings(self, count: int, what: str, wanted: Collection[bytes] = ()) -> dict[bytes, list[int]]:
+        """Goes past strings, each a length of 8 bytes and as many bytes. Returns where those wanted are, by number."""
+        lengths, found = frozenset(map(len, wanted)), {}
+        if count * _LENGTH.size > self.num_left:
+            self._check(count * _LENGTH.size, what)
+        window, start, position, size = b"", self.position, self.position, self._size
+        for index in range(count):
+            begin = position - start
+            if begin + _LENGTH.size > len(window):
+                self.position = position
+                self._check(_LENGTH.size, f"string {index} of {what}")
+                window, start, begin = self._pread(min(_WINDOW, self.num_left), what), position, 0
+            (length,) = _LENGTH.unpack_from(window, begin)
+            position += _LENGTH.size + length
+            if position > size:
+                self.position = position - length
+                self._check(length, f"string {index} of {what}")
+            if length in lengths:
+                text = window[begin + _LENGTH.size : begin + _LENGTH.size + length]
+                if len(text) < length:
+                    text = os.pread(self._descriptor, length, position - length)
+                if text in wanted:
+                    found.setdefault(text, []).append(index)
+        self.position = position
+        return found
+
+    def _check(self, count: int, what: str) -> None:
+        if count > self.num_left:
+            raise CheckpointError(
+                self._path,
+                f"{what} takes {count} bytes from byte {self.position} on, {self.num_left} are left: truncated?",
+            )
+
+    def _pread(self, count: int, what: str) -> bytes:
+        parts, where = [], self.position
+        while count:
+            part = os.pread(self._descriptor, count, where)
+            if not part:
+                raise CheckpointError(self._path, f"{what}: the file ends at byte {where}, {count} bytes too soon")
+            parts.append(part)
+            where, count = where + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
 
 VERSIONS = (2, 3)
 # Far above any model there is; they bound the time and memory that a table of nonsense can cost.
@@ -39,7 +125,7 @@ Scalar = bool | int | float
 
 
 @dataclass(frozen=True, slots=True)
-class TensorEntry:
+class GGUFTensorEntry:
     """Where a tensor lies: [begin, end) bytes of the file. `shape` is in C order, the rows' length last."""
 
     kind: BlockType
@@ -236,7 +322,7 @@ class GGUFFile:
             raise CheckpointError(self.path, f"{key} is {self.describe(key)}, not a power of two up to {MAX_ALIGNMENT}")
         return int(value)  # type: ignore[arg-type]  # an int, as just checked
 
-    def _read_table(self, cursor: Cursor, num_tensors: int) -> dict[str, TensorEntry]:
+    def _read_table(self, cursor: Cursor, num_tensors: int) -> dict[str, GGUFTensorEntry]:
         found: dict[str, tuple[BlockType, tuple[int, ...], int]] = {}
         for index in range(num_tensors):
             name = self._name(cursor, f"tensor {index}")
@@ -252,7 +338,7 @@ class GGUFFile:
                 raise CheckpointError(
                     self.path, f"tensor {name!r} ends at byte {end}, the file has {self.size} bytes: truncated?"
                 )
-            entries[name] = TensorEntry(kind, shape, begin, end)
+            entries[name] = GGUFTensorEntry(kind, shape, begin, end)
         self._check_layout(entries)
         return entries
 
@@ -281,7 +367,7 @@ class GGUFFile:
             )
         return kind, shape, offset
 
-    def _check_layout(self, entries: dict[str, TensorEntry]) -> None:
+    def _check_layout(self, entries: dict[str, GGUFTensorEntry]) -> None:
         position, previous = 0, ""
         for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
             if entry.begin < position:

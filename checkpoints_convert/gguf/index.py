@@ -11,7 +11,7 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import NATIVE_CONFIG, WEIGHTS_INDEX
-from checkpoints_convert.gguf.file import GGUFFile, Scalar, TensorEntry
+from checkpoints_convert.gguf.file import GGUFFile, GGUFTensorEntry, Scalar
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf")
@@ -29,7 +29,7 @@ class GGUFIndex:
         self.path = Path(path)
         self._files: list[GGUFFile] = []
         self._file_of: dict[str, GGUFFile] = {}
-        self.tensors: Mapping[str, TensorEntry] = {}
+        self.tensors: Mapping[str, GGUFTensorEntry] = {}
         try:
             for part in parts_of(self.path):
                 self._files.append(GGUFFile(part))
@@ -43,7 +43,7 @@ class GGUFIndex:
     def keys(self) -> tuple[str, ...]:
         return self._files[0].keys
 
-    def entry(self, name: str) -> TensorEntry:
+    def entry(self, name: str) -> GGUFTensorEntry:
         return self.tensors[name]
 
     def path_of(self, name: str) -> Path:

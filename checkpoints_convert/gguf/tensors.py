@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from checkpoints_convert.checkpoint import ParamPath, param_shapes
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.architectures import Architecture
-from checkpoints_convert.gguf.file import TensorEntry
+from checkpoints_convert.gguf.file import GGUFTensorEntry
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.huggingface.rules import INDEX, TensorGroup, TensorPlacement, TensorRule, layout, linear, norm
-from checkpoints_convert.source import ParamPath, param_shapes
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig
 
@@ -27,7 +27,7 @@ _NUM_HINTS, _NUM_COMPARED = 20, 500  # near misses looked up, among so many name
 
 
 @dataclass(frozen=True)
-class TensorPlan:
+class GGUFTensorPlan:
     """One parameter's way from the file.
 
     Attributes:
@@ -37,7 +37,7 @@ class TensorPlan:
     """
 
     sources: tuple[str, ...]
-    entry: TensorEntry
+    entry: GGUFTensorEntry
     target: ParamPath
     shape: tuple[int, ...]
     placement: TensorPlacement
@@ -49,7 +49,7 @@ class TensorPlan:
         return self.entry.kind.is_quantized and (is_product or self.target in (("embed",), ("lm_head",)))
 
 
-def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConfig) -> list[TensorPlan]:
+def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConfig) -> list[GGUFTensorPlan]:
     """In the order of computation. Every parameter must be filled once, every tensor be used.
 
     Raises CheckpointError for names and shapes that do not fit, all at once, each with its nearest miss.
@@ -58,23 +58,23 @@ def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConf
     plans, problems, missing = [], [], []
     used: set[str] = set()
     for target, shape in param_shapes(config).items():
-        bundles = found.of_target[target]
-        present = [bundle for bundle in bundles if all(name in index.tensors for name in bundle.sources)]
+        tensor_groups = found.of_target[target]
+        present = [group for group in tensor_groups if all(name in index.tensors for name in group.sources)]
         if not present:
-            missing.append((bundles[0].sources[0], _placement(bundles[0], target).stored))
+            missing.append((tensor_groups[0].sources[0], _placement(tensor_groups[0], target).stored))
             continue
-        fitting = [bundle for bundle in present if _fits(index, bundle, target)]
-        bundle = (fitting or present)[0]
-        placement = _placement(bundle, target)
-        used.update(bundle.sources)
+        fitting = [group for group in present if _fits(index, group, target)]
+        group = (fitting or present)[0]
+        placement = _placement(group, target)
+        used.update(group.sources)
         if not fitting:
             problems += [
                 f"tensor {name!r} has shape {list(index.entry(name).shape)}, the metadata make it"
                 f" {list(placement.stored)}"
-                for name in bundle.sources
+                for name in group.sources
                 if not _is_shape(index.entry(name).shape, placement.stored)
             ]
-        plans.append(TensorPlan(tuple(bundle.sources), index.entry(bundle.sources[0]), target, shape, placement))
+        plans.append(GGUFTensorPlan(tuple(group.sources), index.entry(group.sources[0]), target, shape, placement))
     problems += _kind_problems(index, plans)
     problems += _unmatched(missing, [name for name in index.tensors if name not in {*used, *_NOT_PARAMETERS}])
     if problems:
@@ -82,8 +82,8 @@ def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConf
     return plans
 
 
-def _fits(index: GGUFIndex, bundle: TensorGroup, target: ParamPath) -> bool:
-    return all(_is_shape(index.entry(name).shape, _placement(bundle, target).stored) for name in bundle.sources)
+def _fits(index: GGUFIndex, group: TensorGroup, target: ParamPath) -> bool:
+    return all(_is_shape(index.entry(name).shape, _placement(group, target).stored) for name in group.sources)
 
 
 def _is_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -91,11 +91,11 @@ def _is_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return found == wanted or (len(wanted) == 2 and wanted[0] == 1 and found == wanted[1:])
 
 
-def _placement(bundle: TensorGroup, target: ParamPath) -> TensorPlacement:
-    return next(placement for placement in bundle.placements if placement.target == target)
+def _placement(group: TensorGroup, target: ParamPath) -> TensorPlacement:
+    return next(placement for placement in group.placements if placement.target == target)
 
 
-def _kind_problems(index: GGUFIndex, plans: Iterable[TensorPlan]) -> list[str]:
+def _kind_problems(index: GGUFIndex, plans: Iterable[GGUFTensorPlan]) -> list[str]:
     problems = []
     for plan in plans:
         kinds = sorted({index.entry(name).kind.name for name in plan.sources})

@@ -1,4 +1,4 @@
-"""Writing `QuantizedArray`s as compressed-tensors, which other engines open."""
+"""Writing `QuantizedArray`s as compressed-tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.formats.bits import as_int8, pack, transposed, unsigned
+from checkpoints_convert.formats.module import as_int8, pack, transposed, unsigned
 from checkpoints_convert.formats.mxfp4 import BLOCK, E2M1
 from jaxinfer.quantization import NestedScales, QuantizedArray
 
-_INSTEAD = "compressed-tensors cannot say it; the native form can"
+_INSTEAD = "compressed-tensors cannot express it; the native form can"
 _NOT_MXFP4 = f"values of a codebook, but for MXFP4's in blocks of {BLOCK}: {_INSTEAD}"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a module is stored: a group of the configuration, apart from its targets."""
+    """How a module is stored: an entry of `config_groups` without its targets."""
 
     format: str
     bits: int
@@ -31,9 +31,9 @@ class Stored:
 
 
 def stored_form(weight: QuantizedArray) -> Stored:
-    """How a weight [K, N] is stored; its arrays may be abstract, since only types and shapes count.
+    """How a weight [K, N] is stored. Its arrays may be abstract: only types and shapes matter.
 
-    Raises ValueError for a scheme compressed-tensors has no words for.
+    Raises ValueError for a scheme that compressed-tensors does not have.
     """
     scheme, is_permuted = weight.scheme, weight.permutation is not None
     is_nested = isinstance(weight.scales, NestedScales)

@@ -1,44 +1,47 @@
-"""config.json and generation_config.json: what the model is, and what its authors generate with."""
+"""config.json: from Hugging Face's fields to a `ModelConfig` and back."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import CONFIG, read_json
+from checkpoints_convert.files import CONFIG
 from checkpoints_convert.formats import FormatError, quantization_method
 from checkpoints_convert.huggingface.families import FAMILIES, WRAPPERS, family_of, text_part
-from checkpoints_convert.huggingface.family import ACTIVATIONS, Bias, Family, Setting
-from checkpoints_convert.huggingface.fields import Fields
+from checkpoints_convert.huggingface.family import ACTIVATIONS, Bias, Family, Fields, Setting
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import ModelConfig, RopeConfig
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-# Fields that some families call otherwise.
-_COMMON = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps"),
-)
+# Fields that families may rename, and those of ModelConfig.
+_COMMON = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "rms_norm_eps": "norm_eps",
+}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelConfig:
-    """The configuration a parsed config.json describes, with the defaults of Transformers 5.
+    """The model configuration of a parsed config.json, with the defaults of Transformers 5.
 
-    Of a model of text and images it is the text part's. Its dtype is the declared one, float32 when none is; the
-    tensors decide what a loaded model has.
+    For a model of text and images, that of the text part. Its dtype is the declared one, by default float32; the dtype
+    of a loaded model depends on the tensors.
 
     Raises:
-      CheckpointError: an architecture, activation, rotation or quantization we do not have, by name; fields that are
-        missing or ill typed, all of them at once. Code named in `auto_map` is never run.
+      CheckpointError: an unsupported architecture, activation, rotary embedding or quantization, by name; all fields
+        that are missing or of the wrong type. Code named in `auto_map` is never run.
     """
     family, data = family_for(data, where)
     problems: list[str] = []
     fields = Fields(data, problems, names=family.names)
-    for name, (value, reason) in family.refused.items():
-        if data.get(name) == value:
-            fields.problem(name, f"is {str(value).lower()}, which is not supported: {reason}")
+    _check_supported(data, fields, family)
     num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
@@ -47,17 +50,7 @@ def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelCo
     max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     window = _window(fields, family)
     layer_types = _layer_types(fields, family, num_layers, window)
-    options = {"form": family.rope, "head_dim": head_dim, "max_position_embeddings": max_positions}
-    rope = rope_config(data, problems, **options, layer_types=layer_types)
-    local_rope = None if family.rope.local_theta is None else rope_config(data, problems, **options, is_local=True)
-    for one in (rope, local_rope):
-        if one is not None and one.rotary_dim != head_dim and not family.rope.has_partial and not problems:
-            asked = f"{one.rotary_dim} of {head_dim} dimensions"
-            problems.append(f"partial_rotary_factor: {family.architecture} rotates whole heads, this asks for {asked}")
-    try:
-        quantization_method(data)
-    except FormatError as error:
-        fields.problem("quantization_config:", str(error))
+    rope, local_rope = _rotations(data, problems, family, head_dim, max_positions, layer_types)
     inner = None if family.inner_factor is None else family.inner_factor * hidden_size
     values = {
         "vocab_size": fields.integer("vocab_size"),
@@ -69,9 +62,7 @@ def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelCo
         "head_dim": head_dim,
         "norm_eps": fields.number("rms_norm_eps", family.norm_eps),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", family.is_tied),
-        "qkv_bias": _bias(fields, family.qkv_bias),
-        "output_bias": _bias(fields, family.output_bias),
-        "mlp_bias": _bias(fields, family.mlp_bias),
+        **{name: _bias(fields, getattr(family, name)) for name in ("qkv_bias", "output_bias", "mlp_bias")},
         "qk_norm": family.qk_norm,
         "activation": _activation(fields, family),
         "sliding_windows": _windows(fields, layer_types, window),
@@ -99,9 +90,9 @@ def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelCo
 
 
 def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Family, Mapping[str, Any]]:
-    """The family of a parsed config.json, and its fields: the text part's, with the family's defaults.
+    """The family of a parsed config.json, and its fields (of the text part, if any) with the family's defaults.
 
-    Raises CheckpointError for an architecture we do not have, with the nearest one.
+    Raises CheckpointError for an unsupported architecture, with the nearest name.
     """
     data = text_part(data)
     family = _family(data, where)
@@ -125,27 +116,19 @@ def declared_dtype(data: Mapping[str, Any], problems: list[str]) -> str | None:
 def huggingface_config(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model, readable by Transformers 4 and 5.
 
-    Raises CheckpointError when the architecture cannot express the configuration, naming the fields.
+    Raises CheckpointError if the architecture cannot express the configuration, naming the fields.
     """
     if config.architecture not in FAMILIES:
         raise CheckpointError(
             CONFIG, f"no architecture {config.architecture!r}{did_you_mean(config.architecture, FAMILIES)}"
         )
     family = family_of(config)
-    names = {name: name if (own := family.names.get(name, name)) is None else own for name in _COMMON}
     data: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
-        names["hidden_size"]: config.hidden_size,
-        names["intermediate_size"]: config.intermediate_size,
-        names["num_hidden_layers"]: config.num_layers,
-        names["num_attention_heads"]: config.num_heads,
-        names["num_key_value_heads"]: config.num_kv_heads,
-        names["head_dim"]: config.head_dim,
-        names["hidden_act"]: _activation_name(family, config),
-        names["max_position_embeddings"]: config.max_position_embeddings,
-        names["rms_norm_eps"]: config.norm_eps,
+        **{family.names.get(name) or name: getattr(config, field) for name, field in _COMMON.items()},
+        family.names.get("hidden_act") or "hidden_act": _activation_name(family, config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "torch_dtype": config.dtype,
         **rope_fields(config, family.rope),
@@ -169,34 +152,34 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
     return data
 
 
-def generation_config(directory: str | Path) -> dict[str, Any]:
-    """The checkpoint's generation_config.json as it is, or {} without one."""
-    path = Path(directory) / "generation_config.json"
-    return read_json(path) if path.exists() else {}
+def _rotations(
+    data: Mapping[str, Any],
+    problems: list[str],
+    family: Family,
+    head_dim: int,
+    max_positions: int,
+    layer_types: tuple[str, ...],
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """The rotation, and that of the layers with a window where they have their own."""
+    options = {"form": family.rope, "head_dim": head_dim, "max_position_embeddings": max_positions}
+    rope = rope_config(data, problems, **options, layer_types=layer_types)
+    local_rope = None if family.rope.local_theta is None else rope_config(data, problems, **options, is_local=True)
+    for one in (rope, local_rope):
+        if one is not None and one.rotary_dim != head_dim and not family.rope.has_partial and not problems:
+            asked = f"{one.rotary_dim} of {head_dim} dimensions"
+            problems.append(f"partial_rotary_factor: {family.architecture} rotates whole heads, this asks for {asked}")
+    return rope, local_rope
 
 
-def eos_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """Ids that end a generation: those of generation_config.json and config.json together, in that order."""
-    return tuple(dict.fromkeys(id for data in _both(directory) for id in _token_ids(data, "eos_token_id", directory)))
-
-
-def bos_token_id(directory: str | Path) -> int | None:
-    """The id a text begins with, or None."""
-    found = [id for data in _both(directory) for id in _token_ids(data, "bos_token_id", directory)]
-    return found[0] if found else None
-
-
-def _both(directory: str | Path) -> list[dict[str, Any]]:
-    path = Path(directory) / CONFIG
-    return [generation_config(directory), read_json(path) if path.exists() else {}]
-
-
-def _token_ids(data: Mapping[str, Any], name: str, where: str | Path) -> list[int]:
-    value = data.get(name)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in values):
-        raise CheckpointError(where, f"{name} must be a token id or a list of them, got {value!r}")
-    return values
+def _check_supported(data: Mapping[str, Any], fields: Fields, family: Family) -> None:
+    """Reports values that the family refuses, and unsupported quantization methods."""
+    for name, (value, reason) in family.refused.items():
+        if data.get(name) == value:
+            fields.problem(name, f"is {str(value).lower()}, which is not supported: {reason}")
+    try:
+        quantization_method(data)
+    except FormatError as error:
+        fields.problem("quantization_config:", str(error))
 
 
 def _family(data: Mapping[str, Any], where: str | Path) -> Family:
@@ -250,7 +233,7 @@ def _activation_name(family: Family, config: ModelConfig) -> str:
 
 
 def _window(fields: Fields, family: Family) -> int | None:
-    """Visible keys of a sliding layer; null means no window, absence the family's default."""
+    """Size of the sliding window; None if config.json has null, the family's default if it has no such field."""
     is_switched = family.windows in ("late", "unrotated")
     if family.windows == "none" or (is_switched and not fields.boolean("use_sliding_window", False)):
         return None

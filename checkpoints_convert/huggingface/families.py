@@ -1,10 +1,10 @@
 """The table of families: what differs between them, as data that loading and saving share.
 
 A family's entry says how its config.json is read where that differs from Llama's; the tensor rules say which tensors
-of the checkpoint are which parameters. Adding a family is adding an entry.
-"""
+of the checkpoint are which parameters. Adding a family is adding an entry."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
@@ -20,24 +20,24 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family for family in (*LLAMA_LIKE, *MIXTURES, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
 }
 
-# Models of text and images, of which the text part is read: what `text_config` is when it does not say.
+# Models of text and images, of which the text part is read: default model_type of `text_config`.
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
 }
-# Their other parts.
+# Tensors of their other parts.
 WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
-# What a text part has from the whole where it does not say.
+# Fields that `text_config` inherits from config.json.
 _INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "bos_token_id", "eos_token_id")
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The family a configuration was read as, for saving. KeyError: none."""
+    """The family of a configuration. Raises KeyError if there is none."""
     return FAMILIES[config.architecture]
 
 
 def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config.json of the text model in a model of text and images; any other as it is."""
+    """The config.json of the text part of a model of text and images; of any other model, `data` itself."""
     names = data.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     part = data.get("text_config")
@@ -46,7 +46,7 @@ def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
     inherited = {key: data[key] for key in _INHERITED if key in data and key not in part}
     kind = part.get("model_type") or WRAPPERS[name]
     by_type = {family.model_type: family.architecture for family in FAMILIES.values()}
-    # Whatever the part calls itself, it is the text model of its type.
+    # The text model of that type, whatever `architectures` of the part says.
     return {**inherited, **part, "model_type": kind, "architectures": [by_type.get(kind, kind)]}
 
 
@@ -55,7 +55,114 @@ def is_wrapper(data: Mapping[str, Any]) -> bool:
 
 
 def source_of(family: Family, path: tuple[str, ...]) -> tuple[str, bool]:
-    """The name of the tensor that holds a parameter alone, and whether it is stored transposed. KeyError: none does."""
+    """The name of the tensor of a parameter, and whether it is stored transposed. Raises KeyError if it is fused."""
     wanted = ".".join("{layer}" if key.isdigit() else key for key in path)
     rule = {rule.targets[0]: rule for rule in reversed(family.tensors) if len(rule.targets) == 1}[wanted]
     return rule.source.format(layer=next((key for key in path if key.isdigit()), "")), rule.transpose
+
+
+@dataclass(frozen=True)
+class SupportedFamily:
+    """A supported family, for documentation.
+
+    Attributes:
+      title, examples: its name, and well-known models of it.
+      architectures: names in `architectures` of config.json: the family's, then those of models with images.
+      model_type: Transformers' name.
+      differences: differences from Llama.
+    """
+
+    title: str
+    architectures: tuple[str, ...]
+    model_type: str
+    examples: str
+    differences: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {**asdict(self), "architectures": list(self.architectures), "differences": list(self.differences)}
+
+
+def supported_families() -> list[SupportedFamily]:
+    """All supported families, in the order of the documentation."""
+    return [
+        SupportedFamily(
+            family.title,
+            (family.architecture, *(name for name, kind in WRAPPERS.items() if kind == family.model_type)),
+            family.model_type,
+            family.examples,
+            tuple(dict.fromkeys(_differences(family))),
+        )
+        for family in FAMILIES.values()
+    ]
+
+
+_BLOCKS = {
+    "post_norm": "norms after attention and MLP",
+    "sandwich_norm": "norms before and after attention and MLP",
+    "parallel_one_norm": "attention and MLP side by side",
+    "parallel_two_norms": "attention and MLP side by side",
+}
+_WINDOWS = {
+    "all": "sliding windows",
+    "late": "sliding windows in late layers",
+    "pattern": "sliding windows in most layers",
+    "unrotated": "sliding windows in some layers",
+}
+# Parts of a layer that only some families have, by a part of the names of their parameters.
+_PARTS = {
+    ".mlp.experts.": "a mixture of experts",
+    ".mlp.shared.": "shared experts",
+    ".attention.k_up.": "latent attention",
+    ".attention.sinks": "attention sinks",
+}
+# Titles of fields of ModelConfig that a family may set.
+_SETTINGS = {
+    "attention_softcap": "capped scores",
+    "logit_softcap": "capped logits",
+    "logit_scale": "scaled logits",
+    "embedding_multiplier": "scaled embedding",
+    "residual_multiplier": "scaled residuals",
+    "qk_norm": "norms of queries and keys",
+}
+
+
+def _differences(family: Family) -> Iterator[str]:
+    fixed, rope = family.fixed, family.rope
+    targets = {target for rule in family.tensors for target in rule.targets}
+    yield from (title for part, title in _PARTS.items() if any(part in target for target in targets))
+    if fixed.get("norm") == "layer":
+        yield "LayerNorm"
+    if fixed.get("norm") == "rms_zero_centred":
+        yield "norms times 1 + w"
+    if fixed.get("block") in _BLOCKS:
+        yield _BLOCKS[fixed["block"]]
+    if any(setting.field == "block" for setting in family.settings):
+        yield _BLOCKS["parallel_two_norms"]
+    if fixed.get("is_mlp_gated") is False:
+        yield "MLP without gate"
+    elif family.activations[family.activation] != "silu":
+        yield "GELU"
+    if family.qk_norm:
+        yield _SETTINGS["qk_norm"]
+    for setting in family.settings:
+        is_off = setting.kind == "optional" and setting.default is None
+        if setting.field in _SETTINGS and not is_off:
+            yield _SETTINGS[setting.field] + (" in some models" if setting.default is False else "")
+    if family.windows in _WINDOWS:
+        yield _WINDOWS[family.windows]
+    if fixed.get("has_position_embedding"):
+        yield "learned positions"
+    elif rope.rotated != "all":
+        yield "layers without rotation"
+    if rope.local_theta is not None:
+        yield "a rotation of its own in layers with a window"
+    if rope.has_partial:
+        yield "partial rotation"
+    if rope.pairs_neighbours:
+        yield "interleaved rotation"
+    if rope.has_query_scale:
+        yield "queries that grow with the position"
+    # Whether experts are stored fused depends on the writer, not on the family.
+    if any(len(rule.targets) > 1 and not any(part in rule.targets[0] for part in _PARTS) for rule in family.tensors):
+        yield "fused projections"

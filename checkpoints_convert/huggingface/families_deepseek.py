@@ -4,10 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import EMBEDDING, GATED_MLP, HEAD, LAYER, NORMS, SKIPPED, TARGET
+from checkpoints_convert.huggingface.families_llama import EMBEDDING, GATED_MLP, HEAD, LAYER, NORMS, TARGET
 from checkpoints_convert.huggingface.families_mixtures import experts_of, mixture, router, shared_mlp
-from checkpoints_convert.huggingface.family import Family
-from checkpoints_convert.huggingface.fields import Fields
+from checkpoints_convert.huggingface.family import Family, Fields
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
@@ -168,7 +167,6 @@ _SHARED: dict[str, Any] = {
     "names": {"head_dim": "qk_rope_head_dim"},
     "head_dim": 64,
     "tensors": _TENSORS,
-    "skipped": SKIPPED,
 }
 
 DEEPSEEK: tuple[Family, ...] = (

@@ -11,7 +11,6 @@ from checkpoints_convert.huggingface.families_llama import (
     LAYER,
     LLAMA_TENSORS,
     QK_NORMS,
-    SKIPPED,
     TARGET,
 )
 from checkpoints_convert.huggingface.family import ACTIVATIONS, INVERSE_ROOT, Family, RopeForm, Setting
@@ -67,7 +66,6 @@ GEMMA: tuple[Family, ...] = (
         settings=(_EMBEDDING_MULTIPLIER,),
         refused=_REFUSED,
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
         normalize=_scaled,
     ),
     Family(
@@ -90,7 +88,6 @@ GEMMA: tuple[Family, ...] = (
         settings=_settings(30.0, 50.0),
         refused=_REFUSED,
         tensors=_SANDWICH_TENSORS,
-        skipped=SKIPPED,
         normalize=_scaled,
     ),
     Family(
@@ -123,7 +120,6 @@ GEMMA: tuple[Family, ...] = (
         settings=_settings(None, None),
         refused=_REFUSED,
         tensors=_SANDWICH_TENSORS,
-        skipped=SKIPPED,
         normalize=_scaled,
     ),
 )

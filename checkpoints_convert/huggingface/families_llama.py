@@ -50,8 +50,6 @@ _FUSED_ATTENTION = (
     *linear(f"{LAYER}.self_attn.o_proj", f"{TARGET}.attention.o_proj"),
 )
 
-# Buffers old exports stored; they are computed from the configuration.
-SKIPPED = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 _NO_HEAD_DIM = {"head_dim": None}
 _OLMO = {"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"}
 
@@ -66,7 +64,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "MistralForCausalLM",
@@ -78,7 +75,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         windows="all",
         default_window=4096,
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "MinistralForCausalLM",
@@ -90,7 +86,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         windows="all",
         default_window=4096,
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "Ministral3ForCausalLM",
@@ -115,7 +110,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
             },
         ),
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "Qwen2ForCausalLM",
@@ -128,7 +122,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         windows="late",
         default_window=4096,
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "Qwen3ForCausalLM",
@@ -144,7 +137,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         windows="late",
         default_window=4096,
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "Phi3ForCausalLM",
@@ -158,7 +150,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         defaults={"original_max_position_embeddings": 4096},
         rope=RopeForm(has_partial=True, aliases={"yarn": "longrope"}),
         tensors=(*EMBEDDING, *NORMS, *_FUSED_ATTENTION, *FUSED_MLP, *HEAD),
-        skipped=SKIPPED,
     ),
     Family(
         "Olmo2ForCausalLM",
@@ -173,7 +164,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         names=_NO_HEAD_DIM,
         fixed=_OLMO,
         tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
-        skipped=SKIPPED,
     ),
     Family(
         "Olmo3ForCausalLM",
@@ -192,7 +182,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         rope=RopeForm(theta=500000.0, local_theta=500000.0),
         fixed=_OLMO,
         tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
-        skipped=SKIPPED,
     ),
     Family(
         "SmolLM3ForCausalLM",
@@ -209,7 +198,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
         names=_NO_HEAD_DIM,
         rope=RopeForm(theta=2e6, rotated="listed"),
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "GraniteForCausalLM",
@@ -228,7 +216,6 @@ LLAMA_LIKE: tuple[Family, ...] = (
             Setting("logit_scale", "logits_scaling", "number", 1.0, RECIPROCAL),
         ),
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "Glm4ForCausalLM",
@@ -244,6 +231,5 @@ LLAMA_LIKE: tuple[Family, ...] = (
         rope=RopeForm(partial=0.5, has_partial=True, pairs_neighbours=True),
         fixed={"block": "sandwich_norm"},
         tensors=(*EMBEDDING, *_GLM_NORMS, *ATTENTION, *FUSED_MLP, *HEAD),
-        skipped=SKIPPED,
     ),
 )

@@ -11,11 +11,9 @@ from checkpoints_convert.huggingface.families_llama import (
     LAYER,
     NORMS,
     QK_NORMS,
-    SKIPPED,
     TARGET,
 )
-from checkpoints_convert.huggingface.family import Family, RopeForm
-from checkpoints_convert.huggingface.fields import Fields
+from checkpoints_convert.huggingface.family import Family, Fields, RopeForm
 from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear
 from jaxinfer.models import ModelConfig, MoEConfig
 
@@ -196,7 +194,6 @@ MIXTURES: tuple[Family, ...] = (
         windows="all",
         rope=RopeForm(theta=1e6),
         tensors=_MIXTRAL_TENSORS,
-        skipped=SKIPPED,
         build=_mixtral,
         express=_express_mixtral,
     ),
@@ -213,7 +210,6 @@ MIXTURES: tuple[Family, ...] = (
         windows="late",
         default_window=4096,
         tensors=_QWEN_TENSORS,
-        skipped=SKIPPED,
         normalize=_qwen2_windows,
         build=_qwen(60, 4, 1408, 5632),
         express=_express_qwen,
@@ -231,7 +227,6 @@ MIXTURES: tuple[Family, ...] = (
         windows="all",
         default_window=4096,
         tensors=_QWEN_TENSORS,
-        skipped=SKIPPED,
         normalize=_qwen3_windows,
         build=_qwen(128, 8, 768),
         express=_express_qwen3,
@@ -264,7 +259,6 @@ MIXTURES: tuple[Family, ...] = (
         ),
         fixed={"norm": "rms_float32", "has_sinks": True},
         tensors=_GPT_OSS_TENSORS,
-        skipped=SKIPPED,
         build=_gpt_oss,
         express=_express_gpt_oss,
     ),

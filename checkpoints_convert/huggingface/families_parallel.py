@@ -8,7 +8,6 @@ from checkpoints_convert.huggingface.families_llama import (
     LAYER,
     LLAMA_TENSORS,
     NORMS,
-    SKIPPED,
     TARGET,
 )
 from checkpoints_convert.huggingface.family import Family, RopeForm, Setting, choice
@@ -62,7 +61,6 @@ PARALLEL: tuple[Family, ...] = (
             Setting("logit_scale", "logit_scale", "number", 0.0625),
         ),
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "Cohere2ForCausalLM",
@@ -82,7 +80,6 @@ PARALLEL: tuple[Family, ...] = (
         fixed={**_LAYER_NORM, "block": "parallel_one_norm"},
         settings=(Setting("logit_scale", "logit_scale", "number", 0.0625),),
         tensors=LLAMA_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "PhiForCausalLM",
@@ -100,7 +97,6 @@ PARALLEL: tuple[Family, ...] = (
         fixed={**_BIASED_NORM, "block": "parallel_one_norm", "is_mlp_gated": False, "lm_head_bias": True},
         settings=(Setting("qk_norm", "qk_layernorm", "boolean", False),),
         tensors=_PHI_TENSORS,
-        skipped=SKIPPED,
     ),
     Family(
         "StableLmForCausalLM",
@@ -121,6 +117,5 @@ PARALLEL: tuple[Family, ...] = (
             ),
         ),
         tensors=_STABLELM_TENSORS,
-        skipped=SKIPPED,
     ),
 )

@@ -1,23 +1,109 @@
-"""What an entry of the table of families says."""
+"""What an entry of the table of families holds, its tensor names in a checkpoint, and typed reading of config.json."""
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from checkpoints_convert.huggingface.fields import Fields
-from checkpoints_convert.huggingface.rules import Layout, TensorRule, layout
+from checkpoints_convert.huggingface.rules import TensorLayout, TensorRule, layout
 from jaxinfer.models import ModelConfig
 
-# A bias exists never, always, or when the named field of config.json says so.
+REQUIRED: Any = object()
+
+
+class Fields:
+    """Typed reading of a JSON object. A field that is absent or null has its default.
+
+    A value of the wrong type is appended to `problems`, so that all are reported at once, and replaced by a valid one.
+
+    Args:
+      prefix: of the names in messages. names: other names of fields in `data`; None for a field that it does not have.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        problems: list[str],
+        prefix: str = "",
+        names: Mapping[str, str | None] | None = None,
+    ):
+        self.data, self.problems, self._prefix = data, problems, prefix
+        self._names = names or {}
+
+    def has(self, name: str) -> bool:
+        """Whether a field is present and not null."""
+        own = self._names.get(name, name)
+        return own is not None and self.data.get(own) is not None
+
+    def text(self, name: str, default: str) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            self.problem(name, f"must be a string, got {value!r}")
+            return default
+        return value
+
+    def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> Any:
+        """An int of at least `least`."""
+        value = self._get(name, default)
+        if value is default or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+            return least if value is REQUIRED else value
+        self.problem(name, f"must be an integer of at least {least}, got {value!r}")
+        return least
+
+    def number(self, name: str, default: Any = REQUIRED) -> Any:
+        """A positive finite float."""
+        value = self._get(name, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is default or (is_number and math.isfinite(value) and value > 0):
+            return 1.0 if value is REQUIRED else (float(value) if is_number else value)
+        self.problem(name, f"must be a positive number, got {value!r}")
+        return 1.0
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            self.problem(name, f"must be true or false, got {value!r}")
+            return default
+        return value
+
+    def numbers(self, name: str, length: int) -> tuple[float, ...]:
+        """A list of `length` positive numbers."""
+        value = self._get(name, REQUIRED)
+        if value is REQUIRED:
+            return (1.0,) * length
+        is_list = isinstance(value, list) and all(
+            isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0 for x in value
+        )
+        if not is_list or len(value) != length:
+            got = f"{len(value)} of them" if is_list else repr(value)
+            self.problem(name, f"must be a list of {length} positive numbers, got {got}")
+            return (1.0,) * length
+        return tuple(float(x) for x in value)
+
+    def problem(self, name: str, text: str) -> None:
+        self.problems.append(f"{self._prefix}{self._names.get(name, name)} {text}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        own = self._names.get(name, name)
+        value = None if own is None else self.data.get(own)
+        if value is None:
+            if default is REQUIRED:
+                self.problem(name, "is null" if own in self.data else "is missing")
+            return default
+        return value
+
+
+# Whether there is a bias: never, always, or as the named field of config.json says.
 Bias = bool | str
-# Which layers have a sliding window: none; all, when `sliding_window` is set; when `use_sliding_window` is set, those
-# from `max_window_layers` on, or those without rotation; all but every n-th. `layer_types`, where given, names them one
-# by one.
+# Which layers have a sliding window: none; all, if `sliding_window` is set; if `use_sliding_window` is set, those from
+# `max_window_layers` on ("late"), or those without rotation; all but every n-th ("pattern"). `layer_types` overrides.
 Windows = Literal["none", "all", "late", "unrotated", "pattern"]
-# Which layers are rotated: all; none; those with a window; those that `no_rope_layers` lists with a 1.
+# Which layers have rotary embeddings: all; none; those with a window; those with a 1 in `no_rope_layers`.
 Rotated = Literal["all", "none", "windowed", "listed"]
 
+# Buffers that old exports store; they are computed from the configuration.
+ROTARY_BUFFERS = r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -31,19 +117,19 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Conversion:
-    """Between the value in config.json and that of ModelConfig."""
+    """Converts between the value in config.json and that of ModelConfig."""
 
     read: Callable[[Any], Any] = lambda value: value
     write: Callable[[Any], Any] = lambda value: value
 
 
 def choice(**values: Any) -> Conversion:
-    """true and false stand for these two values, named `true` and `false`."""
+    """A conversion of true and false to the values named `true` and `false`."""
     return Conversion(lambda flag: values["true"] if flag else values["false"], lambda value: value == values["true"])
 
 
 def _rounded(value: float) -> float:
-    """Without the last digit, in which 1 / (1 / x) may differ from x."""
+    """Rounded by one digit, in which 1 / (1 / x) may differ from x."""
     return float(f"{value:.14g}")
 
 
@@ -54,12 +140,12 @@ INVERSE_ROOT = Conversion(lambda x: x**-0.5, lambda x: int(y) if (y := _rounded(
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of ModelConfig that a field of config.json sets.
+    """A field of ModelConfig that is read from a field of config.json.
 
     Attributes:
-      field: of ModelConfig. name: in config.json. default: what Transformers assumes when config.json is silent.
-      kind: of the value in config.json; "optional" is a number or null, which turns it off.
-      is_derived: `normalize` makes it of other fields, so it is not written.
+      field: of ModelConfig. name: in config.json. default: Transformers' default.
+      kind: type of the value in config.json; "optional" is a number, or null for off.
+      is_derived: `normalize` computes it from other fields, so it is not written.
     """
 
     field: str
@@ -72,18 +158,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class RopeForm:
-    """How a family's config.json speaks of rotation.
+    """The rotary embedding in a family's config.json.
 
     Attributes:
-      theta, partial: what Transformers assumes when config.json is silent: the base, and the share of a head.
-      theta_name, partial_name: fields of config.json beside `rope_scaling`.
+      theta, partial: Transformers' defaults of the base, and of the rotated share of a head.
+      theta_name, partial_name: their fields in config.json beside `rope_scaling`.
       has_partial: whether a share of less than 1 is possible.
-      local_theta: layers with a window have a rotation of their own, with this base; None where they have not.
+      local_theta: default base of the layers with a window, if they have a rotation of their own; else None.
       local_theta_name: its field beside `rope_theta`.
-      aliases: names of rope types. rotated: which layers are rotated.
-      pairs_neighbours: whether outputs that rotate together are neighbours, and not half a head apart.
-      has_query_scale: whether queries grow with the position ("llama_4_scaling_beta").
-      default: settings where config.json has none.
+      aliases: other names of rope types. rotated: which layers are rotated.
+      pairs_neighbours: whether rotary dimensions are interleaved, rather than half a head apart.
+      has_query_scale: whether queries are scaled by their position ("llama_4_scaling_beta").
+      default: settings if config.json has none.
     """
 
     theta: float = 10000.0
@@ -105,21 +191,21 @@ class Family:
     """One `architectures` entry of config.json.
 
     Attributes:
-      title, examples: what it is called, and well-known models of it, for people.
-      max_position_embeddings, num_kv_heads, head_dim: what Transformers assumes when config.json is silent; None
-        for one key-value head per query head, and for hidden_size / num_attention_heads.
-      names: fields of config.json that are called otherwise than in Llama's; None for one that does not exist.
-      defaults: values of fields that config.json may leave out. refused: values that are refused, with the reason.
-      fixed: fields of ModelConfig. settings: fields of ModelConfig that config.json sets.
-      activation: that of a silent config.json, by its name there. activations: all that are known.
-      inner_factor: the MLP's width over the model's, when config.json is silent; None where it must say.
-      windows, default_window, full_every: which layers have a sliding window; every n-th has none ("pattern").
-      prefix: what the names of all tensors but the head's begin with. tensors: where they go.
-      skipped: patterns of tensors that carry no weights.
-      normalize, express: from the family's own fields of config.json to common ones, and what to write of a
-        configuration; None where a renaming is enough.
-      build: fields of ModelConfig, such as `moe`, made of several of config.json's, from these and the common values.
-      has_later_layers: whether checkpoints hold layers beyond the last, for multi-token prediction, which are not used.
+      title, examples: its name, and well-known models of it, for documentation.
+      max_position_embeddings, num_kv_heads, head_dim: Transformers' defaults; None for one key-value head per query
+        head, and for hidden_size / num_attention_heads.
+      names: names of fields of config.json that differ from Llama's; None for a field that it does not have.
+      defaults: values of fields that config.json may omit. refused: values that are not supported, with the reason.
+      fixed: fields of ModelConfig that all models share. settings: fields of ModelConfig read from config.json.
+      activation: the default, by its name in config.json. activations: all that are supported.
+      inner_factor: default width of the MLP over the model's; None if config.json must have it.
+      windows, default_window, full_every: which layers have a sliding window; with "pattern" every n-th has none.
+      prefix: of the names of all tensors except the head's. tensors: the rules of `TensorRule`.
+      skipped: patterns of tensors that are no weights.
+      normalize, express: from the family's own fields of config.json to common ones, and back; None if renaming fields
+        is enough.
+      build: fields of ModelConfig that are made of several fields of config.json, such as `moe`.
+      has_later_layers: whether checkpoints have layers beyond the last, for multi-token prediction, which are not used.
     """
 
     architecture: str
@@ -149,7 +235,7 @@ class Family:
     norm_eps: float = 1e-6
     prefix: str = "model."
     tensors: tuple[TensorRule, ...] = field(default=(), repr=False)
-    skipped: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = (ROTARY_BUFFERS,)
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     express: Callable[[ModelConfig], dict[str, Any]] | None = None
     build: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] | None = None
@@ -158,6 +244,51 @@ class Family:
     def is_skipped(self, name: str) -> bool:
         return any(re.fullmatch(pattern, name) for pattern in self.skipped)
 
-    def layout(self, config: ModelConfig) -> Layout:
-        """Which stored tensors hold the parameters of a model of the family."""
+    def layout(self, config: ModelConfig) -> TensorLayout:
+        """The stored tensors of the parameters of a model of the family."""
         return layout(self.tensors, config, self.rope.pairs_neighbours)
+
+
+Rename = Callable[[str], str]
+
+
+def embedding_name(family: Family) -> str:
+    return _source(family, "embed")[0]
+
+
+def head_names(family: Family) -> tuple[str, ...]:
+    """Names of the tensor of the head, the usual one first."""
+    return _source(family, "lm_head")
+
+
+def renaming(family: Family, names: Iterable[str]) -> Rename:
+    """A function from the family's tensor names to those of a checkpoint with the tensors `names`.
+
+    Names may lack the family's prefix (the base model), all have one more prefix, or be those of the text part of a
+    model of text and images, before Transformers 5 ("language_model.model.") and since ("model.language_model.").
+    """
+    names = set(names)
+    embedding, prefix = embedding_name(family), family.prefix
+    bare = embedding.removeprefix(prefix)
+
+    def without(name: str) -> str:
+        return name.removeprefix(prefix)
+
+    def nested(name: str) -> str:
+        return f"model.language_model.{without(name)}" if name.startswith(prefix) else name
+
+    if embedding in names:
+        return lambda name: name
+    if bare in names:
+        return without
+    if nested(embedding) in names:
+        return nested
+    before = {name.removesuffix(embedding) for name in names if name.endswith(f".{embedding}")}
+    if len(before) == 1:
+        common = before.pop()
+        return lambda name: common + name
+    return lambda name: name
+
+
+def _source(family: Family, target: str) -> tuple[str, ...]:
+    return tuple(rule.source for rule in family.tensors if rule.targets == (target,))

@@ -1,27 +1,26 @@
-"""Reading one quantized module: its tensors, whole, and what its format makes of them."""
+"""Reading quantized modules: a parameter from the tensors of one module, or of a stack of experts."""
 
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.arrays import count_nonfinite
+from checkpoints_convert.checkpoint import check_finite, numpy_dtype
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.module import host_quantized
+from checkpoints_convert.host_arrays import count_nonfinite
 from checkpoints_convert.outputs import OutputsError, taken
 from checkpoints_convert.plan import QuantizedPlan
-from checkpoints_convert.safetensors_file import NUMPY_DTYPES
-from checkpoints_convert.safetensors_index import SafetensorsIndex
-from checkpoints_convert.source import check_finite, numpy_dtype
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES, SafetensorsIndex
 from jaxinfer.quantization import NestedScales, QuantizedArray, check
 
 
 def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> QuantizedArray | np.ndarray:
     """The parameter of a quantized module, on the host; dense ones in `dtype`.
 
-    Raises CheckpointError, naming file and tensor, for tensors that do not hold what the format says, and scales that
-    are not finite.
+    Raises CheckpointError, naming file and tensor, for tensors that the format does not allow, and scales that are not
+    finite.
     """
     if plan.experts:
         parts = [read_quantized(index, replace(one, experts=()), dtype) for one in plan.experts]
@@ -58,7 +57,7 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
 
 
 def _viewed(weight: QuantizedArray | np.ndarray, plan: QuantizedPlan, dtype: str) -> np.ndarray:
-    """The parameter of a module [K, N] whose outputs are of several heads; made dense."""
+    """The dense parameter of a module [K, N] whose outputs are those of several heads."""
     dense = weight if isinstance(weight, np.ndarray) else np.asarray(weight.dequantize())
     assert plan.view is not None
     heads = dense.T.reshape(plan.view)
@@ -70,7 +69,7 @@ def _viewed(weight: QuantizedArray | np.ndarray, plan: QuantizedPlan, dtype: str
 def _stacked(
     parts: list[QuantizedArray | np.ndarray], plan: QuantizedPlan, index: SafetensorsIndex
 ) -> QuantizedArray | np.ndarray:
-    """One leaf of the experts' weights, which must be quantized alike. Raises CheckpointError."""
+    """The stack of the experts' weights. Raises CheckpointError if they are quantized differently."""
     dense = [part for part in parts if isinstance(part, np.ndarray)]
     if len(dense) == len(parts):
         return np.stack(dense)

@@ -1,4 +1,4 @@
-"""The rotary embedding's settings in config.json, in all the forms they have had.
+"""The settings of rotary embeddings in config.json, in all forms that Transformers has had.
 
 Old: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ..., ...}` or null. Transformers 5: one
 `rope_parameters`, flat or nested by layer type. Precedence and defaults are those of its `modeling_rope_utils`.
@@ -7,8 +7,7 @@ Old: `rope_theta` beside `rope_scaling: {"type" or "rope_type": ..., ...}` or nu
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from checkpoints_convert.huggingface.family import RopeForm
-from checkpoints_convert.huggingface.fields import Fields
+from checkpoints_convert.huggingface.family import Fields, RopeForm
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig, RopeConfig
 from jaxinfer.models.config import RopeKind
@@ -29,7 +28,7 @@ _FIELDS = {
     },
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
-# Notes of the checkpoint's author, which no implementation computes with.
+# Fields that no implementation computes with.
 _INERT_FIELDS = {"finetuned", "mrope_section", "mrope_interleaved", "original_max_position_embeddings"}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
@@ -45,18 +44,39 @@ def rope_config(
     form: RopeForm | None = None,
     is_local: bool = False,
 ) -> RopeConfig:
-    """The rotation config.json asks for. What is wrong with it is appended to `problems`, by field.
+    """The rotary embedding of config.json. Invalid fields are appended to `problems`.
 
     Args:
-      layer_types: of the model's layers; with settings nested by layer type, all of these must agree, unless the
-        family's layers with a window have a rotation of their own.
-      form: the family's. is_local: the rotation of the layers with a window.
+      layer_types: of the model's layers. Settings nested by layer type must agree, unless the family's layers with a
+        window have a rotation of their own.
+      form: of the family. is_local: whether to read the rotation of the layers with a window.
     """
     form = form or RopeForm()
     types = layer_types if form.local_theta is None else (_SLIDING,) if is_local else (_FULL,)
     name, settings = _settings(data, problems, types, form, is_local)
     fields = Fields(settings, problems, f"{name}.")
     top = Fields(data, problems)
+    kind = _kind(settings, fields, form)
+    theta_name, theta = _top_theta(form, is_local)
+    theta = fields.number("rope_theta", None) or top.number(theta_name, theta)
+    partial = fields.number("partial_rotary_factor", None) or top.number(form.partial_name, form.partial)
+    rotary_dim = int(head_dim * partial)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        if not problems and form.rotated != "none":  # else it may follow from those
+            problems.append(
+                f"partial_rotary_factor={partial} makes {rotary_dim} rotated dimensions of {head_dim} a head"
+            )
+        rotary_dim = 2
+    common: dict[str, Any] = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
+    if form.has_query_scale:
+        common["query_scale_beta"] = fields.number("llama_4_scaling_beta", None)
+        if common["query_scale_beta"] is not None:
+            common["original_length"] = fields.integer("original_max_position_embeddings", max_position_embeddings)
+    return RopeConfig(**common | _kind_settings(kind, fields, top, max_position_embeddings, rotary_dim))
+
+
+def _kind(settings: Mapping[str, Any], fields: Fields, form: RopeForm) -> str:
+    """The kind of rotation; "default" for an unknown one. Settings that do not belong to it are problems."""
     given = settings.get("rope_type", settings.get("type")) or "default"
     aliases = {**_ALIASES, **form.aliases}
     kind = aliases.get(given, given) if isinstance(given, str) else given
@@ -68,49 +88,37 @@ def rope_config(
     for key, value in settings.items():
         if value is not None and key not in _SHARED_FIELDS | known | _INERT_FIELDS:
             fields.problem(key, f"is not a setting of rope type {kind!r}{did_you_mean(key, _FIELDS[kind])}")
+    return kind
 
-    theta_name, theta = _top_theta(form, is_local)
-    theta = fields.number("rope_theta", None) or top.number(theta_name, theta)
-    partial = fields.number("partial_rotary_factor", None) or top.number(form.partial_name, form.partial)
-    rotary_dim = int(head_dim * partial)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        if not problems and form.rotated != "none":  # else a consequence of those
-            problems.append(
-                f"partial_rotary_factor={partial} makes {rotary_dim} rotated dimensions of {head_dim} a head"
-            )
-        rotary_dim = 2
-    common: dict[str, Any] = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
-    if form.has_query_scale:
-        common["query_scale_beta"] = fields.number("llama_4_scaling_beta", None)
-        if common["query_scale_beta"] is not None:
-            common["original_length"] = fields.integer("original_max_position_embeddings", max_position_embeddings)
+
+def _kind_settings(
+    kind: str, fields: Fields, top: Fields, max_position_embeddings: int, rotary_dim: int
+) -> dict[str, Any]:
+    """Fields of RopeConfig that only some kinds have."""
     if kind == "default":
-        return RopeConfig(**common)
+        return {}
     if kind == "linear":
-        return RopeConfig(**common, factor=fields.number("factor"))
+        return {"factor": fields.number("factor")}
     if kind == "dynamic":
         # Transformers stretches beyond what the configuration declares, whatever the original length was.
-        return RopeConfig(**{**common, "original_length": max_position_embeddings}, factor=fields.number("factor"))
-    original = top.integer("original_max_position_embeddings", None) or fields.integer(
-        "original_max_position_embeddings", max_position_embeddings
-    )
-    common["original_length"] = original
+        return {"factor": fields.number("factor"), "original_length": max_position_embeddings}
+    name = "original_max_position_embeddings"
+    original = top.integer(name, None) or fields.integer(name, max_position_embeddings)
     if kind == "llama3":
-        return RopeConfig(**common, **_llama3(fields))
-    common["factor"] = fields.number("factor", None) or max_position_embeddings / original
-    common["attention_factor"] = fields.number("attention_factor", None)
+        return {"original_length": original, **_llama3(fields)}
+    found = {
+        "original_length": original,
+        "factor": fields.number("factor", None) or max_position_embeddings / original,
+        "attention_factor": fields.number("attention_factor", None),
+    }
     if kind == "yarn":
-        return RopeConfig(**common, **_yarn(fields))
-    return RopeConfig(
-        **common,
-        short_factor=fields.numbers("short_factor", rotary_dim // 2),
-        long_factor=fields.numbers("long_factor", rotary_dim // 2),
-    )
+        return {**found, **_yarn(fields)}
+    return {**found, **{name: fields.numbers(name, rotary_dim // 2) for name in ("short_factor", "long_factor")}}
 
 
 def rope_fields(config: ModelConfig, form: RopeForm) -> dict[str, Any]:
-    """The inverse: `rope_theta` and `rope_scaling`, the form every version of Transformers reads, as far as it goes;
-    `rope_parameters`, which version 5 reads, beyond."""
+    """Fields of config.json: `rope_theta` and `rope_scaling`, which every version of Transformers reads, or
+    `rope_parameters` of version 5 if those cannot express the rotation."""
     if form.rotated == "none":
         return {}
     rope, local = config.rope, config.local_rope or config.rope
@@ -152,13 +160,13 @@ def _scaling(rope: RopeConfig) -> dict[str, Any]:
 
 
 def _share(rotary_dim: int, head_dim: int) -> float:
-    """A factor of which `int(head_dim * factor)` is `rotary_dim`."""
+    """A factor such that `int(head_dim * factor)` is `rotary_dim`."""
     share = rotary_dim / head_dim
     return share if int(head_dim * share) == rotary_dim else (rotary_dim + 0.5) / head_dim
 
 
 def _top_theta(form: RopeForm, is_local: bool) -> tuple[str, float]:
-    """The field beside `rope_scaling` that has the base, and its default."""
+    """The field of the base beside `rope_scaling`, and its default."""
     if is_local and form.local_theta is not None:
         return form.local_theta_name, form.local_theta
     return form.theta_name, form.theta
@@ -167,7 +175,7 @@ def _top_theta(form: RopeForm, is_local: bool) -> tuple[str, float]:
 def _settings(
     data: Mapping[str, Any], problems: list[str], layer_types: Sequence[str], form: RopeForm, is_local: bool
 ) -> tuple[str, Mapping[str, Any]]:
-    """The name of the field in use, and the one flat object in it."""
+    """The name of the field in use, and its settings as one flat object."""
     name = "rope_scaling" if data.get("rope_scaling") else "rope_parameters"
     settings = data.get(name) or form.default or {}
     if not isinstance(settings, Mapping):

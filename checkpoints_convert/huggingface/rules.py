@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint are which parameters: rules that loading and saving share.
+"""Rules that map stored tensors to parameters, shared by loading and saving.
 
-A rule names stored tensors and the parameters they hold. Between them lie operations that are data: a transposition,
-parts of a fused tensor, neighbours that rotate together made halves, an offset, a stack. All are index maps but the
-offset, so a rule works in both directions without a rounding, and on a part of a tensor.
+A rule names stored tensors, the parameters in them, and the operations between the two: transposition, slices of a
+fused tensor, de-interleaving of rotary dimensions, an offset, stacking. All except the offset are index maps, so a rule
+can be inverted without rounding, and applied to a part of a tensor.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from checkpoints_convert.checkpoint import ParamPath, param_shapes
 from checkpoints_convert.outputs import Outputs
-from checkpoints_convert.source import ParamPath, param_shapes
 from jaxinfer.models import ModelConfig
 
 LAYER, INDEX = "{layer}", "{index}"
@@ -21,19 +21,18 @@ LAYER, INDEX = "{layer}", "{index}"
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One stored tensor and the parameters it holds.
+    """A stored tensor and the parameters in it.
 
     Attributes:
-      source: its name; with "{layer}" one for each layer, with "{index}" one for each entry of the parameter's first
-        axis, such as an expert or a head, which they are stacked along.
-      targets: the parameters, in the order of their outputs where the tensor is fused.
-      transpose: of the last two axes, as Linear weights [out, in] are stored.
-      groups: a field of ModelConfig: so many times the outputs of all targets follow one another, a share of each;
-        None for once.
-      is_rotated: the outputs are those of queries or keys, which some families store in another order.
-      add: what is added to the stored values.
+      source: its name; with "{layer}" for each layer, "{index}" for each entry of the first axis, such as
+        an expert or a head, along which the tensors are stacked.
+      targets: the parameters; of a fused tensor, in the order of their outputs.
+      transpose: whether the last two axes are transposed, as Linear weights [out, in] are stored.
+      groups: field of ModelConfig with the number of groups of outputs, each a share of every target; None for one.
+      is_rotated: the outputs are those of queries or keys, which some families store interleaved.
+      add: added to the stored values.
       when: a field of ModelConfig and the value for which the rule holds.
-      stack: a field of ModelConfig: so many equal runs of outputs are the first axis of the parameters, such as heads.
+      stack: field of ModelConfig with the number of equal runs of outputs that become the first axis.
     """
 
     source: str
@@ -48,8 +47,13 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class TensorPlacement:
-    """Where a parameter is in stored tensors of the shape `stored`: in all their outputs, or in some. With a `view` the
-    tensor is looked at in that shape, and `transpose` and `outputs` are of it."""
+    """Where a parameter lies in a stored tensor.
+
+    Attributes:
+      target: path of the parameter. stored: shape of the stored tensor.
+      transpose, outputs, add: as of `TensorPlan`.
+      view: the shape that the tensor is reshaped to, before `transpose` and `outputs` apply; None for `stored`.
+    """
 
     target: ParamPath
     stored: tuple[int, ...]
@@ -66,8 +70,8 @@ class TensorPlacement:
 
 @dataclass(frozen=True)
 class Stacked(Sequence[str]):
-    """The names of the tensors of a stack, made one by one when they are asked for: a configuration may say any number
-    of experts, and many files hold them in one tensor."""
+    """The names of the tensors of a stack, made on access: a configuration may have any number of experts, and in many
+    files they are one tensor."""
 
     source: str
     count: int
@@ -83,14 +87,14 @@ class Stacked(Sequence[str]):
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Stored tensors and the parameters in them: one tensor for one or several, or several stacked in one."""
+    """Stored tensors and the parameters in them: one tensor of one or several parameters, or a stack for one."""
 
     sources: Sequence[str]
     placements: tuple[TensorPlacement, ...]
     is_stacked: bool = False
 
     def assemble(self, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """The stored tensors, of the parameters in the order of `placements`; C order."""
+        """The stored tensors, in C order, made of the parameters in the order of `placements`."""
         if not self.is_stacked:
             return {self.sources[0]: self._assembled(arrays)}
         return {name: self._assembled([array[i] for array in arrays]) for i, name in enumerate(self.sources)}
@@ -117,41 +121,41 @@ def _axis(placement: TensorPlacement, ndim: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """All bundles of a model.
+class TensorLayout:
+    """All tensor groups of a model.
 
     Attributes:
-      bundles: those that are written, in the order of computation.
-      of_target: for each parameter the bundles that may hold it, the one that is written first.
+      tensor_groups: those that are written, in the order of computation.
+      of_target: the tensor groups that may hold each parameter, the one that is written first.
     """
 
-    bundles: tuple[TensorGroup, ...]
+    tensor_groups: tuple[TensorGroup, ...]
     of_target: Mapping[ParamPath, tuple[TensorGroup, ...]]
 
 
 @lru_cache(maxsize=8)
-def layout(rules: tuple[TensorRule, ...], config: ModelConfig, pairs_neighbours: bool = False) -> Layout:
-    """The bundles that `rules` make of a model.
+def layout(rules: tuple[TensorRule, ...], config: ModelConfig, pairs_neighbours: bool = False) -> TensorLayout:
+    """The tensor groups that `rules` make of a model.
 
     Args:
-      pairs_neighbours: whether the outputs of queries and keys are stored with those that rotate together side by side.
+      pairs_neighbours: whether the outputs of queries and keys are stored interleaved.
 
-    Raises ValueError for a parameter that no rule holds.
+    Raises ValueError for a parameter that no rule has.
     """
     shapes = param_shapes(config)
     of_target: dict[ParamPath, tuple[TensorGroup, ...]] = dict.fromkeys(shapes, ())
     for rule in rules:
-        for bundle in _bundles(rule, config, shapes, pairs_neighbours):
-            for placement in bundle.placements:
-                of_target[placement.target] += (bundle,)
-    lost = [".".join(path) for path, bundles in of_target.items() if not bundles]
+        for group in _tensor_groups(rule, config, shapes, pairs_neighbours):
+            for placement in group.placements:
+                of_target[placement.target] += (group,)
+    lost = [".".join(path) for path, tensor_groups in of_target.items() if not tensor_groups]
     if lost:
-        raise ValueError(f"{config.architecture}: no rule holds the parameter {lost[0]!r}")
-    written = dict.fromkeys(bundles[0] for bundles in of_target.values())
-    return Layout(tuple(written), of_target)
+        raise ValueError(f"{config.architecture}: no rule has the parameter {lost[0]!r}")
+    written = dict.fromkeys(tensor_groups[0] for tensor_groups in of_target.values())
+    return TensorLayout(tuple(written), of_target)
 
 
-def _bundles(
+def _tensor_groups(
     rule: TensorRule, config: ModelConfig, shapes: Mapping[ParamPath, tuple[int, ...]], pairs_neighbours: bool
 ) -> Iterator[TensorGroup]:
     if rule.when is not None and getattr(config, rule.when[0]) != rule.when[1]:
@@ -198,7 +202,7 @@ def _placements(
 
 
 def linear(source: str, *targets: str, transpose: bool = True, **options: Any) -> tuple[TensorRule, TensorRule]:
-    """Weight and bias of a Linear that is one layer, or several side by side."""
+    """Rules for weight and bias of a Linear, which may be several layers fused."""
     weights, biases = (tuple(f"{target}.{kind}" for target in targets) for kind in ("weight", "bias"))
     return (
         TensorRule(f"{source}.weight", weights, transpose=transpose, **options),
@@ -207,5 +211,5 @@ def linear(source: str, *targets: str, transpose: bool = True, **options: Any) -
 
 
 def norm(source: str, target: str, **options: Any) -> tuple[TensorRule, TensorRule]:
-    """Weight and bias of a norm."""
+    """Rules for weight and bias of a norm."""
     return linear(source, target, transpose=False, **options)

@@ -13,18 +13,7 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from checkpoints_convert.arrays import count_nonfinite
-from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_json
-from checkpoints_convert.formats import LayerKVScales
-from checkpoints_convert.huggingface.compress import Stored, compress, quantization_config
-from checkpoints_convert.huggingface.config import huggingface_config
-from checkpoints_convert.huggingface.families import family_of
-from checkpoints_convert.huggingface.family import Family
-from checkpoints_convert.huggingface.names import head_names
-from checkpoints_convert.huggingface.rules import TensorGroup
-from checkpoints_convert.outputs import joined
-from checkpoints_convert.source import (
+from checkpoints_convert.checkpoint import (
     ParamPath,
     check_dtype,
     check_finite,
@@ -32,6 +21,16 @@ from checkpoints_convert.source import (
     param_dtype,
     param_shapes,
 )
+from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_json
+from checkpoints_convert.formats import LayerKVScales
+from checkpoints_convert.host_arrays import count_nonfinite
+from checkpoints_convert.huggingface.compress import Stored, compress, quantization_config
+from checkpoints_convert.huggingface.config import huggingface_config
+from checkpoints_convert.huggingface.families import family_of
+from checkpoints_convert.huggingface.family import Family, head_names
+from checkpoints_convert.huggingface.rules import TensorGroup
+from checkpoints_convert.outputs import joined
 from checkpoints_convert.staging import staged
 from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig, Params, keeps_float32
@@ -58,18 +57,18 @@ def save_huggingface(
     """Writes config.json and safetensors to the directory `dst`, which appears when it is complete.
 
     Args:
-      dtype: of the stored weights; "auto" keeps that of `params`. Weights that are quantized stay as they are: integers
-        of 2 to 8 bits per tensor, output or group become pack-quantized, those with int8 activations int-quantized,
-        FP8 float-quantized (naive-quantized without quantized activations), MXFP4 mxfp4-pack-quantized.
+      dtype: of dense weights; "auto" keeps that of `params`. Quantized weights keep their values: integers of 2 to 8
+        bits per tensor, output or group are written as pack-quantized, those with int8 activations as int-quantized,
+        FP8 as float-quantized (naive-quantized without quantized activations), MXFP4 as mxfp4-pack-quantized.
       kv_scales: of an 8-bit key-value cache, one per layer.
       extra_files: copied beside the weights under their own names, such as tokenizer files.
       extra_config: further fields of config.json, such as `eos_token_id`. Without them the special tokens are null,
-        since Transformers would otherwise assume those of the first Llama.
+        since Transformers would otherwise use those of the first Llama.
 
     Raises:
-      CheckpointError: a configuration the architecture has no fields for; parameters that do not fit it, or are not
-        finite in `dtype`; a scheme compressed-tensors has no words for, such as NF4; a destination that exists (unless
-        `overwrite`) or has no room.
+      CheckpointError: a configuration that config.json of the architecture cannot express; parameters that do not fit
+        it, or are not finite in `dtype`; a scheme that compressed-tensors does not have, such as NF4; a destination
+        that exists (unless `overwrite`) or has too little space.
     """
     check_dtype(dtype)
     leaves = {
@@ -105,33 +104,36 @@ def write_shards(
     kv_scales: Sequence[LayerKVScales] = (),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> dict[str, Any]:
-    """Writes the parameters `read` gives, cast to config.dtype, as model.safetensors or numbered shards and an index.
+    """Writes parameters, cast to config.dtype, as model.safetensors or as numbered shards with an index.
 
-    `read` is called once per parameter, in the order of `param_shapes`; one shard is held at a time. `size_of` is a
-    parameter's size in bytes, about. Returns the fields for config.json that say how parameters are quantized.
+    One shard is held at a time. Returns the fields of config.json on quantization.
+
+    Args:
+      read: returns a parameter; called once for each, in the order of `param_shapes`.
+      size_of: approximate size of a parameter in bytes.
     """
     family = family_of(config)
-    bundles = family.layout(config).bundles
-    shards = list(_shards(bundles, size_of, max_shard_bytes))
+    tensor_groups = family.layout(config).tensor_groups
+    shards = list(_shards(tensor_groups, size_of, max_shard_bytes))
     leaves = _Leaves(config, read)
     weight_map: dict[str, str] = {}
     modules: dict[str, Stored] = {}
     total = 0
-    for number, bundles_of_shard in enumerate(shards, start=1):
+    for number, shard_groups in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
         tensors = _kv_tensors(config, family, kv_scales) if number == 1 else {}
-        for bundle in bundles_of_shard:
-            paths = [placement.target for placement in bundle.placements]
+        for group in shard_groups:
+            paths = [placement.target for placement in group.placements]
             found = [leaves.take(path) for path in paths]
             if any(isinstance(leaf, QuantizedArray) for leaf in found):
-                for number_in_stack, source in enumerate(bundle.sources):
+                for number_in_stack, source in enumerate(group.sources):
                     module = source.removesuffix(".weight")
-                    own = [_of_stack(leaf, number_in_stack) for leaf in found] if bundle.is_stacked else found
-                    parts, modules[module] = _compressed(own, bundle, directory)
+                    own = [_of_stack(leaf, number_in_stack) for leaf in found] if group.is_stacked else found
+                    parts, modules[module] = _compressed(own, group, directory)
                     tensors |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
             else:
                 arrays = [_cast(config, leaf, path, directory) for leaf, path in zip(found, paths, strict=True)]
-                tensors |= bundle.assemble(arrays)
+                tensors |= group.assemble(arrays)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, directory / name, metadata={"format": "pt"})
@@ -145,12 +147,12 @@ def write_shards(
         strategy = (
             "tensor" if all(len(scale) == 1 for layer in kv_scales for scale in (layer.k, layer.v)) else "attn_head"
         )
-    linears = _linears(bundles, head_names(family)[0])
+    linears = _linears(tensor_groups, head_names(family)[0])
     return {"quantization_config": quantization_config(modules, linears, kv_strategy=strategy)}
 
 
 class _Leaves:
-    """Parameters that come in the order of `param_shapes` and are taken, each once, in another."""
+    """Parameters that are read in the order of `param_shapes` and taken, each once, in any order."""
 
     def __init__(self, config: ModelConfig, read: Callable[[ParamPath], Any]):
         self._paths, self._read = iter(param_shapes(config)), read
@@ -163,13 +165,13 @@ class _Leaves:
         return self._held.pop(wanted)
 
 
-def _linears(bundles: Sequence[TensorGroup], head: str) -> list[str]:
-    """Modules of the class Linear, the head also where it is the embedding."""
+def _linears(tensor_groups: Sequence[TensorGroup], head: str) -> list[str]:
+    """Names of the Linear modules, including the head even if it is tied to the embedding."""
     names = [
         source.removesuffix(".weight")
-        for bundle in bundles
-        for source in bundle.sources
-        if bundle.placements[0].transpose and source.endswith(".weight")
+        for group in tensor_groups
+        for source in group.sources
+        if group.placements[0].transpose and source.endswith(".weight")
     ]
     head = head.removesuffix(".weight")
     return [*names, *([head] if head not in names else [])]
@@ -188,7 +190,7 @@ def _kv_tensors(config: ModelConfig, family: Family, kv_scales: Sequence[LayerKV
 
 
 def _of_stack(leaf: Any, number: int) -> Any:
-    """One expert's part of a stack."""
+    """The part of one expert in a stack."""
 
     def take(path: Any, array: Any) -> Any:
         return array if is_shared(path, array) else array[number]
@@ -196,39 +198,39 @@ def _of_stack(leaf: Any, number: int) -> Any:
     return jax.tree_util.tree_map_with_path(take, leaf)
 
 
-def _compressed(leaves: Sequence[Any], bundle: TensorGroup, where: Path) -> tuple[dict[str, np.ndarray], Stored]:
-    """The tensors of a quantized module, of the parameters in it."""
-    names = [f"parameter {'.'.join(placement.target)!r}" for placement in bundle.placements]
+def _compressed(leaves: Sequence[Any], group: TensorGroup, where: Path) -> tuple[dict[str, np.ndarray], Stored]:
+    """The tensors of a quantized module, made of the parameters in it."""
+    names = [f"parameter {'.'.join(placement.target)!r}" for placement in group.placements]
     if not all(isinstance(leaf, QuantizedArray) for leaf in leaves):
         dense = next(name for name, leaf in zip(names, leaves, strict=True) if not isinstance(leaf, QuantizedArray))
-        raise CheckpointError(where, f"{dense} is not quantized, others of the tensor {bundle.sources[0]!r} are")
+        raise CheckpointError(where, f"{dense} is not quantized, others of the tensor {group.sources[0]!r} are")
     leaves = [jax.tree.map(np.asarray, leaf) for leaf in leaves]
-    outputs = [placement.outputs for placement in bundle.placements if placement.outputs is not None]
-    name, is_embedding = names[0], bundle.placements[0].target == ("embed",)
+    outputs = [placement.outputs for placement in group.placements if placement.outputs is not None]
+    name, is_embedding = names[0], group.placements[0].target == ("embed",)
     try:
         for name, leaf in zip(names, leaves, strict=True):
             check(leaf, name)
         weight = joined(leaves, outputs) if outputs else leaves[0]
         if weight.ndim > 2:
-            raise ValueError("all experts are one tensor in this family, which compressed-tensors cannot say")
-        if not is_embedding and not bundle.placements[0].transpose:
-            raise ValueError("a Conv1D of the family stores [in, out], which compressed-tensors cannot say")
+            raise ValueError("all experts are one tensor in this family, which compressed-tensors cannot express")
+        if not is_embedding and not group.placements[0].transpose:
+            raise ValueError("a Conv1D of the family stores [in, out], which compressed-tensors cannot express")
         return compress(jax.tree.map(np.asarray, transposed(weight)) if is_embedding else weight)
     except ValueError as error:
         raise CheckpointError(where, str(error) if str(error).startswith(name) else f"{name}: {error}") from None
 
 
 def _shards(
-    bundles: Sequence[TensorGroup], size_of: Callable[[ParamPath], int], max_shard_bytes: int
+    tensor_groups: Sequence[TensorGroup], size_of: Callable[[ParamPath], int], max_shard_bytes: int
 ) -> Iterator[list[TensorGroup]]:
     shard: list[TensorGroup] = []
     filled = 0
-    for bundle in bundles:
-        size = sum(size_of(placement.target) for placement in bundle.placements)
+    for group in tensor_groups:
+        size = sum(size_of(placement.target) for placement in group.placements)
         if shard and filled + size > max_shard_bytes:
             yield shard
             shard, filled = [], 0
-        shard.append(bundle)
+        shard.append(group)
         filled += size
     yield shard
 

@@ -1,11 +1,10 @@
 """Quantization that looks at activations: one decoder layer at a time, with the texts a user gives."""
 
-from jaxinfer.calibration.auto import AutoResult, quantize_within
+from jaxinfer.calibration.auto import AutoResult, choose_bits, measure_sensitivity, quantize_within
 from jaxinfer.calibration.driver import CalibrationResult, LayerReport, quantize_model
-from jaxinfer.calibration.float_model import FloatModel
+from jaxinfer.calibration.inputs import FloatModel
 from jaxinfer.calibration.options import KEEP_AS_IS, METHODS, CalibrationOptions, Keep
 from jaxinfer.calibration.quality import Quality
-from jaxinfer.calibration.sensitivity import choose_bits, measure_sensitivity
 
 __all__ = [
     "KEEP_AS_IS",

@@ -1,24 +1,23 @@
 """A model quantized layer by layer: at most one layer's float weights, and the hidden states of the text, are held."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.calibration.capture import STACKS, LayerProgram
-from jaxinfer.calibration.float_model import FloatModel, ReadUnit, in_chunks, rounded
+from jaxinfer.calibration.capture import STACKS, LayerProgram, experts_at_once
+from jaxinfer.calibration.inputs import FloatModel, ReadUnit, in_chunks, rounded
 from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer import quantize_layer
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
-from jaxinfer.calibration.outcome import all_linears
 from jaxinfer.calibration.quality import Quality, compare
-from jaxinfer.calibration.routed import experts_at_once
-from jaxinfer.calibration.work import LinearError, QuantizedLayer, dequantized
-from jaxinfer.models import ModelConfig, Params
+from jaxinfer.calibration.work import LinearError, QuantizedLayer, dequantized, find, linear_names
+from jaxinfer.models import ModelConfig, Params, abstract_params
+from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.tree import is_quantized
 
 
@@ -128,6 +127,43 @@ def fingerprint_of(model: FloatModel, options: CalibrationOptions, tokens: np.nd
         "options": options.to_dict(),
         "tokens": digest(tokens),
     }
+
+
+ParamPath = tuple[str, ...]
+
+
+def outcome(config: ModelConfig, options: CalibrationOptions) -> dict[ParamPath, QuantizedArray]:
+    """The weights that will be quantized, by path, as abstract arrays of the type, shape and scheme they will have."""
+    layers = abstract_params(config)["layers"]
+    found: dict[ParamPath, QuantizedArray] = {}
+    for number in range(config.num_layers):
+        for name in linear_names(LayerProgram.of(config, number)):
+            bits = options.bits_of(f"layers.{number}.{name}")
+            if bits != KEEP_AS_IS:
+                shape = find(layers[str(number)], name)["weight"].shape
+                found["layers", str(number), *name.split("."), "weight"] = _quantized(shape, bits, options)
+    return found
+
+
+def all_linears(config: ModelConfig) -> list[str]:
+    """Names of a model's linear layers, such as "layers.0.mlp.down_proj"."""
+    return [
+        f"layers.{number}.{name}"
+        for number in range(config.num_layers)
+        for name in linear_names(LayerProgram.of(config, number))
+    ]
+
+
+@lru_cache(maxsize=64)
+def _quantized(shape: tuple[int, ...], bits: int, options: CalibrationOptions) -> QuantizedArray:
+    def rounded(weight: jax.Array) -> QuantizedArray:
+        return quantize(weight, options.recipe(bits), scale_dtype=options.dtype)
+
+    weight = jax.eval_shape(rounded, jax.ShapeDtypeStruct(shape, jnp.float32))
+    is_permuted = options.method == "gptq" and options.gptq.act_order and not options.gptq.static_groups
+    if not is_permuted or options.grid(bits).num_groups(shape[-2]) == 1:
+        return weight
+    return replace(weight, permutation=jax.ShapeDtypeStruct(shape[:-1], jnp.int32))
 
 
 def _advance(

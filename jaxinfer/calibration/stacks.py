@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.calibration.routed import InputStatistics
+from jaxinfer.calibration.capture import InputStatistics
 from jaxinfer.calibration.work import LinearError, Work
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error, squared_outputs

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.float_model import FloatModel, ReadUnit
+from jaxinfer.calibration.inputs import FloatModel, ReadUnit
 from jaxinfer.calibration.quality import logits
 from jaxinfer.calibration.work import dequantized
 from jaxinfer.models import ModelConfig, Params

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.calibration.capture import LayerProgram
+from jaxinfer.calibration.capture import InputStatistics, LayerProgram
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
-from jaxinfer.calibration.routed import InputStatistics
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.awq import output_error

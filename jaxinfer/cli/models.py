@@ -15,7 +15,7 @@ def models(
     A checkpoint is known by the first of `architectures` in its config.json. What sets a family apart is what it does
     otherwise than Llama.
     """
-    from checkpoints_convert.huggingface.catalogue import supported_families
+    from checkpoints_convert.huggingface.families import supported_families
 
     families = supported_families()
     if as_json:

@@ -17,10 +17,10 @@ from jaxinfer.cli.quantize_report import report_of, summary
 from jaxinfer.cli.quantize_write import rest_of, unit_reader, write
 
 if TYPE_CHECKING:
-    from checkpoints_convert.source import Source
+    from checkpoints_convert.checkpoint import Checkpoint
     from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult, FloatModel, LayerReport
+    from jaxinfer.calibration.inputs import CalibrationRows
     from jaxinfer.calibration.journal import CalibrationJournal
-    from jaxinfer.calibration.rows import CalibrationRows
 
 _TEXT = "The text"
 _GPTQ, _AWQ, _SMOOTHQUANT = "GPTQ and auto", "AWQ", "SmoothQuant"
@@ -136,7 +136,7 @@ def quantize(
     if not calibration and (given := _given(of_text)):
         raise UsageError(f"--{_option(next(iter(given)))} is of --calibration, which is not given")
     import checkpoints_convert
-    from checkpoints_convert.load import open_source
+    from checkpoints_convert.load import open_checkpoint
     from checkpoints_convert.staging import check_destination
     from jaxinfer.calibration import CalibrationOptions, Keep
     from jaxinfer.calibration.journal import CalibrationJournal
@@ -152,7 +152,7 @@ def quantize(
         raise UsageError(f"{path} is a GGUF file: convert it first, jaxinfer convert {path} DIRECTORY")
     check_destination(destination, overwrite=overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
-    with open_source(path) as opened, CalibrationJournal(work / "layers") as journal:
+    with open_checkpoint(path) as opened, CalibrationJournal(work / "layers") as journal:
         check_not_quantized(opened)
         options = CalibrationOptions(
             method="gptq" if method == "auto" else method,
@@ -212,7 +212,7 @@ def _option(name: str) -> str:
 
 
 def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "CalibrationRows | None":
-    from jaxinfer.calibration.rows import divide
+    from jaxinfer.calibration.inputs import divide
     from jaxinfer.text import Tokenizer
 
     if not calibration:
@@ -227,7 +227,7 @@ def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "Ca
         raise UsageError(f"--calibration: {error}") from None
 
 
-def _model(source: "Source") -> "FloatModel":
+def _model(source: "Checkpoint") -> "FloatModel":
     from jaxinfer.calibration import FloatModel
 
     fingerprint = hashlib.sha256(source.fingerprint().encode()).hexdigest()

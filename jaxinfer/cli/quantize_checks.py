@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from jaxinfer.cli.command import UsageError
 
 if TYPE_CHECKING:
-    from checkpoints_convert.source import ParamPath, Source
+    from checkpoints_convert.checkpoint import Checkpoint, ParamPath
     from jaxinfer.calibration import CalibrationOptions
     from jaxinfer.quantization import QuantizedArray
 
 
-def check_not_quantized(source: "Source") -> None:
+def check_not_quantized(source: "Checkpoint") -> None:
     """Raises CheckpointError, with the folder and a tensor, for a checkpoint that holds quantized weights, also where
     they would be floats once read."""
     from checkpoints_convert.errors import CheckpointError
@@ -27,16 +27,16 @@ def check_not_quantized(source: "Source") -> None:
         )
 
 
-def planned(source: "Source", options: "CalibrationOptions") -> "dict[ParamPath, QuantizedArray]":
+def planned(source: "Checkpoint", options: "CalibrationOptions") -> "dict[ParamPath, QuantizedArray]":
     """The weights that will be quantized, as abstract arrays.
 
     Raises UsageError for groups that the inputs of a linear layer do not fill, ValueError for a pattern of `keep` that
-    fits nothing, CheckpointError for what compressed-tensors, or the family's config.json, cannot say.
+    fits nothing, CheckpointError for what compressed-tensors, or the family's config.json, cannot express.
     """
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.huggingface.compress import stored_form
     from checkpoints_convert.huggingface.config import huggingface_config
-    from jaxinfer.calibration.outcome import all_linears, outcome
+    from jaxinfer.calibration.driver import all_linears, outcome
 
     options.check_keep(all_linears(source.config))
     huggingface_config(replace(source.config, dtype=options.dtype))
@@ -61,13 +61,13 @@ def planned(source: "Source", options: "CalibrationOptions") -> "dict[ParamPath,
     return weights
 
 
-def _check_experts(source: "Source", weights: "dict[ParamPath, QuantizedArray]") -> None:
+def _check_experts(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]") -> None:
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.huggingface.families import family_of
 
-    for bundle in family_of(source.config).layout(source.config).bundles:
-        for target in (placement.target for placement in bundle.placements):
-            if not bundle.is_stacked and target in weights and weights[target].ndim > 2:
+    for group in family_of(source.config).layout(source.config).tensor_groups:
+        for target in (placement.target for placement in group.placements):
+            if not group.is_stacked and target in weights and weights[target].ndim > 2:
                 raise CheckpointError(
                     source.directory,
                     f"{'.'.join(target)}: all experts are one tensor in this family, which compressed-tensors cannot "
@@ -75,9 +75,11 @@ def _check_experts(source: "Source", weights: "dict[ParamPath, QuantizedArray]")
                 )
 
 
-def num_bytes_of(source: "Source", weights: "dict[ParamPath, QuantizedArray]", dtype: str) -> "dict[ParamPath, int]":
+def num_bytes_of(
+    source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", dtype: str
+) -> "dict[ParamPath, int]":
     """Bytes of every parameter as it will be written."""
-    from checkpoints_convert.source import numpy_dtype, param_shapes
+    from checkpoints_convert.checkpoint import numpy_dtype, param_shapes
 
     size = numpy_dtype(dtype).itemsize
     return {
@@ -86,7 +88,7 @@ def num_bytes_of(source: "Source", weights: "dict[ParamPath, QuantizedArray]", d
     }
 
 
-def check_room(source: "Source", weights: "dict[ParamPath, QuantizedArray]", dtype: str, work: Path) -> None:
+def check_room(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", dtype: str, work: Path) -> None:
     """Raises CheckpointError unless the disk has room for the checkpoint and, beside it, for the finished layers, where
     a value takes a byte. Goes by what a new run needs; one that goes on has written some of it."""
     from checkpoints_convert.staging import check_free_space

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from checkpoints_convert.source import ParamPath, Source
+    from checkpoints_convert.checkpoint import Checkpoint, ParamPath
     from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult
     from jaxinfer.quantization import QuantizedArray
 
@@ -13,7 +13,7 @@ _NUM_NOTES = 6  # that people are told
 
 
 def report_of(
-    source: "Source",
+    source: "Checkpoint",
     options: "CalibrationOptions",
     weights: "dict[ParamPath, QuantizedArray]",
     result: "CalibrationResult",

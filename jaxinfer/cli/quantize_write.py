@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from checkpoints_convert import LayerKVScales
-    from checkpoints_convert.source import ParamPath, Source
+    from checkpoints_convert.checkpoint import Checkpoint, ParamPath
     from jaxinfer.calibration import CalibrationResult, LayerReport
     from jaxinfer.quantization import QuantizedArray
 
@@ -23,7 +23,7 @@ _TOLERANCE = 1e-3  # of the largest logit: weights as floats, against products o
 
 
 def write(
-    source: "Source",
+    source: "Checkpoint",
     weights: "dict[ParamPath, QuantizedArray]",
     result: "CalibrationResult",
     dtype: str,
@@ -43,15 +43,15 @@ def write(
     Returns the largest difference of a logit. Raises CheckpointError where a parameter or the logits differ.
     """
     from checkpoints_convert.errors import CheckpointError
-    from checkpoints_convert.load import open_source
+    from checkpoints_convert.load import open_checkpoint
     from checkpoints_convert.staging import check_destination, publish
-    from jaxinfer.calibration.rows import random_rows
+    from jaxinfer.calibration.inputs import random_rows
     from jaxinfer.calibration.verify import Side, compare_models
 
     made = work / "checkpoint"
     with waiting("writing"):
         _write_files(source, weights, result, dtype, made)
-    with waiting("loading what was written, and comparing"), open_source(made, dtype="float32") as written:
+    with waiting("loading what was written, and comparing"), open_checkpoint(made, dtype="float32") as written:
         tokens = random_rows(source.config.vocab_size) if held_out is None else held_out[:2]
         calibrated = Side(source.config, result.read, result.rest)
         found = compare_models(calibrated, Side(written.config, unit_reader(written), rest_of(written)), tokens)
@@ -71,9 +71,9 @@ def write(
     return found.difference
 
 
-def unit_reader(source: "Source") -> "Callable[[str], Any]":
+def unit_reader(source: "Checkpoint") -> "Callable[[str], Any]":
     """Gives a unit's parameters as a nested dict, or the one array it is."""
-    from checkpoints_convert.source import insert
+    from checkpoints_convert.checkpoint import insert
 
     def read(unit: str) -> Any:
         found: Any = {}
@@ -87,7 +87,7 @@ def unit_reader(source: "Source") -> "Callable[[str], Any]":
     return read
 
 
-def rest_of(source: "Source") -> tuple[str, ...]:
+def rest_of(source: "Checkpoint") -> tuple[str, ...]:
     """Its units that are no layers."""
     return tuple(unit for unit in source.units() if not unit.startswith("layers."))
 
@@ -114,12 +114,12 @@ def adjusted_kv_scales(
     return tuple(found), lost
 
 
-def _kv_scales(source: "Source", result: "CalibrationResult") -> "tuple[tuple[LayerKVScales, ...], list[int]]":
+def _kv_scales(source: "Checkpoint", result: "CalibrationResult") -> "tuple[tuple[LayerKVScales, ...], list[int]]":
     return adjusted_kv_scales(source.kv_scales, result.layers) if source.kv_scales else ((), [])
 
 
 def _write_files(
-    source: "Source",
+    source: "Checkpoint",
     weights: "dict[ParamPath, QuantizedArray]",
     result: "CalibrationResult",
     dtype: str,
@@ -149,7 +149,7 @@ def _write_files(
 
 def _leaf_reader(read: "Callable[[str], Any]") -> "Callable[[ParamPath], Any]":
     """Parameters by path, in the order of units, of which the last is held."""
-    from checkpoints_convert.source import unit_of
+    from checkpoints_convert.checkpoint import unit_of
 
     name, unit = None, None
 
@@ -166,7 +166,7 @@ def _leaf_reader(read: "Callable[[str], Any]") -> "Callable[[ParamPath], Any]":
     return leaf
 
 
-def _warn(source: "Source", weights: "dict[ParamPath, QuantizedArray]", result: "CalibrationResult") -> None:
+def _warn(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", result: "CalibrationResult") -> None:
     _, lost = _kv_scales(source, result)
     if lost:
         others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""

@@ -15,7 +15,7 @@ import numpy as np
 from jaxinfer.models import ModelConfig, Params, bind, collect
 from jaxinfer.models.rope import inverse_frequencies
 from jaxinfer.quantization.tree import check_plain
-from jaxinfer.training.attention import attend_by_head
+from jaxinfer.training.objectives import attend_by_head
 
 CODE = 18  # dimensions of a token's random code, in which tokens are compared: more than 16 of 4,096 collide less
 ADDED_WIDTH = 80  # a constant and four codes are 73; rows stay multiples of 16 floats
@@ -64,46 +64,28 @@ def with_copying(
     codes *= np.sqrt(CODE) / np.linalg.norm(codes, axis=1, keepdims=True)
     unit = float(_rms(base["embed"].reshape(-1)))  # what stands for 1 in the added dimensions
     sizes = _sizes(config, params, tokens)
-    # After each sublayer so many added dimensions are in use, the constant, of 2, as four of them.
-    num_used = [4 + CODE] + [4 + 3 * CODE] * (2 * config.num_layers - 1) + [4 + 4 * CODE]
-    new_sizes = [
-        float(np.sqrt((config.hidden_size * size**2 + count * unit**2) / width))
-        for size, count in zip(sizes, num_used, strict=True)
-    ]
+    new_sizes = _new_sizes(config, sizes, unit)
 
     def norm(weight: np.ndarray, index: int, added: float) -> np.ndarray:
         return np.concatenate([weight * new_sizes[index] / sizes[index], np.full(ADDED_WIDTH, added)])
 
-    # The first norm would scale the constant by each token's own size: all tokens get the same, which it makes of them.
-    embed = np.zeros((config.vocab_size, width))
-    embed[:, : config.hidden_size] = base["embed"] / _rms(base["embed"])[:, None] * sizes[0]
-    embed[:, slots.constant], embed[:, slots.own] = 2 * unit, codes * unit
-    head = np.zeros((width, config.vocab_size))
-    head[: config.hidden_size] = base["embed"].T if config.tie_word_embeddings else base["lm_head"]
-    # Of size one, not `unit`: AdamW moves every weight by about the learning rate, so small codes are soon undone.
-    head[slots.output] = codes.T
+    embed, head = _embeddings(config, base, slots, codes, unit, sizes[0])
     final = norm(base["final_norm"]["weight"], -1, 0.0)
     final[slots.output] = gain * new_sizes[-1] / (CODE * unit)
 
     layers = {}
     for i in range(config.num_layers):
         old = base["layers"][str(i)]
-        weights = {name: old["attention"][name]["weight"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-        wide = _widened(config, weights)
+        wide = _widened(config, {name: old["attention"][name]["weight"] for name in old["attention"]})
         if i == 0:
             _look_back(config, wide, slots, unit)
         elif i == 1:
             _match(config, wide, slots, unit, random)
-        added = ADDED_WIDTH
         layers[str(i)] = {
             "attention_norm": {"weight": norm(old["attention_norm"]["weight"], 2 * i, new_sizes[2 * i] / unit)},
             "attention": {name: {"weight": weight} for name, weight in wide.items()},
             "mlp_norm": {"weight": norm(old["mlp_norm"]["weight"], 2 * i + 1, new_sizes[2 * i + 1] / unit)},
-            "mlp": {
-                "gate_proj": {"weight": np.pad(old["mlp"]["gate_proj"]["weight"], ((0, added), (0, 0)))},
-                "up_proj": {"weight": np.pad(old["mlp"]["up_proj"]["weight"], ((0, added), (0, 0)))},
-                "down_proj": {"weight": np.pad(old["mlp"]["down_proj"]["weight"], ((0, 0), (0, added)))},
-            },
+            "mlp": {name: {"weight": _padded_mlp(name, old["mlp"][name]["weight"])} for name in old["mlp"]},
         }
     wide_config = replace(
         config,
@@ -115,6 +97,31 @@ def with_copying(
     )
     wide_params = {"embed": embed, "lm_head": head, "layers": layers, "final_norm": {"weight": final}}
     return wide_config, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), wide_params)
+
+
+def _new_sizes(config: ModelConfig, sizes: list[float], unit: float) -> list[float]:
+    """Root mean squares of what each norm sees, the added dimensions included."""
+    # After each sublayer so many added dimensions are in use, the constant, of 2, as four of them.
+    num_used = [4 + CODE] + [4 + 3 * CODE] * (2 * config.num_layers - 1) + [4 + 4 * CODE]
+    return [
+        float(np.sqrt((config.hidden_size * size**2 + count * unit**2) / (config.hidden_size + ADDED_WIDTH)))
+        for size, count in zip(sizes, num_used, strict=True)
+    ]
+
+
+def _embeddings(
+    config: ModelConfig, base: Params, slots: _Slots, codes: np.ndarray, unit: float, size: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The input embedding, each row's old dimensions of root mean square `size`, and the output embedding."""
+    # The first norm would scale the constant by each token's own size: all tokens get the same, which it makes of them.
+    embed = np.zeros((config.vocab_size, config.hidden_size + ADDED_WIDTH))
+    embed[:, : config.hidden_size] = base["embed"] / _rms(base["embed"])[:, None] * size
+    embed[:, slots.constant], embed[:, slots.own] = 2 * unit, codes * unit
+    head = np.zeros((config.hidden_size + ADDED_WIDTH, config.vocab_size))
+    head[: config.hidden_size] = base["embed"].T if config.tie_word_embeddings else base["lm_head"]
+    # Of size one, not `unit`: AdamW moves every weight by about the learning rate, so small codes are soon undone.
+    head[slots.output] = codes.T
+    return embed, head
 
 
 def _check(config: ModelConfig) -> None:
@@ -191,6 +198,12 @@ def _widened(config: ModelConfig, weights: dict[str, np.ndarray]) -> dict[str, n
         name: np.pad(weight, ((0, more), (0, ADDED_WIDTH)) if name == "o_proj" else ((0, ADDED_WIDTH), (0, more)))
         for name, weight in weights.items()
     }
+
+
+def _padded_mlp(name: str, weight: np.ndarray) -> np.ndarray:
+    """A projection of an MLP that reads and writes nothing in the added dimensions."""
+    added = (0, ADDED_WIDTH)
+    return np.pad(weight, ((0, 0), added) if name == "down_proj" else (added, (0, 0)))
 
 
 def _sizes(config: ModelConfig, params: Params, tokens: np.ndarray) -> list[float]:

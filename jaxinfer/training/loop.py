@@ -105,30 +105,11 @@ def train(
       FloatingPointError: the loss is not finite; names the step. Checkpoints stay as they were.
     """
     check_plain(params, "training")
-    optimizer = make_optimizer(options)
-
-    @jax.jit
-    def start(params):
-        return {"params": params, "optimizer": optimizer.init(params)}
-
-    def step_fn(state, batch, given):
-        gradients, metrics = jax.grad(objective, has_aux=True)(state["params"], batch, *given)
-        updates, opt_state = optimizer.update(gradients, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}, metrics
-
-    step_fn = jax.jit(step_fn, donate_argnums=0)
+    start, step_fn = _programs(objective, make_optimizer(options))
     state = start(params)
     checkpoint_dir = Path(checkpoint_dir).absolute()
     manager = ocp.CheckpointManager(checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True))
-    history: list[tuple[int, dict[str, float]]] = []
-    first = 0
-    if (latest := manager.latest_step()) is not None:
-        restored = manager.restore(
-            latest,
-            args=ocp.args.Composite(state=ocp.args.StandardRestore(state), history=ocp.args.JsonRestore()),
-        )
-        state, first = restored["state"], latest
-        history = [(int(step), dict(metrics)) for step, metrics in restored["history"]]
+    state, first, history = _restored(manager, state)
     shown: dict[str, str] = {}
     with tqdm(total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True) as bar:
         for step in range(first, options.num_steps):
@@ -146,16 +127,38 @@ def train(
                 shown |= {name: f"{value:.3f}" for name, value in values.items()}
                 bar.set_postfix(shown, refresh=False)
             if done % options.checkpoint_every == 0 or is_last:
-                manager.save(
-                    done,
-                    args=ocp.args.Composite(
-                        state=ocp.args.StandardSave(state), history=ocp.args.JsonSave(cast(Any, history))
-                    ),
-                )
+                saved = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(cast(Any, history))}
+                manager.save(done, args=ocp.args.Composite(**saved))
             bar.update()
     manager.wait_until_finished()
     manager.close()
     return TrainResult(params=state["params"], history=tuple(history))
+
+
+def _programs(objective: Objective, optimizer: optax.GradientTransformation) -> tuple[Callable, Callable]:
+    """Jitted: the state that training begins with, and one optimizer step, to which the state is donated."""
+
+    def start(params):
+        return {"params": params, "optimizer": optimizer.init(params)}
+
+    def step(state, batch, given):
+        gradients, metrics = jax.grad(objective, has_aux=True)(state["params"], batch, *given)
+        updates, opt_state = optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}, metrics
+
+    return jax.jit(start), jax.jit(step, donate_argnums=0)
+
+
+def _restored(
+    manager: ocp.CheckpointManager, state: dict[str, Any]
+) -> tuple[dict[str, Any], int, list[tuple[int, dict[str, float]]]]:
+    """State, number of steps done and loss curve of the newest checkpoint, or of a run that begins."""
+    if (latest := manager.latest_step()) is None:
+        return state, 0, []
+    restored = manager.restore(
+        latest, args=ocp.args.Composite(state=ocp.args.StandardRestore(state), history=ocp.args.JsonRestore())
+    )
+    return restored["state"], latest, [(int(step), dict(metrics)) for step, metrics in restored["history"]]
 
 
 def mean_loss(objective: Objective, params: Params, stream: np.ndarray, *, batch_size: int, length: int) -> float:

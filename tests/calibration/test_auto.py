@@ -14,8 +14,8 @@ from jaxinfer.calibration import (
     quantize_model,
     quantize_within,
 )
+from jaxinfer.calibration.auto import Sensitivity
 from jaxinfer.calibration.journal import CalibrationJournal
-from jaxinfer.calibration.sensitivity import Sensitivity
 
 OPTIONS = CalibrationOptions("rtn", 3, group_size=16, dtype="float32")
 

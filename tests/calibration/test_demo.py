@@ -11,7 +11,7 @@ import pytest
 import checkpoints_convert
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.rows import divide
+from jaxinfer.calibration.inputs import divide
 from jaxinfer.calibration.work import dequantized
 from jaxinfer.data import embedded_path
 from jaxinfer.text import Tokenizer

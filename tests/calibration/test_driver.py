@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, capture, quantize_model
-from jaxinfer.calibration.float_model import in_chunks
+from jaxinfer.calibration.driver import outcome
+from jaxinfer.calibration.inputs import divide, in_chunks
 from jaxinfer.calibration.journal import CalibrationJournal
-from jaxinfer.calibration.outcome import outcome
-from jaxinfer.calibration.rows import divide
 from jaxinfer.calibration.verify import Side, compare_models
 from jaxinfer.quantization import QuantizedArray, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions

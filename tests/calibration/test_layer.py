@@ -8,9 +8,9 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, Keep
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.float_model import FloatModel
-from jaxinfer.calibration.folds import folds
+from jaxinfer.calibration.inputs import FloatModel
 from jaxinfer.calibration.layer import quantize_layer
+from jaxinfer.calibration.scaling import folds
 from jaxinfer.calibration.work import Work, dequantized, find, linear_names
 from jaxinfer.models import init_params
 from jaxinfer.quantization import QuantizedArray, check

@@ -9,11 +9,11 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, quantize_model, quantize_within
 from jaxinfer.calibration.capture import ROUTER, STACKS, LayerProgram
-from jaxinfer.calibration.folds import folds
+from jaxinfer.calibration.driver import outcome
 from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer import quantize_layer
-from jaxinfer.calibration.outcome import outcome
 from jaxinfer.calibration.quality import logits
+from jaxinfer.calibration.scaling import folds
 from jaxinfer.calibration.stacks import tokens_needed
 from jaxinfer.calibration.verify import settled
 from jaxinfer.calibration.work import dequantized, find

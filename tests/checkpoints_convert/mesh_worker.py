@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import checkpoints_convert
-from checkpoints_convert.read_ahead import IN_FLIGHT_BYTES, read_ahead
+from checkpoints_convert.load import IN_FLIGHT_BYTES, read_ahead
 from jaxinfer.models import fit_to_mesh, parameter_shardings
 from jaxinfer.quantization import Selection
 from jaxinfer.quantization.tree import is_quantized

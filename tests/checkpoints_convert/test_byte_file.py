@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from checkpoints_convert.byte_file import LocalFile, fill, fill_from_tensor
 from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.storage import LocalFile, fill, fill_from_tensor
 
 
 class Slowly(LocalFile):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import CheckpointError, convert, load, verify_manifest
-from checkpoints_convert.journal import ConversionJournal
+from checkpoints_convert.staging import ConversionJournal
 
 ROOT = Path(__file__).parents[2]
 

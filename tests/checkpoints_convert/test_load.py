@@ -1,5 +1,6 @@
 import json
 import logging
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+import checkpoints_convert
 from checkpoints_convert import CheckpointError, CheckpointNotFoundError, load
-from checkpoints_convert.huggingface.source import HuggingFaceSource
+from checkpoints_convert.huggingface import checkpoint as checkpoint_module
+from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
+from jaxinfer.loading import load_model
 
 
 def flat(params):
@@ -163,7 +167,7 @@ def test_every_flipped_header_bit_is_noticed(checkpoint):
             continue
         path.write_bytes(bad)
         with pytest.raises(CheckpointError):
-            HuggingFaceSource(directory)
+            HuggingFaceCheckpoint(directory)
 
 
 def test_every_truncation_is_noticed(checkpoint):
@@ -173,7 +177,7 @@ def test_every_truncation_is_noticed(checkpoint):
     for length in [*range(20), *np.random.default_rng(0).integers(20, len(good) - 1, 40), len(good) - 1]:
         path.write_bytes(good[:length])
         with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-            HuggingFaceSource(directory)
+            HuggingFaceCheckpoint(directory)
 
 
 def test_config_that_does_not_fit_the_tensors_fails_before_reading(checkpoint):
@@ -184,3 +188,22 @@ def test_config_that_does_not_fit_the_tensors_fails_before_reading(checkpoint):
         CheckpointError, match=r"9 problems(.|\n)*model\.layers\.2\.mlp\.down_proj\.weight' \[32, 48\] is missing"
     ):
         load(directory)
+
+
+def test_a_model_is_planned_once(checkpoint, monkeypatch):
+    """Parameters, scales of the cache, tokenizer and end tokens come from one open checkpoint."""
+    plan = Mock(side_effect=checkpoint_module.plan)
+    monkeypatch.setattr(checkpoint_module, "plan", plan)
+    directory = checkpoint().write()
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    loaded = load_model(directory)
+    assert (plan.call_count, loaded.eos_token_ids) == (1, (2, 7))
+
+
+def test_functions_of_a_path_are_deprecated(checkpoint):
+    directory = checkpoint().write()
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    with pytest.warns(DeprecationWarning, match=r"open_checkpoint\(path\).eos_token_ids"):
+        assert checkpoints_convert.eos_token_ids(directory) == (7, 2)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        checkpoints_convert.nothing  # noqa: B018

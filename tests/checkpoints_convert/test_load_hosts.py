@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from family_files import Files, one_by_one, read
 
-from checkpoints_convert import CheckpointError, load_plan, safetensors_index
-from checkpoints_convert.huggingface.source import HuggingFaceSource
-from checkpoints_convert.parts import slices_of
-from checkpoints_convert.read_ahead import read_ahead
-from checkpoints_convert.safetensors_file import SafetensorsFile
+from checkpoints_convert import CheckpointError, host_arrays, load_plan, safetensors_files
+from checkpoints_convert.checkpoint import slices_of
+from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
+from checkpoints_convert.load import read_ahead
+from checkpoints_convert.safetensors_files import SafetensorsFile
 
 # Plain, grouped and tied, fused, cut by groups, heads rearranged, Conv1D, experts in one tensor, latent attention.
 FAMILIES = ["llama", "qwen2", "gemma", "phi3", "gpt_neox", "cohere", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
@@ -37,7 +37,7 @@ def counted(monkeypatch):
 
 def check_hosts(files, directory, axes, num_hosts, counted, min_piece_bytes):
     planned = load_plan(files.config, headers(files), axes, num_hosts=num_hosts, min_piece_bytes=min_piece_bytes)
-    with HuggingFaceSource(files.write(directory)) as source:
+    with HuggingFaceCheckpoint(files.write(directory)) as source:
         complete = {path: found for unit in source.units() for path, found in source.read(unit)}
         cover = {path: np.zeros(array.shape, int) for path, array in complete.items()}
         for host in planned.hosts:
@@ -54,7 +54,7 @@ def check_hosts(files, directory, axes, num_hosts, counted, min_piece_bytes):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_of_four_hosts_reads_its_own_bytes(family, tmp_path, counted, monkeypatch):
-    monkeypatch.setattr(safetensors_index, "MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr(safetensors_files, "MIN_PIECE_BYTES", 1)
     files = read(family)
     planned = check_hosts(files, tmp_path, {"data": 2, "model": 4}, 4, counted, 1)
     for host in planned.hosts:
@@ -67,7 +67,7 @@ def test_each_of_four_hosts_reads_its_own_bytes(family, tmp_path, counted, monke
 
 
 def test_experts_of_others_are_not_read(tmp_path, counted, monkeypatch):
-    monkeypatch.setattr(safetensors_index, "MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr(safetensors_files, "MIN_PIECE_BYTES", 1)
     files = one_by_one(read("mixtral"))
     planned = check_hosts(files, tmp_path, {"model": 4}, 4, counted, 1)
     stacks = [path for path in planned.hosts[1].parts if "experts" in path]
@@ -77,19 +77,19 @@ def test_experts_of_others_are_not_read(tmp_path, counted, monkeypatch):
 
 def test_rows_whose_pieces_are_too_small_are_read_whole(tmp_path, counted):
     files = read("llama")
-    planned = check_hosts(files, tmp_path, {"model": 4}, 4, counted, safetensors_index.MIN_PIECE_BYTES)
+    planned = check_hosts(files, tmp_path, {"model": 4}, 4, counted, safetensors_files.MIN_PIECE_BYTES)
     assert all(host.bytes_held < host.bytes_read < planned.num_bytes for host in planned.hosts)
 
 
 def test_parts_side_by_side_are_read_at_once(tmp_path, counted):
     """A host with all the pieces of a row reads the row once."""
     files = read("llama")
-    planned = check_hosts(files, tmp_path, {"model": 4}, 1, counted, safetensors_index.MIN_PIECE_BYTES)
+    planned = check_hosts(files, tmp_path, {"model": 4}, 1, counted, safetensors_files.MIN_PIECE_BYTES)
     assert planned.hosts[0].bytes_read == planned.num_bytes
 
 
 def test_quarter_of_a_file_and_what_is_whole(tmp_path, counted, monkeypatch):
-    monkeypatch.setattr(safetensors_index, "MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr(safetensors_files, "MIN_PIECE_BYTES", 1)
     files = read("qwen3")  # its norms of heads, and four norms of width, are whole
     planned = check_hosts(files, tmp_path, {"model": 2}, 2, counted, 1)
     norms = sum(array.nbytes for name, array in files.tensors.items() if "norm" in name)
@@ -101,7 +101,7 @@ def test_only_the_owner_of_a_bad_value_sees_it(tmp_path):
     files = read("llama")
     files.tensors["model.layers.1.self_attn.q_proj.weight"][-1, 0] = np.nan
     planned = load_plan(files.config, headers(files), {"model": 4}, num_hosts=4, min_piece_bytes=1)
-    with HuggingFaceSource(files.write(tmp_path)) as source:
+    with HuggingFaceCheckpoint(files.write(tmp_path)) as source:
         list(read_ahead(source, planned.hosts[0].parts, lambda _, found: None))
         size = files.tensors["model.layers.1.self_attn.q_proj.weight"].size // 4
         with pytest.raises(CheckpointError, match=rf"q_proj\.weight': 1 of {size} values are NaN"):
@@ -113,25 +113,23 @@ def test_offsets_are_added_to_parts(tmp_path):
     from dataclasses import replace
 
     files = read("llama")
-    with HuggingFaceSource(files.write(tmp_path)) as source:
+    with HuggingFaceCheckpoint(files.write(tmp_path)) as source:
         path = ("final_norm", "weight")
-        plain = source.read_group((path,), {})
-        stored = dict(plain)[path][0]
+        (stored,) = source.read_param(path)
         source._plan_of[path] = replace(source._plan_of[path], add=1.0)
-        found = dict(source.read_group((path,), {path: [((4, 8),)]}))[path]
-        assert np.array_equal(found[0], stored[4:8] + 1)
+        (found,) = source.read_param(path, [((4, 8),)])
+        assert np.array_equal(found, stored[4:8] + 1)
 
 
 def test_every_size_of_block_reads_the_same(tmp_path, monkeypatch):
-    from checkpoints_convert import regions
 
     files = read("cohere")  # its heads are rearranged, within blocks and across them
-    monkeypatch.setattr(safetensors_index, "MIN_PIECE_BYTES", 1)
+    monkeypatch.setattr(safetensors_files, "MIN_PIECE_BYTES", 1)
     planned = load_plan(files.config, headers(files), {"model": 2}, num_hosts=2)
-    with HuggingFaceSource(files.write(tmp_path)) as source:
+    with HuggingFaceCheckpoint(files.write(tmp_path)) as source:
         complete = {path: found for unit in source.units() for path, found in source.read(unit)}
         for block_bytes in (1, 200, 1000):
-            monkeypatch.setattr(regions, "BLOCK_BYTES", block_bytes)
+            monkeypatch.setattr(host_arrays, "BLOCK_BYTES", block_bytes)
             for path, arrays in read_ahead(source, planned.hosts[1].parts, lambda _, found: found):
                 for bounds, array in zip(planned.hosts[1].parts[path], arrays, strict=True):
                     assert np.array_equal(array, complete[path][slices_of(bounds)])
@@ -140,7 +138,7 @@ def test_every_size_of_block_reads_the_same(tmp_path, monkeypatch):
 def test_size_of_files_is_what_is_counted(tmp_path, counted):
     """The counter counts: a whole read is the whole file."""
     files = read("qwen2")
-    with HuggingFaceSource(files.write(tmp_path)) as source:
+    with HuggingFaceCheckpoint(files.write(tmp_path)) as source:
         counted.clear()
         for unit in source.units():
             list(source.read(unit))
@@ -148,7 +146,7 @@ def test_size_of_files_is_what_is_counted(tmp_path, counted):
 
 
 def test_large_parameters_are_split_where_that_reads_no_more(tmp_path):
-    with HuggingFaceSource(read("llama").write(tmp_path)) as source:
+    with HuggingFaceCheckpoint(read("llama").write(tmp_path)) as source:
         mlp = ("layers", "0", "mlp")
         for name, axis in (("gate_proj", 1), ("down_proj", 0)):
             path = (*mlp, name, "weight")

@@ -97,7 +97,7 @@ def two(axis: str = "model") -> Mesh:
 
 
 def test_what_the_mesh_cannot_cut_is_refused_before_anything_is_read(tmp_path, monkeypatch):
-    from checkpoints_convert.safetensors_file import SafetensorsFile
+    from checkpoints_convert.safetensors_files import SafetensorsFile
 
     directory = read("mixtral").write(tmp_path)
     asked = []

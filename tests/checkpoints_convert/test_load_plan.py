@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import load_plan
-from checkpoints_convert.parts import size_of, slices_of
+from checkpoints_convert.checkpoint import size_of, slices_of
 
 HEADERS = Path(__file__).parent / "headers" / "llama-3-70b.json"
 NUM_BYTES = 2 * 70_553_706_496

@@ -10,10 +10,17 @@ import pytest
 from family_files import read
 from fsspec.implementations.memory import MemoryFileSystem
 
-import checkpoints_convert
-from checkpoints_convert import CheckpointError, CheckpointNotFoundError, convert, load, object_store, resolve
-from checkpoints_convert.huggingface.source import HuggingFaceSource
-from checkpoints_convert.read_ahead import read_ahead
+from checkpoints_convert import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    convert,
+    load,
+    open_checkpoint,
+    resolve,
+    storage,
+)
+from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
+from checkpoints_convert.load import read_ahead
 from jaxinfer.data import embedded_path
 from jaxinfer.loading import load_model
 
@@ -86,19 +93,20 @@ def test_weights_are_read_once_by_ranges_and_nothing_else_is(checkpoint, put, re
     assert {name for name, _ in requests} == {f"model-{i:05}-of-00003.safetensors" for i in (1, 2, 3)}
     size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     assert sum(count for _, count in requests) == size  # headers and tensors, each once
-    assert checkpoints_convert.eos_token_ids(local) == (7, 2)
+    with open_checkpoint(local) as checkpoint:
+        assert checkpoint.eos_token_ids == (7, 2)
 
 
 def test_a_host_asks_for_its_part(put, requests, tmp_path):
     """Whole rows, as pieces of rows are too small for a request: of q, k, v, gate, up and embeddings its own ones."""
     files = read("llama")
     url = put(files.write(tmp_path))
-    with HuggingFaceSource(resolve(url)) as source:
+    with HuggingFaceCheckpoint(resolve(url)) as source:
         path = ("layers", "0", "mlp", "gate_proj", "weight")
         inputs, outputs = source._plan_of[path].shape
         parts = {path: [((0, inputs), (0, outputs // 4))]}
         requests.clear()
-        (found,) = dict(source.read_group((path,), parts))[path]
+        (found,) = source.read_param(path, parts[path])
     assert [count for _, count in requests] == [inputs * outputs // 4 * 4]
     stored = files.tensors["model.layers.0.mlp.gate_proj.weight"]
     assert np.array_equal(found, stored[: outputs // 4].T)
@@ -185,7 +193,7 @@ def denied(self, path, **options):
 def test_an_object_that_is_cut_while_it_is_read(checkpoint, put):
     system = fsspec.filesystem("memory")
     url = put(checkpoint().write())
-    with HuggingFaceSource(resolve(url)) as source:
+    with HuggingFaceCheckpoint(resolve(url)) as source:
         shard = url.removeprefix("memory:/") + "/model.safetensors"
         system.pipe(shard, system.cat_file(shard)[:-100])
         with pytest.raises(CheckpointError, match=rf"{url}/model\.safetensors: tensor '.*': the file ends at byte"):
@@ -202,7 +210,7 @@ def test_an_object_that_is_cut_while_it_is_read(checkpoint, put):
 )
 def test_whatever_a_store_raises_is_one_error(checkpoint, put, monkeypatch, kind, message):
     url = put(checkpoint().write())
-    with HuggingFaceSource(resolve(url)) as source:
+    with HuggingFaceCheckpoint(resolve(url)) as source:
 
         def fail(self, path, **options):
             raise kind
@@ -262,6 +270,6 @@ def test_a_path_is_not_a_url():
 
 
 def test_small_files_that_are_large_are_not_copied(checkpoint, put, monkeypatch):
-    monkeypatch.setattr(object_store, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(storage, "MAX_JSON_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"config\.json: \d+ bytes, the limit is 100"):
         load(put(checkpoint().write()))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpoints_convert.parts import owned_parts, part_of, shape_of, size_of, slices_of, whole
+from checkpoints_convert.checkpoint import owned_parts, part_of, shape_of, size_of, slices_of, whole
 
 P = PartitionSpec
 

@@ -7,17 +7,17 @@ import jax
 import numpy as np
 import pytest
 
-from checkpoints_convert import CheckpointError, load, placing
-from checkpoints_convert.huggingface.source import HuggingFaceSource
-from checkpoints_convert.read_ahead import read_ahead
-from checkpoints_convert.source import Source
+from checkpoints_convert import CheckpointError, load
+from checkpoints_convert.checkpoint import Checkpoint
+from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
+from checkpoints_convert.load import OnDefaultDevice, read_ahead
 
 SIZES = [5, 1, 1, 300, 7, 20, 20, 20, 1, 250]
 KIB = 1024
 
 
-class Drawn(Source):
-    """Groups of so many KiB, whose reading waits for `gate` and notes what is held."""
+class Drawn(Checkpoint):
+    """Parameters of so many KiB, whose reading waits for `gate` and notes what is held."""
 
     def __init__(self, sizes, gate=lambda number: None):
         super().__init__(None)
@@ -30,14 +30,14 @@ class Drawn(Source):
     def param_bytes(self, path):
         return self.sizes[int(path[0])] * KIB
 
-    def read_group(self, group, parts):
-        number = int(group[0][0])
+    def read_param(self, path, parts=()):
+        number = int(path[0])
         with self.lock:
             self.held += self.sizes[number] * KIB
             self.peak = max(self.peak, self.held)
             self.num_read += 1
         self.gate(number)
-        yield group[0], [np.full(self.sizes[number] * KIB, number % 100, np.int8)]
+        return [np.full(self.sizes[number] * KIB, number % 100, np.int8)]
 
     def quantized(self):
         return {}
@@ -91,7 +91,7 @@ def test_an_error_ends_the_reading():
         seen.extend(path for path, _ in reading)
     assert seen == [("0",), ("1",)]
     assert source.num_read < 10
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-group")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-param")]
 
 
 def test_a_reader_that_stops_early_leaves_no_threads():
@@ -99,24 +99,24 @@ def test_a_reader_that_stops_early_leaves_no_threads():
     reading = read_ahead(source, {}, placed(source))
     next(reading)
     reading.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-group")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint-param")]
 
 
 def test_load_holds_no_more_than_the_bound(checkpoint, monkeypatch):
     """As the loader uses it: bytes that sources returned and no device has taken."""
     held, peak = 0, 0
     lock = threading.Lock()
-    read_group = HuggingFaceSource.read_group
+    read_param = HuggingFaceCheckpoint.read_param
 
-    def counting(self, group, parts):
+    def counting(self, path, parts):
         nonlocal held, peak
-        for path, arrays in read_group(self, group, parts):
-            with lock:
-                held += sum(array.nbytes for array in arrays)
-                peak = max(peak, held)
-            yield path, arrays
+        arrays = read_param(self, path, parts)
+        with lock:
+            held += sum(array.nbytes for array in arrays)
+            peak = max(peak, held)
+        return arrays
 
-    call = placing.OnDefaultDevice.__call__
+    call = OnDefaultDevice.__call__
 
     def taking(self, path, found):
         nonlocal held
@@ -124,8 +124,8 @@ def test_load_holds_no_more_than_the_bound(checkpoint, monkeypatch):
             held -= sum(array.nbytes for array in found)
         return call(self, path, found)
 
-    monkeypatch.setattr(HuggingFaceSource, "read_group", counting)
-    monkeypatch.setattr(placing.OnDefaultDevice, "__call__", taking)
+    monkeypatch.setattr(HuggingFaceCheckpoint, "read_param", counting)
+    monkeypatch.setattr(OnDefaultDevice, "__call__", taking)
     limit = 12 * KIB
     module = sys.modules["checkpoints_convert.load"]  # the package has a function of that name
     monkeypatch.setattr(module, "read_ahead", lambda *arguments: read_ahead(*arguments, limit=limit))

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints_convert import regions
-from checkpoints_convert.arrays import count_nonfinite, empty_aligned
-from checkpoints_convert.regions import Region, read_tensor
+from checkpoints_convert import host_arrays
+from checkpoints_convert.host_arrays import Region, count_nonfinite, empty_aligned, read_tensor
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BF16]
@@ -40,7 +39,7 @@ def stored(array):
     [((70, 33), True), ((70, 33), False), ((129,), False), ((), False), ((0, 5), True), ((1, 1), True)],
 )
 def test_result_is_the_cast_transpose(shape, transpose, original, dtype, block_bytes, executor, monkeypatch):
-    monkeypatch.setattr(regions, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(host_arrays, "BLOCK_BYTES", block_bytes)
     array = np.random.default_rng(0).standard_normal(shape).astype(original)
     found, seen = read_tensor(stored(array), shape, original, dtype, transpose=transpose, executor=executor)
     wanted = (array.T if transpose else array).astype(dtype)
@@ -139,23 +138,23 @@ def test_regions_are_what_numpy_takes(data):
 
     min_piece = data.draw(st.sampled_from([1, 20, 100, 10**6]))
     region = Region("w", read, whole.dtype, row_length, rows, tuple(zip(columns, results, strict=True)))
-    with patch.object(regions, "BLOCK_BYTES", 10**6), ThreadPoolExecutor(2) as pool, np.errstate(over="ignore"):
-        seen = regions.read_regions([region], executor=pool, min_piece_bytes=min_piece, add=add)["w"]
+    with patch.object(host_arrays, "BLOCK_BYTES", 10**6), ThreadPoolExecutor(2) as pool, np.errstate(over="ignore"):
+        seen = host_arrays.read_regions([region], executor=pool, min_piece_bytes=min_piece, add=add)["w"]
         for part, result in zip(columns, results, strict=True):
             wanted = whole[np.ix_(rows, part)].astype(dtype)
             wanted = (wanted.astype(np.float32) + np.float32(add)).astype(dtype) if add else wanted
             assert result.tobytes() == wanted.tobytes()
     assert seen.size == len(rows) * len(numbers)
     assert seen.num_nonfinite == (0 in rows and 0 in numbers)
-    assert read_bytes == regions.bytes_to_read(rows, columns, row_length, 4, min_piece)
+    assert read_bytes == host_arrays.bytes_to_read(rows, columns, row_length, 4, min_piece)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_arrays_in_memory_are_checked_and_cast(dtype, executor, monkeypatch):
-    monkeypatch.setattr(regions, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(host_arrays, "BLOCK_BYTES", 64)
     array = np.random.default_rng(0).standard_normal((30, 7)).astype(np.float32)
     array[3, 4], array[29, 6] = np.nan, 1e38
-    found, seen = regions.cast_array(array, dtype, executor=executor, measure_cast=True)
+    found, seen = host_arrays.cast_array(array, dtype, executor=executor, measure_cast=True)
     with np.errstate(over="ignore"):
         assert found.tobytes() == array.astype(dtype).tobytes()
     assert (found is array or found.base is array) == (dtype == np.float32)

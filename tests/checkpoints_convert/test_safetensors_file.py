@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.safetensors_file import SafetensorsFile, parse_header
+from checkpoints_convert.safetensors_files import SafetensorsFile, parse_header
 
 
 def entry(dtype="F32", shape=(2, 2), offsets=(0, 16), **more):

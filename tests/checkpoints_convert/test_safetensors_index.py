@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.safetensors_index import SafetensorsIndex, weight_files
+from checkpoints_convert.safetensors_files import SafetensorsIndex, weight_files
 
 
 def write_index(directory, weight_map):

@@ -9,9 +9,9 @@ import pytest
 import tensorstore
 
 from checkpoints_convert import CheckpointError, convert, load, store
-from checkpoints_convert.manifest import measure, write_manifest
-from checkpoints_convert.parts import slices_of
-from checkpoints_convert.store import NativeSource, read_native_config, write_unit
+from checkpoints_convert.checkpoint import slices_of
+from checkpoints_convert.files import measure, write_manifest
+from checkpoints_convert.store import NativeCheckpoint, read_native_config, write_unit
 
 
 @pytest.fixture
@@ -159,10 +159,10 @@ def test_parts_are_read_from_their_chunks(tmp_path, checkpoint, monkeypatch):
     directory = tmp_path / "native"
     convert(checkpoint().write(), directory, progress=None)
     path = ("layers", "1", "mlp", "down_proj", "weight")
-    with NativeSource(directory) as source:
+    with NativeCheckpoint(directory) as source:
         whole = dict(source.read("layers.1"))[path]
         parts = [((0, 12), (0, 32)), ((40, 48), (3, 4)), ((5, 6), (0, 0))]
-        found = dict(source.read_group((path,), {path: parts}))[path]
+        found = source.read_param(path, parts)
     assert [array.shape for array in found] == [(12, 32), (8, 1), (1, 0)]
     assert all(np.array_equal(array, whole[slices_of(bounds)]) for array, bounds in zip(found, parts, strict=True))
 

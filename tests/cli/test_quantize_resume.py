@@ -16,19 +16,19 @@ import checkpoints_convert
 from checkpoints_convert.huggingface import save
 from jaxinfer.calibration import driver
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.journal import Journal
+from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
 
 SMALL = ["--samples", 8, "--length", 16, "--group-size", 16]
 # Nothing of the process runs after the first layer is in the journal.
 KILLED = """
 import os, signal
-from jaxinfer.calibration.journal import Journal
-write = Journal.write
+from jaxinfer.calibration.journal import CalibrationJournal
+write = CalibrationJournal.write
 def write_and_die(*arguments):
     write(*arguments)
     os.kill(os.getpid(), signal.SIGKILL)
-Journal.write = write_and_die
+CalibrationJournal.write = write_and_die
 from jaxinfer.cli.main import main
 main()
 """
@@ -145,7 +145,12 @@ def most_bytes(jaxinfer, folder: Path, num_layers: int, monkeypatch) -> int:
         watching.setattr(owner, name, watched)
 
     with monkeypatch.context() as watching:
-        for owner, name in ((Journal, "write"), (Journal, "read"), (LayerProgram, "forward"), (save, "save_file")):
+        for owner, name in (
+            (CalibrationJournal, "write"),
+            (CalibrationJournal, "read"),
+            (LayerProgram, "forward"),
+            (save, "save_file"),
+        ):
             watch(owner, name)
         result = jaxinfer("quantize", source, folder / f"out-{num_layers}", "--method", "rtn", "--group-size", 32)
     assert result.exit_code == 0, result.stderr

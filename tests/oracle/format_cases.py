@@ -56,7 +56,7 @@ def save(case: Case) -> Path:
 def found(directory_or_file: Path) -> tuple[Any, np.ndarray, int]:
     """What our reader makes of a written case, the library's weight, and the allowed ulps."""
     from checkpoints_convert.formats import quantization_method
-    from checkpoints_convert.safetensors_file import NUMPY_DTYPES, SafetensorsFile
+    from checkpoints_convert.safetensors_files import NUMPY_DTYPES, SafetensorsFile
 
     with SafetensorsFile(directory_or_file) as file:
         meta = json.loads(file.metadata["case"])

@@ -11,8 +11,7 @@ from gguf_writer import FLOATS, Blocks, random_blocks, write
 from test_gguf_families import checkpoint, differing, save
 
 from checkpoints_convert import load
-from checkpoints_convert.gguf.blocks import dequantize
-from checkpoints_convert.gguf.types import TYPE_NAMES, TYPES
+from checkpoints_convert.gguf.blocks import TYPE_NAMES, TYPES, dequantize
 from jaxinfer.loading import tokenizer_of
 from jaxinfer.quantization.tree import is_quantized
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.cache import attend_without_cache
-from jaxinfer.training.attention import attend_by_head
+from jaxinfer.training.objectives import attend_by_head
 
 RANDOM = np.random.default_rng(0)
 Q, K, V = (jnp.asarray(RANDOM.standard_normal((2, 11, heads, 8)), jnp.float32) for heads in (4, 2, 2))

@@ -7,9 +7,9 @@ import pytest
 
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import init_params
-from jaxinfer.training.attention import attend_by_head
 from jaxinfer.training.objectives import (
     DIVERGENCES,
+    attend_by_head,
     distillation,
     forward_kl,
     next_token,

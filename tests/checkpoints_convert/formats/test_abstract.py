@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from checkpoints_convert import CheckpointError, abstract, abstract_of, convert, load
-from checkpoints_convert.safetensors_file import SafetensorsFile
+from checkpoints_convert.safetensors_files import SafetensorsFile
 
 
 def shapes(params):

@@ -3,7 +3,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints_convert.formats.bits import as_int8, pack, signed, transposed, unpack, unsigned
+from checkpoints_convert.formats.module import as_int8, pack, signed, transposed, unpack, unsigned
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

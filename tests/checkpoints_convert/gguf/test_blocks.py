@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from gguf_writer import BLOCKS, FLOATS, random_blocks
 
-from checkpoints_convert.gguf import leaves
-from checkpoints_convert.gguf.blocks import dequantize, unpack
-from checkpoints_convert.gguf.leaves import leaf_bytes, quantized_leaf
-from checkpoints_convert.gguf.types import TYPES
+from checkpoints_convert.gguf import blocks as gguf_blocks
+from checkpoints_convert.gguf.blocks import TYPES, dequantize, leaf_bytes, quantized_leaf, unpack
 from jaxinfer.quantization import check
 
 GOLDEN = Path(__file__).parents[2] / "oracle" / "golden" / "gguf_blocks.npz"
@@ -37,7 +35,7 @@ def test_every_type_that_is_read_has_golden_values():
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_leaf_dequantizes_to_the_same_bits(kind, transpose, monkeypatch):
     """Below the normal half-precision scales too; and however many rows are unpacked at once."""
-    monkeypatch.setattr(leaves, "_CHUNK_BYTES", 4000)  # several rows, in several chunks
+    monkeypatch.setattr(gguf_blocks, "_CHUNK_BYTES", 4000)  # several rows, in several chunks
     blocks = random_blocks(kind, (24, 512), np.random.default_rng(1))
     of_type = TYPES[kind]
 

@@ -14,9 +14,9 @@ from gguf_writer import Blocks, header, info, string, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints_convert import CheckpointError, eos_token_ids, load, tokenizer_files
+from checkpoints_convert import CheckpointError, load
+from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
 from checkpoints_convert.gguf.file import MAX_NAME_BYTES, MAX_STRINGS, GGUFFile
-from checkpoints_convert.gguf.source import GGUFSource
 
 SIZE = 2**20  # so that "twice the file's size" leaves room for an interpreter's own objects
 PADDED = np.zeros(SIZE, np.uint8)
@@ -231,12 +231,12 @@ def whole(make_checkpoint, tmp_path_factory) -> tuple[Path, bytes, int]:
 
 def open_all(path: Path) -> None:
     """Everything that opening a model does with a file, but for the device."""
-    with GGUFSource(path, dtype="float32") as source:
+    with GGUFCheckpoint(path, dtype="float32") as source:
         for unit in source.units():
             for _ in source.read(unit):
                 pass
-    eos_token_ids(path)
-    tokenizer_files(path)
+        assert source.eos_token_ids is not None
+        source.tokenizer_files()
 
 
 def test_the_whole_file_opens(whole):

@@ -8,11 +8,11 @@ from gguf_models import metadata_of, tensors_of, write_model
 from gguf_writer import write
 
 from checkpoints_convert import CheckpointError
-from checkpoints_convert.gguf.source import GGUFSource
+from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
 
 
 def opened(path):
-    with GGUFSource(path) as source:
+    with GGUFCheckpoint(path) as source:
         return source.config
 
 

@@ -10,10 +10,10 @@ import pytest
 from gguf_models import ARCHITECTURES, metadata_of, side_by_side, tensors_of, write_model
 from gguf_writer import BLOCKS, Blocks, random_blocks, write, write_split
 
-from checkpoints_convert import CheckpointError, compare_tensors, convert, eos_token_ids, load
+from checkpoints_convert import CheckpointError, compare_tensors, convert, load, open_checkpoint
 from checkpoints_convert.gguf.blocks import dequantize
+from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
 from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.gguf.source import GGUFSource
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
@@ -221,7 +221,9 @@ def test_converted_to_the_native_form(wide, tmp_path, kind):
     assert first[0] == second[0]
     assert equal(first[1], second[1])
     assert json.loads((tmp_path / "native" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    assert eos_token_ids(tmp_path / "native") == eos_token_ids(path) == (2,)
+    with open_checkpoint(path) as original, open_checkpoint(tmp_path / "native") as native:
+        assert original.eos_token_ids == native.eos_token_ids == (2,)
+        assert original.generation_config == native.generation_config == {}
 
 
 def test_converted_to_hugging_faces_form(wide, tmp_path):
@@ -360,9 +362,9 @@ def test_host_bytes_are_those_held(wide, tmp_path, kind, requantize):
     path = ("layers", "0", "mlp", "up_proj", "weight")
     num_values = 512 * 256
     file = write(tmp_path / "model.gguf", metadata_of(source.config), tensors)
-    with GGUFSource(file, dtype="float32", requantize=requantize) as opened:
-        ((_, found),) = opened.read_group((path,), {})
-        declared = opened.host_bytes((path,), {})
+    with GGUFCheckpoint(file, dtype="float32", requantize=requantize) as opened:
+        found = opened.read_param(path)
+        declared = opened.host_bytes(path)
         if requantize == "int4-g32" and kind == "Q4_K":
             assert declared >= 3 * 4 * num_values + num_values // 2
         else:
@@ -370,4 +372,4 @@ def test_host_bytes_are_those_held(wide, tmp_path, kind, requantize):
             assert declared == sum(array.nbytes for array in arrays)
         dense = ("layers", "0", "mlp", "gate_proj", "weight")
         half = ((0, 256), (0, 256))
-        assert opened.host_bytes((dense,), {dense: [half]}) == 4 * num_values * 3 // 2
+        assert opened.host_bytes(dense, [half]) == 4 * num_values * 3 // 2

@@ -9,9 +9,21 @@ from gguf_models import metadata_of, tensors_of
 from gguf_writer import write
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from checkpoints_convert import CheckpointError, bos_token_id, convert, eos_token_ids, tokenizer_files
-from checkpoints_convert.gguf.pre_tokenizers import PRE_TOKENIZERS
+from checkpoints_convert import CheckpointError, convert, tokenizer_files
+from checkpoints_convert.gguf.index import GGUFIndex
+from checkpoints_convert.gguf.tokenizer import PRE_TOKENIZERS, end_token_ids, token_id
 from jaxinfer.loading import load_model, tokenizer_of
+
+
+def eos_token_ids(path):
+    with GGUFIndex(path) as index:
+        return end_token_ids(index)
+
+
+def bos_token_id(path):
+    with GGUFIndex(path) as index:
+        return token_id(index, "bos_token_id")
+
 
 TEXTS = [
     "Hello, world! The year 2024 cost $1,234.50; isn't that  odd?\n\n\tYes   it is.  ",

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints_convert import CheckpointError, bos_token_id, eos_token_ids, generation_config
+from checkpoints_convert import CheckpointError
+from checkpoints_convert.files import bos_token_id, eos_token_ids, generation_config
 from checkpoints_convert.huggingface.config import huggingface_config, model_config
 from checkpoints_convert.huggingface.families import FAMILIES
 from jaxinfer.models import ModelConfig, RopeConfig

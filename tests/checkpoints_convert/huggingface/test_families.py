@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
+from checkpoints_convert.checkpoint import param_shapes
 from checkpoints_convert.huggingface.families import FAMILIES, source_of
-from checkpoints_convert.source import param_shapes
 from jaxinfer.models import ModelConfig, RopeConfig
 
 LARGEST = ModelConfig(

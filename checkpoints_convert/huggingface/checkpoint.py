@@ -1,37 +1,138 @@
-"""A Hugging Face repository directory opened for reading."""
+"""A Hugging Face repository opened for reading, and where parts of parameters lie in its tensors."""
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from checkpoints_convert.arrays import empty_aligned
+from checkpoints_convert.checkpoint import (
+    Bounds,
+    Checkpoint,
+    HostParam,
+    ParamPath,
+    cut_parts,
+    digest,
+    numpy_dtype,
+    shape_of,
+    size_of,
+    whole,
+)
 from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import with_side_file
 from checkpoints_convert.formats.kv_scales import LayerKVScales, read_kv_scales
+from checkpoints_convert.host_arrays import Region, empty_aligned, read_regions
 from checkpoints_convert.huggingface.config import family_for
 from checkpoints_convert.huggingface.families import family_of, is_wrapper
-from checkpoints_convert.huggingface.names import embedding_name, head_names, renaming
+from checkpoints_convert.huggingface.family import embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import read_quantized, read_whole
-from checkpoints_convert.parts import Bounds, shape_of, whole
-from checkpoints_convert.pieces import regions_of, split_parts
 from checkpoints_convert.plan import QuantizedPlan, TensorPlan, later_layer_tensors, plan
-from checkpoints_convert.regions import Region, read_regions
-from checkpoints_convert.safetensors_file import FLOAT_DTYPES
-from checkpoints_convert.safetensors_index import SafetensorsIndex
-from checkpoints_convert.source import Group, ParamPath, Source, cut_parts, digest, numpy_dtype
-from jaxinfer.quantization import QuantizedArray
+from checkpoints_convert.safetensors_files import FLOAT_DTYPES, SafetensorsIndex
+
+
+@dataclass(frozen=True)
+class TensorPiece:
+    """The share of a part in one stored tensor, viewed as a matrix [rows, columns] (leading axes are flattened).
+
+    Attributes:
+      source: the tensor's name. row_length: its number of columns.
+      rows, columns: int64 indices into the tensor, in the part's order.
+      place: index into the part of the block [rows, columns], or [columns, rows] if the plan transposes.
+    """
+
+    source: str
+    row_length: int
+    rows: np.ndarray
+    columns: np.ndarray
+    place: tuple[int, ...]
+
+    def target(self, part: np.ndarray, *, transpose: bool) -> np.ndarray:
+        """The view [rows, columns] of the part that the piece is written to."""
+        found = part[self.place]
+        if transpose and found.ndim == 2:
+            return found.T
+        return found.reshape(len(self.rows), len(self.columns))
+
+
+def pieces_of(tensor: TensorPlan, bounds: Bounds) -> Iterator[TensorPiece]:
+    """The pieces of stored tensors that a part of a dense parameter is read from."""
+    stored = tensor.view or tensor.source_shape
+    if not tensor.stacked:
+        yield from _pieces_of_one(tensor, tensor.source, stored, bounds, ())
+        return
+    (first, last), *rest = bounds
+    for number in range(first, last):
+        yield from _pieces_of_one(tensor, tensor.stacked[number], stored, tuple(rest), (number - first,))
+
+
+def _pieces_of_one(
+    tensor: TensorPlan, source: str, stored: tuple[int, ...], bounds: Bounds, place: tuple[int, ...]
+) -> Iterator[TensorPiece]:
+    """The pieces of one tensor, which fill `place` of the part."""
+    is_swapped = tensor.transpose and len(stored) > 1
+    if is_swapped:
+        bounds = (*bounds[:-2], bounds[-1], bounds[-2])
+    indices = [np.arange(start, stop) for start, stop in bounds]
+    if tensor.outputs is not None:
+        axis = -2 if is_swapped else -1
+        indices[axis] = tensor.outputs.index[slice(*bounds[axis])]
+    *leading, columns = indices or [np.zeros(1, np.int64)]
+    *shape, row_length = list(stored) or [1]
+    if is_swapped:  # matrix by matrix: a stack of transposed matrices is no matrix
+        *leading, within = leading
+        *shape, num_rows = shape
+        for number, index in enumerate(_flat(leading, shape)):
+            here = np.unravel_index(number, tuple(map(len, leading))) if leading else ()
+            yield TensorPiece(source, row_length, index * num_rows + within, columns, (*place, *map(int, here)))
+    else:
+        yield TensorPiece(source, row_length, _flat(leading, shape), columns, place)
+
+
+def _flat(indices: Sequence[np.ndarray], shape: Sequence[int]) -> np.ndarray:
+    """Row numbers of all combinations of the indices of the leading axes."""
+    if not indices:
+        return np.zeros(1, np.int64)
+    return np.ravel_multi_index(np.ix_(*indices), tuple(shape)).reshape(-1)
+
+
+def regions_of(tensor: TensorPlan, parts: Sequence[Bounds]) -> list[list[tuple[int, TensorPiece]]]:
+    """The pieces of all parts, each with its part's number, grouped by tensor and rows: a group is read at once."""
+    found: dict[tuple, list[tuple[int, TensorPiece]]] = {}
+    for number, bounds in enumerate(parts):
+        for piece in pieces_of(tensor, bounds):
+            if len(piece.rows) and len(piece.columns):
+                # Rows of parts are runs of the same list, so that its start and length tell them.
+                key = (piece.source, int(piece.rows[0]), len(piece.rows))
+                found.setdefault(key, []).append((number, piece))
+    return list(found.values())
+
+
+def split_parts(tensor: TensorPlan, parts: Sequence[Bounds], itemsize: int, limit: int) -> list[list[Bounds]]:
+    """The parts in runs of at most `limit` bytes; in one run if they share rows, which are then read once."""
+    sizes = [size_of(bounds) * itemsize for bounds in parts]
+    if sum(sizes) <= limit or any(len({number for number, _ in region}) > 1 for region in regions_of(tensor, parts)):
+        return [list(parts)]
+    runs: list[list[Bounds]] = []
+    room = -1
+    for bounds, size in zip(parts, sizes, strict=True):
+        if size > room:
+            runs.append([])
+            room = limit
+        runs[-1].append(bounds)
+        room -= size
+    return runs
+
 
 _LOG = logging.getLogger(__name__)
 _COMPARED_BYTES = 4 * 2**20
 
 
-class HuggingFaceSource(Source):
-    """config.json with safetensors files. `plans` tells where every parameter comes from.
+class HuggingFaceCheckpoint(Checkpoint):
+    """config.json with safetensors files. `plans` has the source tensors of every parameter.
 
     Raises CheckpointError for files that are malformed or do not fit the configuration, before weights are read.
     """
@@ -55,8 +156,8 @@ class HuggingFaceSource(Source):
         self._hf_config = hf_config
         self._plan_of = {tensor.target: tensor for tensor in self.plans}
         self._quantized = {tensor.target: tensor for tensor in self.plans if isinstance(tensor, QuantizedPlan)}
-        self._said: set[str] = set()
-        self._saying = threading.Lock()
+        self._warned: set[str] = set()
+        self._warning_lock = threading.Lock()
         if later := later_layer_tensors(family_of(self.config), self.config, self._index.headers):
             _LOG.warning(
                 "%s: %d tensors of layers beyond the %d of the model, for multi-token prediction, are not used",
@@ -76,19 +177,15 @@ class HuggingFaceSource(Source):
             return ()
         return read_kv_scales(self._index.headers, self.config.num_layers, lambda name: read_whole(self._index, name))
 
-    def read_group(
-        self, group: Group, parts: Mapping[ParamPath, Sequence[Bounds]]
-    ) -> Iterator[tuple[ParamPath, list[np.ndarray] | QuantizedArray]]:
-        """Of dense parameters only the bytes of the parts are read, as far as pieces are not too small; the tensors of
-        quantized ones are read whole, as their layouts pack values across parts."""
-        for path in group:
-            tensor = self._plan_of[path]
-            if isinstance(tensor, TensorPlan):
-                yield path, self._read(tensor, parts.get(path) or [whole(tensor.shape)])
-                continue
-            self._say(tensor.reader.notes)
-            found = read_quantized(self._index, tensor, self.config.dtype)
-            yield path, cut_parts(found, parts.get(path, ())) if isinstance(found, np.ndarray) else found
+    def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
+        """Reads only the bytes of the parts of dense parameters, and whole rows where their pieces would be too small.
+        Tensors of quantized parameters are read whole, since their layouts pack values across parts."""
+        tensor = self._plan_of[path]
+        if isinstance(tensor, TensorPlan):
+            return self._read(tensor, parts or [whole(tensor.shape)])
+        self._warn_once(tensor.reader.notes)
+        found = read_quantized(self._index, tensor, self.config.dtype)
+        return cut_parts(found, parts) if isinstance(found, np.ndarray) else found
 
     def split(self, path: ParamPath, parts: Sequence[Bounds], limit: int) -> list[list[Bounds]]:
         tensor = self._plan_of[path]
@@ -112,11 +209,11 @@ class HuggingFaceSource(Source):
         super().close()
         self._index.close()
 
-    def _say(self, notes: tuple[str, ...]) -> None:
-        """Warns of what is not read as declared, once for each kind."""
-        with self._saying:  # tensors are read by several threads
-            new = [note for note in notes if note not in self._said]
-            self._said.update(new)
+    def _warn_once(self, notes: tuple[str, ...]) -> None:
+        """Logs what is not read as declared, once for each kind."""
+        with self._warning_lock:  # tensors are read by several threads
+            new = [note for note in notes if note not in self._warned]
+            self._warned.update(new)
         for note in new:
             _LOG.warning("%s: %s", self._index.where, note)
 
@@ -131,22 +228,22 @@ class HuggingFaceSource(Source):
                             for number, piece in pieces)  # fmt: skip
             read = partial(self._index.read_into, first.source)
             regions.append(Region(first.source, read, stored[first.source], first.row_length, first.rows, targets))
-        seen = read_regions(
+        found = read_regions(
             regions,
             executor=self.executor,
             min_piece_bytes=self._index.min_piece_bytes,
             add=tensor.add,
             measure_cast=self._measure_casts,
         )
-        for name, found in seen.items():
+        for name, stats in found.items():
             where = self._index.path_of(name)
-            self.check_seen(found, stored[name], dtype, param=".".join(tensor.target), name=name, where=where)
+            self.check_stats(stats, stored[name], dtype, param=".".join(tensor.target), name=name, where=where)
         return arrays
 
 
 def _untied_if_heads_differ(hf_config: dict[str, Any], index: SafetensorsIndex) -> dict[str, Any]:
-    """Tied embeddings make `lm_head.weight` a copy. If it is there and differs, it was trained on its own and
-    config.json is wrong: like Transformers 5, use both."""
+    """config.json with `tie_word_embeddings` false if the stored head differs from the embedding, as in Transformers 5:
+    it was then trained separately."""
     headers = index.headers
     family, data = family_for(hf_config, index.directory)
     rename = renaming(family, headers)

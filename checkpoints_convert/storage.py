@@ -1,14 +1,16 @@
-"""Checkpoints in object stores: gs://, s3:// and whatever else fsspec opens.
+"""Files read by position, on a local disk or in an object store (gs://, s3:// and whatever else fsspec opens).
 
-What describes the model, a few MB, is copied to a temporary directory that is removed when the process ends; from then
-on it is a checkpoint directory as any other, but for its safetensors files, which stay where they are and are read by
-ranges. Which directories are such copies is kept in this process only, never in a file: a directory that somebody else
-made can not ask for a connection.
+Of a checkpoint in an object store, the files that describe the model (a few MB) are copied to a temporary directory,
+which is removed when the process ends; from then on it is a checkpoint directory like any other, except that its
+safetensors files stay in the store and are read by ranges. Which directories are such copies is kept in this process
+only, never in a file, so that a directory from elsewhere cannot ask for a connection.
 """
 
 import atexit
+import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import (
@@ -28,14 +30,83 @@ from checkpoints_convert.files import (
     WEIGHTS_INDEX,
 )
 
+
+class ByteFile(Protocol):
+    """An open file that is read by position. path: for messages. size: in bytes."""
+
+    path: str | Path
+    size: int
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Reads from `offset` into the start of the buffer; returns the number of bytes, 0 at the end. Thread-safe."""
+        ...
+
+    def version(self) -> str:
+        """A text that changes when the file does."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalFile:
+    """A `ByteFile` on a local disk. Raises CheckpointError if it cannot be opened, or is a pipe or a device."""
+
+    def __init__(self, path: str | Path):
+        self.path: str | Path = Path(path)
+        try:
+            self.descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
+        except OSError as error:
+            raise CheckpointError(self.path, f"cannot be opened: {error.strerror}") from None
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise CheckpointError(self.path, "is not a regular file")
+        self.size = status.st_size
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        return os.preadv(self.descriptor, [buffer], offset)
+
+    def version(self) -> str:
+        status = os.stat(self.path)
+        return f"{status.st_size} {status.st_mtime_ns}"
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def fill(buffer: memoryview, file: ByteFile, where: int, what: str) -> None:
+    """Fills `buffer` with the file's bytes from `where` on. Raises CheckpointError, naming `what`, if the file ends."""
+    while buffer:
+        num_read = file.read_into(where, buffer)
+        if num_read == 0:
+            raise CheckpointError(file.path, f"{what}: the file ends at byte {where}, {len(buffer)} bytes too soon")
+        where, buffer = where + num_read, buffer[num_read:]
+
+
+def fill_from_tensor(
+    buffer: memoryview, file: ByteFile, begin: int, end: int, *, offset: int = 0, name: str = ""
+) -> None:
+    """Fills `buffer` with bytes of the tensor at [begin, end) of the file, from its byte `offset` on.
+
+    Raises IndexError for bytes beyond the tensor, CheckpointError if the file ends.
+    """
+    buffer = buffer.cast("B")
+    size = end - begin
+    if offset < 0 or offset + len(buffer) > size:
+        raise IndexError(f"bytes [{offset}, {offset + len(buffer)}) of tensor {name!r}, which has {size}")
+    fill(buffer, file, begin + offset, f"tensor {name!r}")
+
+
 EXTRA = "object-store"
-# A request takes some 30 ms to answer, in which a connection of 100 MB/s moves 3 MB: smaller pieces cost more than
-# what lies between them.
+# A request takes some 30 ms to answer, in which a connection of 100 MB/s moves 3 MB: below that size, reading the gap
+# between two pieces is cheaper than a second request.
 MIN_PIECE_BYTES = 4 * 2**20
 _NUM_CONNECTIONS = 8
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-:]*://")
 _DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX)
-# What tells one version of an object from another, as stores name it.
+# Fields that identify a version of an object, by the names that stores use.
 _VERSION_KEYS = (
     "etag",
     "ETag",
@@ -56,7 +127,7 @@ def is_url(name: str) -> bool:
 
 
 class RemoteFile:
-    """An object read by ranges. path: its URL. size: bytes, as listed."""
+    """An object in a store, a `ByteFile`. path: its URL. size: bytes, as listed."""
 
     def __init__(self, directory: "RemoteDirectory", name: str):
         self.path: str | Path = f"{directory.url}/{name}"
@@ -64,7 +135,7 @@ class RemoteFile:
         self._directory, self._name = directory, name
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
-        """Fills `buffer` with the bytes from `offset` on, as far as there are; how many."""
+        """As `ByteFile.read_into`, in one request. Raises CheckpointError."""
         data = self._directory.read(self._name, offset, offset + len(buffer))
         if len(data) > len(buffer):
             raise CheckpointError(self.path, f"asked for {len(buffer)} bytes, the store gave {len(data)}")
@@ -80,11 +151,11 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class RemoteDirectory:
-    """A directory in a store, as it was listed.
+    """A directory in an object store, as listed.
 
     Attributes:
       url: without a slash at the end. system: fsspec's file system. root: the directory's name in it.
-      files: what the store says of each file, by name.
+      files: the store's metadata of each file, by name.
     """
 
     url: str
@@ -106,16 +177,16 @@ class RemoteDirectory:
 
 
 def remote_of(directory: Path) -> RemoteDirectory | None:
-    """Where the weights of a directory are that this process copied from a store; None for any other."""
+    """The store that a local directory was copied from by `stage` in this process; None for any other directory."""
     return _staged.get(directory)
 
 
 def stage(url: str) -> Path:
-    """The local directory that stands for a Hugging Face checkpoint in a store.
+    """Copies the small files of a Hugging Face checkpoint in a store; returns the local directory.
 
     Raises:
-      CheckpointNotFoundError: nothing there. CheckpointError: no access; a converted checkpoint or a GGUF file, which
-        are read from disks only; a package that is missing, with its extra.
+      CheckpointNotFoundError: nothing there, or a missing package, with the extra to install.
+      CheckpointError: no access; a converted checkpoint or a GGUF file, which are read from disks only.
     """
     remote = _listed(url.rstrip("/"))
     for directory, known in _staged.items():
@@ -195,7 +266,7 @@ def _check_form(remote: RemoteDirectory) -> None:
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Turns the store's errors into ours. Its packages raise many kinds."""
+    """Turns the errors of fsspec's packages, which are of many types, into CheckpointError."""
     try:
         yield
     except CheckpointError:

@@ -2,27 +2,36 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from checkpoints_convert.arrays import aligned, empty_aligned
+from checkpoints_convert.checkpoint import (
+    Bounds,
+    Checkpoint,
+    HostParam,
+    ParamPath,
+    check_dtype,
+    cut_parts,
+    digest,
+    numpy_dtype,
+    size_of,
+)
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
-from checkpoints_convert.gguf.blocks import FLOATS, dequantize
+from checkpoints_convert.gguf.blocks import FLOATS, dequantize, leaf_bytes, leaf_host_bytes, quantized_leaf
 from checkpoints_convert.gguf.config import architecture_of, huggingface_config
 from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.gguf.leaves import leaf_bytes, leaf_host_bytes, quantized_leaf
-from checkpoints_convert.gguf.tensors import TensorPlan, plan_tensors
-from checkpoints_convert.gguf.tokenizer import tokenizer_files
+from checkpoints_convert.gguf.tensors import GGUFTensorPlan, plan_tensors
+from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id, tokenizer_files
+from checkpoints_convert.host_arrays import aligned, empty_aligned
 from checkpoints_convert.huggingface.config import model_config
-from checkpoints_convert.parts import Bounds, size_of
-from checkpoints_convert.source import Group, ParamPath, Source, check_dtype, cut_parts, digest, numpy_dtype
 from jaxinfer.quantization import RECIPES, QuantizedArray, quantize, recipe
 
 DENSE = "dense"
@@ -31,7 +40,7 @@ _PLAIN = ("Q8_0", "Q4_0", "MXFP4")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-class GGUFSource(Source):
+class GGUFCheckpoint(Checkpoint):
     """One GGUF file, or the parts of a split one. `plans` tells where every parameter comes from.
 
     Attributes:
@@ -60,18 +69,12 @@ class GGUFSource(Source):
         self._plan_of = {plan.target: plan for plan in self.plans}
         self._quantized = {plan.target: plan for plan in self.plans if plan.stays_quantized and requantize != DENSE}
 
-    def read_group(
-        self, group: Group, parts: Mapping[ParamPath, Sequence[Bounds]]
-    ) -> Iterator[tuple[ParamPath, list[np.ndarray] | QuantizedArray]]:
+    def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
         """Parameters are read whole, and parts are cut from them: blocks hold values of several parts."""
-        for path in group:
-            plan = self._plan_of[path]
-            if path not in self._quantized:
-                yield path, cut_parts(self._dense(plan, self.config.dtype), parts.get(path, ()))
-            elif self.is_requantized(plan):
-                yield path, self._requantized(plan)
-            else:
-                yield path, self._leaf(plan)
+        plan = self._plan_of[path]
+        if path not in self._quantized:
+            return cut_parts(self._dense(plan, self.config.dtype), parts)
+        return self._requantized(plan) if self.is_requantized(plan) else self._leaf(plan)
 
     def quantized(self) -> dict[ParamPath, str]:
         return {plan.target: plan.sources[0] for plan in self.plans if plan.stays_quantized}
@@ -85,7 +88,7 @@ class GGUFSource(Source):
             return jax.eval_shape(make, jax.ShapeDtypeStruct(plan.shape, jnp.float32)).num_bytes
         return leaf_bytes(plan.entry.kind, int(np.prod(plan.shape, dtype=np.int64)))
 
-    def _host_bytes(self, path: ParamPath, parts: Sequence[Bounds]) -> int:
+    def host_bytes(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> int:
         """Parameters are held whole, whatever parts of them are wanted; a stack beside the matrices it is made of."""
         plan = self._plan_of[path]
         size = int(np.prod(plan.shape, dtype=np.int64))
@@ -96,6 +99,21 @@ class GGUFSource(Source):
         if self.is_requantized(plan):  # the weight, the weight that comes of it and their difference, in float32
             return 3 * 4 * size + self.param_bytes(path)
         return leaf_host_bytes(plan.entry.kind, size) * (2 if is_copied else 1)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return end_token_ids(self.index)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return token_id(self.index, "bos_token_id")
+
+    def tokenizer_files(self) -> dict[str, str] | None:
+        return tokenizer_files(self.index)
 
     def companions(self, *, with_tokenizer: bool = True) -> dict[str, Path | str]:
         config = {CONFIG: json.dumps(self.huggingface_config, indent=2) + "\n"}
@@ -119,11 +137,11 @@ class GGUFSource(Source):
             del sizes["float32"]
         return sizes.most_common(1)[0][0] if sizes else "bfloat16"
 
-    def is_requantized(self, plan: TensorPlan) -> bool:
+    def is_requantized(self, plan: GGUFTensorPlan) -> bool:
         """Whether a parameter that the file quantized is rounded to the recipe `requantize`."""
         return self.requantize is not None and plan.target[0] == "layers" and plan.entry.kind.name not in _PLAIN
 
-    def _leaf(self, plan: TensorPlan) -> QuantizedArray:
+    def _leaf(self, plan: GGUFTensorPlan) -> QuantizedArray:
         matrices = [self._leaf_of(plan, *place) for place in _matrices(plan)]
         leaf = matrices[0]
         if len(plan.shape) > 2:  # a codebook is that of the type, one for all
@@ -139,7 +157,7 @@ class GGUFSource(Source):
             )
         return leaf
 
-    def _leaf_of(self, plan: TensorPlan, name: str, skipped: int, shape: tuple[int, int]) -> QuantizedArray:
+    def _leaf_of(self, plan: GGUFTensorPlan, name: str, skipped: int, shape: tuple[int, int]) -> QuantizedArray:
         order = None if plan.placement.outputs is None else plan.placement.outputs.index
         num_rows = shape[0] if order is None else len(order)
         rows = partial(self._rows, name, skipped, order)
@@ -155,13 +173,15 @@ class GGUFSource(Source):
         raw = self.index.read_rows(name, skipped + begin, skipped + end)
         return raw if end - begin == len(chosen) and (np.diff(chosen) == 1).all() else raw[chosen - begin]
 
-    def _dense(self, plan: TensorPlan, dtype: str) -> np.ndarray:
+    def _dense(self, plan: GGUFTensorPlan, dtype: str) -> np.ndarray:
         parts = [self._dense_of(plan, dtype, *place) for place in _matrices(plan)]
         if len(plan.shape) <= 2:
             return parts[0].reshape(plan.shape)
         return np.stack(parts, out=empty_aligned(plan.shape, parts[0].dtype))
 
-    def _dense_of(self, plan: TensorPlan, dtype: str, name: str, skipped: int, shape: tuple[int, int]) -> np.ndarray:
+    def _dense_of(
+        self, plan: GGUFTensorPlan, dtype: str, name: str, skipped: int, shape: tuple[int, int]
+    ) -> np.ndarray:
         kind, placement = plan.entry.kind.name, plan.placement
         # Rows of a matrix are its outputs; in a vector, and a matrix that is not transposed, they are the columns.
         order = None if placement.outputs is None else placement.outputs.index
@@ -191,7 +211,7 @@ class GGUFSource(Source):
         )
         return aligned(array[:, order]) if order is not None and of_rows is None else array
 
-    def _requantized(self, plan: TensorPlan) -> QuantizedArray:
+    def _requantized(self, plan: GGUFTensorPlan) -> QuantizedArray:
         weight = jnp.asarray(self._dense(plan, "float32"))
         found = quantize(weight, self.requantize or "", scale_dtype=self.config.dtype)
         norm = float(jnp.linalg.norm(weight.reshape(-1)))
@@ -206,7 +226,7 @@ def check_requantize(name: str | None) -> None:
         raise ValueError(f"requantize={name!r} is not {DENSE!r} or one of {', '.join(RECIPES)}")
 
 
-def _matrices(plan: TensorPlan) -> Iterator[tuple[str, int, tuple[int, int]]]:
+def _matrices(plan: GGUFTensorPlan) -> Iterator[tuple[str, int, tuple[int, int]]]:
     """The stored matrices of a parameter: tensor, rows before, and (rows, columns); of a vector one with one row."""
     for name in plan.sources:
         shape = plan.placement.view or plan.placement.stored
