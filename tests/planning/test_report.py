@@ -3,16 +3,19 @@
 import json
 from dataclasses import replace
 
+import jax.numpy as jnp
 import pytest
 
 from jaxinfer.engine.options import SpeculationOptions
+from jaxinfer.models import abstract_params
 from jaxinfer.planning import MemoryPlan, changes, make_plan, to_dict, to_text
 from jaxinfer.planning.chips import chips
 from jaxinfer.planning.measure import measure
 from jaxinfer.planning.picture import draw
-from jaxinfer.planning.plan import assemble
+from jaxinfer.planning.plan import Memory, assemble
 from jaxinfer.planning.subject import Subject
-from jaxinfer.speculative import NgramDraft
+from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.speculative import ModelDraft, NgramDraft
 from tests.planning.plan_models import LLAMA_3_8B, TINY
 
 
@@ -31,6 +34,21 @@ def test_the_parts_are_all_there_is(planned):
     assert memory.total == pytest.approx(max(one.figures.total_bytes for one in planned.programs.values()), abs=1)
     assert planned.fits == (memory.total <= memory.budget)
     assert memory.budget == int(0.9 * 2**30)
+
+
+def test_tokens_that_fit_leave_out_the_null_page():
+    memory = Memory({"weights": 100, "cache": 50}, "decode", 250, 200, 4, 10, planned_tokens=16, is_measured=True)
+    assert memory.tokens == 4 * (100 // 10 - 1)
+    assert memory.remaining_tokens == memory.tokens - 16
+
+
+def test_a_draft_takes_room_for_its_weights_and_its_cache(ask):
+    small = replace(TINY, num_layers=20)
+    draft = ModelDraft("draft", small, abstract_params(small, jnp.bfloat16))
+    alone, beside = (make_plan(ask(TINY, "v6e:1x1", draft=one), compiles=False).memory for one in (None, draft))
+    assert beside.parts["draft weights"] == num_bytes(draft.params)
+    assert beside.parts["draft cache"] * TINY.num_layers == beside.parts["cache"] * 20
+    assert beside.tokens < alone.tokens
 
 
 def test_json_has_what_machines_read(planned):

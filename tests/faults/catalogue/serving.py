@@ -169,7 +169,7 @@ PLANNING = (
         "jaxinfer",
         'parts["draft cache"] = num_bytes(self.draft_cache)',
         "pass",
-        ("tests/planning/test_report.py", "tests/planning/test_measure.py"),
+        ("tests/planning/test_report.py::test_a_draft_takes_room_for_its_weights_and_its_cache",),
         "a plan with a draft fits, and the engine runs out of memory",
     ),
     Fault(
@@ -185,7 +185,7 @@ PLANNING = (
         "jaxinfer/planning",
         "// self.page_bytes - 1",
         "// self.page_bytes",
-        ("tests/planning/test_report.py",),
+        ("tests/planning/test_report.py::test_tokens_that_fit_leave_out_the_null_page",),
         "a plan promises a page more than the engine gets",
     ),
     Fault(
