@@ -4,18 +4,30 @@ BIN := $(VENV)/bin
 COMPILERS := $(VENV)/compilers
 WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
 PYTEST := $(BIN)/python -m pytest
-# The tests that compile for chips that are not here.
-# Eight virtual devices, and other processes.
-SCALE_OUT_TESTS := tests/scale_out
-COMPILED_TESTS := tests/pallas_kernels tests/engine/test_compiled.py tests/engine/test_compiled_quantized.py \
-    tests/engine/test_compiled_mesh.py tests/planning/test_plan_compiled.py
-# The compilers are native code, and one of them has crashed a test process where it starts, once: a test is run once more
-# after a crash, and only then; one that crashes twice fails.
-ONCE_MORE := --reruns 1 --only-rerun 'crashed while running'
-# As many test processes as cores; each keeps its own JAX, and all share one compilation cache.
+# Test modules are compiled once for all processes and runs.
+unexport PYTHONDONTWRITEBYTECODE
+# As many test processes as cores; each keeps its own JAX, and all share one compilation cache. The compilers are native
+# code, and one of them has crashed a test process where it starts: a test that crashes the process runs once more.
 WORKERS ?= auto
+# What to run, and with which further options: make test-all TESTS=tests/engine PYTEST_OPTIONS=-x
+TESTS ?= tests
+PYTEST_OPTIONS ?=
+PARALLEL := -n $(WORKERS) --dist worksteal --reruns 1 --only-rerun 'crashed while running'
+# Run after the others in one process with eight virtual devices: these measure time, or their devices wait for one another.
+ALONE_TESTS := tests/engine tests/parallel tests/scale_out tests/speculative
+# Cheap tests of every package.
+QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/engine/test_pages.py \
+    tests/engine/test_scheduler_examples.py tests/batch/test_requests.py tests/batch/test_responses.py tests/batch/test_results.py \
+    tests/batch/test_rows.py tests/batch/test_scan.py tests/batch/test_defaults.py tests/cli/test_command.py \
+    tests/cli/test_output.py tests/cli/test_profile.py tests/measure tests/models/test_config.py tests/models/test_norms.py \
+    tests/sampling/test_params.py tests/sampling/test_keys.py tests/sampling/test_generation_config.py tests/text/test_stream.py \
+    tests/text/test_stop.py tests/text/test_messages.py tests/parallel/test_sharding.py tests/parallel/test_wire.py \
+    tests/planning/test_chips.py tests/speculative/test_ngram.py tests/speculative/test_tree.py tests/cache/test_paged.py \
+    tests/quantization/test_rtn.py tests/checkpoints_convert/test_load.py tests/checkpoints_convert/test_manifest.py \
+    tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
+    tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py
 
-.PHONY: help demo test test-faults test-speculation test-scale-out test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
+.PHONY: help demo test test-quick test-all test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -41,34 +53,29 @@ $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embedded model
 	$(BIN)/jaxinfer demo
 
-test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the test suite (CPU, no torch, no network; compiles for TPU and GPU)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not alone' $(addprefix --ignore=,$(COMPILED_TESTS) $(SCALE_OUT_TESTS))
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not alone' $(ONCE_MORE) $(COMPILED_TESTS)
-	$(PYTEST) -q -m alone
-	JAX_NUM_CPU_DEVICES=8 $(PYTEST) -q $(SCALE_OUT_TESTS)
+test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the tests (CPU, no torch, no network; compiles for TPU and GPU)
+	$(WITH_COMPILERS) $(PYTEST) -q $(PARALLEL) -m 'not alone' $(PYTEST_OPTIONS) $(TESTS)
+	JAX_NUM_CPU_DEVICES=8 $(PYTEST) -q -m alone $(PYTEST_OPTIONS) $(ALONE_TESTS)
 
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
 	$(BIN)/python -m tests.faults --jobs 2
 
-test-kernels: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the long tests of kernels and compiled programs: all shapes, whole models
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow $(ONCE_MORE) $(COMPILED_TESTS)
+test-quick: $(VENV)/stamp-test  ## Run the cheap tests of every package: for the inner loop
+	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m 'not alone' $(PYTEST_OPTIONS) $(QUICK_TESTS)
 
-test-speculation: $(VENV)/stamp-test  ## Run the long tests of speculation: every draft with every length
-	$(PYTEST) -n $(WORKERS) --dist worksteal -q --slow -m slow tests/engine/test_speculation.py \
-	    tests/engine/test_speculation_quantized.py tests/engine/test_kv_dtype.py
+# What an optional package needs is skipped, with the reason, until `make test-oracle` has installed it.
+test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray  ## Run all tests, the long ones too: hours
+	@$(MAKE) test PYTEST_OPTIONS="--slow $(if $(wildcard $(VENV)/stamp-oracle),--oracle) $(PYTEST_OPTIONS)"
 
-test-scale-out: $(VENV)/stamp-test $(VENV)/stamp-ray  ## Run the long tests of meshes and fleets: every mesh with every model; Ray
-	JAX_NUM_CPU_DEVICES=8 $(PYTEST) -q --slow $(SCALE_OUT_TESTS)
+coverage: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run `make test` and print the lines that it did not run
+	@$(BIN)/coverage erase
+	@$(MAKE) test PYTEST_OPTIONS="--cov=jaxinfer --cov=pallas_kernels --cov=checkpoints_convert --cov-append --cov-report= $(PYTEST_OPTIONS)"
+	$(BIN)/coverage report --skip-covered --show-missing
 
-# JAX's newest releases need Python 3.12; the kernels, which its changes touch most, are tested on both.
-test-newest:  ## Run the kernels' tests on a newer Python and JAX, if one is found
+# JAX's newest releases need Python 3.12.
+test-newest:  ## Run `make test-quick` on a newer Python and JAX, if one is found
 	@python="$$(sh tests/find_newest_python.sh)" || { echo "skipped: no Python 3.12 or newer found"; exit 0; }; \
-	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-kernels-short
-
-.PHONY: test-kernels test-kernels-short
-test-kernels-short: $(VENV)/stamp-test $(VENV)/stamp-compilers
-	$(BIN)/python -c 'import sys, jax; print("Python", sys.version.split()[0], "JAX", jax.__version__)'
-	$(WITH_COMPILERS) $(PYTEST) -n $(WORKERS) --dist worksteal -q -m 'not alone' $(ONCE_MORE) $(COMPILED_TESTS)
+	$(MAKE) VENV=.venv-newest PYTHON="$$python" test-quick
 
 test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Face Transformers, live
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
@@ -122,4 +129,4 @@ readme: $(VENV)/stamp-base  ## Print the README's examples again
 	$(BIN)/python docs/update_readme.py
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf $(VENV) .venv-newest build site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest build site *.egg-info .pytest_cache .ruff_cache .coverage

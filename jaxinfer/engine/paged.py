@@ -396,7 +396,7 @@ class PagedEngine:
         if self.speculation is not None and choice is not None:
             num_drafts = np.zeros(num_slots, np.int32)
             num_drafts[slots] = [choice.length_of(sequence) for _, sequence in decodes]
-            work = {"is_held": is_scheduled, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
+            work = {"is_scheduled": is_scheduled, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
             output, counts = self._run_rounds(work, self.speculation.number_of(choice.tree))
             rounds = _Rounds(plan.num_steps, choice.tree, counts, num_behind)
             least = self.options.token_buckets[-1] if self.options.deterministic else 0
@@ -665,7 +665,7 @@ class PagedEngine:
         self._run_decode(np.zeros(num_slots, np.bool_), 0)
 
     def _warm_up_rounds(self, num_slots: int, tree: TokenTree) -> None:
-        work = {"is_held": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
+        work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
         work["num_drafts"] = np.zeros(num_slots, np.int32)
         self._list_pages(None, num_slots)
         self._run_rounds(work, _checked(self.speculation).number_of(tree))

@@ -1,16 +1,12 @@
-"""Tests of many devices, and of other processes: `make test-scale-out` gives them eight virtual devices."""
-
-import sys
-from pathlib import Path
+"""Tests of many devices: `make test` runs them in a process with eight virtual devices."""
 
 import jax
 import pytest
 
 NUM_DEVICES = 8
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))  # mixed_requests
 
 
 @pytest.fixture(autouse=True)
-def _eight_devices(request):
-    if request.node.get_closest_marker("any_devices") is None and jax.device_count() < NUM_DEVICES:
-        pytest.skip(f"{jax.device_count()} devices, {NUM_DEVICES} are needed: make test-scale-out")
+def _eight_devices():
+    if jax.device_count() < NUM_DEVICES:
+        pytest.skip(f"{jax.device_count()} devices, {NUM_DEVICES} are needed: JAX_NUM_CPU_DEVICES={NUM_DEVICES}")

@@ -12,7 +12,7 @@ from jaxinfer import LLM
 from jaxinfer.batch import BatchError, open_job
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.any_devices, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_ROWS = 500
 OPTIONS = {"max_model_len": 48, "max_seqs": 16}
 

@@ -9,6 +9,7 @@ operations that it runs next, which had waited for this one.
 import bisect
 import heapq
 import re
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,9 +72,12 @@ def intervals(data: Any) -> list[Interval]:
     """
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:") and "CUSTOM" not in plane.name]
-    found = [one for plane in devices for one in _on_device(plane)]
-    if not found:
-        found = [one for plane in planes if plane.name.startswith("/host:CPU") for one in _on_cpu(plane)]
+    with warnings.catch_warnings():
+        # On Python 3.13 the first `event.stats` of a process warns, and aborts the process if warnings are errors.
+        warnings.filterwarnings("ignore", message="builtin type event_stats", category=DeprecationWarning)
+        found = [one for plane in devices for one in _on_device(plane)]
+        if not found:
+            found = [one for plane in planes if plane.name.startswith("/host:CPU") for one in _on_cpu(plane)]
     if not found:
         names = ", ".join(plane.name for plane in planes) or "none"
         raise NoDeviceEventsError(f"the trace has no operations of a device; its planes are: {names}")
