@@ -21,7 +21,7 @@ import numpy as np
 
 import checkpoints_convert
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model, quantize_within
-from jaxinfer.calibration.inputs import divide
+from jaxinfer.calibration.inputs import split_rows
 from jaxinfer.data import embedded_path
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import RECIPES, QuantizedArray, quantize_params
@@ -75,7 +75,7 @@ def texts() -> tuple[np.ndarray, np.ndarray]:
 
     def rows(texts: tuple[str, ...], count: int) -> np.ndarray:
         encoded = [tokenizer.encode_content(text) for text in texts]
-        found = divide(encoded, tokenizer.eos_token_id, num_rows=count, length=LENGTH, seed=0)
+        found = split_rows(encoded, tokenizer.eos_token_id, num_rows=count, length=LENGTH, seed=0)
         return np.concatenate([found.calibration, found.held_out])
 
     return rows(corpus.train[::7], NUM_CALIBRATION), rows(corpus.held_out, NUM_HELD_OUT)

@@ -26,7 +26,7 @@ from jaxinfer.quantization import QuantizedArray
 Bounds = tuple[tuple[int, int], ...]
 
 
-def whole(shape: Sequence[int]) -> Bounds:
+def full_bounds(shape: Sequence[int]) -> Bounds:
     """The bounds of a whole array."""
     return tuple((0, size) for size in shape)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from checkpoints_convert.checkpoint import NUM_THREADS, Bounds, ParamPath, numpy_dtype, part_of, size_of, whole
+from checkpoints_convert.checkpoint import NUM_THREADS, Bounds, ParamPath, full_bounds, numpy_dtype, part_of, size_of
 from checkpoints_convert.host_arrays import BLOCK_BYTES, bytes_to_read
 from checkpoints_convert.huggingface.checkpoint import regions_of, split_parts
 from checkpoints_convert.load import IN_FLIGHT_BYTES
@@ -93,7 +93,7 @@ def load_plan(
         _host_plan(dense, held, [tuple(map(int, place)) for place in own], min_piece_bytes, bytes_placed)
         for own in places
     )
-    num_bytes = sum(size_of(whole(tensor.shape)) * numpy_dtype(tensor.dtype).itemsize for tensor in dense)
+    num_bytes = sum(size_of(full_bounds(tensor.shape)) * numpy_dtype(tensor.dtype).itemsize for tensor in dense)
     return LoadPlan(config, dict(axes), hosts, num_bytes)
 
 

@@ -55,7 +55,7 @@ class OutputsError(ValueError):
     """Outputs of quantized weights that cannot be joined; the message says why."""
 
 
-def taken(weight: QuantizedArray, outputs: Outputs) -> QuantizedArray:
+def take_outputs(weight: QuantizedArray, outputs: Outputs) -> QuantizedArray:
     """The outputs of a stored weight [..., K, N] of host arrays that belong to a parameter; exact.
 
     Nested scales are dequantized, and blocks of several outputs that are cut become blocks of one output with the same
@@ -76,8 +76,8 @@ def taken(weight: QuantizedArray, outputs: Outputs) -> QuantizedArray:
     return replace(weight, values=values, scales=scales, zeros=zeros, scheme=replace(weight.scheme, block=block))
 
 
-def joined(weights: Sequence[QuantizedArray], outputs: Sequence[Outputs]) -> QuantizedArray:
-    """The stored weight that parameters are the outputs of, of host arrays; exact. The inverse of `taken`.
+def join_outputs(weights: Sequence[QuantizedArray], outputs: Sequence[Outputs]) -> QuantizedArray:
+    """The stored weight that parameters are the outputs of, of host arrays; exact. The inverse of `take_outputs`.
 
     Raises OutputsError for parts that are quantized differently.
     """

@@ -31,13 +31,13 @@ from checkpoints_convert.checkpoint import (
     ParamPath,
     check_dtype,
     digest,
+    full_bounds,
     numpy_dtype,
     param_dtype,
     param_shapes,
     shape_of,
     slices_of,
     unit_of,
-    whole,
 )
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import NATIVE_CONFIG, PARAMS, read_json, read_manifest, size_problems, verify_manifest
@@ -187,7 +187,7 @@ class NativeCheckpoint(Checkpoint):
         if name in self._quantized:
             return self._rebuilt(name, unit)
         shape = param_shapes(self.config)[path]
-        return [self._part(unit, path, bounds) for bounds in parts or [whole(shape)]]
+        return [self._part(unit, path, bounds) for bounds in parts or [full_bounds(shape)]]
 
     def _unit(self, name: str) -> "_Unit":
         with self._lock:
@@ -269,7 +269,7 @@ class _Unit:
         import tensorstore as ts
 
         shape, dtype = self._wanted[name]
-        bounds = whole(shape) if bounds is None else bounds
+        bounds = full_bounds(shape) if bounds is None else bounds
         array = empty_aligned(shape_of(bounds), dtype)
         base = {"driver": "file", "path": f"{self.directory.absolute()}/"}
         kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}

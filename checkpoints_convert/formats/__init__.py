@@ -41,16 +41,16 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "auto-round": autoround,
     "intel/auto-round": autoround,
 }
-# What is known of the others, for the message.
+# Reasons why other methods are not supported.
 _REFUSED = {
     "mlx": "MLX checkpoints hold affine groups with floating-point offsets",
 }
 
 
 def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
-    """The method config.json declares, with its side file merged in; None for a model that is not quantized.
+    """The quantization method that config.json declares; None for a model that is not quantized.
 
-    Raises FormatError for methods, formats and versions we do not read, by name.
+    Raises FormatError for unsupported methods, formats and versions, by name.
     """
     data = hf_config.get("quantization_config") or hf_config.get("compression_config")
     if not data:
@@ -73,7 +73,7 @@ def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
 
 
 def with_side_file(directory: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with the `quantization_config` that older repositories keep in a file of its own."""
+    """config.json with the `quantization_config` that older repositories have in a separate file."""
     if any(hf_config.get(name) for name in ("quantization_config", "compression_config")):
         return hf_config
     for name in QUANTIZATION_FILES:

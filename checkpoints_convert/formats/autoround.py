@@ -8,7 +8,7 @@ from checkpoints_convert.formats.awq import Awq, awq
 from checkpoints_convert.formats.gptq import Gptq, check_pattern, gptq
 from checkpoints_convert.formats.module import FormatError, flag
 
-# What a packing stores of a zero; the name of a kernel may follow, such as auto_round:auto_gptq:exllamav2.
+# GPTQ's version of a packing, or AWQ; the name of a kernel may follow, such as auto_round:auto_gptq:exllamav2.
 _PACKINGS = {
     "auto_round": "gptq_v2",
     "auto_round:gptqmodel": "gptq_v2",
@@ -21,7 +21,7 @@ _KERNELS = ("exllamav2", "tritonv2", "triton", "gemm")
 
 
 def autoround(data: Mapping[str, Any]) -> Gptq | Awq:
-    """The method a quantization_config declares. Raises FormatError for packings and types we do not read, by name."""
+    """The method a quantization_config declares. Raises FormatError for unsupported packings and types."""
     packing = _packing(data)
     if str(data.get("data_type") or "int") != "int":
         raise FormatError(f"data_type {data['data_type']!r} is not supported, only 'int' is")
@@ -37,12 +37,12 @@ def autoround(data: Mapping[str, Any]) -> Gptq | Awq:
 
 
 def _packing(data: Mapping[str, Any]) -> str:
-    """How weights are packed: "awq", or GPTQ's version. Files before `packing_format` said it in `backend`."""
+    """How weights are packed: "awq", or GPTQ's version. Older files have `backend` instead of `packing_format`."""
     name = "packing_format" if data.get("packing_format") else "backend"
     declared = data.get(name)
     if declared in (None, "auto"):
         if flag(data, "sym", True):
-            return "gptq"  # symmetric zeros tell the version themselves
+            return "gptq"  # symmetric zeros reveal the version
         raise FormatError("sym is false, and neither packing_format nor backend tells how zeros are stored")
     kept, _, kernel = str(declared).rpartition(":")
     packing = kept if kernel in _KERNELS else str(declared)

@@ -38,7 +38,7 @@ _BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class BitsAndBytes(Method):
-    """Every module shows what it is by its tensors: repositories leave out more modules than they declare."""
+    """Whether a module is quantized is decided by its tensors, since declared exceptions are incomplete."""
 
     name: str = "bitsandbytes"
 
@@ -91,9 +91,7 @@ def _four_bit(state: str, shape: tuple[int, ...], headers: Mapping[str, TensorHe
         raise FormatError(f"has {num_blocks} values, no block size makes that of {outputs * inputs}", "weight.absmax")
     notes = ()
     if any(inputs % size for size in fitting):
-        notes = (
-            f"rows of {inputs} values are not whole blocks of {fitting[0]}: such weights are dequantized, and dense",
-        )
+        notes = (f"rows of {inputs} values are not whole blocks of {fitting[0]}: such weights are dequantized",)
     return ModuleReader(tuple(suffixes), partial(_read_four_bit, state, shape), frozenset({"weight"}), notes)
 
 
@@ -134,7 +132,7 @@ def _state(state: str, shape: tuple[int, ...], tensors: Tensors) -> dict[str, An
 
 
 def _nested(fields: Mapping[str, Any], state: str, tensors: Tensors) -> tuple[np.ndarray, np.float32, int]:
-    """nested_absmax, offset and the number of absmax that share a value of it."""
+    """nested_absmax, offset, and the number of absmax per value of nested_absmax."""
     inner, num_blocks = fields["nested_blocksize"], tensors["weight.absmax"].size
     offset = fields.get("nested_offset")
     if isinstance(offset, bool) or not isinstance(offset, int | float) or not np.isfinite(offset):

@@ -42,7 +42,7 @@ _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale")
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightScheme:
     """block: (outputs, inputs), of the strategy "block"."""
 
     bits: int
@@ -54,7 +54,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Activations:
+class ActivationScheme:
     bits: int
     kind: str
     strategy: str | None
@@ -67,7 +67,7 @@ class _Layout:
     """shape [N, K]; scales: their stored shape. per_word: values of a word, None for the dense stream."""
 
     form: str
-    weights: Weights
+    weights: WeightScheme
     scheme: Scheme
     shape: tuple[int, ...]
     scales: tuple[int, int]
@@ -76,8 +76,8 @@ class _Layout:
 
 def module_reader(
     form: str,
-    weights: Weights,
-    activations: Activations | None,
+    weights: WeightScheme,
+    activations: ActivationScheme | None,
     shape: tuple[int, ...],
     headers: Mapping[str, TensorHeader],
 ) -> ModuleReader:
@@ -99,7 +99,7 @@ def module_reader(
     return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), notes=notes)
 
 
-def _block(weights: Weights, outputs: int, inputs: int) -> tuple[int, int]:
+def _block(weights: WeightScheme, outputs: int, inputs: int) -> tuple[int, int]:
     """Inputs and outputs that share a scale."""
     if weights.block is not None:
         return weights.block[1], weights.block[0]
@@ -152,9 +152,9 @@ def _plain(layout: _Layout, headers: Mapping[str, TensorHeader]) -> tuple[str, .
 
 
 def _quantized_activations(
-    weights: Weights, activations: Activations | None
+    weights: WeightScheme, activations: ActivationScheme | None
 ) -> tuple[Literal["int8", "fp8"] | None, tuple[str, ...]]:
-    """What a `Scheme` says of the activations, and what it cannot say. Static ones are quantized per token instead."""
+    """The activations of a `Scheme`, and notes on what it cannot express; static scales become dynamic ones."""
     if activations is None:
         return None, ()
     notes = () if activations.is_dynamic else ("static scales of activations are not applied: each token has its own",)
@@ -196,7 +196,7 @@ def _unpacked(words: np.ndarray, layout: _Layout, count: int, *, axis: int) -> n
     return np.moveaxis(codes.reshape(-1, *words.shape[1:])[:count], 0, axis)
 
 
-def _narrowed(values: np.ndarray, weights: Weights) -> np.ndarray:
+def _narrowed(values: np.ndarray, weights: WeightScheme) -> np.ndarray:
     if weights.kind != "int" or weights.bits == 8:
         return values
     half = 2 ** (weights.bits - 1)
@@ -220,7 +220,7 @@ def _zeros(layout: _Layout, tensors: Tensors) -> np.ndarray | None:
     return np.ascontiguousarray(stored.reshape(layout.scales).T)
 
 
-def _mxfp4(weights: Weights, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> ModuleReader:
+def _mxfp4(weights: WeightScheme, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> ModuleReader:
     outputs, inputs = shape
     if (weights.bits, weights.kind, weights.group_size) != (4, "float", BLOCK) or inputs % BLOCK:
         raise FormatError(f"mxfp4-pack-quantized holds 4-bit floats in groups of {BLOCK}", "weight_packed")
@@ -242,13 +242,13 @@ _QUANTIZED_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape")
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     """An entry of config_groups. targets: names, "re:" patterns or classes. format: None for the checkpoint's."""
 
     targets: tuple[str, ...]
     format: str | None
-    weights: Weights
-    activations: Activations | None
+    weights: WeightScheme
+    activations: ActivationScheme | None
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class CompressedTensors(Method):
     """groups: in the order of the file. ignore: as targets."""
 
     format: str
-    groups: tuple[Group, ...]
+    groups: tuple[ConfigGroup, ...]
     ignore: tuple[str, ...] = ()
     name: str = "compressed-tensors"
 
@@ -272,7 +272,7 @@ class CompressedTensors(Method):
             raise FormatError("the format is mixed-precision, and the module's group names none")
         return module_reader(form, group.weights, group.activations, shape, headers)
 
-    def _group_of(self, module: str, kind: str) -> Group:
+    def _group_of(self, module: str, kind: str) -> ConfigGroup:
         """A name comes before a pattern, a pattern before a class."""
         if any(_matches(target, module, kind) for target in self.ignore):
             raise FormatError("is stored quantized, and the configuration ignores it")
@@ -319,7 +319,7 @@ def _targets(where: str, targets: Any) -> tuple[str, ...]:
     return tuple(targets)
 
 
-def _group(name: str, data: Any) -> Group:
+def _group(name: str, data: Any) -> ConfigGroup:
     if not isinstance(data, Mapping):
         raise FormatError(f"config_groups of {name!r} must be an object, got {data!r}")
     form = data.get("format")
@@ -327,7 +327,7 @@ def _group(name: str, data: Any) -> Group:
         raise FormatError(f"config_groups of {name!r}: format {form!r} is not supported, {', '.join(FORMATS)} are")
     if data.get("output_activations"):
         raise FormatError(f"config_groups of {name!r}: output_activations are not supported")
-    return Group(
+    return ConfigGroup(
         targets=_targets(f"config_groups of {name!r}: targets", data.get("targets") or []),
         format=form,
         weights=_weights(name, data.get("weights")),
@@ -335,7 +335,7 @@ def _group(name: str, data: Any) -> Group:
     )
 
 
-def _weights(name: str, data: Any) -> Weights:
+def _weights(name: str, data: Any) -> WeightScheme:
     where = f"config_groups of {name!r}: weights"
     if not isinstance(data, Mapping):
         raise FormatError(f"{where} must be an object, got {data!r}")
@@ -364,17 +364,17 @@ def _weights(name: str, data: Any) -> Weights:
         block = (structure[0], structure[1])
     if data.get("dynamic"):
         raise FormatError(f"{where} are dynamic, which no stored weight is")
-    return Weights(
+    return WeightScheme(
         bits, kind, flag(data, "symmetric", True), strategy, group_size if strategy == "group" else None, block
     )
 
 
-def _activations(name: str, data: Any) -> Activations | None:
+def _activations(name: str, data: Any) -> ActivationScheme | None:
     if data is None:
         return None
     if not isinstance(data, Mapping):
         raise FormatError(f"config_groups of {name!r}: input_activations must be an object, got {data!r}")
-    return Activations(
+    return ActivationScheme(
         data.get("num_bits", 8),
         data.get("type", "int"),
         data.get("strategy"),

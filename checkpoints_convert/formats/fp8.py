@@ -76,7 +76,7 @@ class Fp8(Method):
 
 
 def fp8(data: Mapping[str, Any]) -> Fp8:
-    """`quant_method` "fp8". Raises FormatError for float types and blocks we do not read, by name."""
+    """`quant_method` "fp8". Raises FormatError for unsupported float types and blocks, by name."""
     fmt = str(data.get("fmt") or "e4m3").lower()
     if fmt not in _WEIGHTS.values():
         raise FormatError(f"fmt {fmt!r} is not supported, {' and '.join(_WEIGHTS.values())} are")
@@ -108,7 +108,7 @@ def modelopt(data: Mapping[str, Any]) -> Fp8:
 
 
 def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
-    """Of `weight` [N, K] and the scales under `suffix`, a number, one per output, or [N blocks, K blocks]."""
+    """The weight of `weight` [N, K] and the scales `suffix`: a number, one per output, or [N blocks, K blocks]."""
     scales = tensors[suffix]
     if scales.dtype.itemsize == 1:
         scales = _powers_of_two(scales.view(np.uint8), suffix)
@@ -126,7 +126,7 @@ def _names_list(key: str, value: Any) -> tuple[str, ...]:
 
 
 def _names(pattern: str, module: str) -> bool:
-    """Whether a name, whole or a part of it between dots, or a pattern with wildcards means a module."""
+    """Whether a module is named: by its name, a part of it between dots, or a pattern with wildcards."""
     return f".{pattern}." in f".{module}." or fnmatchcase(module, pattern)
 
 

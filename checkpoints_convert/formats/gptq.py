@@ -41,7 +41,7 @@ _SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
 @dataclass(frozen=True)
 class GptqSettings:
-    """Of one module. group_size: -1 for one group. zero_offset: what was taken from every zero, 1 in v1."""
+    """Settings of one module. group_size: -1 for one group. zero_offset: subtracted from every stored zero, 1 in v1."""
 
     bits: int
     group_size: int
@@ -98,7 +98,7 @@ class Gptq(Method):
 def gptq(data: Mapping[str, Any]) -> Gptq:
     """The method a quantization_config or quantize_config.json declares.
 
-    Raises FormatError for bits, packings and variants we do not read, by name.
+    Raises FormatError for unsupported bits, packings and variants, by name.
     """
     declared = data.get("checkpoint_format") or data.get("format") or "gptq"
     if data.get("format") not in (None, declared):
@@ -129,7 +129,7 @@ def _check_bits(bits: int) -> None:
 
 
 def _is_word_subtracted(data: Mapping[str, Any]) -> bool:
-    """GPTQModel from 0.9.0 on takes 1 from every zero by one subtraction per word, so that a zero of 0 borrows."""
+    """Whether 1 was subtracted from whole words, so that a zero of 0 borrows: GPTQModel since 0.9.0."""
     meta = data.get("meta")
     quantizers = meta.get("quantizer") if isinstance(meta, Mapping) else None
     for entry in [quantizers] if isinstance(quantizers, str) else quantizers or []:
@@ -139,7 +139,7 @@ def _is_word_subtracted(data: Mapping[str, Any]) -> bool:
 
 
 def _overrides(dynamic: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """`dynamic` maps patterns to fields; those with "-:" in front name modules left alone, which their tensors show."""
+    """(pattern, fields) of `dynamic`, without patterns with "-:", of modules that are not quantized."""
     if not dynamic:
         return ()
     if not isinstance(dynamic, Mapping) or not all(isinstance(fields, Mapping) for fields in dynamic.values()):
@@ -188,7 +188,7 @@ def _zeros(words: np.ndarray, settings: GptqSettings, outputs: int, module: str)
     stored = unpack(words, bits, outputs, axis=1)
     offset = settings.zero_offset
     if settings.sym:
-        # Files exist that declare one version and store the other; a symmetric zero tells them apart.
+        # Some files declare one version and store the other, which symmetric zeros reveal.
         if (stored == middle).all() or (stored == middle - 1).all():
             return np.zeros(stored.shape, np.int8)
         _LOG.warning(
@@ -209,8 +209,8 @@ def _zeros(words: np.ndarray, settings: GptqSettings, outputs: int, module: str)
 
 
 def _check_not_overwritten(stored: np.ndarray, bits: int) -> None:
-    """AutoGPTQ packed a zero of 0 as -1, which set all higher bits of its word: unless the field is the highest, the
-    zeros above it are lost."""
+    """Raises FormatError for zeros that are lost: AutoGPTQ packed a zero of 0 as -1, which set all higher bits of the
+    word."""
     is_full = stored == 2**bits - 1
     if bits != 3:
         per_word = 32 // bits

@@ -1,4 +1,4 @@
-"""Scales of an 8-bit key-value cache that a checkpoint carries: a stored key is read as key * k_scale."""
+"""Scales of an 8-bit key-value cache in a checkpoint: the key is stored_key * k_scale."""
 
 import logging
 import re
@@ -23,19 +23,19 @@ _VALUE = ("v_scale", "v_proj.output_scale")
 
 @dataclass(frozen=True)
 class LayerKVScales:
-    """Of one layer: one number for all heads, or one per key-value head."""
+    """Scales of one layer: one number for all heads, or one per key-value head."""
 
     k: tuple[float, ...]
     v: tuple[float, ...]
 
 
 def kv_scale_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Tensors that are scales of the cache: name to (layer, kind)."""
+    """(layer, kind) of the tensors that are scales of the cache, by name."""
     return {name: (int(match[1]), match[2]) for name in names if (match := _NAME.fullmatch(name))}
 
 
 def check_kv_scale(header: TensorHeader, layer: int, config: ModelConfig) -> None:
-    """Raises FormatError unless a tensor can hold scales of that layer's cache."""
+    """Raises FormatError unless a tensor can have the scales of that layer's cache."""
     dtype, shape = header
     if layer >= config.num_layers:
         raise FormatError(f"is of layer {layer}, the model has {config.num_layers}")

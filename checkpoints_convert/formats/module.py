@@ -33,10 +33,10 @@ class ModuleReader:
 
     Attributes:
       suffixes: the tensors, by name after "module.".
-      read: from tensors by suffix, as stored, to the weight [K, N]; dense float32 where no blocks of [K, N] can say
-        what the file says. Raises FormatError.
-      raw: suffixes of tensors whose dtype is not what they hold.
-      notes: what of the declaration is read but not applied, one sentence each.
+      read: makes the weight [K, N] of tensors by suffix; dense float32 if its blocks are no blocks of [K, N]. Raises
+        FormatError.
+      raw: suffixes of tensors of raw bytes, whose dtype has no meaning.
+      notes: sentences on declared settings that are not applied.
     """
 
     suffixes: tuple[str, ...]
@@ -54,17 +54,17 @@ class Method(ABC):
     def reader(
         self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
     ) -> ModuleReader | None:
-        """The reader of a module whose weight is `shape` [N, K]; None where its tensors say that it is not quantized.
+        """The reader of a module with a weight of `shape` [N, K]; None if by its tensors it is not quantized.
 
         Args:
           headers: of the module's tensors, by suffix. kind: "Linear" or "Embedding".
 
-        Raises FormatError: tensors that are missing, or not of the dtype and shape the method makes them.
+        Raises FormatError for tensors that are missing, or of a wrong dtype or shape.
         """
 
 
 def has_shape(headers: Mapping[str, TensorHeader], suffix: str, dtypes: Iterable[str], *shapes: tuple[int, ...]) -> int:
-    """Which of `shapes` a tensor has. Raises FormatError if it is missing, of another dtype, or of another shape."""
+    """The index in `shapes` of a tensor's shape. Raises FormatError if it is missing, or of another dtype or shape."""
     if suffix not in headers:
         raise FormatError("is missing", suffix)
     dtype, shape = headers[suffix]
@@ -79,7 +79,7 @@ def has_shape(headers: Mapping[str, TensorHeader], suffix: str, dtypes: Iterable
 def host_quantized(
     scheme: Scheme, values: Any, scales: Any, *, zeros: Any = None, codebook: Any = None, permutation: Any = None
 ) -> QuantizedArray:
-    """A `QuantizedArray` of numpy arrays, as readers give it and `jax.device_put` takes it."""
+    """A `QuantizedArray` of NumPy arrays."""
     return QuantizedArray(values, scales, zeros, codebook, permutation, scheme)
 
 
@@ -87,7 +87,7 @@ FLOATS = tuple(name for name in FLOAT_DTYPES if name != "F64")
 
 
 def positive_int(data: Mapping[str, Any], names: Iterable[str], default: int | None = None) -> int:
-    """The first of `names` that is set, a positive integer or -1. Raises FormatError."""
+    """The value of the first of `names` that is set. Raises FormatError unless it is a positive integer or -1."""
     names = tuple(names)
     value = next((data[name] for name in names if data.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
@@ -104,9 +104,9 @@ def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def order_of_groups(g_idx: np.ndarray, group_size: int, suffix: str) -> np.ndarray | None:
-    """int32 [K], the inputs ordered by group, for the group of every input; None if they are in order already.
+    """int32 [K]: the permutation that sorts inputs by group; None if they are sorted.
 
-    Raises FormatError for groups that do not exist or do not have `group_size` inputs (the last one the rest).
+    Raises FormatError for groups that do not exist, or do not have `group_size` inputs (the last: the rest).
     """
     natural = np.arange(len(g_idx)) // group_size
     if np.array_equal(g_idx, natural):
@@ -138,7 +138,7 @@ def num_words(count: int, bits: int) -> int:
 def unpack(words: np.ndarray, bits: int, count: int, *, axis: int) -> np.ndarray:
     """The first `count` codes along `axis` of 32-bit words, as uint8 in [0, 2^bits).
 
-    The result lies in memory with `axis` first, so unpacking [N, words] along the inputs and transposing costs nothing.
+    In memory the result has `axis` first, so that transposing codes unpacked from [N, words] copies nothing.
     Raises ValueError unless the axis has exactly the words the codes need.
     """
     words = np.moveaxis(words.view(np.uint32), axis, 0)
@@ -179,7 +179,7 @@ def pack(codes: np.ndarray, bits: int, *, axis: int) -> np.ndarray:
 def signed(codes: np.ndarray, bits: int) -> np.ndarray:
     """code - 2^(bits - 1), as int4 up to 4 bits and int8 beyond."""
     shifted = codes - np.uint8(2 ** (bits - 1))
-    # Reading the bytes as int4 rather than casting them: the cast takes 0.4 us a value.
+    # The bytes are viewed as int4, since a cast takes 0.4 us a value.
     return (shifted & np.uint8(15)).view(ml_dtypes.int4) if bits <= 4 else shifted.view(np.int8)
 
 

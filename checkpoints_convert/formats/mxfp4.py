@@ -12,7 +12,7 @@ from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 BLOCK = 32
-# After the name of a parameter of gpt-oss, with an underscore.
+# Suffixes of gpt-oss's parameters, after an underscore.
 SUFFIXES = ("blocks", "scales")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 

@@ -1,7 +1,7 @@
-"""Which architecture of GGUF is which of Hugging Face, and the config.json that a file's metadata amounts to.
+"""The architectures of GGUF files, and how their metadata become fields of config.json.
 
-The facts are those of llama.cpp's converter (convert_hf_to_gguf.py) and loader (llama-model.cpp): what the converter
-changed in the tensors, what it left out because the loader knows it.
+Sources: llama.cpp's converter (convert_hf_to_gguf.py), which changes tensors and omits what the loader knows, and its
+loader (llama-model.cpp).
 """
 
 import math
@@ -17,10 +17,10 @@ Values = dict[str, Any]
 @dataclass(frozen=True)
 class Architecture:
     """Attributes:
-    huggingface: the architecture in config.json, where one name is enough.
-    fields: from the metadata to fields of config.json, with the names Llama has, beside those that all have.
-    pairs_neighbours: whether queries and keys are stored with the outputs that rotate together side by side, as ggml's
-      "normal" rope takes them. has_layer_norm: LayerNorm's epsilon, not RMSNorm's. adds_one: norms are stored as w + 1.
+    huggingface: the architecture in config.json, unless `fields` has another.
+    fields: makes fields of config.json, with Llama's names, of the metadata, besides those that all architectures have.
+    pairs_neighbours: whether queries and keys are stored interleaved, for ggml's "normal" rope.
+    has_layer_norm: whether the epsilon is LayerNorm's, rather than RMSNorm's. adds_one: norms are stored as w + 1.
     """
 
     huggingface: str
@@ -35,7 +35,7 @@ def _has(metadata: Metadata, name: str) -> bool:
 
 
 def _num_experts(metadata: Metadata) -> int:
-    """As many as the routers choose from."""
+    """Number of experts, which must be that of the routers."""
     count = metadata.integer("expert_count")
     tensors = metadata.index.tensors
     router = next((name for name in tensors if name.endswith(".ffn_gate_inp.weight")), None)
@@ -60,7 +60,7 @@ def _llama(metadata: Metadata) -> Values:
         "mlp_bias": _has(metadata, "ffn_down.bias"),
     }
     windows = _windows(metadata)
-    if metadata.has("expert_count") and not metadata.is_zero("expert_count"):  # llama.cpp's own writer stores the 0
+    if metadata.has("expert_count") and not metadata.is_zero("expert_count"):  # llama.cpp writes 0
         experts = _num_experts(metadata), metadata.integer("expert_used_count")
         metadata.expect("expert_weights_norm", True)
         return {"architectures": ["MixtralForCausalLM"], "num_local_experts": experts[0],
@@ -81,13 +81,15 @@ def _qwen3moe(metadata: Metadata) -> Values:
 
 
 def _deepseek2(metadata: Metadata) -> Values:
-    """V3 where a bias corrects the choice of experts, else V2; a router of another sort is neither's."""
+    """DeepSeek-V3 if the router has a correction bias, else V2."""
     layer = 0
     if not metadata.is_zero("leading_dense_block_count"):
         layer = metadata.integer("leading_dense_block_count", 0, is_width=False)
     is_v3 = f"blk.{layer}.exp_probs_b.bias" in metadata.index.tensors
     rope_size = metadata.integer("rope.dimension_count")
-    is_split = metadata.has("attention.key_length_mla")  # then the lengths without it are those of the latent vector
+    is_split = metadata.has(
+        "attention.key_length_mla"
+    )  # then the lengths without the suffix are those of the latent vector
     suffix = "_mla" if is_split else ""
     key_length = metadata.integer(f"attention.key_length{suffix}")
     if is_split:
@@ -121,7 +123,7 @@ def _deepseek2(metadata: Metadata) -> Values:
 
 
 def _check_gating(metadata: Metadata, is_v3: bool) -> None:
-    """Files without the key are V2's, as llama.cpp takes them."""
+    """Reports a gating function of the other version; files without the key have V2's, as in llama.cpp."""
     known, wanted = {0: "softmax", 1: "softmax", 2: "sigmoid"}, "sigmoid" if is_v3 else "softmax"
     name = "expert_gating_func"
     value = 0 if metadata.is_zero(name) else metadata.integer(name, 0, is_width=False)
@@ -144,7 +146,7 @@ def _gpt_oss(metadata: Metadata) -> Values:
 
 
 def _windows(metadata: Metadata) -> Values:
-    """`sliding_window`, None where the file says 0 or nothing, and which layers have it where the file says so."""
+    """`sliding_window` (None for 0 or no such key) and, if the file has a pattern, `layer_types`."""
     name = "attention.sliding_window"
     window = None if metadata.is_zero(name) else metadata.integer(name, None, is_width=False)
     found: Values = {"sliding_window": window}
@@ -154,21 +156,21 @@ def _windows(metadata: Metadata) -> Values:
         return found
     if metadata.index.count(f"{metadata.prefix}{pattern}") is not None:
         is_sliding = metadata.flags(pattern, num_layers)
-    else:  # the last of every so many layers sees everything; 0: none does
+    else:  # every n-th layer has full attention; 0: none has
         every = 0 if metadata.is_zero(pattern) else metadata.integer(pattern, is_width=False)
         is_sliding = [not every or (layer + 1) % every != 0 for layer in range(num_layers)]
-    if window is None or is_sliding is None:  # the pattern is of no consequence, or a problem by now
+    if window is None or is_sliding is None:  # the pattern has no effect, or was reported
         return found
     return {**found, "layer_types": ["sliding_attention" if one else "full_attention" for one in is_sliding]}
 
 
 def _cap(metadata: Metadata, name: str, default: float | None) -> float | None:
-    """None where the file says 0."""
+    """A soft cap; None for 0."""
     return None if metadata.is_zero(name) else metadata.number(name, default)
 
 
 def _score_scalar(metadata: Metadata, computed: int) -> float:
-    """What scores are divided by the root of: the file's own scale, where it has one."""
+    """The number whose square root divides the scores: by the file's scale, by default `computed`."""
     name = "attention.scale"
     if not metadata.has(name) or metadata.is_zero(name):
         return computed
@@ -179,7 +181,7 @@ def _score_scalar(metadata: Metadata, computed: int) -> float:
 def _gemma2(metadata: Metadata) -> Values:
     heads, width = metadata.integer("attention.head_count"), metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", 256)
-    # The 27B divides scores by the root of its width per head, which the file does not say.
+    # The 27B divides scores by the root of hidden_size / heads, which is not in the file.
     is_27b = metadata.integer("block_count", is_width=False) == 46
     return {
         **_windows(metadata),
@@ -209,7 +211,7 @@ def _phi3(metadata: Metadata) -> Values:
 
 
 def _stablelm(metadata: Metadata) -> Values:
-    # Converters write true where config.json is silent; the norm before the MLP is what tells.
+    # Converters write true if config.json has no such field; the norm before the MLP decides.
     metadata.boolean("use_parallel_residual", True)
     return {
         "use_qkv_bias": _has(metadata, "attn_q.bias"),

@@ -16,7 +16,7 @@ import numpy as np
 from checkpoints_convert.host_arrays import empty_aligned
 from jaxinfer.quantization import QuantizedArray, Scheme
 
-# Numbers of ggml's types. Those not in `TYPES` are known only so that they can be refused by name.
+# ggml's types by number. Those not in `TYPES` are listed for error messages.
 TYPE_NAMES = {
     **dict(enumerate(("F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"))),
     **dict(enumerate(("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S"), 10)),
@@ -29,7 +29,7 @@ TYPE_NAMES = {
 @dataclass(frozen=True)
 class BlockType:
     """Attributes:
-    name: ggml's. block_size: consecutive values of a row that are stored together, in `block_bytes` bytes.
+    name: ggml's. block_size: values of a row per block. block_bytes: bytes per block.
     """
 
     name: str
@@ -62,7 +62,7 @@ TYPES: dict[str, BlockType] = {
 
 
 @dataclass(frozen=True)
-class Groups:
+class BlockGroups:
     """Rows of values whose weights are code * scale + minimum, without minima code * scale, or codebook[code] * scale.
 
     Attributes:
@@ -81,13 +81,13 @@ class Groups:
         return self.codes.shape[1] // self.scales.shape[1]
 
 
-def unpack(kind: str, rows: np.ndarray) -> Groups:
-    """The groups of uint8 [rows, bytes], whole blocks of a quantized type."""
+def unpack(kind: str, rows: np.ndarray) -> BlockGroups:
+    """Unpacks uint8 [rows, bytes] of blocks of a quantized type."""
     of_type = TYPES[kind]
     blocks = rows.reshape(-1, of_type.block_bytes)
     codes, scales, minima, bits = _UNPACK[kind](blocks)
     num_rows = len(rows)
-    return Groups(
+    return BlockGroups(
         codes.reshape(num_rows, -1),
         scales.reshape(num_rows, -1),
         None if minima is None else minima.reshape(num_rows, -1),
@@ -109,7 +109,7 @@ def dequantize(kind: str, rows: np.ndarray) -> np.ndarray:
     return codes.reshape(groups.codes.shape)
 
 
-# Twice the values of E2M1 (OCP Microscaling 1.0, section 5.3.3), as ggml has them: scales are half of theirs.
+# Twice the values of E2M1 (OCP Microscaling 1.0, section 5.3.3), as in ggml, where scales are halved.
 MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 FLOATS = {
     "F32": np.dtype(np.float32),
@@ -136,7 +136,7 @@ def _fifth_bits(raw: np.ndarray) -> np.ndarray:
 
 
 def _signed(codes: np.ndarray, zero: int) -> np.ndarray:
-    """Codes less their zero, which wraps in uint8 to what int8 reads."""
+    """Codes minus `zero` as int8, by wrapping in uint8."""
     return (codes - np.uint8(zero)).view(np.int8)
 
 
@@ -222,10 +222,9 @@ RowReader = Callable[[int, int], np.ndarray]
 def quantized_leaf(
     kind: BlockType, rows: RowReader, num_rows: int, num_columns: int, *, transpose: bool, executor: Executor
 ) -> QuantizedArray:
-    """The stored matrix [rows, columns] as a leaf, or its transpose, as Linear weights are.
+    """The `QuantizedArray` of a stored matrix [rows, columns], or of its transpose, as for Linear weights.
 
-    Scales are float32: those of half precision are often below its normal numbers, which not every chip converts
-    exactly.
+    Scales are float32, since many of half precision are subnormal, which not every chip converts exactly.
     """
     form = _form(kind)
     size, is_coded = form.group_size, form.minima is not None or form.codebook is not None
@@ -238,7 +237,7 @@ def quantized_leaf(
     step = max(1, _CHUNK_BYTES // (num_columns // kind.block_size * kind.block_bytes))
 
     def place(first: int) -> None:
-        with np.errstate(invalid="ignore", over="ignore"):  # a setting of this thread; numbers are checked afterwards
+        with np.errstate(invalid="ignore", over="ignore"):  # the setting is per thread; values are checked later
             groups = unpack(kind.name, rows(first, min(first + step, num_rows)))
         codes = groups.codes
         if form.bits <= 4:  # an int4 of ml_dtypes is the low half of a byte
@@ -256,8 +255,7 @@ def quantized_leaf(
 
 
 def abstract_leaf(kind: BlockType, shape: tuple[int, ...], *, transpose: bool) -> QuantizedArray:
-    """The shapes of the leaf of a parameter [..., K, N] whose stored matrices have its rows, or with `transpose` its
-    columns, as rows."""
+    """The abstract `QuantizedArray` of a parameter [..., K, N], whose columns are stored as rows with `transpose`."""
     form = _form(kind)
     *leading, inputs, outputs = shape
     size = form.group_size
@@ -276,29 +274,29 @@ def abstract_leaf(kind: BlockType, shape: tuple[int, ...], *, transpose: bool) -
 
 
 def leaf_bytes(kind: BlockType, num_values: int) -> int:
-    """Bytes of a leaf on a device, where two 4-bit values share a byte."""
+    """Bytes of a `QuantizedArray` on a device, with two 4-bit values per byte."""
     of_one = _form(kind)
     bits = 4 if of_one.bits <= 4 else 8
     return num_values * bits // 8 + _scale_bytes(of_one, num_values)
 
 
 def leaf_host_bytes(kind: BlockType, num_values: int) -> int:
-    """Bytes of a leaf on the host, where a 4-bit value takes a byte."""
+    """Bytes of a `QuantizedArray` on the host, with one 4-bit value per byte."""
     return num_values + _scale_bytes(_form(kind), num_values)
 
 
-def _scale_bytes(form: Groups, num_values: int) -> int:
+def _scale_bytes(form: BlockGroups, num_values: int) -> int:
     num_numbers = num_values // form.group_size * (1 if form.minima is None else 2)
     return 4 * (num_numbers + (0 if form.codebook is None else 16))
 
 
-def _form(kind: BlockType) -> Groups:
-    """What the groups of a type are like, of one block."""
+def _form(kind: BlockType) -> BlockGroups:
+    """The groups of a block of zeros, for the attributes of the type."""
     return unpack(kind.name, np.zeros((1, kind.block_bytes), np.uint8))
 
 
 def _put(whole: np.ndarray, part: np.ndarray, first: int, transpose: bool) -> None:
-    """Rows from `first` on, or as many columns."""
+    """Copies `part` to the rows of `whole` from `first` on or, with `transpose`, to the columns."""
     if not transpose:
         whole[first : first + len(part)] = part
         return

@@ -35,17 +35,17 @@ from checkpoints_convert.huggingface.config import model_config
 from jaxinfer.quantization import RECIPES, QuantizedArray, quantize, recipe
 
 DENSE = "dense"
-# What leaves hold as it is stored, in no more bytes: no recipe changes these.
+# Types that a `QuantizedArray` has exactly, in no more bytes: no recipe is applied to them.
 _PLAIN = ("Q8_0", "Q4_0", "MXFP4")
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class GGUFCheckpoint(Checkpoint):
-    """One GGUF file, or the parts of a split one. `plans` tells where every parameter comes from.
+    """One GGUF file, or the parts of a split one. `plans` has the source tensors of every parameter.
 
     Attributes:
-      requantize: None keeps what the file quantized as it is; "dense" makes it floating point; the name of a recipe
-        rounds linear layers' weights to it, but for those in Q8_0 and Q4_0.
+      requantize: None keeps quantized weights; "dense" dequantizes them; the name of a recipe rounds linear layers'
+        weights to it, except those in Q8_0, Q4_0 and MXFP4.
 
     Raises CheckpointError for files that are malformed or whose tensors do not fit their metadata, before weights are
     read; ValueError for an unknown recipe.
@@ -70,7 +70,7 @@ class GGUFCheckpoint(Checkpoint):
         self._quantized = {plan.target: plan for plan in self.plans if plan.stays_quantized and requantize != DENSE}
 
     def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
-        """Parameters are read whole, and parts are cut from them: blocks hold values of several parts."""
+        """Parameters are read whole before parts are cut, since blocks have values of several parts."""
         plan = self._plan_of[path]
         if path not in self._quantized:
             return cut_parts(self._dense(plan, self.config.dtype), parts)
@@ -89,14 +89,14 @@ class GGUFCheckpoint(Checkpoint):
         return leaf_bytes(plan.entry.kind, int(np.prod(plan.shape, dtype=np.int64)))
 
     def host_bytes(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> int:
-        """Parameters are held whole, whatever parts of them are wanted; a stack beside the matrices it is made of."""
+        """Those of whole parameters, whatever parts are read; twice for a stack and the matrices in it."""
         plan = self._plan_of[path]
         size = int(np.prod(plan.shape, dtype=np.int64))
         is_copied = len(plan.shape) > 2 or (plan.placement.outputs is not None and not plan.placement.transpose)
         if path not in self._quantized:
             itemsize = numpy_dtype(self.config.dtype).itemsize
             return itemsize * (size * (2 if is_copied else 1) + sum(map(size_of, parts)))
-        if self.is_requantized(plan):  # the weight, the weight that comes of it and their difference, in float32
+        if self.is_requantized(plan):  # the weight, the rounded weight and their difference, in float32
             return 3 * 4 * size + self.param_bytes(path)
         return leaf_host_bytes(plan.entry.kind, size) * (2 if is_copied else 1)
 
@@ -127,8 +127,8 @@ class GGUFCheckpoint(Checkpoint):
         self.index.close()
 
     def _stored_dtype(self) -> str:
-        """Of most bytes of the matrices that are floating point; bfloat16 beside quantized ones, where only routers
-        and the like are left, in float32."""
+        """The dtype of most bytes of dense matrices; bfloat16 if all of them are float32 beside quantized ones, as
+        routers are."""
         sizes: Counter[str] = Counter()
         for plan in self.plans:
             if len(plan.shape) > 1 and not plan.entry.kind.is_quantized:
@@ -138,7 +138,7 @@ class GGUFCheckpoint(Checkpoint):
         return sizes.most_common(1)[0][0] if sizes else "bfloat16"
 
     def is_requantized(self, plan: GGUFTensorPlan) -> bool:
-        """Whether a parameter that the file quantized is rounded to the recipe `requantize`."""
+        """Whether a quantized parameter is rounded to the recipe `requantize`."""
         return self.requantize is not None and plan.target[0] == "layers" and plan.entry.kind.name not in _PLAIN
 
     def _leaf(self, plan: GGUFTensorPlan) -> QuantizedArray:

@@ -1,4 +1,4 @@
-"""From a GGUF file's metadata to the config.json it was made from, as far as a model's answers go."""
+"""The config.json of a GGUF file, rebuilt from its metadata."""
 
 import math
 import re
@@ -17,15 +17,15 @@ from checkpoints_convert.huggingface.families import FAMILIES
 from jaxinfer.checks import did_you_mean
 
 _ARCHITECTURE = "general.architecture"
-# The scaling of Llama 3.1 to 3.3 (low and high frequency factors, original context): files have only what comes of it.
+# The rope scaling of Llama 3.1 to 3.3, of which files have only the resulting divisors.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 _OF_LAYER = re.compile(r"blk\.(\d{1,6})\.")
-_FEWEST_TENSORS = 4  # a norm, products before and after attention, the MLP's
+_FEWEST_TENSORS = 4  # a norm, projections before and after attention, the MLP's
 
 
 def architecture_of(index: GGUFIndex) -> Architecture:
-    """Raises CheckpointError for one that is not known, by name."""
+    """The architecture of a file. Raises CheckpointError for an unsupported one, by name."""
     name = index.text(_ARCHITECTURE)
     if name is None:
         raise CheckpointError(index.path, f"{_ARCHITECTURE} is {index.describe(_ARCHITECTURE)}, not a name")
@@ -39,8 +39,8 @@ def architecture_of(index: GGUFIndex) -> Architecture:
 
 
 def huggingface_config(index: GGUFIndex) -> dict[str, Any]:
-    """The config.json. Raises CheckpointError for an unknown architecture, and for keys that are missing, ill typed or
-    beyond what the tensors can hold, all at once."""
+    """The config.json of a file. Raises CheckpointError for an unsupported architecture, and for all keys that are
+    missing, of the wrong type, or larger than the tensors allow."""
     architecture, problems = architecture_of(index), []
     metadata = Metadata(index, f"{index.text(_ARCHITECTURE)}.", problems)
     values = {**_common(metadata, architecture), **architecture.fields(metadata)}
@@ -92,8 +92,7 @@ def _common(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
 
 
 def _check_layers(metadata: Metadata, num_layers: int) -> None:
-    """Every layer must be there by name, before as many layers as the metadata say are computed with: a few tensors of
-    each, as every architecture has them."""
+    """Reports a number of layers for which the file has no tensors, before anything of that size is made."""
     tensors = metadata.index.tensors
     found = Counter(int(match[1]) for name in tensors if (match := _OF_LAYER.match(name)))
     lacking = [layer for layer in range(min(num_layers, len(tensors) + 1)) if found[layer] < _FEWEST_TENSORS]
@@ -109,7 +108,7 @@ def _rope(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
         metadata.problem("rope.dimension_count", f"is {rotary_dim}, heads have {head_dim} dimensions")
         rotary_dim = head_dim
     partial = rotary_dim / head_dim
-    if int(head_dim * partial) != rotary_dim:  # a rounding down
+    if int(head_dim * partial) != rotary_dim:  # rounded down
         partial = math.nextafter(partial, 1)
     theta = metadata.number("rope.freq_base", 10000.0)
     found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(metadata, theta, rotary_dim, values)}
@@ -127,7 +126,7 @@ def _scaling(metadata: Metadata, theta: float, rotary_dim: int, values: dict[str
         metadata.problem("rope.scaling.type", f"{kind!r} is not none, linear or yarn, nor are there tensors of factors")
         return None
     if kind == "none":
-        factor = 1.0  # as llama.cpp has it
+        factor = 1.0  # as in llama.cpp
     if has_factors:
         if factor != 1:
             metadata.problem("rope.scaling.factor", f"is {factor}, beside a tensor of factors: not supported")
@@ -143,9 +142,9 @@ def _scaling(metadata: Metadata, theta: float, rotary_dim: int, values: dict[str
 
 
 def _scaling_factor(metadata: Metadata) -> float:
-    """1 where the file has none, or 0; files of 2023 have it by another name."""
+    """The scaling factor, by default 1; 0 means 1. Files of 2023 have another key."""
     found = 1.0
-    for name in ("rope.scale_linear", "rope.scaling.factor"):  # the later is the one that counts
+    for name in ("rope.scale_linear", "rope.scaling.factor"):  # the later one takes precedence
         if metadata.has(name):
             found = 1.0 if metadata.is_zero(name) else metadata.number(name)
     return found
@@ -158,13 +157,13 @@ def _yarn(metadata: Metadata, factor: float, original: int, architecture: str) -
             found[name] = metadata.number(f"rope.scaling.yarn_{name}")
     multiplier = "rope.scaling.yarn_log_multiplier"
     if metadata.has(multiplier) and not metadata.is_zero(multiplier):
-        # 0.1 * mscale_all_dim, which DeepSeek has equal to mscale; llama.cpp takes it otherwise in other models.
+        # 0.1 * mscale_all_dim, which is mscale in DeepSeek; other models have another meaning of it in llama.cpp.
         mscale = float(f"{10 * metadata.number(multiplier):.7g}")
         found |= {"mscale": mscale, "mscale_all_dim": mscale}
         if not architecture.startswith("Deepseek"):
             metadata.problem(multiplier, "is supported for deepseek2 only")
     metadata.expect("rope.scaling.yarn_ext_factor", 1, -1)  # -1 is llama.cpp's "not set", which is 1
-    # Some write what cos and sin are multiplied by in all, others what that is multiplied by further.
+    # Some files have the total factor of cos and sin, others an additional factor.
     total = 1.0 if factor <= 1 or "mscale" in found else 0.1 * math.log(factor) + 1.0
     metadata.expect("rope.scaling.attn_factor", 1, total)
     metadata.expect("rope.scaling.yarn_attn_factor", total)
@@ -176,8 +175,8 @@ def _yarn(metadata: Metadata, factor: float, original: int, architecture: str) -
 def _from_divisors(
     metadata: Metadata, theta: float, rotary_dim: int, length: int, linear: float
 ) -> dict[str, Any] | None:
-    """The scaling that divides each frequency by a number of `rope_freqs.weight`, Llama 3's where it is that one, and
-    all of them by `linear`."""
+    """The scaling that divides each frequency by its number in `rope_freqs.weight` and by `linear`: Llama 3's, or one
+    expressed as longrope."""
     divisors = _factors(metadata, "rope_freqs.weight", rotary_dim)
     if divisors is None:
         return None
@@ -217,7 +216,7 @@ def _longrope(metadata: Metadata, rotary_dim: int, original: int, length: int) -
 
 
 def _factors(metadata: Metadata, name: str, rotary_dim: int) -> np.ndarray | None:
-    """float32 [rotated dimensions / 2] of a tensor of factors."""
+    """float64 [rotary_dim / 2] of a tensor of factors; None, with a problem, if it is missing or malformed."""
     entry = metadata.index.tensors.get(name)
     if entry is None or entry.shape != (rotary_dim // 2,) or entry.kind.is_quantized:
         found = "missing" if entry is None else f"{entry.kind.name}{list(entry.shape)}"
@@ -227,5 +226,5 @@ def _factors(metadata: Metadata, name: str, rotary_dim: int) -> np.ndarray | Non
     if not (np.isfinite(values) & (values > 0)).all():
         metadata.problems.append(f"tensor {name!r} has values that are not positive numbers")
         return None
-    # The shortest decimals: what config.json had.
+    # The shortest decimals are those of config.json.
     return np.array([float(str(value)) for value in values])

@@ -26,7 +26,7 @@ _LENGTH = struct.Struct("<Q")
 class Cursor:
     """A position in an open file of `size` bytes.
 
-    Raises CheckpointError, with `what` was to be read and how many bytes are missing, at the end of the file.
+    Raises CheckpointError at the end of the file, with `what` was read and the number of missing bytes.
     """
 
     def __init__(self, descriptor: int, size: int, path: Path, position: int = 0):
@@ -39,7 +39,7 @@ class Cursor:
         return self._size - self.position
 
     def number(self, dtype: Any, what: str) -> Any:
-        """One number as Python has it."""
+        """Reads one number, as a Python object."""
         dtype = np.dtype(dtype)
         return np.frombuffer(self.take(dtype.itemsize, what), dtype)[0].item()
 
@@ -47,7 +47,7 @@ class Cursor:
         self._check(count, what)
         begin = self.position - self._start
         if begin < 0 or begin + count > len(self._window):
-            self._window = b""  # not held beside the next one
+            self._window = b""  # freed before the next is read
             self._window, self._start, begin = (
                 self._pread(max(count, min(_WINDOW, self.num_left)), what),
                 self.position,
@@ -61,7 +61,7 @@ class Cursor:
         self.position += count
 
     def skip_strings(self, count: int, what: str, wanted: Collection[bytes] = ()) -> dict[bytes, list[int]]:
-        """Goes past strings, each a length of 8 bytes and as many bytes. Returns where those wanted are, by number."""
+        """Skips strings, each a length of 8 bytes and as many bytes. Returns the indices of those in `wanted`."""
         lengths, found = frozenset(map(len, wanted)), {}
         if count * _LENGTH.size > self.num_left:
             self._check(count * _LENGTH.size, what)
@@ -105,7 +105,7 @@ class Cursor:
 
 
 VERSIONS = (2, 3)
-# Far above any model there is; they bound the time and memory that a table of nonsense can cost.
+# Far above any model; they bound time and memory for malformed tables.
 MAX_KEYS = 2**16
 MAX_TENSORS = 2**16
 MAX_STRINGS = 2**20  # of one array: the largest vocabularies have 2**18 tokens and 2**19 merges
@@ -118,7 +118,7 @@ _SCALARS = (
     *((_BOOL, np.uint8), (10, np.uint64), (11, np.int64), (12, np.float64)),
 )
 _NUMPY = {number: np.dtype(scalar).newbyteorder("<") for number, scalar in _SCALARS}
-# An entry takes at least this: an empty name, type and value of a byte; name, dimensions, type and offset.
+# Smallest entries: an empty name, type and a value of one byte; name, dimensions, type and offset.
 _LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 
 Scalar = bool | int | float
@@ -126,7 +126,7 @@ Scalar = bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensorEntry:
-    """Where a tensor lies: [begin, end) bytes of the file. `shape` is in C order, the rows' length last."""
+    """Type, shape in C order, and position of a tensor: bytes [begin, end) of the file."""
 
     kind: BlockType
     shape: tuple[int, ...]
@@ -194,8 +194,8 @@ class GGUFFile:
         return self._texts(key, value)
 
     def places(self, key: str, wanted: Collection[str]) -> dict[str, list[int]]:
-        """Which items of an array of strings are one of these, without the others being decoded; {} for what is no such
-        array."""
+        """Indices of the items of an array of strings that are in `wanted`; {} if there is no such array. Other items
+        are not decoded."""
         value = self._values.get(key)
         if not isinstance(value, _Stored) or not value.is_array or value.item_type != _STRING:
             return {}

@@ -1,4 +1,4 @@
-"""A GGUF checkpoint, whole or split over several files, as one table of tensors and one set of metadata."""
+"""A GGUF checkpoint of one or several files, as one table of tensors and one set of metadata."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ MAX_PARTS = 1000
 
 
 class GGUFIndex:
-    """The tensors of a file, or of all the parts of a split one; the metadata is that of the first part.
+    """The tensors of a file, or of all parts of a split one, and the metadata of the first part.
 
     Raises CheckpointError for parts that are missing or do not belong together, a tensor stored twice, and as
     `GGUFFile`.
@@ -47,7 +47,7 @@ class GGUFIndex:
         return self.tensors[name]
 
     def path_of(self, name: str) -> Path:
-        """The file a tensor lies in."""
+        """The file of a tensor."""
         return self._file_of[name].path
 
     def scalar(self, key: str) -> Scalar | None:
@@ -72,11 +72,11 @@ class GGUFIndex:
         return self._files[0].describe(key)
 
     def read(self, name: str) -> np.ndarray:
-        """uint8 [rows, bytes]: a tensor as stored, the axes before the last one together."""
+        """A tensor as stored: uint8 [rows, bytes], with the leading axes flattened."""
         return self.read_rows(name, 0, math.prod(self.entry(name).shape[:-1]))
 
     def read_rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """uint8 [last - first, bytes]: some of the rows of `read`."""
+        """Rows [first, last) of `read`: uint8 [last - first, bytes]."""
         entry = self.entry(name)
         row_bytes = entry.shape[-1] // entry.kind.block_size * entry.kind.block_bytes
         raw = np.empty((last - first) * row_bytes, np.uint8)
@@ -84,7 +84,7 @@ class GGUFIndex:
         return raw.reshape(last - first, row_bytes)
 
     def fingerprint(self) -> str:
-        """Changes when a file is replaced, resized or touched; reads nothing."""
+        """A digest that changes when a file is replaced, resized or touched."""
         digest = hashlib.sha256()
         for file in self._files:
             status = os.stat(file.path)
@@ -135,7 +135,7 @@ class GGUFIndex:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The files of a checkpoint, of which `path` names one. Raises CheckpointError for missing ones."""
+    """The files of the checkpoint that `path` is one of. Raises CheckpointError for missing ones."""
     match = _PART.fullmatch(path.name)
     if not match:
         return [path]
@@ -150,8 +150,10 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a path names: itself, or the one checkpoint in a directory that has no other; None where it
-    names something else. Raises CheckpointError where a directory has several."""
+    """The path itself if it is a GGUF file, or the GGUF checkpoint of a directory without any other; else None.
+
+    Raises CheckpointError if a directory has several.
+    """
     if path.is_file():
         return path if path.suffix == SUFFIX else None
     if (path / NATIVE_CONFIG).exists() or (path / WEIGHTS_INDEX).exists() or any(path.glob("*.safetensors")):

@@ -18,10 +18,10 @@ _MAX_LISTED = 2**16  # entries of an array with a value per layer
 
 
 class Metadata:
-    """Reads keys below `prefix`; what is wrong is appended to `problems`, and reading goes on with a harmless value.
+    """Typed reading of keys with `prefix`. An invalid value is appended to `problems` and replaced by a valid one.
 
-    `seen` has the names that were asked for, which are read wherever they are there. `widest` is the largest dimension
-    of any tensor: a count or width above it is a mistake that is refused before anything of that size is computed with.
+    `seen` has the names that were read. `widest` is the largest dimension of any tensor: a larger count or width is
+    reported before anything of that size is made.
     """
 
     def __init__(self, index: GGUFIndex, prefix: str, problems: list[str]):
@@ -33,7 +33,7 @@ class Metadata:
         return self._key(name) in self.index.keys
 
     def is_zero(self, name: str) -> bool:
-        """Whether the key is there and 0, which in many of them turns something off."""
+        """Whether the key is present and 0, which for many keys means off."""
         value = self.index.scalar(self._key(name))
         if value != 0 or isinstance(value, bool):
             return False
@@ -41,7 +41,7 @@ class Metadata:
         return True
 
     def expect(self, name: str, *known: bool | int | float) -> None:
-        """A key that must be one of these where it is there, since the model computes nothing else."""
+        """Reports a key that is present with a value other than `known`."""
         self.seen.add(name)
         value = self.index.scalar(self._key(name))
         if self.has(name) and not any(value is not None and math.isclose(value, one, rel_tol=1e-5) for one in known):
@@ -49,7 +49,7 @@ class Metadata:
             self.problem(name, f"is {self.index.describe(self._key(name))}, only {wanted} is read")
 
     def integer(self, name: str, default: Any = REQUIRED, *, is_width: bool = True) -> Any:
-        """A positive int; of an array with a value per layer, the one all of them have."""
+        """A positive int; for an array with a value per layer, their common value."""
         value = self._scalar(name, default)
         if value is default or value is REQUIRED:
             return 1 if value is REQUIRED else default
@@ -67,7 +67,7 @@ class Metadata:
         if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
             return self._wrong(name, f"must be a positive number, it is {self.index.describe(self._key(name))}", 1.0)
         single = np.float32(value)
-        # Most are stored in single precision: the shortest decimal is what they were before.
+        # Most are stored in single precision; the shortest decimal is the original value.
         return float(str(single)) if float(single) == value else float(value)
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -125,7 +125,7 @@ class Metadata:
         return f"{self.prefix}{name}"
 
 
-# Whatever their value: the tensors' shapes say the same, or they are notes on the file and its conversion.
+# Keys that are ignored: the tensors' shapes have the same information, or they describe the file.
 _NOTES = (
     "vocab_size",  # the embedding's rows
     "tensor_data_layout",
@@ -140,7 +140,7 @@ _NOTES = (
     "rope.scaling.yarn_beta_slow",
     "decoder_start_token_id",  # of models with an encoder
 )
-# Keys and the values at which they change nothing.
+# Keys, and the values with which they have no effect.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -180,10 +180,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def refuse_unread(metadata: Metadata, values: Mapping[str, Any]) -> None:
-    """Notes a problem for every key that was not read and may mean something.
+    """Reports every key that was not read and may have an effect.
 
     Args:
-      values: the config.json that was made of those read.
+      values: the config.json that was made of the metadata.
     """
     computed = {}
     if "kv_lora_rank" not in values:

@@ -1,7 +1,7 @@
-"""Which tensors of a GGUF file are which parameters, decided from names and shapes before any byte is read.
+"""Planning: which tensors of a GGUF file every parameter is read from, by names and shapes.
 
-Names are those of gguf-py's constants.py; one table serves all architectures, because a model has only the parameters
-that its configuration gives it.
+Names are those of gguf-py's constants.py. One table serves all architectures, since the configuration decides which
+parameters a model has.
 """
 
 from collections.abc import Iterable
@@ -21,19 +21,19 @@ _LAYER, _TARGET = "blk.{layer}", "layers.{layer}"
 _QKV = tuple(f"{_TARGET}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj"))
 _GATE, _UP, _DOWN = (f"{_TARGET}.mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
 _TWO_NORMS = ("block", "parallel_two_norms")
-# Computed with elsewhere, or, of files with several tensors of the sort, by no implementation.
+# Factors of the rotation, which config.json has, or which no implementation uses beside others.
 _NOT_PARAMETERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_NUM_HINTS, _NUM_COMPARED = 20, 500  # near misses looked up, among so many names
+_NUM_HINTS, _NUM_COMPARED = 20, 500  # nearest names are looked up for so many problems, among so many names
 
 
 @dataclass(frozen=True)
 class GGUFTensorPlan:
-    """One parameter's way from the file.
+    """How a parameter is read from the tensors of a GGUF file.
 
     Attributes:
-      sources: the tensor that holds it, or those that are stacked along its first axis. entry: of the first of them.
-      target: the keys of the parameter. shape: the parameter's.
-      placement: where in a tensor it is.
+      sources: the tensor that holds it, or those that are stacked along its first axis. entry: of the first.
+      target: path of the parameter. shape: of the parameter.
+      placement: of the parameter in a tensor.
     """
 
     sources: tuple[str, ...]
@@ -44,15 +44,16 @@ class GGUFTensorPlan:
 
     @property
     def stays_quantized(self) -> bool:
-        """Whether products and look-ups take the parameter as it is stored."""
+        """Whether the parameter stays quantized: weights of linear layers and embeddings do."""
         is_product = self.target[-1] == "weight" and self.target[-2].endswith("_proj")
         return self.entry.kind.is_quantized and (is_product or self.target in (("embed",), ("lm_head",)))
 
 
 def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConfig) -> list[GGUFTensorPlan]:
-    """In the order of computation. Every parameter must be filled once, every tensor be used.
+    """The plans of all parameters, in the order of computation.
 
-    Raises CheckpointError for names and shapes that do not fit, all at once, each with its nearest miss.
+    Raises CheckpointError for parameters without a tensor, tensors that are not used, and shapes that do not fit, all
+    at once, each with the nearest name.
     """
     found = layout(_rules(architecture.adds_one), config, architecture.pairs_neighbours)
     plans, problems, missing = [], [], []
@@ -87,7 +88,7 @@ def _fits(index: GGUFIndex, group: TensorGroup, target: ParamPath) -> bool:
 
 
 def _is_shape(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """A single row may be stored as a vector."""
+    """Whether a shape is the wanted one; a single row may be stored as a vector."""
     return found == wanted or (len(wanted) == 2 and wanted[0] == 1 and found == wanted[1:])
 
 

@@ -137,7 +137,7 @@ def tokenizer_files(index: GGUFIndex) -> dict[str, str]:
     given = index.text(_HUGGING_FACE)
     if given is None and index.text(f"{_GGML}model") is None:
         return {}
-    reader = _Reader(index)
+    reader = _TokenizerReader(index)
     spec = given if given is not None else json.dumps(reader.specification(), ensure_ascii=False)
     return {"tokenizer.json": spec, "tokenizer_config.json": json.dumps(reader.configuration(), ensure_ascii=False)}
 
@@ -176,7 +176,7 @@ def token_id(index: GGUFIndex, name: str) -> int | None:
     return int(value)  # type: ignore[arg-type]  # an int, as just checked
 
 
-class _Reader:
+class _TokenizerReader:
     """The tokens with their kinds, read once."""
 
     def __init__(self, index: GGUFIndex):

@@ -17,10 +17,10 @@ from checkpoints_convert.checkpoint import (
     ParamPath,
     cut_parts,
     digest,
+    full_bounds,
     numpy_dtype,
     shape_of,
     size_of,
-    whole,
 )
 from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import with_side_file
@@ -182,7 +182,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         Tensors of quantized parameters are read whole, since their layouts pack values across parts."""
         tensor = self._plan_of[path]
         if isinstance(tensor, TensorPlan):
-            return self._read(tensor, parts or [whole(tensor.shape)])
+            return self._read(tensor, parts or [full_bounds(tensor.shape)])
         self._warn_once(tensor.reader.notes)
         found = read_quantized(self._index, tensor, self.config.dtype)
         return cut_parts(found, parts) if isinstance(found, np.ndarray) else found

@@ -16,7 +16,7 @@ _NOT_MXFP4 = f"values of a codebook, but for MXFP4's in blocks of {BLOCK}: {_INS
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredForm:
     """How a module is stored: an entry of `config_groups` without its targets."""
 
     format: str
@@ -30,7 +30,7 @@ class Stored:
     actorder: str | None = None
 
 
-def stored_form(weight: QuantizedArray) -> Stored:
+def stored_form(weight: QuantizedArray) -> StoredForm:
     """How a weight [K, N] is stored. Its arrays may be abstract: only types and shapes matter.
 
     Raises ValueError for a scheme that compressed-tensors does not have.
@@ -42,7 +42,7 @@ def stored_form(weight: QuantizedArray) -> Stored:
             raise ValueError(_NOT_MXFP4)
         if is_nested or scheme.activations is not None or is_permuted:
             raise ValueError(f"MXFP4 with nested scales, quantized activations or permuted inputs: {_INSTEAD}")
-        return Stored("mxfp4-pack-quantized", 4, "float", True, "group", BLOCK)
+        return StoredForm("mxfp4-pack-quantized", 4, "float", True, "group", BLOCK)
     if scheme.kind == "affine":
         raise ValueError(f"minima that are no multiple of the scale: {_INSTEAD}")
     if is_nested:
@@ -56,7 +56,7 @@ def stored_form(weight: QuantizedArray) -> Stored:
     if is_packed and weight.zeros is not None and strategy == "tensor":
         raise ValueError(f"one zero for a whole packed weight: {_INSTEAD}")
     plain = "int-quantized" if scheme.kind == "int" else "float-quantized" if scheme.activations else "naive-quantized"
-    return Stored(
+    return StoredForm(
         format="pack-quantized" if is_packed else plain,
         bits=scheme.bits,
         kind=scheme.kind,
@@ -69,7 +69,7 @@ def stored_form(weight: QuantizedArray) -> Stored:
     )
 
 
-def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
+def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], StoredForm]:
     """The tensors of a module, by suffix, for a weight [K, N] of host arrays, and how they are stored.
 
     Raises ValueError as `stored_form`, and for a codebook or scales that are not MXFP4's.
@@ -89,7 +89,7 @@ def compress(weight: QuantizedArray) -> tuple[dict[str, np.ndarray], Stored]:
 
 
 def quantization_config(
-    modules: Mapping[str, Stored], linears: list[str], *, kv_strategy: str | None
+    modules: Mapping[str, StoredForm], linears: list[str], *, kv_strategy: str | None
 ) -> dict[str, Any]:
     """The `quantization_config` of config.json.
 
@@ -98,7 +98,7 @@ def quantization_config(
         quantized are listed as ignored.
       kv_strategy: "tensor" or "attn_head" where the checkpoint has scales of the key-value cache.
     """
-    groups: dict[Stored, list[str]] = {}
+    groups: dict[StoredForm, list[str]] = {}
     for module, stored in modules.items():
         groups.setdefault(stored, []).append(module)
     is_uniform = len(groups) == 1 and set(modules) <= set(linears)
@@ -117,7 +117,7 @@ def quantization_config(
     }
 
 
-def _group(stored: Stored, targets: list[str]) -> dict[str, Any]:
+def _group(stored: StoredForm, targets: list[str]) -> dict[str, Any]:
     weights = {
         "num_bits": stored.bits,
         "type": stored.kind,
@@ -155,7 +155,7 @@ def _strategy(weight: QuantizedArray) -> str:
     return "block"
 
 
-def _packed(weight: QuantizedArray, scales: np.ndarray, stored: Stored) -> dict[str, np.ndarray]:
+def _packed(weight: QuantizedArray, scales: np.ndarray, stored: StoredForm) -> dict[str, np.ndarray]:
     codes, bits = unsigned(np.asarray(weight.values), stored.bits), stored.bits
     tensors = {}
     if weight.permutation is not None:

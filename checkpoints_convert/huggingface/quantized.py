@@ -10,7 +10,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.module import host_quantized
 from checkpoints_convert.host_arrays import count_nonfinite
-from checkpoints_convert.outputs import OutputsError, taken
+from checkpoints_convert.outputs import OutputsError, take_outputs
 from checkpoints_convert.plan import QuantizedPlan
 from checkpoints_convert.safetensors_files import NUMPY_DTYPES, SafetensorsIndex
 from jaxinfer.quantization import NestedScales, QuantizedArray, check
@@ -138,7 +138,7 @@ def _part(
     if isinstance(weight, np.ndarray):
         return weight[:, plan.outputs.index]
     try:
-        return taken(weight, plan.outputs)
+        return take_outputs(weight, plan.outputs)
     except OutputsError as error:
         where = index.path_of(next(iter(plan.sources.values())))
         name = ".".join(plan.target)

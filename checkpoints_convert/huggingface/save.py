@@ -25,12 +25,12 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG, WEIGHTS_INDEX, write_json
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.host_arrays import count_nonfinite
-from checkpoints_convert.huggingface.compress import Stored, compress, quantization_config
+from checkpoints_convert.huggingface.compress import StoredForm, compress, quantization_config
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.families import family_of
 from checkpoints_convert.huggingface.family import Family, head_names
 from checkpoints_convert.huggingface.rules import TensorGroup
-from checkpoints_convert.outputs import joined
+from checkpoints_convert.outputs import join_outputs
 from checkpoints_convert.staging import staged
 from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig, Params, keeps_float32
@@ -117,7 +117,7 @@ def write_shards(
     shards = list(_shards(tensor_groups, size_of, max_shard_bytes))
     leaves = _Leaves(config, read)
     weight_map: dict[str, str] = {}
-    modules: dict[str, Stored] = {}
+    modules: dict[str, StoredForm] = {}
     total = 0
     for number, shard_groups in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
@@ -198,7 +198,7 @@ def _of_stack(leaf: Any, number: int) -> Any:
     return jax.tree_util.tree_map_with_path(take, leaf)
 
 
-def _compressed(leaves: Sequence[Any], group: TensorGroup, where: Path) -> tuple[dict[str, np.ndarray], Stored]:
+def _compressed(leaves: Sequence[Any], group: TensorGroup, where: Path) -> tuple[dict[str, np.ndarray], StoredForm]:
     """The tensors of a quantized module, made of the parameters in it."""
     names = [f"parameter {'.'.join(placement.target)!r}" for placement in group.placements]
     if not all(isinstance(leaf, QuantizedArray) for leaf in leaves):
@@ -210,7 +210,7 @@ def _compressed(leaves: Sequence[Any], group: TensorGroup, where: Path) -> tuple
     try:
         for name, leaf in zip(names, leaves, strict=True):
             check(leaf, name)
-        weight = joined(leaves, outputs) if outputs else leaves[0]
+        weight = join_outputs(leaves, outputs) if outputs else leaves[0]
         if weight.ndim > 2:
             raise ValueError("all experts are one tensor in this family, which compressed-tensors cannot express")
         if not is_embedding and not group.placements[0].transpose:

@@ -1,4 +1,4 @@
-"""Quantization that looks at activations: one decoder layer at a time, with the texts a user gives."""
+"""Quantization calibrated on text (GPTQ, AWQ, SmoothQuant), one decoder layer at a time."""
 
 from jaxinfer.calibration.auto import AutoResult, choose_bits, measure_sensitivity, quantize_within
 from jaxinfer.calibration.driver import CalibrationResult, LayerReport, quantize_model

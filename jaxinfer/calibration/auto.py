@@ -1,4 +1,4 @@
-"""Bits for each part of a model, as few as a budget of quality allows."""
+"""Choosing the bits of each part of a model: as few as a limit on the KL divergence allows."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,9 @@ from jaxinfer.calibration.driver import (
 )
 from jaxinfer.calibration.inputs import FloatModel, in_chunks
 from jaxinfer.calibration.journal import CalibrationJournal
+from jaxinfer.calibration.layer_state import dequantized, find, linear_names
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions, Keep
 from jaxinfer.calibration.quality import compare
-from jaxinfer.calibration.work import dequantized, find, linear_names
 from jaxinfer.models import Params
 from jaxinfer.quantization import quantize
 
@@ -80,10 +80,10 @@ def measure_sensitivity(
 
 
 def choose_bits(sensitivity: Sensitivity, max_kl: float) -> dict[Part, int]:
-    """Bits for each part, so that the sum of their KLs is at most `max_kl` and the bytes are few.
+    """Bits for each part, so that the sum of their KLs is at most `max_kl`, with few bytes (greedily).
 
-    Begins with the fewest bits everywhere and, while the sum is too large, gives more to the part that gains most KL
-    for a byte.
+    Starts with the fewest bits everywhere and, while the sum is too large, increases those of the part whose KL falls
+    most per byte.
     """
     kl, sizes = sensitivity.kl, sensitivity.num_bytes
     chosen = {part: min(found) for part, found in kl.items()}
@@ -102,7 +102,7 @@ def choose_bits(sensitivity: Sensitivity, max_kl: float) -> dict[Part, int]:
 
 
 def _rounded(params: Params, names: list[str], options: CalibrationOptions, bits: int) -> tuple[Params, int]:
-    """float32 parameters with some weights rounded, and the bytes these take."""
+    """float32 parameters with the weights `names` rounded, and the quantized bytes of these."""
     result = jax.tree.map(lambda leaf: leaf, params)
     size = 0
     for name in names:
@@ -117,13 +117,13 @@ def _run(program: LayerProgram, params: Params, chunks: list[np.ndarray]) -> lis
 
 
 _MAX_ROUNDS = 8
-_MARGIN = 0.9  # of the budget that the next choice aims at, since a sum of KLs only approximates theirs together
+_MARGIN = 0.9  # of the KL that the next choice aims at: a sum of KLs only approximates the KL of all parts together
 
 
 @dataclass(frozen=True)
 class AutoResult:
     """Attributes:
-    bits: of each half of each decoder layer. kls: measured after each round, the last of which is the result's.
+    bits: of each half of each decoder layer. kls: measured after each round; the last is the result's.
     """
 
     result: CalibrationResult
@@ -133,7 +133,7 @@ class AutoResult:
     kls: list[float]
 
     def counts(self) -> dict[int, int]:
-        """How many halves of layers have how many bits."""
+        """Number of halves of layers by bits."""
         return dict(sorted(Counter(self.bits.values()).items()))
 
 
@@ -152,15 +152,15 @@ def quantize_within(
     """Quantizes with 16, 8 or `options.bits` bits for each half of a layer, so that KL(float || quantized) measured on
     `held_out` is at most `max_kl`.
 
-    Parts are measured alone, rounded to nearest. The first choice is the fewest bits everywhere; while the model made
-    with a choice has a larger KL, the next is made for a sum of the parts' KLs that is smaller by as much. What
-    `options.keep` names has the bits it says.
+    The KL of each part alone is measured with rounding to nearest. The first choice is the fewest bits everywhere.
+    While the quantized model has a larger KL than `max_kl`, the next choice aims at a sum of the parts' KLs that is
+    smaller by the same factor. Weights named by `options.keep` have the bits given there.
 
-    Arguments are those of `quantize_model`; each round has a part of the journal. report_part and report_round are
-    called after each layer that was measured, and with each choice before it is tried.
+    Arguments are those of `quantize_model`; each round has a part of the journal. report_part is called after each
+    layer that was measured, report_round with each choice before it is tried.
 
     Raises:
-      ValueError: a budget that is not positive, or that no choice meets; as `quantize_model`.
+      ValueError: `max_kl` is not positive, or no choice meets it; as `quantize_model`.
     """
     if not max_kl > 0:
         raise ValueError(f"max_kl must be positive, got {max_kl}")

@@ -121,7 +121,7 @@ _CHOSEN = "mlp.router.chosen"
 
 @dataclass(frozen=True)
 class LayerProgram:
-    """The programs of one decoder layer, shared by all layers of its kind.
+    """The jitted programs of one decoder layer, shared by all layers of its kind.
 
     A linear layer is named by its path in the layer, such as "mlp.up_proj".
 
@@ -134,17 +134,17 @@ class LayerProgram:
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> "LayerProgram":
         """The programs of layer number `layer`."""
-        # A model of that layer and one token, whose layer it is.
+        # A model with that layer alone and a vocabulary of one token.
         return cls(replace(config.with_layers([layer]), vocab_size=1, tie_word_embeddings=True))
 
     def forward(self, params: Params, x: jax.Array | np.ndarray) -> jax.Array:
-        """Hidden states [B, T, D] after the layer, of those before it."""
+        """Hidden states [B, T, D] after the layer, from those before it."""
         return _programs(self.config).forward(params, x)
 
     def statistics(
         self, params: Params, chunks: Iterable[jax.Array | np.ndarray], names: tuple[str, ...]
     ) -> InputStatistics:
-        """Of the input that the linear layers `names` share, or of `ROUTER`, over chunks [B, T, D] of hidden states."""
+        """Statistics of the input that linear layers share, or of `ROUTER`, over hidden states [B, T, D]."""
         collect = _programs(self.config).statistics
         total = None
         for chunk in chunks:
@@ -156,11 +156,11 @@ class LayerProgram:
     def expert_statistics(
         self, params: Params, chunks: Sequence[jax.Array | np.ndarray], name: str, memory: int
     ) -> Iterator[InputStatistics]:
-        """Of what each expert's part of the stack `name` reads, one expert after another: tokens that the router sends
-        to it, or for down_proj what its own gate and up make of them. Tokens are not kept.
+        """Statistics of the inputs of each expert in the stack `name`: the tokens routed to it or, for down_proj, the
+        outputs of its gate and up projections for them.
 
-        The Hessians of as many experts as `memory` bytes hold are summed side by side, and the layer runs once over the
-        text for each such block of experts; sums do not depend on it. Raises ValueError where not even one fits.
+        The layer runs over the text once for each block of experts whose Hessians fit in `memory` bytes; the results do
+        not depend on the blocks. Raises ValueError if the Hessian of one expert does not fit.
         """
         moe = self.config.experts_of(0)
         if moe is None:
@@ -186,7 +186,7 @@ class LayerProgram:
 
     @property
     def stack_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The same, those together that read the same."""
+        """Names of the projections of all experts, grouped by input."""
         return (STACKS[:2], STACKS[2:]) if self.config.experts_of(0) is not None else ()
 
 
@@ -197,8 +197,8 @@ class _Programs(NamedTuple):
     expert_statistics: Callable[..., InputStatistics]
 
 
-class _Recorder(nnx.Module):
-    """Stands for a linear layer and keeps what goes into it."""
+class _InputRecorder(nnx.Module):
+    """Replaces a linear layer and records its input."""
 
     def __init__(self, linear: Linear, name: str, found: dict[str, jax.Array]):
         self._linear = linear
@@ -210,7 +210,7 @@ class _Recorder(nnx.Module):
 
 
 class _RoutedRecorder(nnx.Module):
-    """Stands for a router, and keeps what goes into it and which experts it chose."""
+    """Replaces a router, and records its input and the experts that it chose."""
 
     def __init__(self, router: Router, found: dict[str, jax.Array]):
         self._router = router
@@ -241,7 +241,7 @@ def _programs(config: ModelConfig) -> _Programs:
                 parent = layer
                 for part in path[:-1]:
                     parent = getattr(parent, str(part))
-                setattr(parent, str(path[-1]), _Recorder(linear, ".".join(map(str, path)), found))
+                setattr(parent, str(path[-1]), _InputRecorder(linear, ".".join(map(str, path)), found))
         if isinstance(layer.mlp, SparseMoE):
             setattr(layer.mlp, "router", _RoutedRecorder(layer.mlp.router, found))  # noqa: B010
         run(layer, x)
@@ -266,7 +266,7 @@ def _programs(config: ModelConfig) -> _Programs:
     groups: dict[int, list[str]] = {}
 
     def find_groups(params: Params, x: jax.Array) -> None:
-        found = inputs(layer_of(params), x)  # all alive at once, so that no two share an identity by chance
+        found = inputs(layer_of(params), x)  # all alive at once, so that no two objects have the same id
         for name, value in found.items():
             if name in (ROUTER, _CHOSEN):
                 continue

@@ -1,4 +1,4 @@
-"""A model quantized layer by layer: at most one layer's float weights, and the hidden states of the text, are held."""
+"""Quantizing a model layer by layer: memory holds one layer's float weights and the hidden states of the text."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -13,9 +13,9 @@ from jaxinfer.calibration.capture import STACKS, LayerProgram, experts_at_once
 from jaxinfer.calibration.inputs import FloatModel, ReadUnit, in_chunks, rounded
 from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer import quantize_layer
+from jaxinfer.calibration.layer_state import LinearError, QuantizedLayer, dequantized, find, linear_names
 from jaxinfer.calibration.options import KEEP_AS_IS, CalibrationOptions
 from jaxinfer.calibration.quality import Quality, compare
-from jaxinfer.calibration.work import LinearError, QuantizedLayer, dequantized, find, linear_names
 from jaxinfer.models import ModelConfig, Params, abstract_params
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.tree import is_quantized
@@ -46,10 +46,10 @@ class CalibrationResult:
     """A quantized model, of which one part is read at a time.
 
     Attributes:
-      read: as of `FloatModel`; what is not quantized is float32, rounded to what the model is stored in. Layers come
-        from the journal, where there is one, as long as it is open.
-      rest: names of the parameters that belong to no layer.
-      hidden: its hidden states of the held-out text after the last layer, [rows, T, D], None without one.
+      read: as of `FloatModel`; dense parameters are float32, rounded to `CalibrationOptions.dtype`. Layers are read
+        from the journal, if there is one, which must be open.
+      rest: names of the parameters outside the layers.
+      hidden: hidden states [rows, T, D] of the held-out text after the last layer, or None.
     """
 
     config: ModelConfig
@@ -77,14 +77,14 @@ def quantize_model(
 ) -> CalibrationResult:
     """Quantizes the linear layers of a model, the first decoder layer first.
 
-    GPTQ sees the hidden states that the quantized layers before it make, AWQ and SmoothQuant those of the float model,
-    as their authors do.
+    GPTQ is calibrated on the hidden states of the quantized layers before it, AWQ and SmoothQuant on those of the float
+    model, as by their authors.
 
     Args:
-      tokens: int32 [rows, T], what to calibrate on; may be None for round-to-nearest.
-      held_out: int32 [rows, T], what to judge the result by.
-      journal: keeps finished layers on the disk, and not in memory, so that a run that was killed goes on; removed by
-        whoever made it. Without one the result's layers are held.
+      tokens: int32 [rows, T], to calibrate on; may be None for rounding to nearest.
+      held_out: int32 [rows, T], to measure the quality of the result on.
+      journal: keeps finished layers on the disk, instead of in memory, so that a killed run resumes; the caller removes
+        it. Without one, memory holds the result's layers.
       report: called after each decoder layer.
 
     Raises:
@@ -120,7 +120,7 @@ def quantize_model(
 
 
 def fingerprint_of(model: FloatModel, options: CalibrationOptions, tokens: np.ndarray | None) -> dict[str, Any]:
-    """What makes two calibrations the same, JSON-ready."""
+    """JSON-ready values that determine the result of a calibration."""
     return {
         "model": model.fingerprint,
         "config": model.config.to_dict(),
@@ -132,8 +132,8 @@ def fingerprint_of(model: FloatModel, options: CalibrationOptions, tokens: np.nd
 ParamPath = tuple[str, ...]
 
 
-def outcome(config: ModelConfig, options: CalibrationOptions) -> dict[ParamPath, QuantizedArray]:
-    """The weights that will be quantized, by path, as abstract arrays of the type, shape and scheme they will have."""
+def abstract_weights(config: ModelConfig, options: CalibrationOptions) -> dict[ParamPath, QuantizedArray]:
+    """The quantized weights of the result, by path, as abstract arrays: from shapes alone, before any calibration."""
     layers = abstract_params(config)["layers"]
     found: dict[ParamPath, QuantizedArray] = {}
     for number in range(config.num_layers):
@@ -169,8 +169,8 @@ def _quantized(shape: tuple[int, ...], bits: int, options: CalibrationOptions) -
 def _advance(
     model: FloatModel, options: CalibrationOptions, number: int, streams: "_Streams", journal: CalibrationJournal | None
 ) -> tuple[Params, LayerReport]:
-    """One layer: quantized, or as the journal has it, and the hidden states after it. A function of its own, so that
-    its weights are let go before the next layer's are read."""
+    """Quantizes a layer, or reads it from the journal, and advances the hidden states. When it returns, the float
+    weights are released."""
     program = LayerProgram.of(model.config, number)
     original = model.layer(number)
     is_resumed = journal is not None and number in journal
@@ -185,7 +185,7 @@ def _advance(
             errors = {name: asdict(error) for name, error in done.errors.items()}
             found = {"errors": errors, "value_divisors": done.value_divisors, "notes": done.notes}
             journal.write(number, done.params, found)
-    # Weights alone need no program of their own; activations that are rounded too do.
+    # Dequantized weights share the float program; quantized activations need another.
     runnable = dequantized(done.params, keeps_activations=True)
     streams.advance(program, original, runnable, options, is_last=number == model.config.num_layers - 1)
     report = LayerReport(number, done.errors, streams.divergence(), done.value_divisors, done.notes, is_resumed)
@@ -194,9 +194,9 @@ def _advance(
 
 @dataclass
 class _Streams:
-    """Hidden states on their way through the layers, in the host's memory, in chunks that the device takes.
+    """Hidden states between two layers, in host memory, in chunks for the device.
 
-    calibration: what the next layer is calibrated on. held_out: of the quantized model; float_held_out: of the other.
+    calibration: for calibrating the next layer. held_out: of the quantized model; float_held_out: of the float model.
     """
 
     calibration: list[np.ndarray]
@@ -278,7 +278,7 @@ def digest(tokens: np.ndarray | None) -> str | None:
 
 
 def _heads(model: FloatModel, dtype: str) -> tuple[Params, Params]:
-    """What belongs to no layer, exact and as it is stored: the same arrays where that changes nothing."""
+    """Parameters outside the layers, in float32 and rounded to `dtype`; the same arrays if rounding changes nothing."""
     exact = model.without_layers()
     stored = {
         name: jax.tree.map(lambda leaf: leaf if _is_same(leaf, dtype) else rounded(leaf, dtype), leaves)

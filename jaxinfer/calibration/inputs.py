@@ -18,12 +18,12 @@ ReadUnit = Callable[[str], Params]
 
 @dataclass(frozen=True)
 class FloatModel:
-    """A model to quantize, of which one part is read at a time.
+    """A model to quantize, which is read one unit at a time.
 
     Attributes:
-      read: gives the parameters of a unit, "layers.3" or any other name in `rest`, as a nested dict below its name.
-      rest: names of the parameters that belong to no layer: embed, final_norm, lm_head.
-      fingerprint: changes when the weights do.
+      read: returns the parameters of a unit ("layers.3", or a name in `rest`) as a nested dict.
+      rest: names of the parameters outside the layers: embed, final_norm, lm_head.
+      fingerprint: a digest that changes when the weights do.
     """
 
     config: ModelConfig
@@ -33,7 +33,7 @@ class FloatModel:
 
     @classmethod
     def of(cls, config: ModelConfig, params: Params) -> "FloatModel":
-        """Of parameters in memory. Raises ValueError where they are quantized."""
+        """A model with parameters in memory. Raises ValueError if they are quantized."""
         check_plain(params, "calibration")
 
         def read(name: str) -> Params:
@@ -42,16 +42,16 @@ class FloatModel:
         return cls(config, read, tuple(name for name in params if name != "layers"))
 
     def layer(self, number: int) -> Params:
-        """float32 parameters of a layer. Raises ValueError where they are quantized."""
+        """float32 parameters of a layer. Raises ValueError if they are quantized."""
         return jax.tree.map(_float32, self._plain(f"layers.{number}"))
 
     def without_layers(self) -> Params:
-        """float32 parameters of everything else."""
+        """float32 parameters outside the layers."""
         return {name: jax.tree.map(_float32, self._plain(name)) for name in self.rest}
 
     def embedded(self, tokens: np.ndarray | None, dtype: str = "float32") -> list[np.ndarray]:
-        """float32 hidden states before the first layer, in chunks, of tables rounded to `dtype`; whole tables are held
-        only meanwhile."""
+        """float32 hidden states before the first layer, in chunks, with embeddings rounded to `dtype`; [] without
+        tokens."""
         if tokens is None:
             return []
         names = ("embed", "position_embed") if self.config.has_position_embedding else ("embed",)
@@ -73,13 +73,13 @@ class FloatModel:
 
 
 def in_chunks(rows: np.ndarray) -> list[np.ndarray]:
-    """Rows [rows, T] in pieces of about `CHUNK_TOKENS` tokens."""
+    """Rows [rows, T] in chunks of about `CHUNK_TOKENS` tokens."""
     count = max(CHUNK_TOKENS // rows.shape[1], 1)
     return [rows[first : first + count] for first in range(0, len(rows), count)]
 
 
 def rounded(leaf: Any, dtype: str) -> jax.Array:
-    """float32, rounded to what it is stored in."""
+    """float32 values, rounded to `dtype`."""
     return jnp.asarray(leaf).astype(dtype).astype(jnp.float32)
 
 
@@ -87,22 +87,22 @@ def _float32(leaf: Any) -> jax.Array:
     return jnp.asarray(leaf).astype(jnp.float32)
 
 
-_HELD_OUT_IN = 8
+_HELD_OUT_IN = 8  # one row in so many
 _NUM_RANDOM = 128
 
 
 @dataclass(frozen=True)
 class CalibrationRows:
-    """int32 [rows, T] each; no token is in both."""
+    """Rows of tokens to calibrate on, and held-out rows: int32 [rows, T] each, disjoint."""
 
     calibration: np.ndarray
     held_out: np.ndarray
 
 
-def divide(
+def split_rows(
     documents: Sequence[Sequence[int]], separator: int | None, *, num_rows: int, length: int, seed: int
 ) -> CalibrationRows:
-    """Pieces of the documents, `separator` after each of these, `num_rows` of all by chance; one in eight held out.
+    """`num_rows` random pieces of `length` tokens of the documents, joined by `separator`; one in eight is held out.
 
     Raises ValueError for less text than two pieces.
     """
@@ -117,5 +117,5 @@ def divide(
 
 
 def random_rows(vocab_size: int) -> np.ndarray:
-    """A row of tokens where there is no text, always the same."""
+    """A row of random tokens [1, 128], always the same."""
     return np.random.default_rng(0).integers(0, vocab_size, (1, _NUM_RANDOM), dtype=np.int32)

@@ -1,8 +1,7 @@
-"""Finished layers on the disk, so that a calibration that was killed goes on after the last of them.
+"""The finished layers of a calibration on the disk, from which a killed run resumes.
 
-A folder with `calibration.json`, which says what is calibrated and how, and one file per finished layer, which has its
-name only once it is whole and durable. Calibrations that belong to it, such as the rounds of a search, are folders
-in it.
+A directory with `calibration.json` (the fingerprint of the run) and one file per finished layer, written atomically.
+Calibrations that are parts of it, such as the rounds of a search, are subdirectories.
 """
 
 import fcntl
@@ -26,10 +25,7 @@ _PART = "part-"
 
 
 class CalibrationJournal:
-    """The finished layers in `directory`, which is created, and locked against other processes, by `begin`.
-
-    A context manager; closing gives up the lock.
-    """
+    """The finished layers in `directory`, which `begin` creates and locks against other processes until `close`."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -37,9 +33,9 @@ class CalibrationJournal:
         self._parts: list[CalibrationJournal] = []
 
     def begin(self, fingerprint: dict[str, Any]) -> None:
-        """Layers of a calibration with another fingerprint are removed; those of this one stay.
+        """Opens the journal; removes layers of a calibration with another fingerprint.
 
-        Raises ValueError for a folder that another process uses, or that is no calibration's.
+        Raises ValueError for a directory that another process uses, or that is no journal.
         """
         state = self.directory / _STATE
         if self._file is None:
@@ -57,7 +53,7 @@ class CalibrationJournal:
             os.fsync(file.fileno())
 
     def part(self, name: str) -> "CalibrationJournal":
-        """The journal of a calibration that belongs to this one, closed and removed with it."""
+        """The journal of a part of this calibration, closed and removed with it."""
         self._parts.append(CalibrationJournal(self.directory / f"{_PART}{name}"))
         return self._parts[-1]
 
@@ -70,17 +66,17 @@ class CalibrationJournal:
             np.savez(file, allow_pickle=False, **_flat(params), **{_REPORT: np.array(json.dumps(report))})
 
     def read(self, number: int) -> tuple[Params, dict[str, Any]]:
-        """A finished layer and its report. Raises ValueError, naming the file, where it is damaged."""
+        """A finished layer and its report. Raises ValueError, naming the file, if it is damaged."""
         path = self._path(number)
         try:
             with np.load(path, allow_pickle=False) as file:
                 found = {name: file[name] for name in file.files}
             return _nested(found), json.loads(str(found[_REPORT]))
-        except Exception:  # numpy and zipfile have many
+        except Exception:  # numpy and zipfile raise many types
             raise ValueError(f"{path} is damaged: remove it, and its layer is calibrated again") from None
 
     def remove(self) -> None:
-        """The calibration is complete, or not wanted any more."""
+        """Removes the journal."""
         self._clear()
         (self.directory / _STATE).unlink()
         self.close()
@@ -115,7 +111,7 @@ class CalibrationJournal:
         for path in self.directory.glob(_PART + "*"):
             CalibrationJournal(path)._clear()
             (path / _STATE).unlink(missing_ok=True)
-            with suppress(OSError):  # holds what is not ours
+            with suppress(OSError):  # it has other files
                 path.rmdir()
 
     def _path(self, number: int) -> Path:
@@ -123,7 +119,7 @@ class CalibrationJournal:
 
 
 def _flat(params: Params, prefix: str = "") -> dict[str, np.ndarray]:
-    """Arrays of numpy's own types by name; a quantized weight is several, and its scheme as JSON."""
+    """Arrays of NumPy's own dtypes by name; a quantized weight is several arrays, and its scheme as JSON."""
     found: dict[str, np.ndarray] = {}
     for key, leaf in params.items():
         name = prefix + key

@@ -11,15 +11,15 @@ from jaxinfer.quantization.grid import IntegerGrid
 Method = Literal["rtn", "gptq", "awq", "smoothquant"]
 METHODS: tuple[Method, ...] = ("rtn", "gptq", "awq", "smoothquant")
 _GROUP_SIZE = 128
-KEEP_AS_IS = 16  # "bits" of a weight that stays floating-point
+KEEP_AS_IS = 16  # bits of a weight that is not quantized
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Weights that differ from the rest: `bits` 2 to 8, or 16 for those that stay as they are.
+    """An exception for some weights: `bits` 2 to 8, or 16 to leave them unquantized.
 
-    `pattern` is a name with shell wildcards; names are such as "layers.0.mlp.down_proj", and a pattern that ends at a
-    module, such as "layers.0" or "layers.*.mlp", means everything in it.
+    `pattern` is a name with shell wildcards, such as "layers.0.mlp.down_proj"; the name of a module, such as "layers.0"
+    or "layers.*.mlp", stands for all weights in it.
     """
 
     pattern: str
@@ -46,16 +46,16 @@ class CalibrationOptions:
     """How a model is quantized.
 
     Attributes:
-      method: "rtn" looks at no activations; "gptq", "awq"; "smoothquant" makes W8A8.
+      method: "rtn" (rounding to nearest, without activations), "gptq", "awq", or "smoothquant" (W8A8).
       bits: of the weights of linear layers; smoothquant has 8.
-      group_size: inputs that share a scale, None for all of an output's; "auto" is 128, and None for 8 bits. Weights
-        that `keep` gives 8 bits have one scale for each output in any case.
-      symmetric: whether a range is centred on 0.
-      keep: what differs; the last that fits a weight counts.
-      dtype: what the model is stored in: scales, norms and biases are rounded to it on the way.
-      expert_memory: bytes of the device that the Hessians of experts may take; a layer with more of them is looked at
-        block by block. It changes no result.
-      gptq: of GPTQ. duo_scaling, clip: of AWQ. alpha: of SmoothQuant, how much of the difficulty moves to weights.
+      group_size: inputs that share a scale; None for one scale per output; "auto" is 128, and None for 8 bits. Weights
+        with 8 bits by `keep` always have one scale per output.
+      symmetric: whether the range of values is symmetric around 0.
+      keep: exceptions; the last one that fits a weight applies.
+      dtype: in which the model is stored; scales, norms and biases are rounded to it before calibration.
+      expert_memory: bytes of device memory for the Hessians of experts; a layer with more of them is calibrated block
+        by block, with the same result.
+      gptq: options of GPTQ. duo_scaling, clip: of AWQ. alpha: of SmoothQuant, the exponent of the activations' sizes.
     """
 
     method: Method = "gptq"
@@ -82,7 +82,7 @@ class CalibrationOptions:
             raise ValueError(f"alpha must be 0 to 1, got {self.alpha}")
 
     def bits_of(self, name: str) -> int:
-        """Bits of a linear layer's weight; 16 where it stays as it is."""
+        """Bits of a linear layer's weight; 16 if it is not quantized."""
         return next((one.bits for one in reversed(self.keep) if one.fits(name)), self.bits)
 
     def grid(self, bits: int) -> IntegerGrid:
@@ -93,7 +93,7 @@ class CalibrationOptions:
         )
 
     def recipe(self, bits: int) -> Recipe:
-        """The same, for round-to-nearest."""
+        """The recipe for rounding to nearest with so many bits."""
         activations = "int8" if self.method == "smoothquant" else None
         return Recipe("int", bits, (self.grid(bits).group_size, 1), self.symmetric, activations=activations)
 
@@ -108,7 +108,7 @@ class CalibrationOptions:
         return self.method != "rtn"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, in full: what makes two runs the same."""
+        """JSON-ready options that determine the result."""
         from dataclasses import asdict
 
         return {name: value for name, value in asdict(self).items() if name != "expert_memory"}

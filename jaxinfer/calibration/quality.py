@@ -1,4 +1,4 @@
-"""How far a quantized model is from the one it was made of, on text neither was made from."""
+"""Differences of a quantized model from the float model on held-out text."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -16,12 +16,12 @@ Hidden = jax.Array | np.ndarray
 
 @dataclass(frozen=True)
 class Quality:
-    """Over the tokens of a text.
+    """Quality of a quantized model, over the tokens of a text.
 
     Attributes:
       kl: KL(float || quantized) of the next token, nats per token.
       perplexity, float_perplexity: of the text, by each model.
-      top1_agreement: share of positions where both have the same most likely token.
+      top1_agreement: share of positions with the same most likely token.
     """
 
     kl: float
@@ -47,10 +47,10 @@ def compare(
     other_rest: Params,
     chunks: Iterable[tuple[Hidden, Hidden, np.ndarray]],
 ) -> Quality:
-    """Of the final hidden states [B, T, D] of the float model, those of the quantized one, and the tokens [B, T].
+    """Quality over chunks of (final hidden states [B, T, D] of the float model, of the quantized model, tokens [B, T]).
 
     Args:
-      rest: parameters of the float model but its layers; `other_rest`: of the quantized one.
+      rest: parameters outside the layers of the float model; other_rest: of the quantized one.
     """
     totals, num_tokens, num_targets = [], 0, 0
     for hidden, other, tokens in chunks:

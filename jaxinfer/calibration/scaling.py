@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.calibration.capture import ROUTER, STACKS, InputStatistics
+from jaxinfer.calibration.layer_state import LayerState, find
 from jaxinfer.calibration.stacks import common_losses, own_scales, relative_sizes_of_stack, round_stacks
-from jaxinfer.calibration.work import Work, find
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import quantize
 from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error
@@ -20,13 +20,13 @@ from jaxinfer.quantization.smoothquant import smoothing_scale
 
 @dataclass(frozen=True)
 class Fold:
-    """Linear layers that read one input, and what can divide that input: a norm, or the outputs of a linear layer.
+    """Linear layers with one input, and the norm or linear layer before it that its scales are folded into.
 
     Attributes:
       linears, stacks: the linear layers, and the stacks of experts.
-      others: names of parameters [K, ...] that read it too and are not quantized: of the router.
+      others: names of parameters [K, ...] with the same input that are not quantized (the router's).
       previous: a linear layer, a stack, or `V_UP`.
-      is_by_kv_head: each head of the previous layer's outputs is read by several heads of queries.
+      is_by_kv_head: several query heads read each head of the previous layer's outputs.
     """
 
     linears: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Fold:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Whose input it is, as `LayerProgram.statistics` takes it."""
+        """Names of the modules with the input, for `LayerProgram.statistics`."""
         return self.linears or (ROUTER,)
 
 
@@ -54,8 +54,8 @@ _GATE, _UP, _DOWN = STACKS
 def folds(config: ModelConfig, layer: int = 0) -> tuple[Fold, ...]:
     """The folds of a decoder layer, in the order of computation.
 
-    Left out is an input that nothing can divide: what the residual stream itself is where no norm comes before
-    (post_norm), and what an activation makes that is not linear in anything (no gate, or `MoEConfig.clamp`).
+    Inputs without a linear operation before them have none: the residual stream without a norm (post_norm), and the
+    output of an MLP's activation without gate, or with `MoEConfig.clamp`.
     """
     attention, inner = _attention(config)
     mlp, after = _feed_forward(config, layer)
@@ -70,7 +70,7 @@ def folds(config: ModelConfig, layer: int = 0) -> tuple[Fold, ...]:
 
 
 def left_out(config: ModelConfig, layer: int = 0) -> tuple[str, ...]:
-    """What is no fold of a layer for another reason than its block, and why, for people."""
+    """Sentences on inputs of a layer that are not scaled because of the activation before them."""
     moe = config.experts_of(layer)
     if moe is None or moe.clamp is None:
         return ()
@@ -78,7 +78,7 @@ def left_out(config: ModelConfig, layer: int = 0) -> tuple[str, ...]:
 
 
 def _attention(config: ModelConfig) -> tuple[tuple[str, ...], list[Fold]]:
-    """What reads the hidden state, and the folds behind that."""
+    """The linear layers that read the hidden state, and the folds after them."""
     if config.mla is None:
         return _ATTENTION, [Fold(("attention.o_proj",), previous="attention.v_proj", is_by_kv_head=True)]
     values = Fold(("attention.o_proj",), previous=V_UP)
@@ -89,7 +89,7 @@ def _attention(config: ModelConfig) -> tuple[tuple[str, ...], list[Fold]]:
 
 
 def _feed_forward(config: ModelConfig, layer: int) -> tuple[Fold, list[Fold]]:
-    """What reads the hidden state, behind a norm, and the folds behind that."""
+    """The fold of the linear layers that read the hidden state, and the folds after them."""
     moe = config.experts_of(layer)
     prefix = "mlp" if moe is None else "mlp.shared"
     mlp = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if config.is_mlp_gated else (f"{prefix}.up_proj",)
@@ -107,54 +107,54 @@ def _feed_forward(config: ModelConfig, layer: int) -> tuple[Fold, list[Fold]]:
 _Found = dict[Fold, tuple[jax.Array, InputStatistics | None]]  # the scale [K], or [E, K] of a stack
 
 
-def awq(work: Work) -> None:
+def awq(state: LayerState) -> None:
     """Lin et al. 2023. The experts of a layer share one scale of what they all read, by the sum of their errors."""
     found: _Found = {}
-    for fold in folds(work.config):
-        names = tuple(name for name in fold.names if work.is_quantized(name))
+    for fold in folds(state.config):
+        names = tuple(name for name in fold.names if state.is_quantized(name))
         if not names:
             continue
         if fold.norm is None and fold.stacks:
-            found[fold] = own_scales(work, fold.stacks[0]), None
+            found[fold] = own_scales(state, fold.stacks[0]), None
             continue
-        statistics = work.statistics(fold.reads)
-        found[fold] = _awq_scale(work, fold, names, statistics), statistics
-    work.notes += left_out(work.config)
-    _fold_and_round(work, found)
+        statistics = state.statistics(fold.reads)
+        found[fold] = _awq_scale(state, fold, names, statistics), statistics
+    state.notes += left_out(state.config)
+    _fold_and_round(state, found)
 
 
-def _awq_scale(work: Work, fold: Fold, names: tuple[str, ...], statistics: InputStatistics) -> jax.Array:
+def _awq_scale(state: LayerState, fold: Fold, names: tuple[str, ...], statistics: InputStatistics) -> jax.Array:
     """The scale with which the outputs of the layers `names` err least."""
-    share = _sharing(work.config, fold)
-    relative = share(_relative_sizes(work, fold, names)) if work.options.duo_scaling else None
+    share = _sharing(state.config, fold)
+    relative = share(_relative_sizes(state, fold, names)) if state.options.duo_scaling else None
     candidates = candidate_scales(share(statistics.mean_absolute), relative)
     linears = [name for name in names if name not in fold.stacks]
-    grids = [work.options.grid(work.bits(name)) for name in linears]
+    grids = [state.options.grid(state.bits(name)) for name in linears]
 
     def losses(scale: jax.Array) -> list[float]:
         errors = [
-            scaled_error(work.weight(name), scale, statistics.hessian, grid)
+            scaled_error(state.weight(name), scale, statistics.hessian, grid)
             for name, grid in zip(linears, grids, strict=True)
         ]
         return [float(error) for error in errors]
 
     table = [losses(scale) for scale in candidates]
     if stacks := [name for name in names if name in fold.stacks]:
-        of_stacks = common_losses(work, stacks, candidates)
+        of_stacks = common_losses(state, stacks, candidates)
         table = [[*row, *more] for row, more in zip(table, of_stacks, strict=True)]
     return best_scale(candidates, table)
 
 
-def _relative_sizes(work: Work, fold: Fold, names: tuple[str, ...]) -> jax.Array:
+def _relative_sizes(state: LayerState, fold: Fold, names: tuple[str, ...]) -> jax.Array:
     """Of all that read the input, side by side."""
     parts, counts = [], []
-    group_size = work.options.grid(work.bits(names[0])).group_size
+    group_size = state.options.grid(state.bits(names[0])).group_size
     if fold.linears:
-        weights = [work.weight(name) for name in fold.linears]
+        weights = [state.weight(name) for name in fold.linears]
         parts.append(relative_sizes(weights, group_size))
         counts.append(sum(weight.shape[1] for weight in weights))
     for name in fold.stacks:
-        weight = work.weight(name)
+        weight = state.weight(name)
         parts.append(relative_sizes_of_stack(weight, group_size))
         counts.append(weight.shape[0] * weight.shape[2])
     if len(parts) == 1:
@@ -162,51 +162,51 @@ def _relative_sizes(work: Work, fold: Fold, names: tuple[str, ...]) -> jax.Array
     return jnp.average(jnp.stack(parts), axis=0, weights=jnp.array(counts))
 
 
-def smoothquant(work: Work) -> None:
+def smoothquant(state: LayerState) -> None:
     """Xiao et al. 2022, of what norms feed."""
     found: _Found = {}
-    for fold in folds(work.config):
-        if fold.norm is not None and any(work.is_quantized(name) for name in fold.names):
-            weights = [work.weight(name) for name in fold.linears]
-            weights += [jnp.abs(work.weight(name)).max(0) for name in fold.stacks]
-            statistics = work.statistics(fold.reads)
-            found[fold] = smoothing_scale(statistics.largest, weights, work.options.alpha), statistics
-    _fold_and_round(work, found)
+    for fold in folds(state.config):
+        if fold.norm is not None and any(state.is_quantized(name) for name in fold.names):
+            weights = [state.weight(name) for name in fold.linears]
+            weights += [jnp.abs(state.weight(name)).max(0) for name in fold.stacks]
+            statistics = state.statistics(fold.reads)
+            found[fold] = smoothing_scale(statistics.largest, weights, state.options.alpha), statistics
+    _fold_and_round(state, found)
 
 
-def _fold_and_round(work: Work, found: _Found) -> None:
+def _fold_and_round(state: LayerState, found: _Found) -> None:
     """Divides inputs by their scales, multiplies the weights that read them, clips those if asked, and rounds."""
     divisors: dict[str, jax.Array] = {}  # of a linear layer's outputs
     multipliers: dict[str, jax.Array] = {}  # of its inputs
     for fold, (scale, _) in found.items():
         if fold.norm is not None:
-            scale = _divide_norm(work, fold.norm, scale)
+            scale = _divide_norm(state, fold.norm, scale)
         elif fold.previous is not None:
-            divisors[fold.previous] = _of_kv_heads(work.config, scale) if fold.is_by_kv_head else scale
+            divisors[fold.previous] = _of_kv_heads(state.config, scale) if fold.is_by_kv_head else scale
         multipliers |= dict.fromkeys(fold.names, scale)
         for name in fold.others:
             module, _, key = name.rpartition(".")
-            find(work.result, module)[key] = find(work.original, module)[key] * scale[:, None]
+            find(state.result, module)[key] = find(state.original, module)[key] * scale[:, None]
     if (divisor := divisors.get("attention.v_proj")) is not None:
-        by_head = np.asarray(divisor).reshape(work.config.num_kv_heads, -1)
-        work.value_divisors = tuple(float(head[0]) if (head == head[0]).all() else None for head in by_head)
+        by_head = np.asarray(divisor).reshape(state.config.num_kv_heads, -1)
+        state.value_divisors = tuple(float(head[0]) if (head == head[0]).all() else None for head in by_head)
     if (divisor := divisors.get(V_UP)) is not None:
-        weight = work.weight(V_UP)
-        find(work.result, V_UP)["weight"] = weight / divisor.reshape(len(weight), 1, -1)
+        weight = state.weight(V_UP)
+        find(state.result, V_UP)["weight"] = weight / divisor.reshape(len(weight), 1, -1)
     hessians = {
         name: statistics.hessian for fold, (_, statistics) in found.items() if statistics for name in fold.linears
     }
-    for name in (name for names in work.program.groups for name in names):
-        _round_linear(work, name, multipliers.get(name), divisors.get(name), hessians.get(name))
-    for names in work.program.stack_groups:
-        _round_stacks(work, names, multipliers.get(names[0]), divisors)
+    for name in (name for names in state.program.groups for name in names):
+        _round_linear(state, name, multipliers.get(name), divisors.get(name), hessians.get(name))
+    for names in state.program.stack_groups:
+        _round_stacks(state, names, multipliers.get(names[0]), divisors)
 
 
-def _divide_norm(work: Work, name: str, scale: jax.Array) -> jax.Array:
+def _divide_norm(state: LayerState, name: str, scale: jax.Array) -> jax.Array:
     """Divides what a norm gives; returns the scale it is then really divided by."""
-    norm, is_zero_centred = find(work.result, name), work.config.norm == "rms_zero_centred"
+    norm, is_zero_centred = find(state.result, name), state.config.norm == "rms_zero_centred"
     norm["weight"], scale = fold_into_norm(
-        norm["weight"], scale, zero_centred=is_zero_centred, dtype=work.options.dtype
+        norm["weight"], scale, zero_centred=is_zero_centred, dtype=state.options.dtype
     )
     if "bias" in norm:
         norm["bias"] = norm["bias"] / scale
@@ -214,44 +214,46 @@ def _divide_norm(work: Work, name: str, scale: jax.Array) -> jax.Array:
 
 
 def _round_linear(
-    work: Work, name: str, rows: jax.Array | None, columns: jax.Array | None, hessian: jax.Array | None
+    state: LayerState, name: str, rows: jax.Array | None, columns: jax.Array | None, hessian: jax.Array | None
 ) -> None:
-    options, linear, weight = work.options, find(work.result, name), work.weight(name)
+    options, linear, weight = state.options, find(state.result, name), state.weight(name)
     rows = jnp.ones(weight.shape[0]) if rows is None else rows
     columns = jnp.ones(weight.shape[1]) if columns is None else columns
     weight, bias = fold_into_outputs(weight * rows[:, None], linear.get("bias"), columns)
     if bias is not None:
         linear["bias"] = bias
-    if not work.is_quantized(name):
-        work.set(name, weight)
+    if not state.is_quantized(name):
+        state.set(name, weight)
         return
     # What smoothing gains is in the activations; the error of weights alone would say nothing of it.
     if options.method != "awq":
         hessian = None
     elif hessian is None:  # its input cannot be divided, but it can be looked at
-        hessian = work.statistics((name,)).hessian
+        hessian = state.statistics((name,)).hessian
     # AutoAWQ does not clip q and k, whose outputs are multiplied with one another. With an exact criterion it pays
     # there too: the KL of the embedded model is 0.0168 with it and 0.0174 without (4 bits).
     if hessian is not None and options.clip:
-        weight = clip(weight, hessian / (rows[:, None] * rows), options.grid(work.bits(name)))
-    rounded = quantize(weight, options.recipe(work.bits(name)), scale_dtype=options.dtype)
-    work.set(name, rounded, hessian, _undoing(rows, columns))
+        weight = clip(weight, hessian / (rows[:, None] * rows), options.grid(state.bits(name)))
+    rounded = quantize(weight, options.recipe(state.bits(name)), scale_dtype=options.dtype)
+    state.set(name, rounded, hessian, _undoing(rows, columns))
 
 
-def _round_stacks(work: Work, names: tuple[str, ...], rows: jax.Array | None, divisors: dict[str, jax.Array]) -> None:
+def _round_stacks(
+    state: LayerState, names: tuple[str, ...], rows: jax.Array | None, divisors: dict[str, jax.Array]
+) -> None:
     """Of stacks that read the same."""
-    rows = jnp.ones(work.weight(names[0]).shape[1]) if rows is None else rows
+    rows = jnp.ones(state.weight(names[0]).shape[1]) if rows is None else rows
     columns = {name: divisors[name] for name in names if name in divisors}
     for name, scale in columns.items():
-        stack = find(work.result, name)
+        stack = find(state.result, name)
         if "bias" in stack:
             stack["bias"] = stack["bias"] / scale
     for name in names:
-        if not work.is_quantized(name):
-            weight = work.weight(name) * rows[..., :, None]
-            work.set(name, weight / columns[name][:, None] if name in columns else weight)
-    if names := tuple(filter(work.is_quantized, names)):
-        round_stacks(work, names, rows, columns)
+        if not state.is_quantized(name):
+            weight = state.weight(name) * rows[..., :, None]
+            state.set(name, weight / columns[name][:, None] if name in columns else weight)
+    if names := tuple(filter(state.is_quantized, names)):
+        round_stacks(state, names, rows, columns)
 
 
 def _undoing(rows: jax.Array, columns: jax.Array) -> Callable[[jax.Array], jax.Array]:

@@ -1,6 +1,6 @@
-"""Quantizing the stacks of experts of one decoder layer, one expert after another.
+"""Quantizing the stacks of experts of one decoder layer, expert by expert.
 
-An expert's statistics are over the tokens that the router sends to it, as it will see them.
+An expert's statistics are over the tokens that the router sends to it.
 """
 
 from collections.abc import Sequence
@@ -10,45 +10,46 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.calibration.capture import InputStatistics
-from jaxinfer.calibration.work import LinearError, Work
+from jaxinfer.calibration.layer_state import LayerState, LinearError
 from jaxinfer.quantization import QuantizedArray, quantize
 from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error, squared_outputs
 from jaxinfer.quantization.gptq import gptq
 
 
 def tokens_needed(width: int) -> int:
-    """How many tokens an expert must see for GPTQ of `width` inputs; with fewer it is rounded to nearest.
+    """Tokens that an expert needs for GPTQ of `width` inputs; with fewer it is rounded to nearest.
 
     A quarter of the inputs. Measured on other text, as a share of the error of rounding to nearest (a trained mixture
     of 8 experts, 3 bits, 64 inputs): with 64 tokens or more the mean was 0.15 and the worst expert had 0.87; with 16
-    to 63 the mean was 0.3 and the worst 1.6; with fewer the mean was 0.7. To ask for 64 instead of 16 made the model's
-    KL larger with little text (0.0047 for 0.0030) and no smaller with much; so did to ask for one (0.0049 for 0.0038).
+    to 63 the mean was 0.3 and the worst 1.6; with fewer the mean was 0.7. With a minimum of 64 instead of 16 the KL of
+    the model was larger on little text (0.0047, not 0.0030) and no smaller on much; likewise with a minimum of one
+    (0.0049, not 0.0038).
     """
     return -(-width // 4)
 
 
-def gptq_stacks(work: Work, names: Sequence[str]) -> None:
-    """GPTQ of the stacks `names`, which read the same, each expert with a Hessian of its own."""
-    stacks = [_Stack(work, name) for name in names]
-    for number, statistics in enumerate(work.expert_statistics(names[0], work.result)):
+def gptq_stacks(state: LayerState, names: Sequence[str]) -> None:
+    """GPTQ of the stacks `names`, which have the same input, with a Hessian for each expert."""
+    stacks = [_Stack(state, name) for name in names]
+    for number, statistics in enumerate(state.expert_statistics(names[0], state.result)):
         for stack in stacks:
             if not stack.has_enough(statistics):
                 stack.add(number, stack.nearest(number), statistics)
                 continue
             try:
-                found, _ = gptq(stack.expert(number), statistics.hessian, stack.grid, work.options.gptq)
+                found, _ = gptq(stack.expert(number), statistics.hessian, stack.grid, state.options.gptq)
             except ValueError as error:
-                raise ValueError(f"layers.{work.number}.{stack.name}, expert {number}: {error}") from None
+                raise ValueError(f"layers.{state.number}.{stack.name}, expert {number}: {error}") from None
             stack.add(number, found, statistics)
-    _finish(work, stacks)
+    _finish(state, stacks)
 
 
-def common_losses(work: Work, names: Sequence[str], candidates: Sequence[jax.Array]) -> list[list[float]]:
-    """For each candidate scale [K] of the input that the stacks `names` share, the squared error of each stack's
-    outputs, summed over its experts."""
-    stacks = [_Stack(work, name) for name in names]
+def common_losses(state: LayerState, names: Sequence[str], candidates: Sequence[jax.Array]) -> list[list[float]]:
+    """Squared errors of the outputs, summed over experts, for each candidate scale [K] of the shared input and each of
+    the stacks `names`."""
+    stacks = [_Stack(state, name) for name in names]
     losses = [[jnp.float32(0)] * len(stacks) for _ in candidates]
-    for number, statistics in enumerate(work.expert_statistics(names[0])):
+    for number, statistics in enumerate(state.expert_statistics(names[0])):
         for column, stack in enumerate(stacks):
             weight = stack.expert(number)
             for row, scale in zip(losses, candidates, strict=True):
@@ -56,16 +57,16 @@ def common_losses(work: Work, names: Sequence[str], candidates: Sequence[jax.Arr
     return [[float(loss) for loss in row] for row in losses]
 
 
-def own_scales(work: Work, name: str) -> jax.Array:
-    """[E, K]: for each expert of a stack the scale of its input with which its outputs err least; 1 for those with too
-    few tokens."""
-    stack, found = _Stack(work, name), []
-    for number, statistics in enumerate(work.expert_statistics(name)):
+def own_scales(state: LayerState, name: str) -> jax.Array:
+    """float32 [E, K]: for each expert of a stack, the scale of its input with the least error of the outputs; 1 if it
+    has too few tokens."""
+    stack, found = _Stack(state, name), []
+    for number, statistics in enumerate(state.expert_statistics(name)):
         weight, relative = stack.expert(number), None
         if not stack.has_enough(statistics):
             found.append(jnp.ones(len(weight)))
             continue
-        if work.options.duo_scaling:
+        if state.options.duo_scaling:
             relative = relative_sizes([weight], stack.grid.group_size)
         candidates = candidate_scales(statistics.mean_absolute, relative)
         errors = [scaled_error(weight, scale, statistics.hessian, stack.grid) for scale in candidates]
@@ -74,45 +75,45 @@ def own_scales(work: Work, name: str) -> jax.Array:
 
 
 def relative_sizes_of_stack(weight: jax.Array, group_size: int | None) -> jax.Array:
-    """As `relative_sizes`, of the weights [E, K, N] of all experts side by side, without a copy of them."""
+    """`relative_sizes` of the concatenated weights [E, K, N] of all experts, without copying them."""
     return sum((relative_sizes([one], group_size) for one in weight), jnp.float32(0)) / len(weight)
 
 
-def round_stacks(work: Work, names: Sequence[str], rows: jax.Array, columns: dict[str, jax.Array]) -> None:
-    """Rounds the stacks `names`, which read the same, each weight multiplied by `rows` [K] or [E, K] and divided by
-    its `columns` [E, N], if any; AWQ clips first, where an expert has enough tokens."""
-    stacks = [_Stack(work, name) for name in names]
-    looks = work.options.method == "awq"
+def round_stacks(state: LayerState, names: Sequence[str], rows: jax.Array, columns: dict[str, jax.Array]) -> None:
+    """Rounds the stacks `names`, which have the same input, after multiplying each weight by `rows` [K] or [E, K] and
+    dividing it by `columns` [E, N], if any. AWQ clips first, if an expert has enough tokens."""
+    stacks = [_Stack(state, name) for name in names]
+    looks = state.options.method == "awq"
     nothing = (None for _ in range(stacks[0].num_experts))
-    for number, statistics in enumerate(work.expert_statistics(names[0]) if looks else nothing):
+    for number, statistics in enumerate(state.expert_statistics(names[0]) if looks else nothing):
         row = rows if rows.ndim == 1 else rows[number]
         for stack in stacks:
             column = columns[stack.name][number] if stack.name in columns else jnp.float32(1)
             weight = stack.expert(number) * row[:, None] / column
-            if statistics is not None and work.options.clip and stack.has_enough(statistics):
+            if statistics is not None and state.options.clip and stack.has_enough(statistics):
                 weight = clip(weight, statistics.hessian / (row[:, None] * row), stack.grid)
             stack.add(number, stack.rounded(weight), statistics, row, column)
-    _finish(work, stacks)
+    _finish(state, stacks)
 
 
-def _finish(work: Work, stacks: Sequence["_Stack"]) -> None:
-    """Of stacks that read the same."""
+def _finish(state: LayerState, stacks: Sequence["_Stack"]) -> None:
+    """Finishes stacks with the same input, and notes experts with too few tokens."""
     for stack in stacks:
         stack.finish()
     if few := stacks[0].num_few:
         names = " and ".join(stack.name for stack in stacks)
         least = tokens_needed(stacks[0].width)
-        work.notes.append(
+        state.notes.append(
             f"{names}: {few} of {stacks[0].num_experts} experts had fewer than {least} tokens: rounded to nearest"
         )
 
 
 class _Stack:
-    """A stack under way, expert by expert."""
+    """A stack of experts that is being quantized, expert by expert."""
 
-    def __init__(self, work: Work, name: str):
-        self.name, self.grid = name, work.options.grid(work.bits(name))
-        self._work, self._weight, self._found = work, work.weight(name), list[QuantizedArray]()
+    def __init__(self, state: LayerState, name: str):
+        self.name, self.grid = name, state.options.grid(state.bits(name))
+        self._state, self._weight, self._found = state, state.weight(name), list[QuantizedArray]()
         self._sums, self.num_few = jnp.zeros(3), 0
 
     @property
@@ -124,15 +125,15 @@ class _Stack:
         return self._weight.shape[1]
 
     def expert(self, number: int) -> jax.Array:
-        """The weight [K, N] that an expert came with."""
+        """The original weight [K, N] of an expert."""
         return self._weight[number]
 
     def has_enough(self, statistics: InputStatistics) -> bool:
         return int(statistics.num_tokens) >= tokens_needed(self.width)
 
     def rounded(self, weight: jax.Array) -> QuantizedArray:
-        recipe = self._work.options.recipe(self._work.bits(self.name))
-        return quantize(weight, recipe, scale_dtype=self._work.options.dtype)
+        recipe = self._state.options.recipe(self._state.bits(self.name))
+        return quantize(weight, recipe, scale_dtype=self._state.options.dtype)
 
     def nearest(self, number: int) -> QuantizedArray:
         return self.rounded(self.expert(number))
@@ -145,7 +146,7 @@ class _Stack:
         rows: jax.Array | float = 1.0,
         columns: jax.Array | float = 1.0,
     ) -> None:
-        """The next expert, whose weight had its rows multiplied and its columns divided before."""
+        """Appends an expert's quantized weight, of which rows were multiplied and columns divided before."""
         self._found.append(found)
         if statistics is None:
             return
@@ -155,7 +156,7 @@ class _Stack:
         self._sums += jnp.stack([squared_outputs(part, statistics.hessian) for part in (*parts, weight)])
 
     def finish(self) -> None:
-        """Puts the stack in the place of the weight, with its error on the tokens that were seen."""
+        """Replaces the weight by the quantized stack, and records its error on the calibration tokens."""
         if any(one.permutation is not None for one in self._found):
             order = jnp.arange(self.width, dtype=jnp.int32)
             self._found = [
@@ -164,13 +165,13 @@ class _Stack:
         whole = jax.tree.map(lambda *parts: jnp.stack(parts), *self._found)
         error, nearest, total = map(float, self._sums)
         is_known = total > 0
-        self._work.set_stack(
+        self._state.set_stack(
             self.name,
             whole,
             LinearError(
                 error / total if is_known else None,
                 nearest / total if is_known else None,
-                self._work.bits(self.name),
+                self._state.bits(self.name),
                 self.num_experts,
                 self.num_few,
             ),

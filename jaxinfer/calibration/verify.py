@@ -1,4 +1,4 @@
-"""Is a model that was written the one that was calibrated? Unit by unit, so that neither is ever held whole."""
+"""Comparing a written model with the calibrated one, unit by unit, so that neither is held whole."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -10,20 +10,20 @@ import numpy as np
 
 from jaxinfer.calibration.capture import LayerProgram
 from jaxinfer.calibration.inputs import FloatModel, ReadUnit
+from jaxinfer.calibration.layer_state import dequantized
 from jaxinfer.calibration.quality import logits
-from jaxinfer.calibration.work import dequantized
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import describe_scheme, is_quantized
 
-_OTHER_EXPERTS = 1e-4  # of the largest hidden state: a difference that float errors of products alone do not make
+_OTHER_EXPERTS = 1e-4  # of the largest hidden state: above the rounding errors of products
 _MAX_SHARE = 0.01  # of the tokens
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """Attributes:
-    problems: parameters that are not bit for bit the same, each with what differs.
+    problems: a sentence for each parameter that is not bit for bit the same.
     difference: the largest absolute difference of logits, infinite where one is NaN. largest: the largest logit.
     """
 
@@ -33,9 +33,8 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Side:
-    """A model to compare. Attributes: read: gives a unit's parameters, as of `FloatModel`. rest: units that are no
-    layers."""
+class ComparedModel:
+    """A model to compare. Attributes as of `FloatModel`."""
 
     config: ModelConfig
     read: ReadUnit
@@ -45,12 +44,12 @@ class Side:
         return FloatModel(replace(self.config, dtype="float32"), self.read, self.rest)
 
 
-def compare_models(calibrated: Side, written: Side, tokens: np.ndarray) -> Comparison:
+def compare_models(calibrated: ComparedModel, written: ComparedModel, tokens: np.ndarray) -> ModelComparison:
     """Compares parameters and schemes, and the logits of tokens [rows, T].
 
-    The logits of `calibrated` are those that calibration measured, with weights as floats; `written` multiplies as an
-    engine will, by the integers, with activations quantized where its own schemes say so, and by its own configuration.
-    A few tokens may go to other experts in a layer, see `settled`.
+    The logits of `calibrated` are computed as during calibration, with dequantized weights; those of `written` as by an
+    engine, with quantized weights and activations and its own configuration. A few tokens may be routed to other
+    experts, see `align_rerouted_tokens`.
     """
     models = calibrated.model(), written.model()
     problems: list[str] = []
@@ -61,8 +60,8 @@ def compare_models(calibrated: Side, written: Side, tokens: np.ndarray) -> Compa
         problems += _advance(models, number, states)
     largest = difference = 0.0
     if problems:
-        return Comparison(problems, float("inf"), largest)
-    head = models[1].without_layers()  # the other's too, as was compared
+        return ModelComparison(problems, float("inf"), largest)
+    head = models[1].without_layers()  # equal in both models, as compared above
     for chunks in zip(*states, strict=True):
         for rows in zip(*chunks, strict=True):
             pairs = zip(models, rows, strict=True)
@@ -70,11 +69,11 @@ def compare_models(calibrated: Side, written: Side, tokens: np.ndarray) -> Compa
             worst = np.abs(exact - found).max()
             difference = max(difference, float("inf") if np.isnan(worst) else float(worst))
             largest = max(largest, float(np.abs(exact).max()))
-    return Comparison(problems, difference, largest)
+    return ModelComparison(problems, difference, largest)
 
 
 def _advance(models: tuple[FloatModel, FloatModel], number: int, states: list[list[np.ndarray]]) -> list[str]:
-    """Takes the hidden states of both through a layer, unless its parameters differ; returns how."""
+    """Differences of a layer's parameters; if there are none, advances the hidden states of both models."""
     made, found = (model.read(f"layers.{number}") for model in models)
     if problems := list(_differences(f"layers.{number}", made, found)):
         return problems
@@ -83,16 +82,16 @@ def _advance(models: tuple[FloatModel, FloatModel], number: int, states: list[li
         program = LayerProgram.of(model.config, number)
         states[side] = [np.asarray(program.forward(params, chunk)) for chunk in states[side]]
     if models[0].config.experts_of(number) is not None:
-        states[1] = [settled(exact, found) for exact, found in zip(*states, strict=True)]
+        states[1] = [align_rerouted_tokens(exact, found) for exact, found in zip(*states, strict=True)]
     return []
 
 
-def settled(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Hidden states [B, T, D] after a layer with experts, in which a few tokens that went to other experts are as
-    in `exact`.
+def align_rerouted_tokens(exact: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Hidden states [B, T, D] after a layer with experts: `found`, with the few tokens that were routed to other
+    experts replaced by those of `exact`.
 
-    Two experts may be so nearly as good that the last bits decide between them. Of all layers and tokens of a large
-    model that happens to some, and says nothing of the weights, which are compared bit for bit.
+    Where two experts have nearly equal scores, rounding decides between them. That is no difference of the weights,
+    which are compared bit for bit.
     """
     differs = np.abs(found - exact).max(-1, keepdims=True) > _OTHER_EXPERTS * np.abs(exact).max()
     return np.where(differs, exact, found) if differs.mean() <= _MAX_SHARE else found

@@ -212,7 +212,7 @@ def _option(name: str) -> str:
 
 
 def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "CalibrationRows | None":
-    from jaxinfer.calibration.inputs import divide
+    from jaxinfer.calibration.inputs import split_rows
     from jaxinfer.text import Tokenizer
 
     if not calibration:
@@ -222,7 +222,7 @@ def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "Ca
         tokenizer = Tokenizer.from_dir(path)
         encoded = [tokenizer.encode_content(text) for text in documents if text]
     try:
-        return divide(encoded, tokenizer.eos_token_id, **pieces)
+        return split_rows(encoded, tokenizer.eos_token_id, **pieces)
     except ValueError as error:
         raise UsageError(f"--calibration: {error}") from None
 

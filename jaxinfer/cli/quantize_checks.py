@@ -36,11 +36,11 @@ def planned(source: "Checkpoint", options: "CalibrationOptions") -> "dict[ParamP
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.huggingface.compress import stored_form
     from checkpoints_convert.huggingface.config import huggingface_config
-    from jaxinfer.calibration.driver import all_linears, outcome
+    from jaxinfer.calibration.driver import abstract_weights, all_linears
 
     options.check_keep(all_linears(source.config))
     huggingface_config(replace(source.config, dtype=options.dtype))
-    weights = outcome(source.config, options)
+    weights = abstract_weights(source.config, options)
     _check_experts(source, weights)
     for path, weight in weights.items():
         name, inputs = ".".join(path[:-1]), weight.shape[-2]

@@ -46,15 +46,17 @@ def write(
     from checkpoints_convert.load import open_checkpoint
     from checkpoints_convert.staging import check_destination, publish
     from jaxinfer.calibration.inputs import random_rows
-    from jaxinfer.calibration.verify import Side, compare_models
+    from jaxinfer.calibration.verify import ComparedModel, compare_models
 
     made = work / "checkpoint"
     with waiting("writing"):
         _write_files(source, weights, result, dtype, made)
     with waiting("loading what was written, and comparing"), open_checkpoint(made, dtype="float32") as written:
         tokens = random_rows(source.config.vocab_size) if held_out is None else held_out[:2]
-        calibrated = Side(source.config, result.read, result.rest)
-        found = compare_models(calibrated, Side(written.config, unit_reader(written), rest_of(written)), tokens)
+        calibrated = ComparedModel(source.config, result.read, result.rest)
+        found = compare_models(
+            calibrated, ComparedModel(written.config, unit_reader(written), rest_of(written)), tokens
+        )
         if written.kv_scales != _kv_scales(source, result)[0]:
             found.problems.append("scales of the key-value cache differ")
     reasons = found.problems

@@ -13,7 +13,7 @@ from jaxinfer.cli.output import write_json, write_text
 
 if TYPE_CHECKING:
     from jaxinfer.models import ModelConfig, Params
-    from jaxinfer.training.demo import Data, DemoModel, Phase
+    from jaxinfer.training.demo import DemoData, DemoModel, TrainingPhase
     from jaxinfer.training.distill import DistillOptions, DistillResult
 
 NAMES = ("demo", "demo-draft")
@@ -128,7 +128,7 @@ def draft_options(num_steps: int | None) -> "DistillOptions":
 def export_draft(
     draft: "DistillResult",
     options: "DistillOptions",
-    data: "Data",
+    data: "DemoData",
     work_dir: Path,
     destination: Path,
     *,
@@ -141,7 +141,7 @@ def export_draft(
     write_draft_card(destination, "MODEL_CARD.md", NAMES[0], draft, options, DRAFT_ORIGIN)
 
 
-def export_model(model: "DemoModel", data: "Data", work_dir: Path, destination: Path, *, overwrite: bool) -> None:
+def export_model(model: "DemoModel", data: "DemoData", work_dir: Path, destination: Path, *, overwrite: bool) -> None:
     """Writes the model in bfloat16 with its tokenizer, in the form of Hugging Face."""
     from jaxinfer.training.card import write_card
 
@@ -150,7 +150,7 @@ def export_model(model: "DemoModel", data: "Data", work_dir: Path, destination: 
 
 
 def _save(
-    config: "ModelConfig", params: "Params", data: "Data", work_dir: Path, destination: Path, *, overwrite: bool
+    config: "ModelConfig", params: "Params", data: "DemoData", work_dir: Path, destination: Path, *, overwrite: bool
 ) -> None:
     import checkpoints_convert
 
@@ -187,7 +187,7 @@ def _save(
     )
 
 
-def scaled(phases: "tuple[Phase, ...]", num_steps: int | None) -> "tuple[Phase, ...]":
+def scaled(phases: "tuple[TrainingPhase, ...]", num_steps: int | None) -> "tuple[TrainingPhase, ...]":
     """The phases with `num_steps` steps in all, shared out as they were; None leaves them."""
     total = sum(phase.num_steps for phase in phases)
     if num_steps is None:

@@ -11,17 +11,17 @@ import numpy as np
 from jaxinfer.models import abstract_params
 from jaxinfer.training.acceptance import NUM_DRAFT_TOKENS
 from jaxinfer.training.corpus import HELD_OUT_IN
-from jaxinfer.training.demo import CONTEXT, Data, DemoModel
+from jaxinfer.training.demo import CONTEXT, DemoData, DemoModel
 from jaxinfer.training.distill import DistillOptions, DistillResult
 
 
-def write_card(folder: Path, model: DemoModel, data: Data) -> None:
+def write_card(folder: Path, model: DemoModel, data: DemoData) -> None:
     """Writes MODEL_CARD.md and loss.png into `folder`."""
     plot_loss(folder / "loss.png", model)
     (folder / "MODEL_CARD.md").write_text(card_text(model, data), encoding="utf-8")
 
 
-def card_text(model: DemoModel, data: Data) -> str:
+def card_text(model: DemoModel, data: DemoData) -> str:
     """Markdown; every figure comes from the run."""
     config = model.config
     num_params = sum(leaf.size for leaf in jax.tree.leaves(abstract_params(config)))

@@ -35,7 +35,7 @@ DRAFT_START = replace(TARGET, hidden_size=128, intermediate_size=384, num_layers
 
 
 @dataclass(frozen=True)
-class Phase:
+class TrainingPhase:
     """`num_steps` optimizer steps on batches of `batch_size` sequences of `length` tokens."""
 
     num_steps: int
@@ -48,8 +48,8 @@ class Phase:
 
 
 # Short sequences first, since they cost half the attention; the last phase teaches the full context.
-TARGET_PHASES = (Phase(200, 24, 256), Phase(480, 12, 256), Phase(120, 6, 512))
-DRAFT_PHASES = (Phase(700, 12, 256), Phase(100, 6, 512))
+TARGET_PHASES = (TrainingPhase(200, 24, 256), TrainingPhase(480, 12, 256), TrainingPhase(120, 6, 512))
+DRAFT_PHASES = (TrainingPhase(700, 12, 256), TrainingPhase(100, 6, 512))
 DISTILLATION = DistillOptions(num_steps=1000, learning_rate=3e-4, decay_fraction=0.7, temperature=0.6, on_policy=0.92)
 
 
@@ -60,14 +60,14 @@ class DemoModel:
     name: str
     config: ModelConfig
     options: TrainOptions
-    phases: tuple[Phase, ...]
+    phases: tuple[TrainingPhase, ...]
     result: TrainResult
     held_out_loss: float
     num_train_tokens: int
 
 
 @dataclass(frozen=True)
-class Data:
+class DemoData:
     """The tokenizer and the token streams it makes of the corpus."""
 
     tokenizer: Tokenizer
@@ -77,7 +77,7 @@ class Data:
     documents: Documents
 
 
-def load_data(work_dir: Path) -> Data:
+def load_data(work_dir: Path) -> DemoData:
     """Trains the tokenizer once and keeps it in `work_dir`, so that a resumed run has the same ids."""
     texts = corpus.standard_library()
     path = work_dir / "tokenizer.json"
@@ -87,7 +87,7 @@ def load_data(work_dir: Path) -> Data:
         work_dir.mkdir(parents=True, exist_ok=True)
         tokenizer = corpus.train_tokenizer(texts.train, VOCAB_SIZE)
         tokenizer.save(str(path))
-    return Data(
+    return DemoData(
         tokenizer=tokenizer,
         train=corpus.encode(tokenizer, texts.train),
         held_out=corpus.encode(tokenizer, texts.held_out),
@@ -102,7 +102,9 @@ def load_data(work_dir: Path) -> Data:
     )
 
 
-def train_model(name: str, config: ModelConfig, phases: tuple[Phase, ...], data: Data, work_dir: Path) -> DemoModel:
+def train_model(
+    name: str, config: ModelConfig, phases: tuple[TrainingPhase, ...], data: DemoData, work_dir: Path
+) -> DemoModel:
     """Trains one model of the pair, resuming from `work_dir`/`name` if an earlier run left off there."""
     options = TrainOptions(sum(phase.num_steps for phase in phases))
     objective = next_token(config)

@@ -11,8 +11,8 @@ import pytest
 import checkpoints_convert
 from jaxinfer.calibration import CalibrationOptions, FloatModel, quantize_model
 from jaxinfer.calibration.capture import LayerProgram
-from jaxinfer.calibration.inputs import divide
-from jaxinfer.calibration.work import dequantized
+from jaxinfer.calibration.inputs import split_rows
+from jaxinfer.calibration.layer_state import dequantized
 from jaxinfer.data import embedded_path
 from jaxinfer.text import Tokenizer
 from jaxinfer.training.corpus import standard_library
@@ -33,7 +33,7 @@ def rows():
 
     def of(texts, num_rows, length):
         encoded = [tokenizer.encode_content(text) for text in texts]
-        found = divide(encoded, tokenizer.eos_token_id, num_rows=num_rows, length=length, seed=0)
+        found = split_rows(encoded, tokenizer.eos_token_id, num_rows=num_rows, length=length, seed=0)
         return np.concatenate([found.calibration, found.held_out])
 
     corpus = standard_library()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, capture, quantize_model
-from jaxinfer.calibration.driver import outcome
-from jaxinfer.calibration.inputs import divide, in_chunks
+from jaxinfer.calibration.driver import abstract_weights
+from jaxinfer.calibration.inputs import in_chunks, split_rows
 from jaxinfer.calibration.journal import CalibrationJournal
-from jaxinfer.calibration.verify import Side, compare_models
+from jaxinfer.calibration.verify import ComparedModel, compare_models
 from jaxinfer.quantization import QuantizedArray, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.training.objectives import sequence_logits
@@ -199,10 +199,10 @@ def changed(params, path, change):
 
 def test_what_is_compared_differs_where_it_should(config, model, gptq_result, held_out):
     made = gptq_result.params
-    calibrated = Side(config, gptq_result.read, model.rest)
+    calibrated = ComparedModel(config, gptq_result.read, model.rest)
 
     def compare(found):
-        return compare_models(calibrated, Side(config, reader(found), model.rest), held_out[:2])
+        return compare_models(calibrated, ComparedModel(config, reader(found), model.rest), held_out[:2])
 
     same = compare(jax.tree.map(np.asarray, made))
     assert same.problems == []
@@ -227,11 +227,11 @@ def test_what_is_compared_differs_where_it_should(config, model, gptq_result, he
         assert found.problems == [f"{path}: {words}"]
         assert found.difference == float("inf")
     other_rope = replace(config, rope=replace(config.rope, theta=500.0))
-    found = compare_models(calibrated, Side(other_rope, gptq_result.read, model.rest), held_out[:2])
+    found = compare_models(calibrated, ComparedModel(other_rope, gptq_result.read, model.rest), held_out[:2])
     assert found.problems == []
     assert found.difference > 1e-3 * found.largest
     untied = replace(config, tie_word_embeddings=False), reader({**made, "lm_head": made["embed"].T})
-    found = compare_models(calibrated, Side(*untied, ("embed", "final_norm", "lm_head")), held_out[:2])
+    found = compare_models(calibrated, ComparedModel(*untied, ("embed", "final_norm", "lm_head")), held_out[:2])
     assert found.problems == ["lm_head is new"]
 
 
@@ -247,7 +247,7 @@ def test_the_products_of_the_model_that_was_written_are_compared(config, model, 
 
     capture._programs.cache_clear()
     monkeypatch.setattr(linear, "matmul", wrong)
-    sides = Side(config, gptq_result.read, model.rest), Side(config, gptq_result.read, model.rest)
+    sides = ComparedModel(config, gptq_result.read, model.rest), ComparedModel(config, gptq_result.read, model.rest)
     found = compare_models(*sides, held_out[:2])
     capture._programs.cache_clear()
     assert found.problems == []
@@ -267,7 +267,7 @@ def test_the_products_of_the_model_that_was_written_are_compared(config, model, 
 )
 def test_what_a_weight_will_be_is_known_before(config, model, tokens, change):
     options = replace(OPTIONS, dtype="bfloat16", **change)
-    expected = outcome(config, options)
+    expected = abstract_weights(config, options)
     params = quantize_model(model, options, tokens).params
     found = {
         tuple(key.key for key in path): leaf
@@ -315,15 +315,15 @@ def test_wrong_input_is_told_before_anything_is_done(model, tokens, held_out, tm
 
 def test_text_is_divided_once(tokens):
     documents = [list(range(10)), list(range(10, 33)), list(range(33, 60))]
-    rows = divide(documents, 99, num_rows=8, length=7, seed=0)
+    rows = split_rows(documents, 99, num_rows=8, length=7, seed=0)
     assert (len(rows.calibration), len(rows.held_out)) == (7, 1)
     pieces = {tuple(row) for row in [*rows.calibration.tolist(), *rows.held_out.tolist()]}
     assert len(pieces) == 8
     stream = [*documents[0], 99, *documents[1], 99, *documents[2], 99]
     assert pieces <= {tuple(stream[first : first + 7]) for first in range(0, 63, 7)}
-    np.testing.assert_array_equal(rows.held_out, divide(documents, 99, num_rows=8, length=7, seed=0).held_out)
+    np.testing.assert_array_equal(rows.held_out, split_rows(documents, 99, num_rows=8, length=7, seed=0).held_out)
     with pytest.raises(ValueError, match="63 tokens of text are fewer than two pieces of 40"):
-        divide(documents, 99, num_rows=8, length=40, seed=0)
+        split_rows(documents, 99, num_rows=8, length=40, seed=0)
     assert [len(chunk) for chunk in in_chunks(np.zeros((5, 2000)))] == [2, 2, 1]
     assert [len(chunk) for chunk in in_chunks(np.zeros((2, 9000)))] == [1, 1]
 

@@ -9,14 +9,14 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, quantize_model, quantize_within
 from jaxinfer.calibration.capture import ROUTER, STACKS, LayerProgram
-from jaxinfer.calibration.driver import outcome
+from jaxinfer.calibration.driver import abstract_weights
 from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer import quantize_layer
+from jaxinfer.calibration.layer_state import dequantized, find
 from jaxinfer.calibration.quality import logits
 from jaxinfer.calibration.scaling import folds
 from jaxinfer.calibration.stacks import tokens_needed
-from jaxinfer.calibration.verify import settled
-from jaxinfer.calibration.work import dequantized, find
+from jaxinfer.calibration.verify import align_rerouted_tokens
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, abstract_params
 from jaxinfer.quantization import QuantizedArray, Scheme, quantize, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
@@ -298,7 +298,7 @@ def test_experts_with_few_tokens_are_rounded_and_named_also_after_a_kill(
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
 def test_what_a_weight_will_be_is_known_before(models, tokens, name, change):
     options = replace(OPTIONS, dtype="bfloat16", keep=(Keep("*.attention", 8), Keep("*.experts.up_proj")), **change)
-    expected = outcome(FAMILIES[name], options)
+    expected = abstract_weights(FAMILIES[name], options)
     params = quantize_model(models[name], options, tokens).params
     found = {
         tuple(key.key for key in path): leaf
@@ -367,4 +367,4 @@ def test_tokens_between_two_experts_are_settled_if_they_are_few():
     for num_others, is_settled in ((0, True), (2, True), (3, False)):
         found = close.copy()
         found[1, 7 : 7 + num_others] += 1
-        assert (np.abs(settled(exact, found) - exact).max() < 1e-5) == is_settled
+        assert (np.abs(align_rerouted_tokens(exact, found) - exact).max() < 1e-5) == is_settled

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoints_convert.outputs import Outputs, OutputsError, joined, taken
+from checkpoints_convert.outputs import Outputs, OutputsError, join_outputs, take_outputs
 from jaxinfer.quantization import check, quantize
 from jaxinfer.quantization.rtn import Recipe
 
@@ -59,7 +59,7 @@ def weight(request):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_the_part_of_the_whole_bit_for_bit(weight, part):
-    found = taken(weight, part)
+    found = take_outputs(weight, part)
     check(found, "part")
     np.testing.assert_array_equal(found.dequantize(), np.asarray(weight.dequantize())[:, part.index])
     if weight.scheme.block[1] in (1, 48):
@@ -68,14 +68,14 @@ def test_a_part_is_the_part_of_the_whole_bit_for_bit(weight, part):
 
 
 def test_joined_the_parts_are_the_whole(weight):
-    whole = joined([taken(weight, part) for part in PARTS], PARTS)
+    whole = join_outputs([take_outputs(weight, part) for part in PARTS], PARTS)
     check(whole, "whole")
     np.testing.assert_array_equal(whole.dequantize(), weight.dequantize())
 
 
 def test_whole_blocks_keep_their_scales():
     weight = quantize(jnp.ones((32, 48)), Recipe("fp8", 8, (8, 16), True))
-    found = taken(jax.tree.map(np.asarray, weight), Outputs(48, 1, 16, 48))
+    found = take_outputs(jax.tree.map(np.asarray, weight), Outputs(48, 1, 16, 48))
     assert found.scheme.block == (8, 16)
     assert found.scales.shape == (4, 2)
 
@@ -84,4 +84,4 @@ def test_parts_that_differ_are_not_joined():
     parts = [Outputs(32, 1, 0, 16), Outputs(32, 1, 16, 32)]
     weights = [quantize(jnp.ones((32, 16)), Recipe("int", bits, (8, 1), True)) for bits in (4, 8)]
     with pytest.raises(OutputsError, match="quantized differently"):
-        joined(weights, parts)
+        join_outputs(weights, parts)

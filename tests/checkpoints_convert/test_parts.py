@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from checkpoints_convert.checkpoint import owned_parts, part_of, shape_of, size_of, slices_of, whole
+from checkpoints_convert.checkpoint import full_bounds, owned_parts, part_of, shape_of, size_of, slices_of
 
 P = PartitionSpec
 
@@ -54,7 +54,7 @@ def test_devices_that_hold_the_same_share_a_part():
     drawn = SimpleNamespace(devices=devices, shape={"data": 2, "model": 4})
     found = owned_parts(drawn, P(None, "model"), (3, 8), ["d1", "d2", "d5"])
     assert found == {((0, 3), (2, 4)): ["d1", "d5"], ((0, 3), (4, 6)): ["d2"]}
-    assert list(owned_parts(drawn, P(), (3,), ["d0", "d7"]).items()) == [(whole((3,)), ["d0", "d7"])]
+    assert list(owned_parts(drawn, P(), (3,), ["d0", "d7"]).items()) == [(full_bounds((3,)), ["d0", "d7"])]
 
 
 def test_what_does_not_divide_says_so():

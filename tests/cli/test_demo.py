@@ -66,12 +66,12 @@ def test_demo_refuses_bad_values(jaxinfer, tmp_path):
 
 def test_scaled_phases_keep_their_shares():
     from jaxinfer.cli.train_demo import scaled
-    from jaxinfer.training.demo import Phase
+    from jaxinfer.training.demo import TrainingPhase
 
-    phases = (Phase(200, 24, 256), Phase(760, 12, 256), Phase(140, 6, 512))
+    phases = (TrainingPhase(200, 24, 256), TrainingPhase(760, 12, 256), TrainingPhase(140, 6, 512))
     assert scaled(phases, None) == phases
     assert scaled(phases, 1100) == phases
-    assert scaled(phases, 110) == (Phase(20, 24, 256), Phase(76, 12, 256), Phase(14, 6, 512))
+    assert scaled(phases, 110) == (TrainingPhase(20, 24, 256), TrainingPhase(76, 12, 256), TrainingPhase(14, 6, 512))
     for num_steps in (1, 2, 3, 57, 4000):
         found = scaled(phases, num_steps)
         assert sum(phase.num_steps for phase in found) == num_steps
@@ -109,7 +109,7 @@ def quick_training(monkeypatch):
         tokenizer = train_tokenizer(("def f(x):\n    return x\n" * 9,), 300)
         tokenizer.save(str(work_dir / "tokenizer.json"))
         empty = np.zeros(9, np.int32)
-        return demo.Data(tokenizer, empty, empty, 9, Documents((empty,), (empty,)))
+        return demo.DemoData(tokenizer, empty, empty, 9, Documents((empty,), (empty,)))
 
     def train_model(name, _, phases, data, work_dir):
         params = init_params(config, jax.random.key(0))

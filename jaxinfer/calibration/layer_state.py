@@ -1,4 +1,4 @@
-"""A decoder layer under way: what it came with, what replaces it, and what was found on the way."""
+"""The state of one decoder layer while it is quantized: original and new parameters, errors, notes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ Chunks = Sequence[np.ndarray]
 
 @dataclass(frozen=True)
 class LinearError:
-    """Squared error of a linear layer's outputs over their squares on the calibration text, and what it would be
-    rounded to nearest. None without activations.
+    """Relative squared error of a linear layer's outputs on the calibration text; None without activations.
 
     Attributes:
-      num_experts: of a stack, whose error is over all of them; 0 of a linear layer.
-      num_few: how many of these saw too few tokens to look at, and were rounded to nearest.
+      error: squared error of the outputs over their squares. rounded: the same for rounding to nearest.
+      num_experts: of a stack, whose error is over all of them; 0 for a linear layer.
+      num_few: experts with too few tokens for calibration, which are rounded to nearest.
     """
 
     error: float | None
@@ -36,10 +36,10 @@ class LinearError:
 
 class QuantizedLayer(NamedTuple):
     """Attributes:
-    params: of the layer, its linear layers quantized. errors: of these, by name.
-    value_divisors: by how much each key-value head's values were divided, None for a head whose channels were divided
-      by different amounts; () where none was.
-    notes: what was done otherwise than asked, for people.
+    params: of the layer, with its linear layers quantized. errors: of these, by name.
+    value_divisors: what each key-value head's values were divided by; None for a head whose channels were divided by
+      different numbers; () if no head was divided.
+    notes: sentences on what differs from the options.
     """
 
     params: Params
@@ -48,8 +48,8 @@ class QuantizedLayer(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class Work:
-    """A layer under way: the parameters it came with, and those that replace them."""
+class LayerState:
+    """A decoder layer that is being quantized: its original parameters, and those that replace them."""
 
     def __init__(self, program: LayerProgram, number: int, params: Params, chunks: Chunks, options: CalibrationOptions):
         self.program, self.number, self.chunks, self.options = program, number, chunks, options
@@ -87,7 +87,7 @@ class Work:
         hessian: jax.Array | None = None,
         undo: Callable[[jax.Array], jax.Array] = lambda weight: weight,
     ) -> None:
-        """Replaces a weight; `undo` takes the scales out of it that its neighbours hold the inverse of."""
+        """Replaces a weight. `undo` removes scales whose inverse is folded into other weights, for the error."""
         find(self.result, name)["weight"] = weight
         if not isinstance(weight, QuantizedArray):
             return
@@ -105,21 +105,21 @@ class Work:
 
 
 def linear_names(program: LayerProgram) -> list[str]:
-    """The linear layers in the order of computation, and the stacks of experts, named within the decoder layer."""
+    """Names in the decoder layer of its linear layers, in the order of computation, then of its stacks of experts."""
     return [*(name for names in program.groups for name in names), *program.stacks]
 
 
 def find(params: Params, name: str) -> dict[str, Any]:
-    """The parameters of a module by its path."""
+    """The parameters of a module, by its path."""
     for part in name.split("."):
         params = params[part]
     return params
 
 
 def dequantized(params: Params, *, keeps_activations: bool = False) -> Params:
-    """float32, to run a layer of which some weights are quantized: without a new program for each combination.
+    """Parameters with quantized weights as float32, so that one program runs any combination of them.
 
-    With `keeps_activations`, weights that multiply quantized activations stay, for their products are others.
+    With `keeps_activations`, weights with quantized activations stay quantized, since their products differ.
     """
     return jax.tree.map(
         lambda leaf: (
