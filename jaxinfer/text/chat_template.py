@@ -5,7 +5,7 @@ How content is kept from forging a role. Rendering gives one string, and a token
 templates that look into it (`content.split('</think>')`, `| trim`). Breaking up every control string in the content
 survives transforms, but not joins: two fields side by side, or `replace` taking out a middle, put the pieces
 together again. So the *template's* literals are marked instead (`provenance.py`): the chat is rendered once plainly,
-which is the truth, and once with marks around the control tokens the template writes. What is not provably the
+which is the result, and once with marks around the control tokens the template writes. What is not provably the
 template's is text. Content needs no detection at all, so no trick in it matters; and a chat whose control tokens
 are all the template's, which is nearly every chat, is encoded as one string, with exactly the ids Transformers
 gives. `encoding.py` does the encoding.

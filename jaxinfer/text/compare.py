@@ -1,4 +1,4 @@
-"""Whether two tokenizers mean the same by their ids."""
+"""Comparing the vocabularies of two tokenizers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ if TYPE_CHECKING:
 
 
 def check_same_tokens(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> None:
-    """Raises ValueError, with the first id of which they do not say the same, unless ids and tokens agree up to the
-    smaller vocabulary. Ids that only one of them has do no harm: models pad their vocabularies differently."""
+    """Raises ValueError, with the first id that differs, unless both map the same ids to the same tokens.
+
+    Ids that only one of them has are ignored, since models pad their vocabularies differently.
+    """
     tokens, others = one.tokens_by_id(), other.tokens_by_id()
     for token_id in sorted(tokens.keys() & others.keys()):
         if tokens[token_id] != others[token_id]:

@@ -38,7 +38,7 @@ class AddedTokenSpec:
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a repository say, merged by the rules of Transformers 5.
+    """The tokenizer files of a repository, merged by the rules of Transformers 5.
 
     `special_tokens` maps names (`bos_token`, `image_token`, ...) to text; `extra_special_tokens` have no name.
     `chat_templates` maps names to Jinja sources; the one named "default" is used unless tools ask for "tool_use".

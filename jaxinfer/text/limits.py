@@ -1,4 +1,4 @@
-"""Bounds on what one chat-template rendering may take: CPU time, and the size of every value it makes.
+"""Limits of one chat-template rendering: CPU time, and the size of every value.
 
 Operations that make a large value out of small ones (`*`, `**`, `%`, `replace`, padding, ...) are checked
 *before* they run: one C call such as `"a" * 10**9` cannot be interrupted. The clock is the CPU time of the

@@ -1,4 +1,4 @@
-"""Checks on what a caller hands to a chat template: plain JSON data, valid text, known names."""
+"""Checks of the input of a chat template: plain JSON data, valid Unicode, known names."""
 
 from __future__ import annotations
 

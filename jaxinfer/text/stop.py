@@ -11,7 +11,7 @@ MAX_STOP_CHARS = 1024
 
 
 class StopResult(NamedTuple):
-    """What one `feed` lets out: `text` to send on, and the stop string that was `matched`, if one was."""
+    """Result of one `feed`: the `text` that may be sent, and the stop string that was `matched`, or None."""
 
     text: str
     matched: str | None
@@ -24,9 +24,9 @@ class StopStringMatcher:
     that same character the longest counts, so the cut is as early as can be. This depends on the characters
     alone, not on how tokens split them, and never needs text from after the stop. (It differs from "smallest
     start" only where one stop string occurs inside a longer one: with stops `"abcd"` and `"bc"`, `"abc"` stops at
-    `"bc"`, and whether a `"d"` would have followed is never asked of the model.)
+    `"bc"`, whatever the model would have generated next.)
 
-    Held back is the longest end of the text that could still become a stop string, and no more. Aho-Corasick:
+    The longest end of the text that could still become a stop string is held back, and no more. Aho-Corasick:
     constant time per character whatever the number of stop strings.
 
     Args:

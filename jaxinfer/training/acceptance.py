@@ -1,4 +1,4 @@
-"""How many tokens of a draft its target accepts, from teacher-forced choices alone: nothing is generated."""
+"""Acceptance of a draft's tokens by its target, from teacher-forced choices, without generating text."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 10
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Of a draft on greedy text of its target, with chains of k draft tokens.
+    """Acceptance of a draft on greedy text of its target, with chains of k draft tokens.
 
     Attributes:
       agreement: share of tokens that the draft would have chosen, given the true text before them.
@@ -36,12 +36,12 @@ class Acceptance:
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens per call of the target, its own included."""
+        """Tokens per call of the target, including its own."""
         return self.num_tokens / self.num_rounds
 
 
 def simulate(agrees: np.ndarray, num_draft_tokens: int = NUM_DRAFT_TOKENS) -> Acceptance:
-    """Speculates over rows of bool [N, T]: whether the draft, given the true text, chooses each token.
+    """Simulates speculation over bool [N, T]: whether the draft, given the true text, chooses each token.
 
     Greedy drafts are accepted while they equal the target's choice, so until the first disagreement the draft has
     seen the true text, and a round accepts the run of agreements. The target adds a token of its own; the next round

@@ -1,9 +1,10 @@
-"""Attention heads that copy, built into a draft before it is trained.
+"""Induction heads (copying heads), built into a draft before it is trained.
 
-Text a model writes repeats itself, and its prompt; a draft of two layers would need long training to find the two
-steps of copying (Elhage et al. 2021, Olsson et al. 2022: induction heads). So they are set by hand: heads of the first
-layer note for each position the one and the two tokens before it, a head of the second finds the last position with the
-same two notes as the text has now, and brings its token to the output. Training goes on from there with all weights.
+Generated text repeats itself and its prompt, but a draft of two layers needs long training to learn the two steps of
+copying (Elhage et al. 2021, Olsson et al. 2022: induction heads). Their weights are therefore constructed: heads of the
+first layer write the codes of the two previous tokens to each position; a head of the second layer attends to positions
+with the same two previous tokens as the current one, and writes the code of the token there to the output. All weights
+are then trained.
 """
 
 from dataclasses import dataclass, replace
@@ -17,10 +18,10 @@ from jaxinfer.models.rope import inverse_frequencies
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import attend_by_head
 
-CODE = 18  # dimensions of a token's random code, in which tokens are compared: more than 16 of 4,096 collide less
+CODE = 18  # dimensions of a token's random code, by which tokens are compared
 ADDED_WIDTH = 80  # a constant and four codes are 73; rows stay multiples of 16 floats
 ADDED_HEADS = 2
-SHARPNESS = 11.0  # of the heads that look back: the neighbour gets e**-16 of the attention
+SHARPNESS = 11.0  # of the heads that attend to previous tokens: a neighbour gets e**-16 of the attention
 MATCH = 8.0  # score of one token in common, in nats, against random ones below 4
 
 
@@ -43,13 +44,13 @@ class _Slots:
 def with_copying(
     config: ModelConfig, params: Params, tokens: np.ndarray, *, gain: float = 6.0, seed: int = 0
 ) -> tuple[ModelConfig, Params]:
-    """The model, ADDED_WIDTH wider and with ADDED_HEADS more heads in each layer, that also copies; float32.
+    """The model with copying heads: ADDED_WIDTH wider, with ADDED_HEADS more heads in each layer; float32.
 
     Args:
       tokens: int32 [B, T], text from which the sizes of hidden states are taken.
-      gain: what a copied token's logit gets.
+      gain: added to the logit of a copied token.
 
-    Its output embedding is its own, so that a token's code in the input is no vote for the token itself.
+    Its embeddings are not tied, so that a token's code in the input does not add to the token's own logit.
 
     Raises ValueError for a model in which the heads cannot be built: one layer, biases, norms of queries, or stretched
     or partial rotation.
@@ -100,7 +101,7 @@ def with_copying(
 
 
 def _new_sizes(config: ModelConfig, sizes: list[float], unit: float) -> list[float]:
-    """Root mean squares of what each norm sees, the added dimensions included."""
+    """Root mean squares of the inputs of the norms, including the added dimensions."""
     # After each sublayer so many added dimensions are in use, the constant, of 2, as four of them.
     num_used = [4 + CODE] + [4 + 3 * CODE] * (2 * config.num_layers - 1) + [4 + 4 * CODE]
     return [
@@ -150,7 +151,7 @@ def _check(config: ModelConfig) -> None:
 
 
 def _look_back(config: ModelConfig, weights: dict[str, np.ndarray], slots: _Slots, unit: float) -> None:
-    """Two heads that attend to the token 1 and 2 before, whatever it is, and note its code.
+    """Two heads that attend to the tokens 1 and 2 positions before, and write their codes.
 
     Queries and keys are constants; rotation makes their product largest at the distance by which the key was turned.
     """
@@ -171,7 +172,7 @@ def _look_back(config: ModelConfig, weights: dict[str, np.ndarray], slots: _Slot
 def _match(
     config: ModelConfig, weights: dict[str, np.ndarray], slots: _Slots, unit: float, random: np.random.Generator
 ) -> None:
-    """A head that attends where the two tokens before are the last two of the text, and brings that token's code.
+    """A head that attends to positions whose two previous tokens are the last two, and writes the code of their token.
 
     The codes lie in the slowest pairs of the rotation, so that a match weighs much the same near and far.
     """
@@ -184,7 +185,7 @@ def _match(
         weights["k_proj"][np.arange(key.start, key.stop), columns] = size
     weights["v_proj"][slots.own, at : at + CODE] = np.eye(CODE)
     weights["o_proj"][at : at + CODE, slots.output] = np.eye(CODE) * unit
-    # The rest of the head writes nothing yet, but has something to write.
+    # The other dimensions of the head have values but no output yet.
     rest = slice(at + CODE, at + config.head_dim)
     weights["v_proj"][: config.hidden_size, rest] = 0.05 * random.normal(
         size=(config.hidden_size, config.head_dim - CODE)
@@ -192,7 +193,7 @@ def _match(
 
 
 def _widened(config: ModelConfig, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same projections of a wider stream with more heads, zeros where nothing was."""
+    """The projections for a wider residual stream with more heads, padded with zeros."""
     more = ADDED_HEADS * config.head_dim
     return {
         name: np.pad(weight, ((0, more), (0, ADDED_WIDTH)) if name == "o_proj" else ((0, ADDED_WIDTH), (0, more)))
@@ -207,7 +208,7 @@ def _padded_mlp(name: str, weight: np.ndarray) -> np.ndarray:
 
 
 def _sizes(config: ModelConfig, params: Params, tokens: np.ndarray) -> list[float]:
-    """The usual root mean square of what each norm sees: two in each layer, then the final one."""
+    """Median root mean squares of the inputs of the norms: two in each layer, then the final one."""
     names = ["embed", *(f"layers.{i}.{part}" for i in range(config.num_layers) for part in ("attention", "mlp"))]
     found, tap = collect(names)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

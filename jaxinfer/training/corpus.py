@@ -1,4 +1,4 @@
-"""The training text of the embedded pair: the Python standard library's own source, on every user's machine."""
+"""The training text of the embedded models: the source of the Python standard library."""
 
 import hashlib
 import importlib.util
@@ -12,25 +12,25 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
-# Tables, generated data and tests: little prose, much repetition.
+# Tables, generated data and tests, which are repetitive.
 EXCLUDED = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "config-",
             "__pycache__", "ensurepip", "lib-dynload")  # fmt: skip
 MAX_FILE_BYTES = 250_000
-HELD_OUT_IN = 40  # one file in this many is never trained on
+HELD_OUT_IN = 40  # one file in so many is held out
 HELD_OUT_PACKAGES = ("flax", "jax", "numpy", "optax")
 MIN_HELD_OUT_CHARS = 1000  # enough for a prompt of 128 tokens
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts of whole files, in a fixed order; a file is held out by the hash of its name, not by chance."""
+    """Texts of whole files, in a fixed order; which files are held out depends on the hash of their names."""
 
     train: tuple[str, ...]
     held_out: tuple[str, ...]
 
 
 def standard_library(root: Path | None = None) -> Corpus:
-    """Reads every .py file below `root` (default: this interpreter's standard library), tests and tables left out."""
+    """Reads all .py files below `root` (default: this interpreter's standard library), except tests and tables."""
     root = root or _standard_library_root()
     train: list[str] = []
     held_out: list[str] = []
@@ -64,9 +64,9 @@ def held_out_files(count: int) -> list[tuple[str, str]]:
 
 
 def train_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: any text has an encoding and decoding is exact. Runs of spaces stay whole, for indentation."""
+    """A byte-level BPE tokenizer, trained on texts. Runs of spaces are not split, for indentation."""
     tokenizer = Tokenizer(models.BPE())
-    # A word with the space or mark before it, single digits, runs of marks, line ends with the next indentation.
+    # A word with the space or punctuation before it, single digits, runs of punctuation, line ends with indentation.
     pattern = r" ?[^\W\d]+|[^\r\n\w\s]?[^\W\d]+|\d| ?[^\s\w]+|\n+[^\S\n]*|[^\S\n]+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -83,7 +83,7 @@ def train_tokenizer(texts: tuple[str, ...], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, texts: tuple[str, ...]) -> np.ndarray:
-    """All texts as one int32 stream, the end-of-text token before and after each."""
+    """All texts as one int32 stream, with the end-of-text token before and after each."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     stream = [np.asarray([end], np.int32)]
     for encoding in tokenizer.encode_batch(list(texts)):
@@ -92,7 +92,7 @@ def encode(tokenizer: Tokenizer, texts: tuple[str, ...]) -> np.ndarray:
 
 
 def rows_at(num_rows: int, step: int, count: int, seed: int) -> np.ndarray:
-    """Numbers of the `count` rows of a step, a function of its number alone; each epoch has an order of its own."""
+    """Row numbers of the batch of a step, a function of the step alone; each epoch has its own order."""
     if count > num_rows:
         raise ValueError(f"{num_rows} rows are too few for a batch of {count}")
     if count == 0:
@@ -102,7 +102,7 @@ def rows_at(num_rows: int, step: int, count: int, seed: int) -> np.ndarray:
 
 
 def batch_at(stream: np.ndarray, step: int, *, batch_size: int, length: int, seed: int) -> np.ndarray:
-    """The batch [batch_size, length + 1] of a step, a function of its number alone, so a resumed run sees the same.
+    """The batch [batch_size, length + 1] of a step, a function of the step alone, so that a resumed run is the same.
 
     Each epoch cuts the stream at another offset and visits the pieces in another order.
     """

@@ -1,4 +1,4 @@
-"""How the embedded pair is made: sizes, data, steps. `jaxinfer train-demo` runs it and writes the package's files."""
+"""Training of the embedded models: sizes, data, steps. `jaxinfer train-demo` runs it and writes the package's files."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ TARGET = ModelConfig(
     tie_word_embeddings=True,
     max_position_embeddings=1024,
 )
-# What the draft is distilled from: a model of its own, which learns from the data what the target learned from it.
+# The draft's initial model, trained on the same data as the target.
 DRAFT_START = replace(TARGET, hidden_size=128, intermediate_size=384, num_layers=2, num_heads=2, num_kv_heads=2)
 
 
@@ -55,7 +55,7 @@ DISTILLATION = DistillOptions(num_steps=1000, learning_rate=3e-4, decay_fraction
 
 @dataclass(frozen=True)
 class DemoModel:
-    """One trained model of the pair with what its card reports."""
+    """A trained model of the pair, with the figures of its model card."""
 
     name: str
     config: ModelConfig
@@ -68,7 +68,7 @@ class DemoModel:
 
 @dataclass(frozen=True)
 class DemoData:
-    """The tokenizer and the token streams it makes of the corpus."""
+    """The tokenizer, and the token streams of the corpus."""
 
     tokenizer: Tokenizer
     train: np.ndarray
@@ -78,7 +78,7 @@ class DemoData:
 
 
 def load_data(work_dir: Path) -> DemoData:
-    """Trains the tokenizer once and keeps it in `work_dir`, so that a resumed run has the same ids."""
+    """Loads the corpus; trains the tokenizer once and keeps it in `work_dir`, for resumed runs."""
     texts = corpus.standard_library()
     path = work_dir / "tokenizer.json"
     if path.exists():
@@ -105,7 +105,7 @@ def load_data(work_dir: Path) -> DemoData:
 def train_model(
     name: str, config: ModelConfig, phases: tuple[TrainingPhase, ...], data: DemoData, work_dir: Path
 ) -> DemoModel:
-    """Trains one model of the pair, resuming from `work_dir`/`name` if an earlier run left off there."""
+    """Trains one model of the pair; resumes from checkpoints in `work_dir`/`name`."""
     options = TrainOptions(sum(phase.num_steps for phase in phases))
     objective = next_token(config)
 
@@ -139,6 +139,6 @@ def distill_draft(
     options: DistillOptions,
     work_dir: Path,
 ) -> DistillResult:
-    """The embedded draft: the start, with heads that copy, distilled from the target in `work_dir`."""
+    """The embedded draft: the initial model with copying heads, distilled from the target in `work_dir`."""
     config, initial = with_copying(start.config, start.result.params, documents.stream()[None, : options.length])
     return distill(target, target_params, config, initial, documents, generate, options, work_dir=work_dir)

@@ -92,17 +92,15 @@ def train(
     description: str = "train",
     show_progress: bool = True,
 ) -> TrainResult:
-    """Minimises `objective(params, batch, *given)` from `params` over the batches `batch_at(step)`, pytrees of
-    arrays.
+    """Minimises `objective(params, batch, *given)` over the batches `batch_at(step)`, which are pytrees of arrays.
 
-    What `evaluate(params)` returns joins the metrics of its step and stays in the progress bar.
-
-    A run finds the checkpoints of an earlier, killed one in `checkpoint_dir` and goes on from the newest: since a
-    batch depends on its step alone, the result is that of a run never stopped. `params` are donated, `given` are not.
+    The metrics of `evaluate(params)` are added to those of the step. A run resumes from the newest checkpoint in
+    `checkpoint_dir`, with the result of a run without interruption, since a batch depends on its step alone.
+    `params` are donated, `given` are not.
 
     Raises:
       ValueError: quantized parameters.
-      FloatingPointError: the loss is not finite; names the step. Checkpoints stay as they were.
+      FloatingPointError: the loss is not finite, with the step. Checkpoints are kept.
     """
     check_plain(params, "training")
     start, step_fn = _programs(objective, make_optimizer(options))
@@ -162,7 +160,7 @@ def _restored(
 
 
 def mean_loss(objective: Objective, params: Params, stream: np.ndarray, *, batch_size: int, length: int) -> float:
-    """Mean of the objective's loss over consecutive, whole pieces of a held-out token stream."""
+    """Mean loss over consecutive pieces of a held-out token stream."""
     evaluate = jax.jit(lambda params, tokens: objective(params, tokens)[0])
     count = (len(stream) - 1) // length // batch_size
     if count < 1:

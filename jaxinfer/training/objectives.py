@@ -1,4 +1,4 @@
-"""What training minimises. An objective is `loss(params, batch, *given) -> (scalar loss, metrics)`.
+"""Training objectives: functions `(params, batch, *given) -> (scalar loss, metrics)`.
 
 `given` are arrays that are neither trained nor donated, such as the target's parameters."""
 
