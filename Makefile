@@ -81,9 +81,9 @@ test-oracle: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Compare with Hugging Fa
 	$(PYTEST) -n $(WORKERS) --dist worksteal -q --oracle --slow tests/oracle
 
 golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again, with Transformers
-	$(BIN)/python tests/oracle/make_golden.py
-	$(BIN)/python tests/oracle/make_format_golden.py
-	$(BIN)/python tests/oracle/make_gguf_golden.py
+	$(BIN)/python -m tests.oracle.make_golden
+	$(BIN)/python -m tests.oracle.make_format_golden
+	$(BIN)/python -m tests.oracle.make_gguf_golden
 
 lint: $(VENV)/stamp-lint  ## Check style and types
 	$(BIN)/ruff check .

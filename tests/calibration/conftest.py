@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import ModelConfig, RopeConfig
+from tests.compilation import quick_compilation  # noqa: F401
+from tests.random_params import random_params
 
 CONFIG = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -52,8 +54,8 @@ def varied():
 
 
 @pytest.fixture(scope="session")
-def params(varied):
-    return varied(init_params(CONFIG, jax.random.key(0)))
+def params():
+    return _varied(random_params(CONFIG))
 
 
 @pytest.fixture(scope="session")

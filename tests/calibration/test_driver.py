@@ -121,8 +121,8 @@ def test_a_run_that_was_killed_goes_on(model, tokens, held_out, gptq_result, tmp
 
     assert all(layer.is_resumed for layer in run().layers)
     for change in (
-        {"options": replace(OPTIONS, bits=4)},
-        {"tokens": tokens[:-1]},
+        {"options": replace(OPTIONS, method="rtn")},
+        {"tokens": tokens[::-1]},
         {"model": replace(model, fingerprint="b")},
     ):
         assert not any(layer.is_resumed for layer in run(**change).layers)
@@ -147,11 +147,19 @@ def test_layers_in_a_journal_are_not_held(model, tokens, held_out, tmp_path):
     assert max(alive) == 0
 
 
-def test_finished_layers_come_back_as_they_were(model, tokens, tmp_path):
-    options = replace(OPTIONS, symmetric=False, dtype="bfloat16", gptq=GptqOptions(static_groups=False), bits=8)
-    options = replace(options, keep=(Keep("*.up_proj", 4), Keep("*.o_proj")))
-    found = quantize_model(model, options, tokens)
-    params = found.params["layers"]["0"]
+PERMUTED = replace(
+    OPTIONS, bits=8, symmetric=False, dtype="bfloat16", gptq=GptqOptions(static_groups=False),
+    keep=(Keep("*.up_proj", 4), Keep("*.o_proj")),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def permuted_params(model, tokens):
+    return quantize_model(model, PERMUTED, tokens).params
+
+
+def test_finished_layers_come_back_as_they_were(permuted_params, tmp_path):
+    params = permuted_params["layers"]["0"]
     with CalibrationJournal(tmp_path / "work") as journal:
         journal.begin({"a": 1})
         assert 0 not in journal
@@ -257,18 +265,30 @@ def test_the_products_of_the_model_that_was_written_are_compared(config, model, 
 @pytest.mark.parametrize(
     "change",
     [
-        {},
         {"method": "rtn", "symmetric": False},
-        {"method": "awq", "keep": (Keep("*.down_proj"), Keep("layers.0", 8))},
-        {"method": "smoothquant", "bits": 8, "group_size": None},
-        {"gptq": GptqOptions(static_groups=False)},
-        {"gptq": GptqOptions(static_groups=False), "group_size": 64, "bits": 8},
+        *(
+            pytest.param(change, marks=pytest.mark.slow)
+            for change in (
+                {},
+                {"method": "awq", "keep": (Keep("*.down_proj"), Keep("layers.0", 8))},
+                {"method": "smoothquant", "bits": 8, "group_size": None},
+                {"gptq": GptqOptions(static_groups=False)},
+                {"gptq": GptqOptions(static_groups=False), "group_size": 64, "bits": 8},
+            )
+        ),
     ],
 )
 def test_what_a_weight_will_be_is_known_before(config, model, tokens, change):
     options = replace(OPTIONS, dtype="bfloat16", **change)
-    expected = abstract_weights(config, options)
-    params = quantize_model(model, options, tokens).params
+    assert_foreseen(quantize_model(model, options, tokens).params, abstract_weights(config, options))
+
+
+def test_what_a_permuted_weight_will_be_is_known_before(config, permuted_params):
+    assert_foreseen(permuted_params, abstract_weights(config, PERMUTED))
+
+
+def assert_foreseen(params, expected):
+    """The quantized leaves are of the expected structure, shapes and dtypes, and no others are there."""
     found = {
         tuple(key.key for key in path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(

@@ -12,9 +12,10 @@ from jaxinfer.calibration.inputs import FloatModel
 from jaxinfer.calibration.layer import quantize_layer
 from jaxinfer.calibration.layer_state import LayerState, dequantized, find, linear_names
 from jaxinfer.calibration.scaling import folds
-from jaxinfer.models import init_params
+from jaxinfer.models import abstract_params
 from jaxinfer.quantization import QuantizedArray, check
 from jaxinfer.quantization.gptq import GptqOptions
+from tests.random_params import random_params
 
 OPTIONS = CalibrationOptions("rtn", 4, group_size=16, dtype="float32")
 
@@ -182,9 +183,7 @@ def test_folding_changes_nothing_in_other_blocks_and_norms(name, config, tokens,
     )
     other = replace(config, **FAMILIES[name])
     random = np.random.default_rng(4)
-    params = jax.tree.map(
-        lambda leaf: np.float32(random.normal(0.2, 0.3, leaf.shape)), init_params(other, jax.random.key(0))
-    )
+    params = jax.tree.map(lambda leaf: np.float32(random.normal(0.2, 0.3, leaf.shape)), abstract_params(other))
     program, layer = LayerProgram.of(other, 0), params["layers"]["0"]
     chunks = [*FloatModel.of(other, params).embedded(tokens)]
     options = replace(OPTIONS, method="smoothquant", bits=8, group_size="auto")
@@ -199,7 +198,7 @@ def test_folding_changes_nothing_in_other_blocks_and_norms(name, config, tokens,
 
 def test_layers_that_no_fold_has_are_quantized_too(config, tokens):
     other = replace(config, block="post_norm", is_mlp_gated=False)
-    params = init_params(other, jax.random.key(0))
+    params = random_params(other)
     program, chunks = LayerProgram.of(other, 0), [*FloatModel.of(other, params).embedded(tokens)]
     errors = quantize_layer(program, 0, params["layers"]["0"], chunks, replace(OPTIONS, method="awq")).errors
     assert set(errors) == set(linear_names(program))

@@ -17,10 +17,11 @@ from jaxinfer.calibration.quality import logits
 from jaxinfer.calibration.scaling import folds
 from jaxinfer.calibration.stacks import tokens_needed
 from jaxinfer.calibration.verify import align_rerouted_tokens
-from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, abstract_params
+from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxinfer.quantization import QuantizedArray, Scheme, quantize, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.quantization.tree import is_quantized
+from tests.random_params import random_params
 
 OPTIONS = CalibrationOptions("gptq", 3, group_size=16, dtype="float32")
 # Every weight is [32, 32], so that few programs are compiled.
@@ -67,16 +68,6 @@ GPT_OSS = replace(
     ),
 )
 FAMILIES = {"mixtral": MIXTRAL, "qwen2": QWEN2, "deepseek": DEEPSEEK, "gpt-oss": GPT_OSS}
-
-
-def random_params(config: ModelConfig):
-    """As `init_params` makes them, without its program."""
-    random = np.random.default_rng(0)
-
-    def one(leaf):
-        return jnp.asarray(random.normal(0, 0.02, leaf.shape), jnp.float32)
-
-    return jax.tree.map(one, abstract_params(config))
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +136,7 @@ def test_sums_do_not_depend_on_how_many_experts_fit(mixture):
         next(program.expert_statistics(params, chunks, STACKS[0], 4095))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
+@pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow), "smoothquant"])
 def test_one_expert_that_sees_all_is_a_dense_layer(models, varied, tokens, method):
     """Up to the order in which floats are summed."""
     dense = replace(COMMON, intermediate_size=32)
@@ -180,8 +171,14 @@ def unrounded(weight, recipe, scale_dtype=None):
     return QuantizedArray(weight, jnp.ones((*weight.shape[:-2], 1, outputs)), scheme=Scheme("float", 8, (inputs, 1)))
 
 
-@pytest.mark.parametrize("method", ["awq", "smoothquant"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, "smoothquant") for name in FAMILIES),
+        ("mixtral", "awq"),
+        *(pytest.param(name, "awq", marks=pytest.mark.slow) for name in FAMILIES if name != "mixtral"),
+    ],
+)
 def test_folding_changes_nothing_but_the_rounding(models, tokens, held_out, name, method, monkeypatch):
     """With weights that are not rounded the model computes what it did: the router's logits, shared experts, their
     gate, biases, and what comes from latent vectors included."""
@@ -294,8 +291,20 @@ def test_experts_with_few_tokens_are_rounded_and_named_also_after_a_kill(
             assert differ == [True, True, True, False]
 
 
-@pytest.mark.parametrize("change", [{}, {"method": "awq"}, {"gptq": GptqOptions(static_groups=False)}])
-@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+_PERMUTED = {"gptq": GptqOptions(static_groups=False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mixtral", _PERMUTED),
+        ("deepseek", {"method": "awq"}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("mixtral", {}), ("mixtral", {"method": "awq"}), ("deepseek", {}), ("deepseek", _PERMUTED))
+        ),
+    ],
+)
 def test_what_a_weight_will_be_is_known_before(models, tokens, name, change):
     options = replace(OPTIONS, dtype="bfloat16", keep=(Keep("*.attention", 8), Keep("*.experts.up_proj")), **change)
     expected = abstract_weights(FAMILIES[name], options)

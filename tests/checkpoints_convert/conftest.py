@@ -1,7 +1,6 @@
 """Tiny checkpoints made without the code under test: names and shapes by hand, files by the safetensors library."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-# For `family_files`, and `encoders` and `gguf_writer`, which pack weights by hand.
-sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (".", "formats", "gguf")]
+from tests.compilation import quick_compilation  # noqa: F401
 
 D, F, V, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 80, 4, 2, 8, 2
 

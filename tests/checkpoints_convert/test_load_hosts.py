@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import pytest
-from family_files import Files, one_by_one, read
 
 from checkpoints_convert import CheckpointError, host_arrays, load_plan, safetensors_files
 from checkpoints_convert.checkpoint import slices_of
 from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
 from checkpoints_convert.load import read_ahead
 from checkpoints_convert.safetensors_files import SafetensorsFile
+from tests.checkpoints_convert.family_files import Files, one_by_one, read
 
 # Plain, grouped and tied, fused, cut by groups, heads rearranged, Conv1D, experts in one tensor, latent attention.
 FAMILIES = ["llama", "qwen2", "gemma", "phi3", "gpt_neox", "cohere", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
@@ -52,7 +52,12 @@ def check_hosts(files, directory, axes, num_hosts, counted, min_piece_bytes):
     return planned
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ("llama", "gpt_neox", "mixtral", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_each_of_four_hosts_reads_its_own_bytes(family, tmp_path, counted, monkeypatch):
     monkeypatch.setattr(safetensors_files, "MIN_PIECE_BYTES", 1)
     files = read(family)

@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tiny
-from family_files import Files, one_by_one, read
-from gguf_models import write_model
 from jax.sharding import Mesh
 
 import checkpoints_convert
 from checkpoints_convert import CheckpointError, load
+from tests.checkpoints_convert.family_files import Files, one_by_one, read
+from tests.checkpoints_convert.formats import tiny
+from tests.checkpoints_convert.gguf.gguf_models import write_model
 
 HERE = Path(__file__).parent
 D, F, V, HEADS, HEAD_DIM = 64, 128, 96, 8, 8
@@ -39,8 +39,8 @@ def eight_heads(kv_heads: int) -> Files:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory, make_checkpoint):
-    """What a process with eight devices found, by checkpoint and size of the mesh's axis."""
+def compared(tmp_path_factory, make_checkpoint, pytestconfig):
+    """What a process with eight devices found, by checkpoint and size of the mesh's axis; without --slow of `QUICK`."""
     root = tmp_path_factory.mktemp("mesh")
     cases = [{"name": name, "path": read(name).write(root / name)} for name in FAMILIES]
     cases.append({"name": "experts one by one", "path": one_by_one(read("mixtral")).write(root / "each")})
@@ -60,7 +60,8 @@ def compared(tmp_path_factory, make_checkpoint):
     cases.append({"name": "int4 on the way", "path": root / "kv8", "quantize": "int4-g32"})
     cases.append({"name": "part by part", "path": root / "kv8", "limit": 5000})
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
-    cases = [{**case, "path": str(case["path"])} for case in cases]
+    names = NAMES if pytestconfig.getoption("--slow") else QUICK
+    cases = [{**case, "path": str(case["path"])} for case in cases if case["name"] in names]
     command = [sys.executable, str(HERE / "mesh_worker.py"), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -72,8 +73,14 @@ NAMES = [*FAMILIES, "experts one by one", "2 of 8", "8 of 8", *FORMATS, "native"
 ON_EIGHT = {"2 of 8", "8 of 8", "native", "as bfloat16", "int8 on the way", "int4 on the way", "part by part"}
 
 
+# Of each way to be cut: dense, experts, latent attention, heads fewer than devices, formats, kept and made on the way.
+QUICK = ("deepseek_v3", "gpt_oss", "2 of 8", "awq", "nf4-nested", "gguf", "int4 on the way", "part by part")
+
+
 @pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
 def test_same_bits_where_the_rules_put_them(compared, name, size):
     found = compared[name][str(size)]
     if "error" in found:

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-import encoders
 import numpy as np
 import pytest
-from family_files import Files, read
 from safetensors.numpy import load_file
 
 import checkpoints_convert
 from checkpoints_convert import CheckpointError
 from jaxinfer.quantization import QuantizedArray
+from tests.checkpoints_convert.family_files import Files, read
+from tests.checkpoints_convert.formats import encoders
 
 EXPERTS = ("layers.1.mlp.experts.gate_proj.weight", "layers.1.mlp.experts.up_proj.weight",
            "layers.1.mlp.experts.down_proj.weight")  # fmt: skip

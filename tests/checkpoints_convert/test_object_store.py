@@ -7,7 +7,6 @@ import fsspec
 import jax
 import numpy as np
 import pytest
-from family_files import read
 from fsspec.implementations.memory import MemoryFileSystem
 
 from checkpoints_convert import (
@@ -23,6 +22,7 @@ from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint
 from checkpoints_convert.load import read_ahead
 from jaxinfer.data import embedded_path
 from jaxinfer.loading import load_model
+from tests.checkpoints_convert.family_files import read
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A GGUF file where a model is named: every command answers as from the folder that the file was made from."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxinfer import LLM, SamplingParams
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoints_convert" / "gguf"))
-
-from gguf_models import metadata_of, tensors_of
-from gguf_writer import Blocks, q8_0, write
+from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
+from tests.checkpoints_convert.gguf.gguf_writer import Blocks, q8_0, write
 
 GREEDY = ("--temperature", "0", "--max-tokens", "6")
 

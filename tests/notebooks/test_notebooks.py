@@ -1,5 +1,8 @@
-"""Every notebook runs from top to bottom, and its two forms say the same."""
+"""Every notebook runs from top to bottom (all but the first with --slow), and its two forms say the same."""
 
+import ast
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -16,6 +19,33 @@ def test_there_are_notebooks():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_what_it_imports_exists_and_takes_the_keywords_it_gives(path):
+    pytest.importorskip("matplotlib", reason="notebooks plot: pip install 'jaxinfer[notebooks]'")
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                importlib.import_module(alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            module = importlib.import_module(node.module)
+            imported |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    assert any(getattr(one, "__module__", "").startswith("jaxinfer") for one in imported.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in imported:
+            parameters = inspect.signature(imported[node.func.id]).parameters.values()
+            if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+                unknown = {word.arg for word in node.keywords if word.arg} - {one.name for one in parameters}
+                assert not unknown, f"line {node.lineno}: {node.func.id} takes no {unknown}"
+
+
+QUICK = ("first_steps",)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow) for path in NOTEBOOKS],
+)
 def test_it_runs_from_top_to_bottom(path, tmp_path):
     pytest.importorskip("matplotlib", reason="notebooks plot: pip install 'jaxinfer[notebooks]'")
     root = str(path.parent.parent)  # a process of its own: found where the package is not installed, too

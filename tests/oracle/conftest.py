@@ -1,18 +1,15 @@
-"""Lets the tests here import `families` and `parity`, as `make_golden.py` does when run as a script."""
-
-import sys
-from pathlib import Path
+"""The reference implementation for tests with --oracle."""
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+from tests.compilation import quick_compilation  # noqa: F401
 
 
 @pytest.fixture(scope="session")
-def reference_module():
+def reference():
     """`reference.py`, over Transformers. Asked for by --oracle, they must be there: nothing is skipped."""
     try:
-        import reference
+        from tests.oracle import reference
     except ImportError as error:
         pytest.fail(f"--oracle needs torch and Transformers ({error}): pip install 'jaxinfer[oracle]'", pytrace=False)
     reference.set_up()

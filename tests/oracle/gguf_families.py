@@ -4,20 +4,16 @@ Plain data and NumPy. The live test compares the names with gguf-py's own table.
 """
 
 import re
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoints_convert" / "gguf"))
-
-from gguf_models import side_by_side
+from tests.checkpoints_convert.gguf.gguf_models import side_by_side
 
 Tensors = dict[str, np.ndarray]
 
-# Case of family_cases.py: architecture of GGUF, and the fields of config.json to change because GGUF has no word for
+# Case of cases.py: architecture of GGUF, and the fields of config.json to change because GGUF has no word for
 # them (the loader knows the real models' values).
 _NO_TYPES = {"layer_types": None}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -5,7 +5,7 @@ Needs torch, Transformers, bitsandbytes and compressed-tensors. Run twice, it wr
 
 import shutil
 
-from format_cases import FOLDER, cases, save
+from tests.oracle.format_cases import FOLDER, cases, save
 
 
 def main() -> None:

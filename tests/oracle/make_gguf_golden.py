@@ -3,16 +3,13 @@
 Needs gguf. Run twice, it writes the same arrays.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "checkpoints_convert" / "gguf"))
-
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from gguf_writer import BLOCKS, FLOATS, random_blocks
+
+from tests.checkpoints_convert.gguf.gguf_writer import BLOCKS, FLOATS, random_blocks
 
 PATH = Path(__file__).parent / "golden" / "gguf_blocks.npz"
 

@@ -1,63 +1,64 @@
-"""Writes tests/oracle/golden: for each variant a checkpoint as Transformers saves it, and what it computes.
+"""Writes golden/families and golden/rope.json: what Transformers computes for cases.py and rope_cases.py.
 
-Run by `make golden`, with torch and Transformers. Run twice, it writes the same bytes. With names of variants as
-arguments it writes only those.
+Run by `make golden`, with torch and Transformers. Run twice, it writes the same bytes. With names of cases as arguments
+it writes only those.
 """
 
 import json
-import shutil
 import sys
 
 import numpy as np
 import torch
 import transformers
-from families import GOLDEN, MIN_DISTINCT, MIN_MARGIN, VARIANTS, Variant
-from reference import compute, rope, set_up
-from rope_cases import CASES
 from safetensors.numpy import save_file
+
+from tests.oracle import rope_cases
+from tests.oracle.cases import CASES, FOLDER, GOLDEN, Case, prompt_tokens
+from tests.oracle.reference import build, clear_greedy, rope, set_up, states, stored_tensors
 
 
 def main(names: list[str]) -> None:
     set_up()
-    for name in names or VARIANTS:
-        print(write(VARIANTS[name]))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in names or CASES:
+        print(write(CASES[name]), flush=True)
     if not names:
         print(write_rope())
-    size = sum(path.stat().st_size for path in GOLDEN.rglob("*"))
-    print(f"{GOLDEN.name}: {size / 2**20:.2f} MiB")
 
 
-def write(variant: Variant) -> str:
-    """Replaces the variant's folder; returns a line about it."""
-    reference = compute(variant)
-    assert reference.margin > MIN_MARGIN
-    assert reference.num_distinct >= MIN_DISTINCT
-    shutil.rmtree(variant.folder, ignore_errors=True)
-    reference.model.save_pretrained(variant.folder)
-    positions = np.array(variant.logit_positions, np.int32)
-    tensors = {"prompt": reference.prompt, "positions": positions, "logits": reference.logits[positions]}
-    for i, (prompt, output) in enumerate(reference.greedy):
-        tensors[f"greedy.{i}.prompt"] = np.array(prompt, np.int32)
-        tensors[f"greedy.{i}.output"] = np.array(output, np.int32)
-    made = {
-        "seed": reference.seed,
-        "margin": round(reference.margin, 5),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+def write(case: Case) -> str:
+    """Replaces the case's file; returns a line about it."""
+    tensors: dict[str, np.ndarray] = {}
+    made = {"torch": torch.__version__, "transformers": transformers.__version__, "configs": {}, "shapes": {}}
+    for tied in case.ties:
+        kind = "tied" if tied else "untied"
+        for seed in case.seeds:
+            model = build(case, tied, seed)
+            logits, hidden = states(model, prompt_tokens(seed)[: case.num_tokens])
+            # The second kind differs by its head only: less of it tells as much.
+            positions = list(case.positions if tied == case.ties[0] else case.positions[1::2])
+            tensors[f"{kind}.{seed}.logits"] = logits[positions]
+            if tied == case.ties[0]:
+                tensors[f"{seed}.hidden"] = np.ascontiguousarray(hidden[:, positions])
+        made["configs"][kind] = json.loads(model.config.to_json_string()) | {"architectures": [case.architecture]}
+        shared = {"lm_head.weight"} if tied else set()
+        made["shapes"][kind] = {
+            name: list(tensor.shape) for name, tensor in stored_tensors(model).items() if name not in shared
+        }
+    seed, margin, answers = clear_greedy(case, case.first_seed)
+    made["greedy"] = {"seed": seed, "margin": round(margin, 5)}
+    for i, (_, output) in enumerate(answers):
+        tensors[f"greedy.{i}"] = np.array(output, np.uint8)
+    path = FOLDER / f"{case.name}.safetensors"
     # One key: safetensors writes several in random order.
-    save_file(tensors, variant.folder / "golden.safetensors", {"made": json.dumps(made)})
-    sizes = ", ".join(f"{path.name} {path.stat().st_size:,}" for path in sorted(variant.folder.iterdir()))
-    return (
-        f"{variant.name}: seed {reference.seed}, margin {reference.margin:.4f}, "
-        f"{reference.num_distinct} distinct tokens, logits std {reference.logits.std():.2f}; bytes: {sizes}"
-    )
+    save_file(tensors, path, {"made": json.dumps(made)})
+    return f"{case.name}: greedy seed {seed}, margin {margin:.4f}, {path.stat().st_size:,} bytes"
 
 
 def write_rope() -> str:
     """Replaces rope.json; returns a line about it."""
     cases = {}
-    for case in CASES:
+    for case in rope_cases.CASES:
         frequencies, scaling = rope(case)
         cases[case.name] = {"config": case.ours, "frequencies": frequencies, "scaling": scaling}
     path = GOLDEN / "rope.json"

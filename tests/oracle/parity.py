@@ -1,42 +1,73 @@
-"""Our side of a comparison with Transformers: logits without and with a cache, greedy answers in several ways."""
+"""Our side of a comparison with Transformers: hidden states, logits without and with a cache, and greedy answers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from families import NUM_NEW_TOKENS, Variant
 from jax import lax
+from safetensors.numpy import save_file
 
+import checkpoints_convert
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import CachedAttention, attend_without_cache, init_cache
-from jaxinfer.models import ModelConfig, Params, bind
+from jaxinfer.models import ModelConfig, Params, bind, collect
+from tests.oracle.cases import NUM_GREEDY, Case, weights
 
 TOLERANCE = 1e-4
-GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS)
-Pairs = list[tuple[list[int], list[int]]]  # prompts and their greedy answers
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_GREEDY)
 
 
-def for_length(config: ModelConfig, num_tokens: int) -> ModelConfig:
-    """The config with its rotation made for sequences of `num_tokens`, where it depends on the length."""
-    if config.rope.kind not in ("dynamic", "longrope"):
-        return config
-    return replace(config, rope=replace(config.rope, sequence_length=num_tokens))
+def write_checkpoint(
+    directory: Path, config: dict[str, Any], shapes: dict[str, list[int]], seed: int, case: Case
+) -> Path:
+    """A checkpoint with the weights of a seed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = {name: weights(name, tuple(shape), seed, case) for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def load(directory: Path, case: Case) -> tuple[ModelConfig, Params]:
+    """With its rotation made for the long prompt, where it depends on the length."""
+    config, params = checkpoints_convert.load(directory, dtype="float32")
+    return config.for_length(case.num_tokens), params
+
+
+def hidden_names(config: ModelConfig) -> list[str]:
+    """The states that Transformers returns: embedding, after each layer but the last, after the final norm."""
+    return ["embed", *(f"layers.{i}.residual" for i in range(config.num_layers - 1)), "final_norm"]
+
+
+def states(config: ModelConfig, params: Params, tokens: np.ndarray) -> np.ndarray:
+    """Hidden states [L + 1, T, D] of int32 tokens [T] in one pass without a cache."""
+    # The head is not run, so that one program serves models that tie it and models that do not.
+    body = {name: leaf for name, leaf in params.items() if name != "lm_head"}
+    return np.asarray(_states(replace(config, tie_word_embeddings=True), body, tokens))
 
 
 @partial(jax.jit, static_argnums=0)
-def full_logits(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
-    """float32 logits [T, V] of int32 tokens [T] in one pass without a cache."""
-    decoder = bind(config, params)
-    return decoder.logits(decoder(tokens[None], jnp.arange(tokens.shape[0])[None], attend_without_cache))[0]
+def _states(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+    names = hidden_names(config)
+    found, tap = collect(names)
+    bind(config, params)(tokens[None], jnp.arange(tokens.shape[0])[None], attend_without_cache, tap)
+    return jnp.stack([found[name][0] for name in names])
+
+
+def logits(config: ModelConfig, params: Params, hidden: np.ndarray) -> np.ndarray:
+    """float32 logits [T, V] of final hidden states [T, D]."""
+    return np.asarray(bind(config, params).logits(jnp.asarray(hidden)))
 
 
 @partial(jax.jit, static_argnums=(0, 3))
 def cached_logits(config: ModelConfig, params: Params, tokens: jax.Array, chunk: int) -> jax.Array:
-    """The same, `chunk` tokens at a time, through row 1 of a cache that holds NaN wherever nothing was written."""
+    """float32 logits [T, V], `chunk` tokens at a time, through row 1 of a cache that holds NaN where nothing was
+    written."""
     num_tokens = tokens.shape[0]
     num_chunks = -(-num_tokens // chunk)
     decoder = bind(config, params)
@@ -51,51 +82,42 @@ def cached_logits(config: ModelConfig, params: Params, tokens: jax.Array, chunk:
         hidden = decoder(chunk_tokens, start + jnp.arange(chunk)[None], attend)
         return attend.cache, decoder.logits(hidden)[0]
 
-    _, logits = lax.scan(one, cache, (jnp.arange(num_chunks), chunks))
-    return logits.reshape(num_chunks * chunk, -1)[:num_tokens]
+    _, found = lax.scan(one, cache, (jnp.arange(num_chunks), chunks))
+    return found.reshape(num_chunks * chunk, -1)[:num_tokens]
 
 
-def max_error(logits: jax.Array, expected: np.ndarray) -> float:
-    """The largest difference; NaN counts as infinity."""
-    difference = np.abs(np.asarray(logits, np.float64) - expected)
-    return float(np.where(np.isnan(difference), np.inf, difference).max())
+def engine(config: ModelConfig, params: Params, case: Case, **options: Any) -> LLM:
+    """Two slots; every step the same program unless `deterministic=False`, so that one is compiled and not four."""
+    if any(rope.stretches for rope in config.ropes):  # the length of these answers, not of the long prompt
+        rope, *local = (replace(rope, sequence_length=None) for rope in config.ropes)
+        config = replace(config, rope=rope, local_rope=local[0] if local else None)
+    options = {"max_seqs": 2, "deterministic": True, **options}
+    return LLM((config, params), max_model_len=case.max_model_len, **options)
 
 
-@contextmanager
-def engine(config: ModelConfig, params: Params, variant: Variant) -> Iterator[LLM]:
-    with LLM((config, params), max_model_len=variant.max_model_len, max_seqs=4) as llm:
-        yield llm
+def greedy(config: ModelConfig, params: Params, case: Case, prompts: list[list[int]], **options: Any):
+    """Answers of the engine to prompts that are batched."""
+    with engine(config, params, case, **options) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-def assert_alone(llm: LLM, pairs: Pairs) -> None:
-    for prompt, expected in pairs:
-        assert_same(llm.generate(prompt, GREEDY)[0].outputs[0].token_ids, expected)
+def one_by_one(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in prompts]
 
 
-def assert_batched(llm: LLM, pairs: Pairs) -> None:
-    """All prompts at once: rows of different lengths, padded."""
-    outputs = llm.generate([prompt for prompt, _ in pairs], GREEDY, use_tqdm=False)
-    for output, (_, expected) in zip(outputs, pairs, strict=True):
-        assert_same(output.outputs[0].token_ids, expected)
+def streamed(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [[token for delta in llm.stream(prompt, GREEDY) for token in delta.token_ids] for prompt in prompts]
 
 
-def assert_streamed(llm: LLM, pairs: Pairs) -> None:
-    """One token per call of the device."""
-    for prompt, expected in pairs:
-        assert_same([token for delta in llm.stream(prompt, GREEDY) for token in delta.token_ids], expected)
-
-
-def assert_regrown(llm: LLM, pairs: Pairs, num_tokens: int) -> None:
+def regrown(llm: LLM, prompt: list[int], num_tokens: int) -> list[int]:
     """Each token from a new request, whose prompt is all before it: no cache lives from one token to the next."""
-    one = replace(GREEDY, max_tokens=1)
-    for prompt, expected in pairs:
-        output: list[int] = []
-        for _ in range(num_tokens):
-            output += llm.generate([*prompt, *output], one)[0].outputs[0].token_ids
-        assert_same(output, expected[:num_tokens])
+    output: list[int] = []
+    for _ in range(num_tokens):
+        output += llm.generate([*prompt, *output], replace(GREEDY, max_tokens=1))[0].outputs[0].token_ids
+    return output
 
 
-def assert_same(output: list[int], expected: list[int]) -> None:
-    first = next((i for i, (a, b) in enumerate(zip(output, expected, strict=False)) if a != b), None)
-    assert first is None, f"token {first} is {output[first]}, Transformers gives {expected[first]}"
-    assert len(output) == len(expected), f"{len(output)} tokens, Transformers gives {len(expected)}"
+def max_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference; NaN counts as infinity."""
+    difference = np.abs(np.asarray(found, np.float64) - expected)
+    return float(np.where(np.isnan(difference), np.inf, difference).max())

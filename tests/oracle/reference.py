@@ -1,14 +1,13 @@
-"""What Transformers computes for a variant. Only `make_golden.py` and `test_live.py` import this: it needs torch."""
-
-import itertools
-from dataclasses import dataclass
+"""What Transformers computes for a case of cases.py. Only `make_golden.py` and `test_live.py` import this: it needs
+torch."""
 
 import numpy as np
 import torch
 import transformers
-from families import MIN_DISTINCT, MIN_MARGIN, NUM_NEW_TOKENS, Variant, greedy_prompts, prompt_tokens, weights
-from rope_cases import RopeCase
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from tests.oracle.cases import MIN_DISTINCT, MIN_MARGIN, NUM_GREEDY, Case, prompt_tokens, weights
+from tests.oracle.rope_cases import RopeCase
 
 MAX_SEEDS = 200
 
@@ -20,58 +19,21 @@ def set_up() -> None:
     transformers.utils.logging.set_verbosity_error()
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A model, the numbers it gives, and the seed of both.
-
-    Attributes:
-      prompt: int32 [300]. logits: float32 [300 or fewer, V], of one forward pass over the prompt.
-      greedy: prompt and its 64 greedy tokens, for each of the variant's lengths.
-      margin: the smallest lead of a best token over the second best on the greedy paths.
-    """
-
-    model: transformers.PreTrainedModel
-    seed: int
-    prompt: np.ndarray
-    logits: np.ndarray
-    greedy: list[tuple[list[int], list[int]]]
-    margin: float
-
-    @property
-    def num_distinct(self) -> int:
-        """Different tokens in the least varied answer."""
-        return min(len(set(output)) for _, output in self.greedy)
-
-
-def compute(variant: Variant, first_seed: int = 0) -> Reference:
-    """The first seed from `first_seed` on whose greedy answers neither loop nor hang on a near-tie."""
-    for seed in itertools.count(first_seed):
-        if seed == first_seed + MAX_SEEDS:
-            raise RuntimeError(f"{variant.name}: no seed in {MAX_SEEDS} gives clear answers")
-        model = build(variant, seed)
-        prompt = prompt_tokens(seed)
-        answers = []
-        for tokens in greedy_prompts(variant, prompt):
-            output, margin = greedy(model, tokens)
-            if margin <= MIN_MARGIN or len(set(output)) < MIN_DISTINCT:
-                break
-            answers.append((tokens, output, margin))
-        else:
-            pairs = [(tokens, output) for tokens, output, _ in answers]
-            margin = min(margin for *_, margin in answers)
-            return Reference(model, seed, prompt, forward(model, prompt[: variant.num_logit_tokens]), pairs, margin)
-    raise AssertionError
-
-
-def build(variant: Variant, seed: int) -> transformers.PreTrainedModel:
+def build(case: Case, tied: bool, seed: int) -> transformers.PreTrainedModel:
     """The model in float32 with plain attention. NumPy makes the weights: torch's generator may change."""
-    options = variant.config()
+    options = case.config(tied)
     config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(weights(name, tuple(parameter.shape), seed)))
+        for name, parameter in stored_tensors(model).items():
+            parameter.copy_(torch.from_numpy(weights(name, tuple(parameter.shape), seed, case)))
     return model.eval()
+
+
+def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds: parameters, and the one buffer that is learned."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    return dict(model.named_parameters()) | buffers
 
 
 def in_bfloat16(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -91,21 +53,46 @@ def forward(model: transformers.PreTrainedModel, tokens: np.ndarray) -> np.ndarr
     return logits.float().numpy()
 
 
+def states(model: transformers.PreTrainedModel, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """float32 logits [T, V], and hidden states [L + 1, T, D]: the embedding, after each layer but the last, and after
+    the final norm."""
+    with torch.no_grad():
+        out = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False, output_hidden_states=True)
+    return out.logits[0].float().numpy(), torch.stack(out.hidden_states)[:, 0].float().numpy()
+
+
 def greedy(model: transformers.PreTrainedModel, tokens: list[int]) -> tuple[list[int], float]:
-    """The 64 tokens of `generate`, and their smallest margin."""
+    """The 64 tokens of `generate`, and the smallest lead of a best token over the second best."""
     result = model.generate(
         torch.tensor([tokens]),
         attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
         do_sample=False,
-        max_new_tokens=NUM_NEW_TOKENS,
+        max_new_tokens=NUM_GREEDY,
         output_logits=True,
         return_dict_in_generate=True,
     )
     best = torch.stack(result.logits).topk(2).values[:, 0]
     output = result.sequences[0, len(tokens) :].tolist()
-    if len(output) != NUM_NEW_TOKENS:
-        raise RuntimeError(f"generate ended after {len(output)} of {NUM_NEW_TOKENS} tokens")
+    if len(output) != NUM_GREEDY:
+        raise RuntimeError(f"generate ended after {len(output)} of {NUM_GREEDY} tokens")
     return output, float((best[:, 0] - best[:, 1]).min())
+
+
+def clear_greedy(case: Case, first_seed: int) -> tuple[int, float, list[tuple[list[int], list[int]]]]:
+    """The first seed whose greedy answers neither loop nor hang on a near-tie, the smallest margin, and the answers."""
+    for seed in range(first_seed, first_seed + MAX_SEEDS):
+        model = build(case, case.ties[0], seed)
+        answers, margins = [], []
+        for length in case.greedy_lengths:
+            tokens = prompt_tokens(seed)[:length].tolist()
+            output, margin = greedy(model, tokens)
+            if margin <= MIN_MARGIN or len(set(output)) < MIN_DISTINCT:
+                break
+            answers.append((tokens, output))
+            margins.append(margin)
+        else:
+            return seed, min(margins), answers
+    raise RuntimeError(f"{case.name}: no seed in {MAX_SEEDS} gives clear answers")
 
 
 def rope(case: RopeCase) -> tuple[list[float], float]:

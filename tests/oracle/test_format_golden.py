@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from format_cases import FOLDER, assert_equal
+
+from tests.oracle.format_cases import FOLDER, assert_equal
 
 FILES = sorted(FOLDER.glob("*.safetensors"))
 

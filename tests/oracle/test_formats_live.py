@@ -3,7 +3,6 @@
 Needs torch, Transformers, bitsandbytes and compressed-tensors: `make test-oracle`.
 """
 
-import format_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from checkpoints_convert.huggingface.families import FAMILIES, source_of
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
 from jaxinfer.quantization.rtn import quantize
 from jaxinfer.quantization.tree import is_quantized
+from tests.oracle import format_cases
 
 pytestmark = pytest.mark.oracle
 

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from family_cases import CASES, FOLDER, family_weights
-from gguf_families import CASES as GGUF_CASES
-from gguf_families import to_gguf, with_all_layers_alike
-from gguf_writer import write
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from checkpoints_convert import CheckpointError, load
 from checkpoints_convert.gguf.architectures import ARCHITECTURES
+from tests.checkpoints_convert.gguf.gguf_writer import write
+from tests.oracle.cases import CASES, FOLDER, weights
+from tests.oracle.gguf_families import CASES as GGUF_CASES
+from tests.oracle.gguf_families import to_gguf, with_all_layers_alike
 
 
 @cache
@@ -36,7 +36,7 @@ def checkpoint(name: str, tied: bool, seed: int = 0) -> tuple[str, dict, dict]:
     if "mscale_all_dim" in rope:  # GGUF has one number for both, as all models have
         config["rope_parameters"] = {**rope, "mscale": rope["mscale_all_dim"]}
     shapes = with_all_layers_alike(made(name)["shapes"][kind], config)
-    tensors = {key: family_weights(key, tuple(shape), seed, CASES[name]) for key, shape in shapes.items()}
+    tensors = {key: weights(key, tuple(shape), seed, CASES[name]) for key, shape in shapes.items()}
     return architecture, config, tensors
 
 

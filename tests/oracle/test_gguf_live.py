@@ -4,16 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_families import CASES as GGUF_CASES
-from gguf_families import gguf_name, to_gguf
-from gguf_models import metadata_of, tensors_of
-from gguf_writer import FLOATS, Blocks, random_blocks, write
-from test_gguf_families import checkpoint, differing, save
 
 from checkpoints_convert import load
 from checkpoints_convert.gguf.blocks import TYPE_NAMES, TYPES, dequantize
 from jaxinfer.loading import tokenizer_of
 from jaxinfer.quantization.tree import is_quantized
+from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
+from tests.checkpoints_convert.gguf.gguf_writer import FLOATS, Blocks, random_blocks, write
+from tests.oracle.gguf_families import CASES as GGUF_CASES
+from tests.oracle.gguf_families import gguf_name, to_gguf
+from tests.oracle.test_gguf_families import checkpoint, differing, save
 
 pytestmark = pytest.mark.oracle
 
@@ -89,7 +89,7 @@ def _tied_architectures(gguf) -> list:
 
 
 def _ties(name: str) -> tuple[bool, ...]:
-    from family_cases import CASES
+    from tests.oracle.cases import CASES
 
     return CASES[name].ties
 

@@ -1,158 +1,226 @@
-"""Parity with Hugging Face Transformers, from the golden files that `make golden` writes."""
+"""Parity of every family with Hugging Face Transformers, from the golden files that `make golden` writes."""
 
+import json
 from dataclasses import replace
 from functools import cache
 
 import jax
 import numpy as np
-import parity
 import pytest
-from families import VARIANTS, Variant
-from parity import TOLERANCE, cached_logits, for_length, full_logits, max_error
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
-import checkpoints_convert
 from jaxinfer.models import ModelConfig, Params
+from tests.oracle import parity
+from tests.oracle.cases import CASES, FOLDER, Case, prompt_tokens
+from tests.oracle.parity import TOLERANCE, max_error
+
+# Families differ little in how the engine gets at a token: dense, and latent attention with experts.
+THROUGH_THE_ENGINE = ("llama", "deepseek_v3")
+# tests/models/test_rope.py compares their rotations.
+ROTATIONS = ("llama_head_dim", "llama_linear", "llama_dynamic", "llama_llama3", "llama_yarn", "llama_longrope_short")
+DENSE = [name for name, case in CASES.items() if case.model_type in ("llama", "mistral", "qwen2", "qwen3")]
+# A window, and a rotation that depends on the length.
+THROUGH_THE_CACHE = (("mistral", 37), ("llama_longrope_long", 37), ("llama", 1))
+
+
+def quick(names, chosen):
+    """Parameters of a test of which `make test` runs those that are chosen."""
+    return [
+        pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=() if name in chosen else pytest.mark.slow)
+        for name in names
+    ]
 
 
 @cache
-def checkpoint(variant: Variant) -> tuple[ModelConfig, Params]:
-    return checkpoints_convert.load(variant.folder, dtype="float32")
+def golden(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
+    """What the file says about itself, and its tensors."""
+    with safe_open(FOLDER / f"{case.name}.safetensors", "numpy") as file:
+        return json.loads(file.metadata()["made"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-@cache
-def golden(variant: Variant) -> dict[str, np.ndarray]:
-    return load_file(variant.folder / "golden.safetensors")
+def kind_of(tied: bool) -> str:
+    return "tied" if tied else "untied"
 
 
-def pairs(variant: Variant) -> parity.Pairs:
-    """Prompts and greedy answers, shortest prompt first."""
-    stored = golden(variant)
-    names = [f"greedy.{i}" for i in range(len(variant.greedy_lengths))]
-    return [(stored[f"{name}.prompt"].tolist(), stored[f"{name}.output"].tolist()) for name in names]
+@pytest.fixture
+def checkpoint(tmp_path):
+    """checkpoint(case, tied, seed): through files under Transformers' names."""
+
+    def make(case: Case, tied: bool | None = None, seed: int = 0) -> tuple[ModelConfig, Params]:
+        made, _ = golden(case)
+        kind = kind_of(case.ties[0] if tied is None else tied)
+        folder = tmp_path / f"{kind}{seed}"
+        return parity.load(
+            parity.write_checkpoint(folder, made["configs"][kind], made["shapes"][kind], seed, case), case
+        )
+
+    return make
 
 
-def error(variant: Variant, config: ModelConfig, params: Params, chunk: int | None = None) -> float:
-    """Largest difference from the stored logits, in one pass or `chunk` tokens at a time."""
-    stored = golden(variant)
-    tokens = stored["prompt"][: variant.num_logit_tokens]
-    config = for_length(config, variant.num_logit_tokens)
-    if chunk is None:
-        logits = full_logits(config, params, tokens)
-    else:
-        logits = cached_logits(config, params, tokens, chunk)
-    found = max_error(logits[stored["positions"]], stored["logits"])
-    print(f"{variant.name}: max |difference| {found:.1e} of logits up to {np.abs(stored['logits']).max():.1f}")
-    return found
+def error(case: Case, config: ModelConfig, params: Params, tied: bool, seed: int = 0) -> float:
+    """Largest difference from the stored hidden states and logits."""
+    _, stored = golden(case)
+    positions = list(case.positions if tied == case.ties[0] else case.positions[1::2])
+    hidden = parity.states(config, params, prompt_tokens(seed)[: case.num_tokens])[:, positions]
+    of_logits = max_error(parity.logits(config, params, hidden[-1]), stored[f"{kind_of(tied)}.{seed}.logits"])
+    return max(of_logits, max_error(hidden, stored[f"{seed}.hidden"])) if tied == case.ties[0] else of_logits
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick_compilation():
-    """Halves the time of a hundred compilations. test_live.py compares the optimized programs."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def error_of(case: Case, config: ModelConfig, params: Params) -> float:
+    return error(case, config, params, case.ties[0])
 
 
-@pytest.fixture(params=list(VARIANTS), scope="module")
-def variant(request) -> Variant:
-    return VARIANTS[request.param]
+@pytest.mark.parametrize("name", quick(CASES, CASES.keys() - set(ROTATIONS)))
+def test_hidden_states_and_logits(name, checkpoint):
+    case = CASES[name]
+    config, params = checkpoint(case)
+    assert (config.architecture, config.tie_word_embeddings) == (case.architecture, case.ties[0])
+    assert error_of(case, config, params) <= TOLERANCE
 
 
-def test_logits_of_one_pass(variant):
-    assert error(variant, *checkpoint(variant)) <= TOLERANCE
-
-
-def test_logits_through_the_cache_in_ragged_chunks(variant):
-    assert error(variant, *checkpoint(variant), chunk=37) <= TOLERANCE
-
-
-def test_logits_through_the_cache_one_token_at_a_time(variant):
-    assert error(variant, *checkpoint(variant), chunk=1) <= TOLERANCE
-
-
-def test_greedy_tokens_of_a_padded_batch(variant):
-    # The four longest prompts fit in one size of prompt chunk, so one program prefills them.
-    with parity.engine(*checkpoint(variant), variant) as llm:
-        parity.assert_batched(llm, pairs(variant)[-4:])
-
-
-# In the other ways of getting at a token, families differ by their windows and rotations, if at all; the rest of them
-# runs with --slow, and live in test_live.py.
-SAMPLE = ("llama", "llama_longrope_long", "mistral_window")
+@pytest.mark.parametrize("name", quick(CASES, ("llama", "gpt2")))
+def test_other_seeds_and_the_other_kind_of_head(name, checkpoint):
+    case = CASES[name]
+    worst = 0.0
+    for tied in case.ties:
+        for seed in case.seeds:
+            config, params = checkpoint(case, tied, seed)
+            assert config.tie_word_embeddings == tied
+            worst = max(worst, error(case, config, params, tied, seed))
+    print(f"{name}: max |difference| {worst:.1e}")
+    assert worst <= TOLERANCE
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
+    ("name", "chunk"), quick([(name, chunk) for name in DENSE for chunk in (37, 1)], THROUGH_THE_CACHE)
 )
-def test_greedy_tokens_one_request_and_one_token_at_a_time(name):
-    variant = VARIANTS[name]
-    with parity.engine(*checkpoint(variant), variant) as llm:
-        parity.assert_alone(llm, pairs(variant))
-        parity.assert_streamed(llm, pairs(variant))
-        parity.assert_regrown(llm, pairs(variant)[:2], num_tokens=16)
+def test_logits_through_the_cache(name, chunk, checkpoint):
+    case = CASES[name]
+    config, params = checkpoint(case)
+    found = parity.cached_logits(config, params, prompt_tokens(0)[: case.num_tokens], chunk)
+    stored = golden(case)[1][f"{kind_of(case.ties[0])}.0.logits"]
+    assert max_error(np.asarray(found)[list(case.positions)], stored) <= TOLERANCE
+
+
+@pytest.fixture
+def answers(checkpoint):
+    """answers(name): the case, its checkpoint, prompts, and Transformers' greedy tokens."""
+
+    def make(name: str):
+        case, (made, stored) = CASES[name], golden(CASES[name])
+        seed = made["greedy"]["seed"]
+        prompts = [prompt_tokens(seed)[:length].tolist() for length in case.greedy_lengths]
+        expected = [stored[f"greedy.{i}"].tolist() for i in range(len(prompts))]
+        return case, *checkpoint(case, seed=seed), prompts, expected
+
+    return make
+
+
+@pytest.mark.parametrize("name", quick(CASES, THROUGH_THE_ENGINE))
+def test_greedy_tokens_through_the_paged_engine(name, answers):
+    case, config, params, prompts, expected = answers(name)
+    assert parity.greedy(config, params, case, prompts) == expected
+
+
+WAYS = ("llama", "llama_longrope_long", "mistral", "qwen2_window", "gemma2", "gpt2", "smollm3")
 
 
 @pytest.mark.slow
-def test_greedy_tokens_of_more_prompts_than_slots(variant):
-    with parity.engine(*checkpoint(variant), variant) as llm:
-        parity.assert_batched(llm, pairs(variant))
+@pytest.mark.parametrize("name", WAYS)
+def test_other_ways_of_generating_give_the_same(name, answers):
+    """One request at a time, one token at a time, more prompts than slots, drafts, and a contiguous cache."""
+    case, config, params, prompts, expected = answers(name)
+    with parity.engine(config, params, case, deterministic=False) as llm:
+        assert config.block in str(llm.explain())
+        assert parity.one_by_one(llm, prompts) == expected
+        assert parity.streamed(llm, prompts) == expected
+        assert parity.regrown(llm, prompts[0], 16) == expected[0][:16]
+    for options in (
+        {"max_seqs": 1},
+        {"draft": "layers:1", "num_draft_tokens": 3},
+        {"cache": "contiguous"},
+    ):
+        assert parity.greedy(config, params, case, prompts, deterministic=False, **options) == expected
 
 
-# The check itself: a small fault in what a variant is about must show.
+def test_a_fault_shows_in_the_greedy_tokens(answers):
+    case, config, params, prompts, expected = answers("llama")
+    params["final_norm"] = {"weight": params["final_norm"]["weight"].at[3].multiply(1.5)}
+    assert parity.greedy(config, params, case, prompts) != expected
 
 
-def rope(**changes):
-    return lambda config: replace(config, rope=replace(config.rope, **changes))
-
-
-def field(**changes):
-    return lambda config: replace(config, **changes)
-
-
+# The check itself: a fault in any one field of the configuration must show.
 FAULTS = {
-    "llama": rope(theta=10050.0),
-    "llama_tied_head_dim": rope(rotary_dim=30),
-    "llama_linear": rope(factor=4.01),
-    "llama_llama3": rope(low_freq_factor=1.01),
-    "llama_yarn": rope(truncate=False),
-    "llama_longrope_short": rope(short_factor=(1.0, 1.2, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0)),
-    "llama_longrope_long": rope(attention_factor=1.0),
-    "mistral": field(norm_eps=1e-5),
-    "mistral_window": field(sliding_windows=(25, 24)),
-    "qwen2_window": field(sliding_windows=(None, None, 24)),
-    "qwen3": field(norm_eps=1e-4),
+    "activation": ("gemma", {"activation": "gelu"}),
+    "attention_scale": ("gemma3", {"attention_scale": 0.23}),
+    "attention_softcap": ("gemma2", {"attention_softcap": 3.05}),
+    "block": ("gpt_neox", {"block": "pre_norm"}),
+    "embedding_multiplier": ("gemma", {"embedding_multiplier": 8.01}),
+    "local_rope": ("gemma3", {"local_rope": None}),
+    "logit_scale": ("cohere", {"logit_scale": 0.501}),
+    "logit_softcap": ("gemma2", {"logit_softcap": 10.05}),
+    "norm": ("gemma", {"norm": "rms_float32"}),
+    "norm_eps": ("falcon", {"norm_eps": 1e-4}),
+    "residual_multiplier": ("granite", {"residual_multiplier": 0.2201}),
+    "rotated_layers": ("smollm3", {"rotated_layers": ()}),
+    "sliding_windows": ("cohere2", {"sliding_windows": (25, None)}),
+    "qwen2_window": ("qwen2_window", {"sliding_windows": (None, None, 24)}),
+}
+# Of rotations, mixtures and latent attention, by the name of the part.
+PART_FAULTS = {
+    "theta": ("llama", "rope", {"theta": 10050.0}),
+    "rotary_dim": ("llama_head_dim", "rope", {"rotary_dim": 30}),
+    "factor": ("llama_linear", "rope", {"factor": 4.01}),
+    "sequence_length": ("llama_dynamic", "rope", {"sequence_length": 298}),
+    "low_freq_factor": ("llama_llama3", "rope", {"low_freq_factor": 1.01}),
+    "truncate": ("llama_yarn", "rope", {"truncate": False}),
+    "short_factor": ("llama_longrope_short", "rope", {"short_factor": (1.0, 1.2, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0)}),
+    "attention_factor": ("llama_longrope_long", "rope", {"attention_factor": 1.0}),
+    "query_scale_beta": ("ministral3", "rope", {"query_scale_beta": 0.305}),
+    "clamp": ("gpt_oss", "moe", {"clamp": 0.81}),
+    "clamp_slope": ("gpt_oss", "moe", {"clamp_slope": 1.71}),
+    "group_score": ("deepseek_v3", "moe", {"group_score": "max"}),
+    "normalize": ("qwen3_moe", "moe", {"normalize": False}),
+    "num_chosen_groups": ("deepseek_v2", "moe", {"num_chosen_groups": 4}),
+    "scale": ("deepseek_v2", "moe", {"scale": 1.51}),
+    "scoring": ("mixtral", "moe", {"scoring": "sigmoid"}),
+    "is_interleaved": ("deepseek_v3", "mla", {"is_interleaved": False}),
+    "latent_norm_eps": ("deepseek_v2_lite", "mla", {"norm_eps": 1e-3}),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_in_the_config_shows_in_the_logits(name):
-    config, params = checkpoint(VARIANTS[name])
-    assert error(VARIANTS[name], FAULTS[name](config), params) > 2 * TOLERANCE
+@pytest.mark.parametrize("field", quick(FAULTS, ("attention_softcap", "sliding_windows")))
+def test_a_fault_in_the_config_shows(field, checkpoint):
+    name, change = FAULTS[field]
+    config, params = checkpoint(CASES[name])
+    assert error_of(CASES[name], replace(config, **change), params) > 2 * TOLERANCE
 
 
-def test_a_fault_in_the_length_of_a_dynamic_rotation_shows():
-    variant = VARIANTS["llama_dynamic"]
-    config, params = checkpoint(variant)
-    stored = golden(variant)
-    logits = full_logits(for_length(config, 298), params, stored["prompt"])
-    assert max_error(logits[stored["positions"]], stored["logits"]) > 2 * TOLERANCE
+@pytest.mark.parametrize("field", quick(PART_FAULTS, ("theta", "scale")))
+def test_a_fault_in_a_part_shows(field, checkpoint):
+    name, part, change = PART_FAULTS[field]
+    config, params = checkpoint(CASES[name])
+    config = replace(config, **{part: replace(getattr(config, part), **change)})
+    assert error_of(CASES[name], config, params) > 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "qwen3_mqa"])
-def test_a_fault_in_any_one_parameter_shows_in_the_logits(name):
-    config, params = checkpoint(VARIANTS[name])
+@pytest.mark.parametrize("name", quick(("llama_bias", "qwen3_mqa", "gpt_oss", "deepseek_v3"), ("qwen3_mqa", "gpt_oss")))
+def test_a_fault_in_any_one_parameter_shows(name, checkpoint):
+    case = CASES[name]
+    config, params = checkpoint(case)
     leaves, tree = jax.tree.flatten(params)
-    for i in range(len(leaves)):
-        faulty = [leaf * 1.01 if j == i else leaf for j, leaf in enumerate(leaves)]
-        found = error(VARIANTS[name], config, jax.tree.unflatten(tree, faulty))
-        assert found > 2 * TOLERANCE, jax.tree_util.tree_leaves_with_path(params)[i][0]
+    noise = np.random.default_rng(0)
+    paths = [".".join(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    for i, path in enumerate(paths):
+        if not path.startswith("layers.0"):
+            # Not one factor for all: of what a norm reads it would not show.
+            size = 1 if path.endswith("correction") else 0.1  # of which only the order of sums shows
+            factors = 1 + size * noise.standard_normal(leaves[i].shape, np.float32)
+            faulty = jax.tree.unflatten(tree, [leaf * factors if j == i else leaf for j, leaf in enumerate(leaves)])
+            assert error_of(case, config, faulty) > TOLERANCE, path
 
 
-def test_a_fault_shows_in_the_greedy_tokens():
-    variant = VARIANTS["llama"]
-    config, params = checkpoint(variant)
-    params = jax.tree.map(lambda leaf: leaf, params)
-    params["final_norm"] = {"weight": params["final_norm"]["weight"].at[3].multiply(1.5)}
-    with parity.engine(config, params, variant) as llm, pytest.raises(AssertionError, match="Transformers gives"):
-        parity.assert_batched(llm, pairs(variant)[-4:])
+def test_files_are_small():
+    sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
+    assert set(sizes) == {f"{name}.safetensors" for name in CASES}
+    assert max(sizes.values()) < 100_000

@@ -60,14 +60,19 @@ def published(weight, hessian, bits, group, symmetric, act_order, static_groups,
 @pytest.mark.parametrize(
     ("shape", "group", "act_order", "static_groups", "symmetric"),
     [
-        ((256, 24), 128, False, False, True),
-        ((256, 24), 32, False, False, True),  # groups within a block
-        ((256, 24), 32, False, False, False),
+        ((256, 24), 32, False, False, False),  # groups within a block
         ((200, 24), 64, True, True, True),  # the last group and block are cut off
-        ((200, 24), 64, True, True, False),
-        ((256, 24), 64, True, False, False),
         ((384, 16), 192, True, False, True),  # groups longer than a block
-        ((150, 16), 150, True, False, True),  # one group
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ((256, 24), 128, False, False, True),
+                ((256, 24), 32, False, False, True),
+                ((200, 24), 64, True, True, False),
+                ((256, 24), 64, True, False, False),
+                ((150, 16), 150, True, False, True),  # one group
+            )
+        ),
     ],
 )
 def test_it_is_the_published_algorithm(shape, group, act_order, static_groups, symmetric):
@@ -93,7 +98,9 @@ def test_the_order_of_blocks_matters_to_the_comparison():
     assert not np.isclose(one, other, atol=1e-4).all(axis=0).mean() > 0.8
 
 
-@pytest.mark.parametrize(("bits", "search"), [(2, False), (4, False), (4, True), (8, False)])
+@pytest.mark.parametrize(
+    ("bits", "search"), [(2, False), (4, True), *(pytest.param(bits, False, marks=pytest.mark.slow) for bits in (4, 8))]
+)
 def test_its_outputs_err_less_than_rounded_ones(bits, search):
     weight, hessian = problem(256, 32)
     found, _ = gptq(weight_of(weight), jnp.asarray(hessian), IntegerGrid(bits, 64), GptqOptions(search=search))

@@ -9,20 +9,13 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams, parallel
 from jaxinfer.cache import attend_without_cache
-from jaxinfer.models import (
-    ModelConfig,
-    RopeConfig,
-    abstract_params,
-    bind,
-    compute_dtype,
-    init_params,
-    parameter_shardings,
-)
+from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, bind, compute_dtype, parameter_shardings
 from jaxinfer.quantization import QuantizedArray, Recipe, quantize_params
 from jaxinfer.quantization.on_cpu import float32_copies
 from jaxinfer.quantization.tree import describe, is_quantized, num_bytes, num_parameters
 from jaxinfer.training.distill import pruned_draft
 from jaxinfer.training.loop import TrainOptions, train
+from tests.random_params import random_params
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -42,7 +35,7 @@ SAMPLING = SamplingParams(max_tokens=12, seed=1, logprobs=0)
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(CONFIG, jax.random.key(0)))
+    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, random_params(CONFIG))
 
 
 def dequantized(params):
@@ -50,7 +43,7 @@ def dequantized(params):
 
 
 def answers(params, config=CONFIG, **options):
-    with LLM((config, params), max_seqs=2, max_model_len=64, **options) as llm:
+    with LLM((config, params), max_seqs=2, max_model_len=64, deterministic=True, **options) as llm:
         outputs = llm.generate(PROMPTS, SAMPLING, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs], str(llm.explain())
 
@@ -60,7 +53,10 @@ def hidden_states(params, config=CONFIG):
     return bind(config, params)(tokens, jnp.arange(40)[None], attend_without_cache)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4-g32-asym", "nf4-dq"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["int4-g32-asym", *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in ("int8", "nf4-dq"))],
+)
 def test_a_model_computes_what_the_dequantized_one_does(params, recipe):
     quantized = quantize_params(params, recipe)
     np.testing.assert_allclose(

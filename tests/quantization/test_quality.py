@@ -24,7 +24,9 @@ def demo():
 BOUNDS = {"int8": 0.002, "w8a8": 0.01, "fp8": 0.005, "int4-g128": 0.08}
 
 
-@pytest.mark.parametrize("recipe", BOUNDS)
+@pytest.mark.parametrize(
+    "recipe", [name if name == "int4-g128" else pytest.param(name, marks=pytest.mark.slow) for name in BOUNDS]
+)
 def test_kl(demo, recipe):
     config, params, rows = demo
     assert rows.shape == (NUM_ROWS, LENGTH)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import ModelConfig, RopeConfig
 from jaxinfer.training.acceptance import AcceptanceMeter, simulate
 from jaxinfer.training.objectives import sequence_logits
+from tests.random_params import random_params
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=8, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2,
@@ -42,7 +43,7 @@ def speculate(params, row: np.ndarray, prompt_length: int, k: int) -> tuple[int,
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_measured_acceptance_is_that_of_speculation(k):
-    params = jax.tree.map(lambda leaf: 8 * leaf if leaf.ndim > 1 else leaf, init_params(CONFIG, jax.random.key(3)))
+    params = jax.tree.map(lambda leaf: 8 * leaf if leaf.ndim > 1 else leaf, random_params(CONFIG, 3))
     rows = np.random.default_rng(k).integers(8, size=(3, LENGTH)).astype(np.int32)
     for row in rows:
         for i in range(6, LENGTH):

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import ModelConfig, RopeConfig
 from jaxinfer.training.copying import ADDED_WIDTH, with_copying
 from jaxinfer.training.objectives import sequence_logits
+from tests.random_params import random_params
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=300, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=2,
@@ -23,10 +24,10 @@ def choices(config, params, tokens):
     return np.asarray(jax.jit(lambda p, t: jnp.argmax(sequence_logits(config, p, t), axis=-1))(params, tokens))
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_repeated_text_is_continued(is_tied):
     config = replace(CONFIG, tie_word_embeddings=is_tied)
-    params = init_params(config, jax.random.key(0))
+    params = random_params(config)
     wide_config, wide = with_copying(config, params, REPEATED, gain=12.0)
     assert (wide_config.hidden_size, wide_config.num_heads) == (64 + ADDED_WIDTH, 4)
     again = slice(41, 119)  # two tokens of the repetition tell where it is
@@ -35,7 +36,7 @@ def test_a_repeated_text_is_continued(is_tied):
 
 
 def test_without_gain_the_model_chooses_much_as_before():
-    params = jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 1 else leaf, init_params(CONFIG, jax.random.key(1)))
+    params = jax.tree.map(lambda leaf: 3 * leaf if leaf.ndim > 1 else leaf, random_params(CONFIG, 1))
     same = np.mean(
         choices(*with_copying(CONFIG, params, REPEATED, gain=0.0), REPEATED) == choices(CONFIG, params, REPEATED)
     )

@@ -1,8 +1,5 @@
 """Distillation: it resumes exactly, starts from true copies, and refuses what cannot work."""
 
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
 
 import jax
@@ -18,6 +15,7 @@ from jaxinfer.training.distill import (
     projected_draft,
     pruned_draft,
 )
+from tests.training.process import run_python
 
 TARGET = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=3, num_heads=2,
@@ -55,9 +53,8 @@ def run(folder, options=OPTIONS, generate=generate):
 def test_a_killed_run_ends_as_one_never_stopped(tmp_path):
     whole = run(tmp_path / "whole")
     code = f"""
-        import os, sys
-        sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
-        import test_distill as t
+        import os
+        from tests.training import test_distill as t
         from jaxinfer.training import corpus
         original = corpus.rows_at
         def rows_at(num_rows, step, *more):
@@ -68,7 +65,7 @@ def test_a_killed_run_ends_as_one_never_stopped(tmp_path):
         from pathlib import Path
         t.run(Path({str(tmp_path / "killed")!r}))
     """
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=200)
+    killed = run_python(code)
     assert killed.returncode == 9
 
     def forbidden(requests):

@@ -1,9 +1,5 @@
 """Training learns, resumes exactly, and reads its data as promised."""
 
-import subprocess
-import sys
-import textwrap
-
 import jax
 import numpy as np
 import pytest
@@ -12,6 +8,7 @@ from jaxinfer.models import ModelConfig, RopeConfig, init_params
 from jaxinfer.training import corpus
 from jaxinfer.training.loop import TrainOptions, mean_loss, train
 from jaxinfer.training.objectives import next_token
+from tests.training.process import run_python
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2,
@@ -38,9 +35,8 @@ def test_training_learns_and_a_killed_run_ends_with_the_same_parameters(tmp_path
     losses = [metrics["loss"] for _, metrics in whole.history]
     assert losses[-1] < 0.7 * losses[0]
     code = f"""
-        import os, sys
-        sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
-        import test_training as t
+        import os
+        from tests.training import test_training as t
         original = t.batches
         def batches(step):
             if step == 17:
@@ -50,7 +46,7 @@ def test_training_learns_and_a_killed_run_ends_with_the_same_parameters(tmp_path
         from pathlib import Path
         t.run(Path({str(tmp_path / "killed")!r}))
     """
-    killed = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=200)
+    killed = run_python(code)
     assert killed.returncode == 9
     resumed = run(tmp_path / "killed")
     assert resumed.history == whole.history

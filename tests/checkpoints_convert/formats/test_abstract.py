@@ -4,17 +4,17 @@ import json
 
 import jax
 import pytest
-import tiny
 
 from checkpoints_convert import CheckpointError, abstract, abstract_of, convert, load
 from checkpoints_convert.safetensors_files import SafetensorsFile
+from tests.checkpoints_convert.formats import tiny
 
 
 def shapes(params):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), params)
 
 
-@pytest.fixture(params=list(tiny.FORMATS))
+@pytest.fixture(params=tiny.SOME_FORMATS)
 def name(request):
     return request.param
 

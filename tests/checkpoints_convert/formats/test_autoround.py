@@ -1,9 +1,9 @@
-import encoders
 import numpy as np
 import pytest
 
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.autoround import autoround
+from tests.checkpoints_convert.formats import encoders
 
 
 def weight(outputs=16, inputs=96):

@@ -1,9 +1,9 @@
-import encoders
 import ml_dtypes
 import numpy as np
 import pytest
 
 from checkpoints_convert.formats.module import as_int8, pack, signed, transposed, unpack, unsigned
+from tests.checkpoints_convert.formats import encoders
 
 
 @pytest.mark.parametrize("bits", range(2, 9))

@@ -1,6 +1,5 @@
 import json
 
-import encoders
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.bitsandbytes import bitsandbytes
 from jaxinfer.quantization import NestedScales
+from tests.checkpoints_convert.formats import encoders
 
 METHOD = bitsandbytes({})
 

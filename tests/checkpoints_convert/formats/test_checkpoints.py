@@ -2,13 +2,11 @@
 
 import json
 
-import encoders
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import tiny
 
 import jaxinfer
 from checkpoints_convert import (
@@ -27,14 +25,10 @@ from jaxinfer.models import bind
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 from pallas_kernels.flash_attention import flash_attention
+from tests.checkpoints_convert.formats import encoders, tiny
 
 UP = "model.layers.1.mlp.up_proj"
 WITHOUT_COMPRESSED_TENSORS = ("nf4", "nf4-nested", "fp4")
-
-
-@pytest.fixture(params=list(tiny.FORMATS))
-def name(request):
-    return request.param
 
 
 def leaves(params):
@@ -48,6 +42,7 @@ def assert_identical(params, others):
         assert (leaf.dtype, np.asarray(leaf).tobytes()) == (other.dtype, np.asarray(other).tobytes()), path
 
 
+@pytest.mark.parametrize("name", tiny.FORMATS)
 def test_parameters_are_the_formulas_bit_for_bit(name, tmp_path):
     checkpoint = tiny.tiny(name)
     config, params = load(checkpoint.write(tmp_path / name))
@@ -56,6 +51,7 @@ def test_parameters_are_the_formulas_bit_for_bit(name, tmp_path):
     assert sum(is_quantized(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_quantized)) == 7 * tiny.LAYERS
 
 
+@pytest.mark.parametrize("name", tiny.SOME_FORMATS)
 def test_round_trips(name, tmp_path, capsys):
     """Native, verified; from there compressed-tensors, which the reader opens as the same tree."""
     checkpoint = tiny.tiny(name)
@@ -122,13 +118,19 @@ def test_the_engine_runs_what_it_opens(tmp_path):
     checkpoint = tiny.tiny("gptq-act-order")
     directory = checkpoint.write(tmp_path / "gptq")
     prompt, params = [5, 17, 33, 2, 61, 7], jaxinfer.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with jaxinfer.LLM(str(directory), max_model_len=32, max_seqs=1) as llm:
+    with jaxinfer.LLM(str(directory), max_model_len=32, max_seqs=1, deterministic=True) as llm:
         answer = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids
     assert list(answer) == greedy(dense_twin(checkpoint, tmp_path / "dense"), prompt, 8)
 
 
 @pytest.mark.parametrize(
-    ("name", "tolerance"), [("awq", 1e-4), ("packed-asym", 1e-4), ("fp8-block", 1e-4), ("w8a8", 0.1)]
+    ("name", "tolerance"),
+    [
+        ("awq", 1e-4),
+        pytest.param("packed-asym", 1e-4, marks=pytest.mark.slow),
+        pytest.param("fp8-block", 1e-4, marks=pytest.mark.slow),
+        ("w8a8", 0.1),
+    ],
 )
 def test_forward_passes(name, tolerance, tmp_path):
     """`jaxinfer verify --against`; activations of w8a8 are rounded too."""

@@ -1,10 +1,10 @@
-import encoders
 import ml_dtypes
 import numpy as np
 import pytest
 
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.compressed_tensors import compressed_tensors
+from tests.checkpoints_convert.formats import encoders
 
 
 def weight(outputs=20, inputs=96):

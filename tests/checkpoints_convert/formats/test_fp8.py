@@ -1,10 +1,10 @@
-import encoders
 import ml_dtypes
 import numpy as np
 import pytest
 
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.fp8 import fbgemm_fp8, fp8, modelopt
+from tests.checkpoints_convert.formats import encoders
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
 

@@ -2,12 +2,12 @@
 
 import logging
 
-import encoders
 import numpy as np
 import pytest
 
 from checkpoints_convert.formats import FormatError
 from checkpoints_convert.formats.gptq import gptq
+from tests.checkpoints_convert.formats import encoders
 
 
 def weight(outputs=16, inputs=96, seed=0):

@@ -1,9 +1,9 @@
-import encoders
 import ml_dtypes
 import numpy as np
 import pytest
 
 from checkpoints_convert.formats import FormatError, mxfp4_experts, mxfp4_weight
+from tests.checkpoints_convert.formats import encoders
 
 
 def experts(rows, inputs=64, num=2):

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import encoders
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
+
+from tests.checkpoints_convert.formats import encoders
 
 D, F, V, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 128, 80, 4, 2, 16, 2
 CONFIG = {
@@ -106,6 +108,10 @@ FORMATS: dict[str, Format] = {
         lambda weight: encoders.float8(weight, block=(1, weight.shape[1])),
     ),
 }  # fmt: skip
+# A symmetric and an asymmetric packing, a permutation, a codebook, blocks, and activations that are quantized too; of a
+# test that runs for each of these, --slow runs the others.
+_REPRESENTATIVE = ("gptq-act-order", "awq", "nf4-nested", "packed-asym", "w8a8", "fp8-block")
+SOME_FORMATS = [pytest.param(name, marks=() if name in _REPRESENTATIVE else pytest.mark.slow) for name in FORMATS]
 
 
 @dataclass

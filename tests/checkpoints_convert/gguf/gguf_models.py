@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf_writer import Blocks, write
+
+from tests.checkpoints_convert.gguf.gguf_writer import Blocks, write
 
 _NAMES = {
     "model.embed_tokens": "token_embd",

@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from gguf_models import metadata_of
-from gguf_writer import write
-from test_source import permuted, quantized, wide  # noqa: F401
 
 from checkpoints_convert import abstract, load
 from checkpoints_convert.gguf.file import GGUFFile
+from tests.checkpoints_convert.gguf.gguf_models import metadata_of
+from tests.checkpoints_convert.gguf.gguf_writer import write
+from tests.checkpoints_convert.gguf.test_source import permuted, quantized, wide  # noqa: F401
 
 
 def shapes(params):

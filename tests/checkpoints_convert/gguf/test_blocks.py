@@ -6,11 +6,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from gguf_writer import BLOCKS, FLOATS, random_blocks
 
 from checkpoints_convert.gguf import blocks as gguf_blocks
 from checkpoints_convert.gguf.blocks import TYPES, dequantize, leaf_bytes, quantized_leaf, unpack
 from jaxinfer.quantization import check
+from tests.checkpoints_convert.gguf.gguf_writer import BLOCKS, FLOATS, random_blocks
 
 GOLDEN = Path(__file__).parents[2] / "oracle" / "golden" / "gguf_blocks.npz"
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_models import metadata_of, tensors_of
-from gguf_writer import Blocks, header, info, string, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoints_convert import CheckpointError, load
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
 from checkpoints_convert.gguf.file import MAX_NAME_BYTES, MAX_STRINGS, GGUFFile
+from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
+from tests.checkpoints_convert.gguf.gguf_writer import Blocks, header, info, string, write
 
 SIZE = 2**20  # so that "twice the file's size" leaves room for an interpreter's own objects
 PADDED = np.zeros(SIZE, np.uint8)

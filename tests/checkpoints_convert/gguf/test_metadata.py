@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from gguf_models import metadata_of, tensors_of, write_model
-from gguf_writer import write
 
 from checkpoints_convert import CheckpointError
 from checkpoints_convert.gguf.checkpoint import GGUFCheckpoint
+from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of, write_model
+from tests.checkpoints_convert.gguf.gguf_writer import write
 
 
 def opened(path):

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf_models import ARCHITECTURES, metadata_of, side_by_side, tensors_of, write_model
-from gguf_writer import BLOCKS, Blocks, random_blocks, write, write_split
 
 from checkpoints_convert import CheckpointError, compare_tensors, convert, load, open_checkpoint
 from checkpoints_convert.gguf.blocks import dequantize
@@ -17,6 +15,8 @@ from checkpoints_convert.gguf.index import GGUFIndex
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
+from tests.checkpoints_convert.gguf.gguf_models import ARCHITECTURES, metadata_of, side_by_side, tensors_of, write_model
+from tests.checkpoints_convert.gguf.gguf_writer import BLOCKS, Blocks, random_blocks, write, write_split
 
 
 @pytest.fixture
@@ -71,8 +71,20 @@ def permuted(checkpoint, tensors: dict) -> dict:
     return {name: Blocks(kind, value) if value.dtype == np.uint8 else value for name, value in found.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        *((architecture, "float32") for architecture in ARCHITECTURES),
+        ("LlamaForCausalLM", "bfloat16"),
+        ("LlamaForCausalLM", "float16"),
+        *(
+            pytest.param(architecture, dtype, marks=pytest.mark.slow)
+            for architecture in ARCHITECTURES
+            if architecture != "LlamaForCausalLM"
+            for dtype in ("float16", "bfloat16")
+        ),
+    ],
+)
 def test_a_file_has_the_parameters_of_its_source(checkpoint, tmp_path, architecture, dtype):
     source = checkpoint(architecture, dtype=dtype, sliding_window=None if "Mistral" in architecture else 16)
     path = write_model(tmp_path / "model.gguf", source)
@@ -209,7 +221,7 @@ def test_what_requantize_takes(checkpoint, tmp_path):
         load(source.write(), requantize="dense")
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("kind", [pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_K"])
 def test_converted_to_the_native_form(wide, tmp_path, kind):
     source = wide()
     tensors, _ = quantized(source, kind, np.random.default_rng(0))
@@ -352,8 +364,21 @@ def test_a_file_in_the_destination_is_never_removed(make_checkpoint, tmp_path):
     assert {file.name for file in folder.iterdir()} == before
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "MXFP4"])
-@pytest.mark.parametrize("requantize", [None, "dense", "int4-g32"])
+_BYTES = [("Q4_0", None), ("Q4_K", None), ("MXFP4", "dense"), ("Q4_K", "int4-g32")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "requantize"),
+    [
+        *_BYTES,
+        *(
+            pytest.param(kind, requantize, marks=pytest.mark.slow)
+            for kind in ("Q8_0", "Q4_0", "Q4_K", "MXFP4")
+            for requantize in (None, "dense", "int4-g32")
+            if (kind, requantize) not in _BYTES
+        ),
+    ],
+)
 def test_host_bytes_are_those_held(wide, tmp_path, kind, requantize):
     """The bound on what is read ahead holds for what is read, not for what it becomes on a device."""
     source = wide()

@@ -5,14 +5,14 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from gguf_models import metadata_of, tensors_of
-from gguf_writer import write
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from checkpoints_convert import CheckpointError, convert, tokenizer_files
 from checkpoints_convert.gguf.index import GGUFIndex
 from checkpoints_convert.gguf.tokenizer import PRE_TOKENIZERS, end_token_ids, token_id
 from jaxinfer.loading import load_model, tokenizer_of
+from tests.checkpoints_convert.gguf.gguf_models import metadata_of, tensors_of
+from tests.checkpoints_convert.gguf.gguf_writer import write
 
 
 def eos_token_ids(path):

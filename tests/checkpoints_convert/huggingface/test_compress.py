@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import CheckpointError, LayerKVScales, kv_scales, load, save_huggingface
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.models import ModelConfig, RopeConfig
 from jaxinfer.quantization.rtn import quantize
+from tests.random_params import random_params
 
 CONFIG = ModelConfig(
     "LlamaForCausalLM", vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
@@ -20,7 +21,7 @@ CONFIG = ModelConfig(
 
 @cache
 def plain():
-    return init_params(CONFIG, jax.random.key(0))
+    return random_params(CONFIG)
 
 
 def params(*rules):
@@ -46,20 +47,25 @@ def assert_reopens(saved, directory, **options):
 @pytest.mark.parametrize(
     ("recipe", "form"),
     [
-        ("int2-g32", "pack-quantized"),
         ("int3-g32-asym", "pack-quantized"),
-        ("int4", "pack-quantized"),
-        ("int4-g32", "pack-quantized"),
-        ("int4-g32-asym", "pack-quantized"),
-        ("int8", "pack-quantized"),
-        ("int8-g32", "pack-quantized"),
         ("w8a8", "int-quantized"),
-        ("fp8", "naive-quantized"),
-        ("fp8-tensor", "naive-quantized"),
         ("fp8-block", "naive-quantized"),
         ("w8a8-fp8", "float-quantized"),
-        ("w8a8-fp8-block", "float-quantized"),
         ("mxfp4", "mxfp4-pack-quantized"),
+        *(
+            pytest.param(recipe, form, marks=pytest.mark.slow)
+            for recipe, form in (
+                ("int2-g32", "pack-quantized"),
+                ("int4", "pack-quantized"),
+                ("int4-g32", "pack-quantized"),
+                ("int4-g32-asym", "pack-quantized"),
+                ("int8", "pack-quantized"),
+                ("int8-g32", "pack-quantized"),
+                ("fp8", "naive-quantized"),
+                ("fp8-tensor", "naive-quantized"),
+                ("w8a8-fp8-block", "float-quantized"),
+            )
+        ),
     ],
 )
 def test_reopened_it_is_the_same(recipe, form, tmp_path):
@@ -108,8 +114,8 @@ def test_scales_of_the_cache(tmp_path):
     ("recipe", "message"),
     [
         ("nf4", "values of a codebook, but for MXFP4's"),
-        ("nf4-dq", "values of a codebook, but for MXFP4's"),
-        ("fp4", "values of a codebook"),
+        pytest.param("nf4-dq", "values of a codebook, but for MXFP4's", marks=pytest.mark.slow),
+        pytest.param("fp4", "values of a codebook", marks=pytest.mark.slow),
     ],
 )
 def test_what_compressed_tensors_cannot_say_is_refused_and_nothing_is_written(recipe, message, tmp_path):
