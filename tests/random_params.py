@@ -13,8 +13,9 @@ def random_params(config: ModelConfig, seed: int = 0) -> Params:
 
     def leaf(path, shape):
         names = [key.key for key in path]
-        if len(shape.shape) > 1:
-            return jnp.asarray(random.normal(0, 0.02, shape.shape), jnp.float32)
+        noise = random.normal(0, 0.02, shape.shape)
+        if noise.ndim > 1:
+            return jnp.asarray(noise, jnp.float32)
         is_norm = names[-1] == "weight" and "norm" in names[-2]
         return (jnp.ones if is_norm else jnp.zeros)(shape.shape, jnp.float32)
 

@@ -1,12 +1,14 @@
 """Distillation: it resumes exactly, starts from true copies, and refuses what cannot work."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
 import pytest
 
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
+from jaxinfer.training import corpus
 from jaxinfer.training.distill import (
     DistillOptions,
     Documents,
@@ -27,6 +29,7 @@ OPTIONS = DistillOptions(
 )  # fmt: skip
 
 
+@cache
 def target_params():
     return jax.tree.map(lambda leaf: 5 * leaf if leaf.ndim > 1 else leaf, init_params(TARGET, jax.random.key(7)))
 
@@ -50,8 +53,8 @@ def run(folder, options=OPTIONS, generate=generate):
     )  # fmt: skip
 
 
-def test_a_killed_run_ends_as_one_never_stopped(tmp_path):
-    whole = run(tmp_path / "whole")
+def kill_process(folder, monkeypatch):
+    """Ends a process in its seventh step."""
     code = f"""
         import os
         from tests.training import test_distill as t
@@ -63,10 +66,30 @@ def test_a_killed_run_ends_as_one_never_stopped(tmp_path):
             return original(num_rows, step, *more)
         corpus.rows_at = rows_at
         from pathlib import Path
-        t.run(Path({str(tmp_path / "killed")!r}))
+        t.run(Path({str(folder)!r}))
     """
-    killed = run_python(code)
-    assert killed.returncode == 9
+    assert run_python(code).returncode == 9
+
+
+def interrupt(folder, monkeypatch):
+    """Raises in the seventh step."""
+    original = corpus.rows_at
+
+    def rows_at(num_rows, step, *more):
+        if step == 7:
+            raise KeyboardInterrupt
+        return original(num_rows, step, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(corpus, "rows_at", rows_at)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder)
+
+
+@pytest.mark.parametrize("stop", [interrupt, pytest.param(kill_process, marks=pytest.mark.slow)])
+def test_a_run_that_was_stopped_ends_as_one_never_stopped(tmp_path, monkeypatch, stop):
+    whole = run(tmp_path / "whole")
+    stop(tmp_path / "killed", monkeypatch)
 
     def forbidden(requests):
         raise RuntimeError("all texts are there already")
