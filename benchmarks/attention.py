@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.measure import MIN_CACHE_BYTES, flash_loop, ideal_bytes, num_layers, paged_loop, seconds_per_step
-from pallas_kernels.paged_attention.shapes import Shape, decode_shape
+from pallas_kernels.paged_attention.shapes import PagedShape, decode_shape
 from pallas_kernels.platform import current_platform
 
 
@@ -64,7 +64,7 @@ def matrix_rate(platform_name: str) -> float:
     return 2 * n**3 / seconds_per_step(loop, x, 20)
 
 
-def measure_paged(case: str, shape: Shape, implementation: str, rate: float, platform_name: str) -> Measurement:
+def measure_paged(case: str, shape: PagedShape, implementation: str, rate: float, platform_name: str) -> Measurement:
     num_bytes, layers = ideal_bytes(shape), num_layers(shape, platform_name)
     try:
         loop, arguments = paged_loop(shape, implementation, layers)
@@ -83,7 +83,7 @@ def measure_paged(case: str, shape: Shape, implementation: str, rate: float, pla
     )
 
 
-def measure_cudnn_decode(case: str, shape: Shape, rate: float) -> Measurement:
+def measure_cudnn_decode(case: str, shape: PagedShape, rate: float) -> Measurement:
     """cuDNN over contiguous keys of the same lengths: the public peer that moves the same bytes."""
     batch, context = len(shape.lengths), shape.lengths[0][1]
     kv = jnp.zeros((batch, context, shape.heads[1], shape.head_dim), jnp.bfloat16)
@@ -133,7 +133,7 @@ def measure_prefill(
     )
 
 
-def paged_cases(platform_name: str, is_quick: bool) -> list[tuple[str, Shape]]:
+def paged_cases(platform_name: str, is_quick: bool) -> list[tuple[str, PagedShape]]:
     model = "llama-3-8b"
     if platform_name == "cpu":
         sizes = [(1, 1024), (16, 1024)] if is_quick else [(1, 1024), (1, 8192), (16, 1024), (64, 1024)]

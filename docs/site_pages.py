@@ -46,7 +46,7 @@ API: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "pallas_kernels": {
         "pallas_kernels": (),
-        "pallas_kernels.flash_attention": ("explain", "Choice"),
+        "pallas_kernels.flash_attention": ("explain", "KernelChoice"),
         "pallas_kernels.paged_attention": ("choose", "make_schedule", "PageShape"),
     },
     "checkpoints_convert": {"checkpoints_convert": ()},

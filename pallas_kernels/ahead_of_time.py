@@ -1,7 +1,7 @@
-"""Compiling for a TPU or GPU that is not at hand, with the real compilers.
+"""Ahead-of-time compilation for TPUs and GPUs that are not attached.
 
 `libtpu` holds the TPU compiler and `jax-cuda12-plugin` the GPU compiler; neither needs a device or a driver to compile
-(extra `aot`). What comes back is a compiled program whose memory, FLOPs and HLO can be read, but which cannot run.
+(extra `aot`). The memory, FLOPs and HLO of the compiled program can be read; the program cannot run.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from jax.experimental import topologies
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# The slices that are rented, by their numbers of chips; the first is the smallest that the TPU compiler accepts.
+# Slices that are offered, smallest first. The TPU compiler accepts none smaller than the first.
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SOLID = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8")
 _TPU_TOPOLOGIES = {"v5e": _FLAT, "v5p": _SOLID, "v6e": _FLAT, "tpu7x": _SOLID}
@@ -56,7 +56,7 @@ CHIPS = (*_TPU_TOPOLOGIES, *_GPU_TARGETS)
 
 @dataclass(frozen=True)
 class Compilation:
-    """A program compiled for `chip`, and what it took. `cost` is empty where the compiler gives none (GPU)."""
+    """A program compiled for `chip`; bytes are those of one device. `cost` is XLA's cost analysis, empty on GPUs."""
 
     chip: str
     program: Any
@@ -70,7 +70,7 @@ class Compilation:
 
     @classmethod
     def of(cls, chip: str, program: Any, seconds: float) -> "Compilation":
-        """What the compiler says of a program that it compiled."""
+        """Reads the compiler's memory and cost analysis of a compiled program."""
         memory: Any = program.memory_analysis()
         return cls(
             chip=chip,
@@ -86,17 +86,17 @@ class Compilation:
 
     @property
     def total_bytes(self) -> int:
-        """What one device must hold to run the program."""
+        """Bytes of device memory that the program needs while it runs."""
         return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes + self.code_bytes
 
 
 def slices(chip: str) -> tuple[str, ...]:
-    """The slices of a TPU generation that programs can be compiled for, the smallest first; () for other chips."""
+    """Slices of a TPU generation that programs can be compiled for, smallest first; () for other chips."""
     return _TPU_TOPOLOGIES.get(chip, ())
 
 
 def missing_compiler(chip: str) -> str | None:
-    """Why this installation cannot compile for `chip`; None when it can."""
+    """The reason why this installation cannot compile for `chip`, or None."""
     if chip not in CHIPS:
         raise ValueError(f"chip={chip!r} is not one of {', '.join(CHIPS)}")
     is_tpu = chip in _TPU_TOPOLOGIES
@@ -113,10 +113,9 @@ def mesh(chip: str, num_devices: int = 1, axis: str = "x") -> Mesh:
 
 @functools.cache
 def slice_mesh(chip: str, axes: tuple[tuple[str, int], ...]) -> Mesh:
-    """A mesh of named axes with their sizes over devices of `chip`: of the smallest slice that has as many, for a TPU,
-    and of one host, for a GPU.
+    """A mesh of (name, size) axes over devices of `chip`: of the smallest TPU slice with as many, or of one GPU host.
 
-    Raises RuntimeError when its compiler is not installed, ValueError for more devices than any slice has.
+    Raises RuntimeError if the compiler is not installed, ValueError for more devices than the largest slice has.
     """
     reason = missing_compiler(chip)
     if reason is not None:
@@ -127,7 +126,7 @@ def slice_mesh(chip: str, axes: tuple[tuple[str, int], ...]) -> Mesh:
 
 
 def _tpu_devices(chip: str, num_devices: int) -> list[Any]:
-    # Without these libtpu asks a metadata server which machine it is on, and refuses a second process.
+    # Otherwise libtpu queries a metadata server for its machine, and refuses to load in a second process.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -141,7 +140,7 @@ def _tpu_devices(chip: str, num_devices: int) -> list[Any]:
 
 def _gpu_devices(chip: str, num_devices: int) -> list[Any]:
     with warnings.catch_warnings():
-        # The plugin of one patch release earlier compiles the same programs.
+        # A plugin one patch release older compiles the same programs.
         warnings.filterwarnings("ignore", message="JAX plugin jax_cuda12_plugin version")
         target = _GPU_TARGET.format(**_GPU_TARGETS[chip])
         return topologies.get_topology_desc(
@@ -151,8 +150,7 @@ def _gpu_devices(chip: str, num_devices: int) -> list[Any]:
 
 @contextlib.contextmanager
 def as_if_on(chip: str, chip_mesh: Mesh | None = None) -> Iterator[NamedSharding]:
-    """Tracing inside sees `chip`, one device of it unless `chip_mesh` has more; yields the sharding of an abstract
-    argument that is whole on each."""
+    """Traces for one `chip`, or for the devices of `chip_mesh`; yields the sharding of replicated arguments."""
     chip_mesh = chip_mesh or mesh(chip)
     with jax.set_mesh(chip_mesh):
         yield NamedSharding(chip_mesh, PartitionSpec())
@@ -167,11 +165,11 @@ def compile_for(
 ) -> Compilation:
     """Compiles `function` for one `chip`, or for the devices of `chip_mesh`.
 
-    `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, and whatever a function that is jitted already takes
-    as static; such a function keeps its own `donate_argnums`. The layout of an abstract array with a
-    `jax.experimental.layout.Format` is kept. On a mesh an argument without a `NamedSharding` is whole
-    on each device. Figures are those of one device. Raises RuntimeError without the chip's compiler, and whatever the
-    compiler raises (out of VMEM, a layout it cannot lower).
+    `arguments` are pytrees of arrays or `jax.ShapeDtypeStruct`s, and the static arguments of a function that is jitted
+    already; such a function keeps its own `donate_argnums`. The layout of an abstract array with a
+    `jax.experimental.layout.Format` is kept. Arguments without a `NamedSharding` are replicated over the mesh.
+    Raises RuntimeError if the chip's compiler is not installed, and the compiler's own errors (out of VMEM, a layout
+    that it cannot lower).
     """
     with as_if_on(chip, chip_mesh) as whole:
 
@@ -186,7 +184,7 @@ def compile_for(
         jitted: Any = function if hasattr(function, "lower") else jax.jit(function, donate_argnums=donate_argnums)
         start = time.perf_counter()
         lowered = jitted.lower(*jax.tree.map(abstract, arguments))
-        # What was compiled without a device cannot be read back from the compilation cache, so it is never written.
+        # A program compiled without its device cannot be read back from the compilation cache: none is written.
         with config.persistent_cache_min_compile_time_secs(math.inf):
             program = lowered.compile()
         seconds = time.perf_counter() - start

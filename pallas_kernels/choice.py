@@ -1,8 +1,9 @@
-"""Which implementation of an operation runs, and why none of the others."""
+"""Selects the implementation of an operation, with the reasons against the others."""
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,18 +11,30 @@ from pallas_kernels.platform import missing_platform
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The implementation taken, and why each of the others was not."""
+class KernelChoice:
+    """The selected implementation, and the reason against each of the others."""
 
     implementation: str
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-class Implementations(Mapping[str, Any]):
-    """An operation's implementations: modules of `package`, and which of them a platform takes, the best first.
+def renamed(module: str, names: Mapping[str, Any]) -> Callable[[str], Any]:
+    """A module's `__getattr__` for former names, kept for one release with a DeprecationWarning."""
 
-    Each has `unsupported(spec, platform)`: the reason why not, or None; the last of a platform can do all. A module is
-    imported when it is first asked for: Pallas for the chips that are not here takes a third of a second.
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(f"{module}.{name} is now {names[name].__name__}", DeprecationWarning, stacklevel=2)
+        return names[name]
+
+    return find
+
+
+class Implementations(Mapping[str, Any]):
+    """The implementations of an operation: modules of `package`, in each platform's order of preference.
+
+    Each module has `unsupported(spec, platform)`, which returns a reason or None; a platform's last one supports every
+    call. Modules are imported on first use: importing Pallas for all chips takes a third of a second.
     """
 
     def __init__(self, package: str, names: tuple[str, ...], by_platform: Mapping[str, tuple[str, ...]]):
@@ -39,9 +52,9 @@ class Implementations(Mapping[str, Any]):
         return len(self._names)
 
     def take(self, spec: Any, platform: str, implementation: str | None = None) -> str:
-        """The named implementation, or the first of the platform's that can do `spec`.
+        """The name of `implementation`, or of the platform's first one that supports `spec`.
 
-        Raises ValueError for an unknown name, NotImplementedError with the reason when a named one cannot.
+        Raises ValueError for an unknown name, NotImplementedError with the reason if the named one cannot run `spec`.
         """
         operation = self._package.rpartition(".")[2]
         if implementation is None:
@@ -53,18 +66,18 @@ class Implementations(Mapping[str, Any]):
             raise NotImplementedError(f"{operation}: {implementation} cannot run this: {reason}")
         return implementation
 
-    def choose(self, spec: Any, platform: str, implementation: str | None = None) -> Choice:
-        """What `take` takes, and why none of the others."""
+    def choose(self, spec: Any, platform: str, implementation: str | None = None) -> KernelChoice:
+        """The implementation that `take` returns, with the reasons against the others."""
         taken = self.take(spec, platform, implementation)
         otherwise = f"{taken} is preferred on a {platform}" if implementation is None else f"{taken} was named"
         others = {name: self._unsupported(name, spec, platform) for name in self if name != taken}
-        return Choice(taken, {name: reason or otherwise for name, reason in others.items()})
+        return KernelChoice(taken, {name: reason or otherwise for name, reason in others.items()})
 
     def _unsupported(self, name: str, spec: Any, platform: str) -> str | None:
-        """Why `name` is not for `spec`, without importing Pallas to find out that it is for another platform.
+        """The reason why `name` cannot run `spec`, or None; does not import Pallas for another platform.
 
-        Since JAX 0.12 the import adds a value to the context of every trace: programs compiled before it are traced
-        and compiled again. Interpreters run a kernel on any platform, and need Pallas.
+        With JAX 0.12 the import adds a value to the context of every trace, so that programs are traced and compiled
+        again. In an interpreter, which runs kernels on any platform, Pallas has been imported.
         """
         homes = [home for home, names in self._by_platform.items() if name in names]
         if len(homes) == 1 and "jax.experimental.pallas" not in sys.modules:

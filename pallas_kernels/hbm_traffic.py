@@ -1,8 +1,8 @@
-"""What a program compiled for a TPU moves between HBM and the chip, read off its scheduled HLO.
+"""Bytes that a program compiled for a TPU moves between HBM and the chip, from its scheduled HLO.
 
 XLA's own "bytes accessed" counts every branch of every conditional, an embedding table for a gather of a few of its
-rows, and an array twice when it is first copied into vector memory (VMEM) and used there. Here an instruction counts
-what it reads from and writes to HBM; an array in VMEM costs nothing.
+rows, and an array twice when it is copied into vector memory (VMEM) before use. Here an instruction counts the bytes
+that it reads from and writes to HBM; arrays in VMEM are free.
 """
 
 import math
@@ -19,9 +19,9 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|called_computations)=\{?%([\w.\-]+
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _COST = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-# The compiler's own kernels of `jax.lax.ragged_dot`, which say nothing of their cost: each expert is read once.
+# The compiler's kernels for `jax.lax.ragged_dot`, which have no cost estimate: each expert is read once.
 _RAGGED = "ragged-dot"
-# Bits of an element, where the name does not say it.
+# Bits of an element of dtypes without a number in their name.
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
 _FREE |= {"add-dependency", "optimization-barrier"}
@@ -29,13 +29,13 @@ _CALLS = ("call", "call-start", "async-start", "custom-call-start")
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is the update
 _VIEWS = ("bitcast", "reshape")
-# Later parts of an instruction that runs beside others, which counts where it starts.
+# Later parts of an asynchronous instruction, which is counted where it starts.
 _LATER = ("-done", "-update")
 
 
 @dataclass(frozen=True)
-class Array:
-    """An array of an instruction's result. Sizes are without the padding of its tiles."""
+class HloArray:
+    """One array of an instruction's result. Sizes exclude the padding of tiles."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,11 +53,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO: `results` has the leaves of its type, `operands` the names of what it takes."""
+    """One line of HLO: `results` are the arrays of its type, `operands` the names of its inputs."""
 
     name: str
     opcode: str
-    results: tuple[Array, ...]
+    results: tuple[HloArray, ...]
     operands: tuple[str, ...]
     text: str
     is_root: bool
@@ -75,7 +75,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes that one execution of an instruction moves, times how often a run of the program executes it."""
+    """Bytes that an instruction moves in one run of the program, all its executions together."""
 
     instruction: Instruction
     num_bytes: int
@@ -100,21 +100,23 @@ class Program:
 
     @property
     def instructions(self) -> Iterator[Instruction]:
-        """All of them, fused ones included."""
+        """All instructions, fused ones included."""
         return (instruction for computation in self.computations.values() for instruction in computation.values())
 
     def moves(self, *, takes_branches: bool = False, loop_trips: int = 1) -> list[Move]:
-        """Everything that moves bytes in a run of the program.
+        """The instructions that move bytes in one run of the program.
 
-        A loop whose trip count the compiler does not know runs `loop_trips` times. A conditional runs its first branch,
-        which is the false one of `lax.cond`, or, with `takes_branches`, the one that moves most. Raises ValueError for
-        a Pallas call without a cost estimate.
+        Loops without a known trip count run `loop_trips` times. A conditional runs its first branch (the false one of
+        `lax.cond`) or, with `takes_branches`, the branch that moves the most bytes. Raises ValueError for a Pallas call
+        without a cost estimate.
         """
         return list(self._moves(self.entry, takes_branches, loop_trips))
 
     def executed(self, loop_trips: int = 1) -> Iterator[tuple[Instruction, int]]:
-        """Every instruction that a run of the program executes, those inside fusions and asynchronous calls too, and
-        how often; branches and unknown trip counts as in `moves`."""
+        """(instruction, number of executions) in one run of the program, inside fusions and asynchronous calls too.
+
+        Branches and unknown trip counts are treated as in `moves`.
+        """
         yield from self._executed(self.entry, 1, loop_trips)
 
     def _executed(self, name: str, times: int, loop_trips: int) -> Iterator[tuple[Instruction, int]]:
@@ -141,8 +143,8 @@ class Program:
             and any(a.hbm_bytes >= at_least for a in self._made(instruction, computation))
         ]
 
-    def _made(self, instruction: Instruction, computation: dict[str, Instruction]) -> tuple[Array, ...]:
-        """The results that are not updates of operands in place."""
+    def _made(self, instruction: Instruction, computation: dict[str, Instruction]) -> tuple[HloArray, ...]:
+        """The results that do not update an operand in place."""
         if instruction.opcode in _CALLS or instruction.opcode.endswith(_LATER):
             return ()
         if instruction.opcode in ("copy-start", "slice-start"):
@@ -174,7 +176,7 @@ class Program:
                 yield Move(instruction, num_bytes)
 
     def _branches(self, instruction: Instruction) -> list[str]:
-        """The computations of a conditional, the false one first."""
+        """Names of a conditional's computations, the false branch first."""
         if (found := _BRANCHES.search(instruction.text)) is not None:
             return _NAME.findall(found.group(1))
         # A boolean conditional names its true branch first.
@@ -207,7 +209,7 @@ class Program:
         read = sum(array.hbm_bytes for arrays in sources for array in arrays)
         return read + instruction.hbm_bytes
 
-    def _fusion_bytes(self, instruction: Instruction, sources: list[tuple[Array, ...]]) -> int:
+    def _fusion_bytes(self, instruction: Instruction, sources: list[tuple[HloArray, ...]]) -> int:
         body = self.computations[instruction.called or ""]
         written = instruction.hbm_bytes
         updated = self._updated(body)
@@ -220,7 +222,7 @@ class Program:
         return read + written
 
     def _updated(self, body: dict[str, Instruction]) -> tuple[int, int] | None:
-        """The parameter that a fusion updates in place, and the bytes of the update; None where it does not."""
+        """The index of the parameter that a fusion updates in place and the bytes of the update, or None."""
         root = next(instruction for instruction in body.values() if instruction.is_root)
         while root.opcode in _VIEWS and root.operands[0] in body:
             root = body[root.operands[0]]
@@ -239,7 +241,7 @@ class Program:
         return (_parameter(body[source]), size) if body[source].opcode == "parameter" else None
 
     def _read(self, body: dict[str, Instruction], index: int, size: int) -> int:
-        """Bytes of parameter `index`, of `size`, that a fused computation reads: all, or the slices it takes."""
+        """Bytes that a fused computation reads of parameter `index`, which has `size` bytes: all, or only slices."""
         name = next(i.name for i in body.values() if i.opcode == "parameter" and _parameter(i) == index)
         return min(size, self._read_of(body, name, size))
 
@@ -261,7 +263,7 @@ class Program:
         return total
 
     def _is_view(self, fusion: Instruction) -> bool:
-        """Whether a fusion only names its one operand anew."""
+        """Whether a fusion is a bitcast or reshape of its only operand."""
         return all(i.opcode in ("parameter", *_VIEWS) for i in self.computations[fusion.called or ""].values())
 
 
@@ -271,7 +273,7 @@ def _parse(name: str, rest: str, is_root: bool) -> Instruction:
     start = rest.index("(")
     operands = rest[start + 1 : (stop := _closing(rest, start))]
     arrays = tuple(
-        Array(dtype, tuple(int(n) for n in shape.split(",") if n), not re.search(r"S\([1-9]", layout or ""))
+        HloArray(dtype, tuple(int(n) for n in shape.split(",") if n), not re.search(r"S\([1-9]", layout or ""))
         for dtype, shape, layout in _ARRAY.findall(kind)
     )
     is_constant = rest.startswith(("parameter", "constant"))
@@ -280,7 +282,7 @@ def _parse(name: str, rest: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at `start` closes."""
+    """Index of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found.group() == "(" else -1
@@ -289,7 +291,7 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"unbalanced parentheses in {text[:200]!r}")
 
 
-def _of(computation: dict[str, Instruction], name: str) -> tuple[Array, ...]:
+def _of(computation: dict[str, Instruction], name: str) -> tuple[HloArray, ...]:
     return computation[name].results
 
 
@@ -297,9 +299,9 @@ def _parameter(instruction: Instruction) -> int:
     return int(instruction.operands[0])
 
 
-def _custom_call_bytes(instruction: Instruction, sources: list[tuple[Array, ...]]) -> int:
+def _custom_call_bytes(instruction: Instruction, sources: list[tuple[HloArray, ...]]) -> int:
     if 'custom_call_target="tpu_custom_call"' not in instruction.text:
-        return 0  # the compiler's own: allocations, joins of buffers that lie side by side
+        return 0  # allocations and concatenations of adjacent buffers by the compiler
     found = _COST.search(instruction.text)
     if found is None and instruction.name.startswith(_RAGGED):
         return instruction.hbm_bytes + sum(array.hbm_bytes for arrays in sources for array in arrays)

@@ -1,4 +1,4 @@
-"""Timing of kernels on the device at hand, for the tuner and the benchmarks."""
+"""Timing of kernels on the attached device, for the tuner and the benchmarks."""
 
 import statistics
 import time
@@ -12,17 +12,17 @@ from jax import lax
 
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.paged_attention import empty_pages, make_schedule, make_spec, paged_attention
-from pallas_kernels.paged_attention.shapes import Shape
+from pallas_kernels.paged_attention.shapes import PagedShape
 
-# The caches of a case together exceed this many bytes, several times the last-level cache of any chip.
+# Bytes of KV cache of one case: several times the last-level cache of any chip.
 MIN_CACHE_BYTES = {"cpu": 2**28, "gpu": 2**29, "tpu": 2**29}
 
 
 def seconds_per_step(loop: Callable[[Any, int], jax.Array], arguments: Any, steps: int, *, repeats: int = 5) -> float:
     """Seconds of one step: the slope of `loop(arguments, n)` from n = 1 to n = 1 + steps, medians of `repeats` runs.
 
-    The slope leaves dispatch out; steps are doubled until they take longer than that. Raises ArithmeticError when the
-    loop's result is not finite, or when no number of steps stands out from the noise.
+    The slope excludes dispatch; the number of steps is doubled until they take longer than that. Raises ArithmeticError
+    if the loop's result is not finite, or if the times are too noisy for any number of steps.
     """
 
     def run(n: int) -> float:
@@ -41,26 +41,26 @@ def seconds_per_step(loop: Callable[[Any, int], jax.Array], arguments: Any, step
     raise ArithmeticError(f"{steps // 2} steps take {many:.2g} s and one takes {one:.2g} s: too noisy to tell")
 
 
-def ideal_bytes(shape: Shape) -> int:
-    """What must move: queries, output, and the keys and values of each sequence once, with their scales."""
+def ideal_bytes(shape: PagedShape) -> int:
+    """Bytes that a call has to move: queries, output, and the keys and values of each sequence once, with scales."""
     item = jnp.dtype(shape.cache_dtype).itemsize
     per_key = 2 * shape.heads[1] * (shape.head_dim * item + (4 if shape.cache_dtype == "int8" else 0))
     per_token = 2 * shape.heads[0] * shape.head_dim * jnp.dtype(shape.dtype).itemsize
     return sum(keys * per_key + new * per_token for new, keys in shape.lengths)
 
 
-def full_flops(shape: Shape) -> float:
-    """FLOPs of scores and of weights times values when every query sees every key of its sequence."""
+def full_flops(shape: PagedShape) -> float:
+    """FLOPs of both products if every query sees every key of its sequence."""
     return 4.0 * shape.heads[0] * shape.head_dim * sum(new * keys for new, keys in shape.lengths)
 
 
-def num_layers(shape: Shape, platform: str) -> int:
-    """How many layers' caches together exceed the chip's cache."""
+def num_layers(shape: PagedShape, platform: str) -> int:
+    """Number of layers whose KV caches together exceed the chip's last-level cache, at most 16."""
     return max(1, min(16, -(-MIN_CACHE_BYTES[platform] // ideal_bytes(shape))))
 
 
-def paged_loop(shape: Shape, implementation: str, layers: int) -> tuple[Callable, Any]:
-    """A program (arguments, n) of n steps over the caches of `layers` layers, each fed by the one before."""
+def paged_loop(shape: PagedShape, implementation: str, layers: int) -> tuple[Callable, Any]:
+    """A function (arguments, n) that runs n dependent steps over the caches of `layers` layers, and its arguments."""
     page_layout = "interleaved" if implementation == "pallas_tpu" else "separate"
     rng = np.random.default_rng(0)
     page = shape.page()
@@ -93,7 +93,7 @@ def paged_loop(shape: Shape, implementation: str, layers: int) -> tuple[Callable
                 out, pages = paged_attention(
                     **new | {"q": q}, pages=pages, **vectors, **shape.options, schedule=schedule
                 )
-                # Near the first queries, so that nothing grows.
+                # Queries stay near the first ones, so that values do not grow.
                 q = new["q"] + out * jnp.asarray(1e-3, out.dtype)
                 written.append(pages)
             return q, written
@@ -104,7 +104,7 @@ def paged_loop(shape: Shape, implementation: str, layers: int) -> tuple[Callable
 
 
 def flash_loop(length: int, heads: tuple[int, int, int], dtype: str, implementation: str) -> tuple[Callable, Any]:
-    """A program (arguments, n) of n causal passes over a prompt of `length` tokens; heads are (Hq, Hkv, K)."""
+    """A function (arguments, n) that attends n times to a prompt of `length` tokens; heads are (Hq, Hkv, K)."""
     num_q, num_kv, head_dim = heads
     q = jax.random.normal(jax.random.key(0), (1, length, num_q, head_dim), dtype)
     k, v = jax.random.normal(jax.random.key(1), (2, 1, length, num_kv, head_dim), dtype)

@@ -1,8 +1,8 @@
-"""What Mosaic GPU kernels need of JAX that differs between its versions, or between a chip and the interpreter.
+"""Mosaic GPU functions that differ between versions of JAX, or between a chip and the interpreter.
 
 The GPU interpreter of JAX runs threads, barriers, TMA copies and shared memory on a CPU. It has no layouts, no wgmma
-operands in registers or transposed, no loads with a layout and no dynamic slices (integer indices are fine). Inside
-`interpreted()` the functions here stand in for these, so that one kernel body serves both.
+operands in registers or transposed, no loads with a layout and no dynamic slices (integer indices work). Inside
+`interpreted()` the functions below replace them, so that one kernel body runs on both.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ _is_interpreting = contextvars.ContextVar("mosaic_gpu_interpreted", default=Fals
 
 
 def is_interpreted() -> bool:
-    """Whether kernels traced here are for the interpreter."""
+    """Whether kernels are traced for the interpreter."""
     return _is_interpreting.get()
 
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Kernels traced inside run in the GPU interpreter, with uninitialized memory NaN and races reported."""
+    """Runs kernels traced inside in the GPU interpreter, with uninitialized memory NaN and races detected."""
     token = _is_interpreting.set(True)
     try:
         yield
@@ -37,7 +37,7 @@ def interpreted() -> Iterator[None]:
 
 
 def reset_interpreter() -> None:
-    """Needed after an exception inside an interpreted kernel."""
+    """Clears the interpreter's state; needed after an exception inside an interpreted kernel."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     gpu_callbacks.reset_gpu_interpret_mode_state()
@@ -55,7 +55,7 @@ def kernel(
 ) -> Callable:
     """`plgpu.kernel` with the Warpgroup lowering, for the chip or the interpreter.
 
-    A JAX whose `plgpu.kernel` takes no cost estimate (0.10) does without.
+    JAX 0.10, whose `plgpu.kernel` takes no cost estimate, ignores it.
     """
     if "cost_estimate" in inspect.signature(plgpu.kernel).parameters:
         options["cost_estimate"] = cost_estimate
@@ -81,10 +81,10 @@ def kernel(
 def kernel_in_place(
     body: Callable, *, out_type: Any, scratch_types: tuple = (), name: str, cost_estimate: Any = None, **mesh: Any
 ) -> Callable:
-    """`kernel` whose operands may be `jax.new_ref(array, memory_space=plgpu.GMEM)`: read and written without a copy.
+    """As `kernel`, for operands that are `jax.new_ref(array, memory_space=plgpu.GMEM)`, updated without a copy.
 
-    `plgpu.kernel` of JAX 0.10.2 takes no such references; `pl.kernel` over the same mesh does. The lowering is Lane,
-    where the body gives the layouts: Warpgroup finds none for nested allocations of shared memory.
+    `plgpu.kernel` of JAX 0.10.2 does not accept such references; `pl.kernel` over the same mesh does. The body has to
+    specify layouts (Lane lowering): Warpgroup lowering infers none for nested allocations of shared memory.
     """
     interpret: Any = False
     if is_interpreted():
@@ -107,7 +107,7 @@ def kernel_in_place(
 
 
 def fence_copies() -> None:
-    """Orders this warpgroup's finished copies to GMEM before its next copies from there."""
+    """Makes this warpgroup's completed writes to GMEM visible to its next copies from GMEM."""
     if is_interpreted():
         return
     from jaxlib.mlir import ir
@@ -142,14 +142,14 @@ def load(ref: Any, index: tuple, layout: Any) -> jax.Array:
 
 
 def transpose(ref: Any) -> Any:
-    """A matrix in SMEM seen transposed."""
+    """The transposed view of a matrix in SMEM."""
     if jax.__version_info__ >= (0, 11):
         return ref.transpose((1, 0))
     return plgpu.transpose_ref(ref, (1, 0))
 
 
 def wgmma(a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
-    """float32 a @ b (or a @ b.T) on the tensor cores of a warpgroup; waits for the result.
+    """float32 a @ b (or a @ b.T) on the tensor cores of a warpgroup, complete on return.
 
     a is [M, K] in SMEM or in registers, b [K, N] (or [N, K]) in SMEM; M is a multiple of 64.
     """
@@ -167,7 +167,7 @@ def wgmma(a: Any, b: Any, *, transpose_b: bool = False) -> jax.Array:
 
 
 def not_hopper() -> str | None:
-    """Why wgmma kernels cannot run on the GPU that is traced for; None when they can."""
+    """The reason why the GPU that is traced for cannot run wgmma kernels, or None."""
     if is_interpreted():
         return None
     device = jax.sharding.get_abstract_mesh().abstract_device

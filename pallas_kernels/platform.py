@@ -1,4 +1,4 @@
-"""Which kind of device the program being traced is for."""
+"""The platform that a program is traced for."""
 
 import jax
 from jax._src import config
@@ -12,10 +12,10 @@ def current_platform() -> str:
 
 
 def missing_platform(needed: str, platform: str) -> str | None:
-    """Why a kernel for the platform `needed` does not run on `platform`; None where it does."""
+    """The reason why a kernel for the platform `needed` cannot run on `platform`, or None."""
     return None if platform == needed else f"it needs a {needed.upper()}, and this is a {platform}"
 
 
 def is_tpu_interpreted() -> bool:
-    """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`), on any device."""
+    """Whether Pallas TPU kernels run in the interpreter (`pltpu.force_tpu_interpret_mode`)."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None

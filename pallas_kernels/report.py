@@ -1,10 +1,10 @@
-"""Compiles every kernel ahead of time for chips that are not at hand, and prints what the compilers made of them.
+"""Compiles every kernel ahead of time for chips that are not attached, and prints memory, FLOPs and bytes.
 
     python -m pallas_kernels.report [--chip v6e ...] [--only decode ...] [--quick] [--json FILE]
 
-Bytes are those of the kernel's cost estimate at full tables, next to the ideal: queries, output, and the keys and
-values in use once. The GPU compiler tells neither bytes nor FLOPs: the FLOPs are then those of every query seeing every
-key. On-chip memory is VMEM on a TPU and shared memory on a GPU.
+Bytes are those of the kernel's cost estimate with full page tables, next to the ideal: queries, output, and the keys
+and values in use once. The GPU compiler reports neither bytes nor FLOPs; FLOPs are then those of unmasked attention.
+On-chip memory is VMEM on a TPU and shared memory on a GPU.
 """
 
 import argparse
@@ -21,16 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import ahead_of_time
-from pallas_kernels.choice import Choice
+from pallas_kernels.choice import KernelChoice
 from pallas_kernels.flash_attention import explain as explain_flash
 from pallas_kernels.flash_attention import flash_attention
 from pallas_kernels.measure import full_flops, ideal_bytes
 from pallas_kernels.paged_attention import choose, paged_attention, pallas_gpu
-from pallas_kernels.paged_attention.shapes import MODELS, Shape, decode_shape
+from pallas_kernels.paged_attention.shapes import MODELS, PagedShape, decode_shape
 
 CHIPS = ("v5e", "v6e", "tpu7x", "h100")
 CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-# Pages of one layer's pool: more than the largest step's queries can write, less than any chip's memory.
+# Pages of one layer's pool: enough for the new tokens of the largest step, less than any chip's memory.
 NUM_PAGES = 4096
 PROGRAMS = {
     "decode": partial(decode_shape, batch=256, context=32768, page_size=128),
@@ -41,8 +41,8 @@ PROGRAMS = {
 
 
 @dataclass(frozen=True)
-class Line:
-    """One compiled kernel; `reason` says why there is none, or why XLA took its place."""
+class ReportLine:
+    """One compiled kernel; `reason` says why there is none, or why XLA runs instead."""
 
     chip: str
     kernel: str
@@ -59,8 +59,8 @@ class Line:
     reason: str = ""
 
 
-def lines(chips: list[str], only: list[str] | None, is_quick: bool) -> Iterator[Line]:
-    """Compiles case after case; each is yielded as soon as it is known."""
+def lines(chips: list[str], only: list[str] | None, is_quick: bool) -> Iterator[ReportLine]:
+    """Compiles one case after the other and yields each result."""
     models = ["llama-3-8b"] if is_quick else list(MODELS)
     for chip in chips:
         for model in models:
@@ -72,8 +72,10 @@ def lines(chips: list[str], only: list[str] | None, is_quick: bool) -> Iterator[
                         yield _paged(chip, model, program, make(model, cache_dtype=dtype), dtype)
 
 
-def _paged(chip: str, model: str, program: str, shape: Shape, dtype: str) -> Line:
-    line = Line(chip, program, model, dtype, "none", ideal_bytes=ideal_bytes(shape), gflops=full_flops(shape) / 1e9)
+def _paged(chip: str, model: str, program: str, shape: PagedShape, dtype: str) -> ReportLine:
+    line = ReportLine(
+        chip, program, model, dtype, "none", ideal_bytes=ideal_bytes(shape), gflops=full_flops(shape) / 1e9
+    )
     if (missing := ahead_of_time.missing_compiler(chip)) is not None:
         return replace(line, reason=missing)
     page_layout = "separate" if chip.startswith("h") else "interleaved"
@@ -91,10 +93,10 @@ def _paged(chip: str, model: str, program: str, shape: Shape, dtype: str) -> Lin
     return _compile(line, step, pages, arguments, donate_argnums=(0,))
 
 
-def _flash(chip: str, model: str, length: int = 8192) -> Line:
+def _flash(chip: str, model: str, length: int = 8192) -> ReportLine:
     num_q, num_kv, head_dim = MODELS[model]
     q, kv = (jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.bfloat16) for heads in (num_q, num_kv))
-    line = Line(chip, "flash", model, "bfloat16", "none", ideal_bytes=2 * (2 * q.size + 2 * kv.size))
+    line = ReportLine(chip, "flash", model, "bfloat16", "none", ideal_bytes=2 * (2 * q.size + 2 * kv.size))
     line = replace(line, gflops=4 * num_q * head_dim * length**2 / 1e9)
     if (missing := ahead_of_time.missing_compiler(chip)) is not None:
         return replace(line, reason=missing)
@@ -102,7 +104,7 @@ def _flash(chip: str, model: str, length: int = 8192) -> Line:
         choice = explain_flash(q, kv, kv)
     line = replace(line, implementation=choice.implementation, reason=_why_not_a_kernel(chip, choice))
     if choice.implementation == "cudnn":
-        # cuDNN's library is not part of the compiler; what is compiled here is our own kernel.
+        # cuDNN is not part of the compiler: our own kernel is compiled.
         line = replace(line, implementation="pallas_gpu", reason="cuDNN comes first where it is installed")
 
     def attend(q, kv):
@@ -111,16 +113,16 @@ def _flash(chip: str, model: str, length: int = 8192) -> Line:
     return _compile(line, attend, q, kv)
 
 
-def _why_not_a_kernel(chip: str, choice: Choice) -> str:
-    """Why XLA had to take the place of the chip's own kernel; empty when it did not."""
+def _why_not_a_kernel(chip: str, choice: KernelChoice) -> str:
+    """The reason why XLA runs instead of the chip's own kernel; empty if it does not."""
     kernel = "pallas_gpu" if chip.startswith("h") else "pallas_tpu"
     return choice.reasons[kernel] if choice.implementation == "xla" else ""
 
 
-def _compile(line: Line, function, *arguments, donate_argnums: tuple[int, ...] = ()) -> Line:
+def _compile(line: ReportLine, function, *arguments, donate_argnums: tuple[int, ...] = ()) -> ReportLine:
     try:
         compiled = ahead_of_time.compile_for(line.chip, function, *arguments, donate_argnums=donate_argnums)
-    except Exception as error:  # what the compiler says is what the report is for
+    except Exception as error:  # the compiler's message is part of the report
         return replace(line, reason=f"DOES NOT COMPILE: {str(error).splitlines()[0]}")
     return replace(
         line,
@@ -134,12 +136,12 @@ def _compile(line: Line, function, *arguments, donate_argnums: tuple[int, ...] =
 
 
 def vmem_bytes(program: Any) -> int | None:
-    """The most VMEM that one kernel of a compiled TPU program takes; None where the program does not tell."""
+    """Largest VMEM of one kernel in a compiled TPU program, in bytes; None if the program does not contain it."""
     pattern = r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
     return max(map(int, re.findall(pattern, program.as_text())), default=None)
 
 
-def _row(line: Line) -> str:
+def _row(line: ReportLine) -> str:
     def number(value: float | None, unit: float = 1, digits: int = 0) -> str:
         return "-" if value is None else f"{value / unit:,.{digits}f}"
 

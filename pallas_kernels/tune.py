@@ -1,9 +1,9 @@
 """Finds the block sizes of a chip: `python -m pallas_kernels.tune`.
 
-Every program of every implementation that runs on the device at hand is timed at the shapes of well-known models, over
-its candidate sizes; the fastest go into the chip's table (see `pallas_kernels.tuning`). A size is taken only when it
-beats the heuristic by more than 2 %, so that noise writes nothing. Interrupt it at any time: the table is saved after
-each shape, and what it has is not measured again.
+Times every program of every implementation that runs on the attached device, for the shapes of well-known models and
+all candidate sizes, and writes the fastest sizes to the chip's table (see `pallas_kernels.tuning`). Sizes must beat the
+heuristic by more than 2 %, so that noise is not recorded. A run may be interrupted at any time: the table is saved
+after each shape, and shapes in it are not measured again.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pallas_kernels.flash_attention import pallas_gpu as flash_gpu
 from pallas_kernels.flash_attention import pallas_tpu as flash_tpu
 from pallas_kernels.flash_attention import specs as flash_specs
 from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, xla
-from pallas_kernels.paged_attention.shapes import MODELS, Shape, decode_shape
+from pallas_kernels.paged_attention.shapes import MODELS, PagedShape, decode_shape
 from pallas_kernels.platform import current_platform
 
 _PAGED = {"xla": xla, "pallas_tpu": pallas_tpu, "pallas_gpu": pallas_gpu}
@@ -32,9 +32,9 @@ _MIN_GAIN = 1.02
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call to tune. `module` has `unsupported`, `tunable` and `candidates`; `loop` builds what is timed, traced
-    anew for each candidate, whose steps each make `per_step` calls."""
+class TuningCall:
+    """One call to tune. `module` has `unsupported`, `tunable` and `candidates`; `loop` makes the function that is
+    timed, once for each candidate; each of its steps has `per_step` calls."""
 
     name: str
     module: Any
@@ -43,8 +43,8 @@ class Call:
     per_step: int = 1
 
 
-def calls(implementation: str, platform: str, models: list[str], is_quick: bool) -> Iterator[Call]:
-    """Decode and prefill of each model in each cache dtype that pays on the platform, and a prompt without pages."""
+def calls(implementation: str, platform: str, models: list[str], is_quick: bool) -> Iterator[TuningCall]:
+    """Decode and prefill of each model for each useful cache dtype of the platform, and a prompt without pages."""
     is_cpu = platform == "cpu"
     batch, context = (4, 512) if is_quick else (16, 2048) if is_cpu else (64, 8192)
     q_dtype = "float32" if is_cpu else "bfloat16"
@@ -61,10 +61,10 @@ def calls(implementation: str, platform: str, models: list[str], is_quick: bool)
             yield _flash_call(f"{implementation} {model} flash", implementation, MODELS[model], context, q_dtype)
 
 
-def paged_call(name: str, shape: Shape, implementation: str) -> Call:
+def paged_call(name: str, shape: PagedShape, implementation: str) -> TuningCall:
     module = _PAGED[implementation]
     layers = measure.num_layers(shape, current_platform())
-    return Call(
+    return TuningCall(
         name,
         module,
         shape.spec(module.LAYOUT),
@@ -73,16 +73,18 @@ def paged_call(name: str, shape: Shape, implementation: str) -> Call:
     )
 
 
-def _flash_call(name: str, implementation: str, heads: tuple[int, int, int], length: int, dtype: str) -> Call:
+def _flash_call(name: str, implementation: str, heads: tuple[int, int, int], length: int, dtype: str) -> TuningCall:
     num_q, num_kv, head_dim = heads
     q, kv = (jax.ShapeDtypeStruct((1, length, n, head_dim), jnp.dtype(dtype)) for n in (num_q, num_kv))
     operands: Any = (q, kv, kv, None, None, None, None, None)
-    spec = flash_specs.make_spec(flash_specs.Operands(*operands))
-    return Call(name, _FLASH[implementation], spec, lambda: measure.flash_loop(length, heads, dtype, implementation))
+    spec = flash_specs.make_spec(flash_specs.FlashOperands(*operands))
+    return TuningCall(
+        name, _FLASH[implementation], spec, lambda: measure.flash_loop(length, heads, dtype, implementation)
+    )
 
 
-def tune(call: Call, report: Callable[[str], None]) -> dict[str, dict[str, int] | None]:
-    """The best sizes of each program of one call, None where the heuristic is as good; ArithmeticError on NaN."""
+def tune(call: TuningCall, report: Callable[[str], None]) -> dict[str, dict[str, int] | None]:
+    """The best sizes of each program of one call, None if the heuristic is as good; ArithmeticError on NaN."""
 
     def seconds(name: str, sizes: dict[str, int]) -> float:
         with tuning.force(name, **sizes):
@@ -101,7 +103,7 @@ def tune(call: Call, report: Callable[[str], None]) -> dict[str, dict[str, int] 
                 continue
             try:
                 timed[json.dumps(sizes)] = seconds(name, sizes)
-            except Exception as error:  # a size the compiler refuses is not a candidate
+            except Exception as error:  # sizes that the compiler rejects are not candidates
                 report(f"{name} {sizes}: {str(error).splitlines()[0][:120]}")
         winner = min(timed, key=timed.__getitem__, default="")
         gain = baseline / timed[winner] if winner else 1.0

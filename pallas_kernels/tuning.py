@@ -1,9 +1,9 @@
-"""Block sizes measured on a chip, one small JSON table for each kind of chip; a kernel's heuristic where there is none.
+"""Block sizes measured on a chip: a JSON table for each kind of chip. Without one, kernels use their heuristics.
 
-A table maps "operation implementation program" to facts of the call to block sizes. The facts name heads, widths and
-dtypes but never the batch or its lengths: with other blocks a sum rounds differently, and an answer must not depend on
-what else is in the batch. Tables come with the package; a folder named by PALLAS_KERNELS_TABLES comes first. They are
-filled by `python -m pallas_kernels.tune`.
+A table maps "operation implementation program", then facts of the call, to block sizes. The facts are heads, widths and
+dtypes, never the batch or its lengths: other block sizes round sums differently, and a result must not depend on the
+other sequences of the batch. Tables in the folder PALLAS_KERNELS_TABLES come before those of the package.
+`python -m pallas_kernels.tune` writes them.
 """
 
 import contextlib
@@ -19,22 +19,22 @@ from typing import Any, TypeVar
 import jax
 
 FOLDER = Path(__file__).parent / "tables"
-Blocks = TypeVar("Blocks")
+SizesType = TypeVar("SizesType")
 _forced: dict[str, dict[str, int]] = {}
 
 
 def chip() -> str:
-    """The kind of device the program being traced is for, as a file name: "tpu_v6_lite", "nvidia_h200", "cpu"."""
+    """The kind of device that a program is traced for, as a file name: "tpu_v6_lite", "nvidia_h200", "cpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return re.sub(r"[^a-z0-9]+", "_", kind.lower()).strip("_")
 
 
-def tuned(heuristic: Blocks, name: str, facts: str) -> Blocks:
-    """`heuristic` (a dataclass of ints) with the sizes that this chip's table has for it.
+def tuned(heuristic: SizesType, name: str, facts: str) -> SizesType:
+    """`heuristic`, a dataclass of ints, with the sizes in this chip's table replaced.
 
-    `name` is "operation implementation program", `facts` is what the sizes may depend on. Raises ValueError when a
-    table has a size that the kernel does not know, or one that is not a positive int.
+    `name` is "operation implementation program"; the sizes may depend on `facts` only. Raises ValueError if the table
+    has an unknown size, or one that is not a positive int.
     """
     sizes = _forced.get(name) or table(chip()).get(name, {}).get(facts)
     if not sizes:
@@ -50,7 +50,7 @@ def tuned(heuristic: Blocks, name: str, facts: str) -> Blocks:
 
 @functools.cache
 def table(chip_name: str) -> dict[str, dict[str, dict[str, int]]]:
-    """The sizes measured on a chip; empty when there are none. Raises ValueError for a file that is not a table."""
+    """The sizes measured on a chip, empty if there are none. Raises ValueError for a file that is not a table."""
     for folder in filter(None, (os.environ.get("PALLAS_KERNELS_TABLES"), FOLDER)):
         path = Path(folder) / f"{chip_name}.json"
         if path.exists():
@@ -59,7 +59,7 @@ def table(chip_name: str) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A table with its chip and versions. Raises ValueError with the path for a file that is not one."""
+    """Reads a table with its chip and versions. Raises ValueError with the path for a file that is not a table."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not all(isinstance(sizes, dict) for of_name in found["sizes"].values() for sizes in of_name.values()):
@@ -71,7 +71,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def force(name: str, **sizes: int) -> Iterator[None]:
-    """Kernels traced inside take these sizes, whatever the table says: for tuning and tests."""
+    """Overrides the table for kernels traced inside; for tuning and tests."""
     before = _forced.get(name)
     _forced[name] = sizes
     try:

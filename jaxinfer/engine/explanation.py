@@ -19,7 +19,7 @@ from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.flash_attention import explain
-from pallas_kernels.paged_attention import BitPages, Choice, PagedSpec, Pages, choose, make_spec
+from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, Pages, choose, make_spec
 from pallas_kernels.quantized_matmul import form
 from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
 
@@ -251,7 +251,7 @@ def _paged_spec(engine: PagedEngine, num_tokens: int, pages: int, longest: int, 
     return make_spec(q, kv, values, one_layer, table, max_query_length=longest, is_uniform=is_uniform, **options)
 
 
-def _contiguous_choice(engine: ContiguousEngine, batch: int, tokens: int) -> Choice:
+def _contiguous_choice(engine: ContiguousEngine, batch: int, tokens: int) -> KernelChoice:
     config = engine.config
     cached = (batch, engine.options.max_model_len, config.num_kv_heads, config.head_dim)
     shape = (batch, tokens, config.num_heads, config.head_dim)
@@ -260,7 +260,7 @@ def _contiguous_choice(engine: ContiguousEngine, batch: int, tokens: int) -> Cho
     return explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths, **attention_options(config))
 
 
-def _chosen(name: str, kernel: str, choice: Choice) -> dict[str, str]:
+def _chosen(name: str, kernel: str, choice: KernelChoice) -> dict[str, str]:
     """The implementation, and why no other was taken."""
     others = {f"  {name} not {other}": why for other, why in choice.reasons.items() if other != "reference"}
     return {f"{name} attention": f"{kernel}, {choice.implementation}", **others}

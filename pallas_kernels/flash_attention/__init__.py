@@ -1,5 +1,8 @@
 """Attention over contiguous keys and values."""
 
-from pallas_kernels.flash_attention.api import Choice, explain, flash_attention
+from pallas_kernels.choice import KernelChoice, renamed
+from pallas_kernels.flash_attention.api import explain, flash_attention
 
-__all__ = ["Choice", "explain", "flash_attention"]
+__all__ = ["KernelChoice", "explain", "flash_attention"]
+
+__getattr__ = renamed(__name__, {"Choice": KernelChoice})

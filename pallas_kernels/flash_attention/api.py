@@ -1,12 +1,12 @@
-"""The entry points: pick an implementation, run it."""
+"""Entry points of flash attention."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pallas_kernels.choice import Choice, Implementations
+from pallas_kernels.choice import Implementations, KernelChoice
 from pallas_kernels.flash_attention.gradient import differentiable
-from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, AttentionSpec, Operands, make_spec
+from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS, AttentionSpec, FlashOperands, make_spec
 from pallas_kernels.platform import current_platform
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("cudnn", "pallas_gpu", "xla"), "cpu": ("xla",)}
 # Each has `attention(operands, spec)`, which returns (out, lse or None).
 _MODULES = Implementations("pallas_kernels.flash_attention", IMPLEMENTATIONS, _BY_PLATFORM)
-# These are differentiated by JAX itself or bring their own gradient.
+# Differentiated by JAX, or with a gradient of their own.
 _HAVE_GRADIENT = ("cudnn", "reference")
 
 
@@ -37,32 +37,31 @@ def flash_attention(
 ) -> Any:
     """Softmax attention that never holds the [T, S] score matrix (Dao 2023, FlashAttention-2, section 3.1).
 
-    Differentiable in q, k, v and sinks, the log-sum-exp included. A row's result is the same bits whatever the
-    other rows of the batch are. A NaN that a query sees comes out as NaN.
+    Differentiable in q, k, v and sinks, also through the log-sum-exp. The result of a row does not depend, to the bit,
+    on the other rows of the batch. A query that sees a NaN returns NaN.
 
     Args:
-      q: queries [B, T, Hq, K]; k, v: keys and values [B, S, Hkv, K], Hq a multiple of Hkv (grouped queries).
-      causal: key position s is visible to the query at position p when s <= p.
-      query_offset: int32 [B], the position of each row's first query among its keys; 0 when None.
-      kv_lengths: int32 [B], how many leading keys of each row exist; all S when None. What lies beyond is never
-        read, and may be NaN. A query that sees no key returns zeros.
-      segment_ids: int32 [B, T] when T == S, or a pair (of queries [B, T], of keys [B, S]): a query sees only keys
-        of its own segment.
-      window: only the last `window` visible keys, the query's own included.
+      q: queries, Hq a multiple of Hkv (grouped-query attention).
+      causal: the query at position p sees the keys at positions up to p.
+      query_offset: position of each row's first query among its keys, 0 when None.
+      kv_lengths: number of valid keys of each row, S when None. Keys and values beyond are never used and may be NaN.
+        A query that sees no key returns zeros.
+      segment_ids: one array if T == S, or a pair (of queries, of keys): a query sees keys of its own segment only.
+      window: a query sees the last `window` keys, its own included.
       soft_cap: scores become soft_cap * tanh(score / soft_cap), after scaling, before masking (Gemma 2, section 2).
-      sinks: float32 [Hq], one more score in each head's softmax, whose value is zero (gpt-oss). -inf takes nothing.
-      scale: multiplies the scores; K**-0.5 when None.
-      return_lse: also return the natural logarithm of each softmax's denominator, the sink included when given.
-      implementation: None picks by platform and shape (see `explain`); "pallas_tpu", "pallas_gpu", "cudnn" or
-        "xla" is this one or an error; "reference" is dense float32, for tests.
+      sinks: one more score in each head's softmax, with value zero (gpt-oss). -inf has no weight.
+      scale: factor of the scores, K**-0.5 when None.
+      return_lse: also return the natural logarithm of the softmax's denominator, sink included.
+      implementation: "pallas_tpu", "pallas_gpu", "cudnn", "xla" or "reference" (dense float32, for tests); None selects
+        by platform and shape (see `explain`).
 
     Returns:
-      out [B, T, Hq, K] in q's dtype; scores and sums are float32. With return_lse, (out, lse float32 [B, T, Hq]);
-      lse is -inf for a query that sees nothing and has no sink.
+      The output in q's dtype; scores and sums are float32. With return_lse, (output, lse float32 [B, T, Hq]); lse is
+      -inf for a query that sees no key and has no sink.
 
     Raises:
-      ValueError: shapes, dtypes or options that do not fit; an unknown implementation.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+      ValueError: shapes, dtypes or options that do not fit, or an unknown implementation.
+      NotImplementedError: the named implementation cannot run the call; the message has the reason.
     """
     operands = _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks)
     spec = make_spec(operands, causal=causal, window=window, soft_cap=soft_cap, scale=scale, return_lse=return_lse)
@@ -71,7 +70,7 @@ def flash_attention(
 
 
 def _attend(
-    q: Float[Array, "B T Hq K"], operands: Operands, spec: AttentionSpec, implementation: str | None
+    q: Float[Array, "B T Hq K"], operands: FlashOperands, spec: AttentionSpec, implementation: str | None
 ) -> tuple[Float[Array, "B T Hq K"], Float32[Array, "B T Hq"] | None]:
     name = _MODULES.take(spec, current_platform(), implementation)
     run = _MODULES[name].attention
@@ -93,17 +92,17 @@ def explain(
     scale: float | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
-) -> Choice:
-    """What `flash_attention` of the same arguments would run here, and why none of the others.
+) -> KernelChoice:
+    """The implementation that `flash_attention` selects for the same arguments, and the reasons against the others.
 
-    Takes arrays or `jax.ShapeDtypeStruct`s, and raises as `flash_attention` does.
+    Arguments are arrays or `jax.ShapeDtypeStruct`s. Raises as `flash_attention` does.
     """
     operands = _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks)
     spec = make_spec(operands, causal=causal, window=window, soft_cap=soft_cap, scale=scale, return_lse=return_lse)
     return _MODULES.choose(spec, current_platform(), implementation)
 
 
-def _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks) -> Operands:
+def _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks) -> FlashOperands:
     queries = keys = None
     if isinstance(segment_ids, tuple):
         if len(segment_ids) != 2:
@@ -111,4 +110,4 @@ def _operands(q, k, v, query_offset, kv_lengths, segment_ids, sinks) -> Operands
         queries, keys = segment_ids
     elif segment_ids is not None:
         queries = keys = segment_ids
-    return Operands(q, k, v, sinks, query_offset, kv_lengths, queries, keys)
+    return FlashOperands(q, k, v, sinks, query_offset, kv_lengths, queries, keys)

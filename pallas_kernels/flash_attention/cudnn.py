@@ -1,8 +1,8 @@
-"""cuDNN's fused attention, as `jax.nn.dot_product_attention` calls it: forward and backward, where it fits exactly."""
+"""cuDNN's fused attention (`jax.nn.dot_product_attention`), forward and backward, for calls that it supports."""
 
 import jax
 
-from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.flash_attention.specs import AttentionSpec, FlashOperands
 from pallas_kernels.platform import missing_platform
 
 
@@ -33,14 +33,14 @@ def unsupported(spec: AttentionSpec, platform: str) -> str | None:
     return None
 
 
-def attention(operands: Operands, spec: AttentionSpec) -> tuple[jax.Array, None]:
+def attention(operands: FlashOperands, spec: AttentionSpec) -> tuple[jax.Array, None]:
     out = jax.nn.dot_product_attention(
         operands.q,
         operands.k,
         operands.v,
         scale=spec.scale,
         is_causal=spec.causal,
-        # Ours counts the query's own key; JAX's counts the keys to its left.
+        # Our window includes the query's own key; JAX's is the number of keys to its left.
         local_window_size=None if spec.window is None else (spec.window - 1, 0),
         implementation="cudnn",
     )

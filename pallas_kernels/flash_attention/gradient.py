@@ -1,4 +1,4 @@
-"""The gradient of attention, blockwise from (out, lse): it serves every implementation that returns these."""
+"""The blockwise gradient of attention, for every implementation that returns (out, lse)."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.masking import scaled_scores, scaled_scores_gradient
-from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.flash_attention.specs import AttentionSpec, FlashOperands
 from pallas_kernels.flash_attention.xla import over_key_blocks, over_query_blocks, products
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def differentiable(run, spec: AttentionSpec, operands: Operands):
-    """`run(operands, spec)` with the gradient of `gradient` in place of its own."""
+def differentiable(run, spec: AttentionSpec, operands: FlashOperands):
+    """`run(operands, spec)`, differentiated by `gradient`."""
     return run(operands, spec)
 
 
-def _forward(run, spec: AttentionSpec, operands: Operands):
+def _forward(run, spec: AttentionSpec, operands: FlashOperands):
     out, lse = run(operands, replace(spec, return_lse=True))
     return (out, lse if spec.return_lse else None), (operands, out, lse)
 
@@ -30,11 +30,11 @@ def _backward(run, spec: AttentionSpec, residuals, cotangents):
 differentiable.defvjp(_forward, _backward)
 
 
-def gradient(spec: AttentionSpec, operands: Operands, out, lse, d_out, d_lse) -> Operands:
+def gradient(spec: AttentionSpec, operands: FlashOperands, out, lse, d_out, d_lse) -> FlashOperands:
     """The cotangents of q, k, v and sinks, None for the rest (Dao 2023, FlashAttention-2, section 3.1.2).
 
-    The weights of a block are exp(score - lse); d_lse (None for zero) adds to the gradient of each score its weight
-    times d_lse. Beside the results it holds the gradients of k and v in float32.
+    The weights of a block are exp(score - lse). d_lse (None for zero) adds weight * d_lse to the gradient of a score.
+    Temporaries are the gradients of k and v in float32.
     """
     q, k, v = operands[:3]
     d_out = d_out.astype(jnp.float32)
@@ -47,17 +47,17 @@ def gradient(spec: AttentionSpec, operands: Operands, out, lse, d_out, d_lse) ->
         weights = jnp.where(jnp.isneginf(operands.sinks), 0.0, jnp.exp(operands.sinks - lse))
         d_sinks = -jnp.sum(weights * delta, axis=(0, 1))
     split = lambda x: x.reshape(*x.shape[:2], spec.num_kv_heads, spec.num_groups, *x.shape[3:])  # noqa: E731
-    # A query that sees nothing has lse -inf and no visible key. A finite stand-in keeps its scores finite too.
+    # The lse of a query that sees no key is -inf; a finite value keeps its scores finite.
     lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
     arrays = tuple(map(split, (q, d_out.astype(q.dtype), lse, delta)))
     carry = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
     (d_k, d_v), d_q = over_query_blocks(partial(_query_block, operands, spec), arrays, operands, spec, carry)
-    return Operands(
+    return FlashOperands(
         d_q.reshape(q.shape).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None, None, None, None
     )
 
 
-def _query_block(operands: Operands, spec: AttentionSpec, carry, rows, q, d_out, lse, delta):
+def _query_block(operands: FlashOperands, spec: AttentionSpec, carry, rows, q, d_out, lse, delta):
     """Adds the gradients of one block of queries to those of k and v, and returns its own [B, T, Hkv, G, K]."""
     lse, delta = (x.transpose(0, 2, 3, 1)[..., None] for x in (lse, delta))
 

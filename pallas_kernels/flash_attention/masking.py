@@ -1,4 +1,4 @@
-"""Which keys a query sees, and how a score is capped: one formula for every implementation and its gradient."""
+"""Visible keys and scaled scores: the formulas of every implementation and of the gradient."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.flash_attention.specs import AttentionSpec, FlashOperands
 
-# The score of a key that is not visible. Finite, so that no NaN arises while a row has seen nothing but masked keys;
-# what such a row has summed up is multiplied by exp(MASKED - score) = 0 at its first visible key.
+# The score of a masked key. It is finite, so that a row of masked keys only has no NaN; the sums of such a row are
+# multiplied by exp(MASKED - score) = 0 at its first visible key.
 MASKED = -1e30
 
 
 def visible_keys(spec: AttentionSpec, positions, keys, lengths, query_segments, key_segments) -> jax.Array | None:
     """Whether the query at each of `positions` sees each of `keys`; None when every query sees every key.
 
-    All arguments are int32 and broadcast against each other; those of features that `spec` lacks are not read.
+    Arguments are int32 and broadcast against each other; those of features that `spec` does not have are ignored.
     """
     terms = []
     if spec.causal:
@@ -33,16 +33,16 @@ def visible_keys(spec: AttentionSpec, positions, keys, lengths, query_segments, 
     return visible
 
 
-def visible_blocks(operands: Operands, spec: AttentionSpec, block_tokens: int, block_keys: int):
-    """Which blocks of keys each block of queries sees: the first and the number of them, int32 [B, query blocks].
+def visible_blocks(operands: FlashOperands, spec: AttentionSpec, block_tokens: int, block_keys: int):
+    """Index of the first and number of the key blocks that each block of queries sees, int32 [B, query blocks].
 
-    Also a bound of the numbers, at least 1: a Python int when no operand decides it.
+    Third, an upper bound of the numbers, at least 1: a Python int if it does not depend on operands.
     """
     start = np.arange(-(-spec.num_queries // block_tokens), dtype=np.int32)[None] * block_tokens
     lowest, highest = start, np.minimum(start + block_tokens, spec.num_queries) - 1
     if spec.has_offset:
         lowest, highest = (operands.query_offset[:, None] + x for x in (lowest, highest))
-    # numpy while no operand is involved, so that the bound is static.
+    # NumPy if no operand is involved, so that the bound is static.
     is_static = not (spec.has_offset or spec.has_lengths)
     module = np if is_static else jnp
     first, last = module.zeros_like(lowest), module.full_like(lowest, spec.num_keys)
@@ -61,7 +61,7 @@ def visible_blocks(operands: Operands, spec: AttentionSpec, block_tokens: int, b
 
 
 def scaled_scores(spec: AttentionSpec, products: jax.Array, tanh: Callable = jnp.tanh) -> jax.Array:
-    """The scores of the products q . k, before masking."""
+    """Scores before masking, from the products q . k."""
     scores = products * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * tanh(scores / spec.soft_cap)
@@ -69,7 +69,7 @@ def scaled_scores(spec: AttentionSpec, products: jax.Array, tanh: Callable = jnp
 
 
 def scaled_scores_gradient(spec: AttentionSpec, scores: jax.Array, gradient: jax.Array) -> jax.Array:
-    """The gradient of the products, from that of the scores `scaled_scores` gave."""
+    """The gradient of the products, from the gradient of the result `scores` of `scaled_scores`."""
     if spec.soft_cap is not None:
         gradient = gradient * (1 - jnp.square(scores / spec.soft_cap))
     return gradient * spec.scale

@@ -1,20 +1,20 @@
-"""Dense attention in float32: the oracle of every other implementation. Memory B x Hq x T x S; for tests."""
+"""Dense attention in float32, the oracle in tests of every implementation. Memory is B x Hq x T x S."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.flash_attention.masking import scaled_scores, visible_keys
-from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.flash_attention.specs import AttentionSpec, FlashOperands
 
 
 def unsupported(spec: AttentionSpec, platform: str) -> str | None:
     return None
 
 
-def attention(operands: Operands, spec: AttentionSpec) -> tuple[jax.Array, jax.Array | None]:
+def attention(operands: FlashOperands, spec: AttentionSpec) -> tuple[jax.Array, jax.Array | None]:
     q, k, v = (x.astype(jnp.float32) for x in operands[:3])
     if spec.has_lengths:
-        # What lies beyond a row's length may be NaN, and 0 * NaN is NaN.
+        # Keys and values beyond a row's length may be NaN, and 0 * NaN is NaN.
         exists = (jnp.arange(spec.num_keys) < operands.kv_lengths[:, None])[..., None, None]
         k, v = jnp.where(exists, k, 0), jnp.where(exists, v, 0)
     grouped = q.reshape(*q.shape[:2], spec.num_kv_heads, spec.num_groups, spec.head_dim)
@@ -27,7 +27,7 @@ def attention(operands: Operands, spec: AttentionSpec) -> tuple[jax.Array, jax.A
         visible = jnp.concatenate([jnp.broadcast_to(visible, (*scores.shape[:-1], spec.num_keys)),
                                    jnp.ones((*scores.shape[:-1], 1), bool)], axis=-1)  # fmt: skip
     sees = visible.any(-1)
-    # Queries that see nothing take any finite scores, so that their gradient is zero and not NaN.
+    # Finite scores for queries that see no key, so that their gradient is zero and not NaN.
     scores = jnp.where(sees[..., None], scores, 0.0)
     lse = jax.nn.logsumexp(scores, axis=-1)
     weights = jnp.where(sees[..., None], jnp.exp(scores - lse[..., None]), 0.0)[..., : spec.num_keys]
@@ -35,7 +35,7 @@ def attention(operands: Operands, spec: AttentionSpec) -> tuple[jax.Array, jax.A
     return out, jnp.where(sees, lse, -jnp.inf).reshape(q.shape[:-1]) if spec.return_lse else None
 
 
-def _visible(operands: Operands, spec: AttentionSpec) -> jax.Array:
+def _visible(operands: FlashOperands, spec: AttentionSpec) -> jax.Array:
     """bool [B, T, S]."""
     offset = 0 if operands.query_offset is None else operands.query_offset[:, None]
     visible = visible_keys(

@@ -1,4 +1,4 @@
-"""What every implementation of flash attention is given, checked once."""
+"""Operands and static facts of a call, as every implementation of flash attention takes them."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,11 +9,8 @@ import jax.numpy as jnp
 IMPLEMENTATIONS = ("pallas_tpu", "cudnn", "pallas_gpu", "xla", "reference")
 
 
-class Operands(NamedTuple):
-    """The arrays of one call; shapes as in `flash_attention`. What is None is absent from the program.
-
-    The optional ones are jax.Array or None, as the spec's `has_` fields say.
-    """
+class FlashOperands(NamedTuple):
+    """The arrays of one call, shapes as in `flash_attention`. Optional ones may be None (`has_` fields of the spec)."""
 
     q: jax.Array
     k: jax.Array
@@ -27,7 +24,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Static facts of one call, derived from the operands by `make_spec`.
+    """Static facts of one call, from `make_spec`.
 
     Shapes: q [B, T, Hq, K], k and v [B, S, Hkv, K]; `num_groups` is Hq / Hkv.
     """
@@ -55,19 +52,30 @@ class AttentionSpec:
 
     @property
     def facts(self) -> str:
-        """What block sizes may depend on: nothing of the batch, whose neighbours must not change a sum's rounding."""
+        """Facts that block sizes may depend on. The batch is none of them: it must not change the rounding of sums."""
         heads = f"q{self.num_heads} kv{self.num_kv_heads} k{self.head_dim}"
         window = "" if self.window is None else f" window{self.window}"
         return f"{heads} {self.dtype} {'causal' if self.causal else 'full'}{window}"
 
     @property
+    def cost(self) -> dict[str, int]:
+        """Fields of `pl.CostEstimate` for rows of full length; half of the products if causal with T == S."""
+        keys = self.num_keys if self.window is None else min(self.num_keys, self.window)
+        pairs = self.batch_size * self.num_heads * self.num_queries * keys
+        if self.causal and self.window is None and self.num_queries == self.num_keys:
+            pairs //= 2
+        rows = 2 * self.num_queries * self.num_heads + 2 * self.num_keys * self.num_kv_heads
+        num_bytes = rows * self.batch_size * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return {"flops": 4 * pairs * self.head_dim, "transcendentals": pairs, "bytes_accessed": num_bytes}
+
+    @property
     def may_see_nothing(self) -> bool:
-        """Whether a query can be left without a single key."""
+        """Whether a query may see no key at all."""
         return self.has_lengths or self.has_segments or self.has_offset or self.window is not None
 
 
 def make_spec(
-    operands: Operands,
+    operands: FlashOperands,
     *,
     causal: bool = True,
     window: int | None = None,

@@ -1,4 +1,4 @@
-"""Blockwise attention in plain JAX: correct on every platform, memory linear in the number of tokens."""
+"""Blockwise attention in plain JAX, for every platform; memory is linear in the number of tokens."""
 
 from typing import Any, NamedTuple
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.flash_attention.masking import MASKED, scaled_scores, visible_keys
-from pallas_kernels.flash_attention.specs import AttentionSpec, Operands
+from pallas_kernels.flash_attention.specs import AttentionSpec, FlashOperands
 
 QUERY_BLOCK = 512
 KEY_BLOCK = 512
-# Decoding reads few keys per query: a smaller block reads less beyond the end (6 times faster at 100 of 512 keys on
-# a CPU, float32, 30 layers of 3 heads of 64).
+# Decode reads few keys: with smaller blocks it reads fewer beyond the end (6 times faster at 100 of 512 keys on a CPU,
+# float32, 30 layers of 3 heads of 64).
 DECODE_QUERIES = 16
 DECODE_KEY_BLOCK = 128
 
@@ -21,7 +21,7 @@ def unsupported(spec: AttentionSpec, platform: str) -> str | None:
     return None
 
 
-def attention(operands: Operands, spec: AttentionSpec) -> tuple[jax.Array, jax.Array | None]:
+def attention(operands: FlashOperands, spec: AttentionSpec) -> tuple[jax.Array, jax.Array | None]:
     q = operands.q
     grouped = q.reshape(*q.shape[:2], spec.num_kv_heads, spec.num_groups, spec.head_dim)
     out, lse = over_query_blocks(
@@ -31,17 +31,17 @@ def attention(operands: Operands, spec: AttentionSpec) -> tuple[jax.Array, jax.A
 
 
 class QueryRows(NamedTuple):
-    """Where the queries of a block stand: positions int32 [B or 1, T], segments int32 [B, T] or None."""
+    """Positions int32 [B or 1, T] and segments int32 [B, T] or None of the queries of a block."""
 
     positions: jax.Array
     segments: Any
 
 
-def over_query_blocks(function, arrays, operands: Operands, spec: AttentionSpec, carry=None):
+def over_query_blocks(function, arrays, operands: FlashOperands, spec: AttentionSpec, carry=None):
     """Maps `function(rows, *blocks)` over blocks of QUERY_BLOCK queries of `arrays` [B, T, ...].
 
-    Returns its results [B, T, ...] put together. With a `carry`, `function(carry, rows, *blocks)` returns
-    (carry, results) and so does this. Queries that pad the last block are zeros, of segment 0.
+    Returns the concatenated results [B, T, ...]. With a `carry`, `function(carry, rows, *blocks)` returns
+    (carry, results), and so does this function. The last block is padded with zeros, of segment 0.
     """
     num_queries = spec.num_queries
     rows_of = lambda start, segments, length: QueryRows(  # noqa: E731
@@ -76,7 +76,7 @@ def over_query_blocks(function, arrays, operands: Operands, spec: AttentionSpec,
     return results if carry is None else (carry, results)
 
 
-def over_key_blocks(function, carry, rows: QueryRows, operands: Operands, spec: AttentionSpec):
+def over_key_blocks(function, carry, rows: QueryRows, operands: FlashOperands, spec: AttentionSpec):
     """Folds `function(carry, start, k_block, v_block, visible)` over the key blocks that some row of the block sees.
 
     `visible` is bool [B or 1, 1, 1, T, keys of the block] or None; values beyond a row's length are zero.
@@ -86,7 +86,7 @@ def over_key_blocks(function, carry, rows: QueryRows, operands: Operands, spec: 
     num_blocks = -(-spec.num_keys // key_block)
 
     def step(index, carry):
-        # The last block is shifted back to stay inside the keys; keys it shares with the block before are masked.
+        # The last block is shifted to end with the keys; keys that it shares with the block before are masked.
         start = jnp.minimum(index * key_block, spec.num_keys - key_block)
         k_block = lax.dynamic_slice_in_dim(operands.k, start, key_block, axis=1)
         v_block = lax.dynamic_slice_in_dim(operands.v, start, key_block, axis=1)
@@ -94,7 +94,7 @@ def over_key_blocks(function, carry, rows: QueryRows, operands: Operands, spec: 
         lengths = key_segments = query_segments = None
         if spec.has_lengths:
             lengths = operands.kv_lengths[:, None]
-            # What lies beyond a row's length may be NaN, and 0 * NaN is NaN.
+            # Values beyond a row's length may be NaN, and 0 * NaN is NaN.
             v_block = jnp.where((keys < lengths)[..., None, None], v_block, 0)
             lengths = lengths[..., None]
         if spec.has_segments:
@@ -113,7 +113,7 @@ def over_key_blocks(function, carry, rows: QueryRows, operands: Operands, spec: 
 
 
 def _block_range(positions, kv_lengths, key_block, spec: AttentionSpec):
-    """First and one-past-last key block that any row can see; blocks outside change no bit of the result."""
+    """First and one-past-last key block that any row sees; other blocks would not change a bit of the result."""
     last_key = jnp.int32(spec.num_keys)
     first_key = jnp.int32(0)
     if spec.has_lengths:
@@ -126,18 +126,18 @@ def _block_range(positions, kv_lengths, key_block, spec: AttentionSpec):
 
 
 def products(spec: AttentionSpec, equation: str, *arrays: jax.Array) -> jax.Array:
-    """An einsum in float32, of full precision when the operands of the call are float32."""
+    """An einsum with float32 results, at full precision if the operands of the call are float32."""
     precision = lax.Precision.HIGHEST if spec.dtype == "float32" else None
     return jnp.einsum(equation, *arrays, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _query_block(q, rows: QueryRows, operands: Operands, spec: AttentionSpec):
+def _query_block(q, rows: QueryRows, operands: FlashOperands, spec: AttentionSpec):
     """Online softmax of q [B, T, Hkv, G, K] over all key blocks: float32 out of q's shape, lse [B, T, Hkv, G]."""
     batch, num_queries = q.shape[:2]
     shape = (batch, spec.num_kv_heads, spec.num_groups, num_queries)
     highest, total = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     if spec.has_sinks:
-        # A sink is a key seen before all others, whose value is zero. -inf is a sink that takes nothing.
+        # A sink is a key before all others whose value is zero; -inf has no weight.
         sinks = jnp.broadcast_to(operands.sinks.reshape(shape[1:3])[None, :, :, None], shape)
         highest = jnp.maximum(sinks, MASKED)
         total = jnp.exp(sinks - highest)
@@ -159,7 +159,7 @@ def _query_block(q, rows: QueryRows, operands: Operands, spec: AttentionSpec):
     out = weighted / jnp.where(total == 0.0, 1.0, total)[..., None]
     lse = highest + jnp.log(total) if spec.return_lse else None
     if spec.may_see_nothing:
-        # XLA:CPU's maximum may drop a NaN, so a row of NaN scores looks unseen by its maximum; its sum does not.
+        # XLA:CPU's maximum may drop a NaN; the sum does not, and tells NaN scores from no visible key.
         is_unseen = (highest == MASKED) & ~jnp.isnan(total)
         out = jnp.where(is_unseen[..., None], 0.0, out)
         lse = None if lse is None else jnp.where(is_unseen, -jnp.inf, lse)

@@ -1,4 +1,4 @@
-"""The entry point: picks an implementation and runs it."""
+"""Entry point of page copies."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ def copy_pages(
     """Copies page source[i] to page destination[i] in every array of a cache, for i < count.
 
     Args:
-      pages: a pytree of arrays whose first axis is the page, of one layer or all. Donate it: the result aliases it.
-      source: int32 [N], ids of pages.
-      destination: int32 [N], ids of pages. No page may be both, and no destination occurs twice: the order of the
-        copies is not defined. A destination of the number of pages (one past the last) copies nothing.
-      count: int32 scalar, how many entries are real; all N when None. Entries beyond it may hold anything.
-      implementation: None picks by platform; "xla" or "pallas_tpu" (page-sized DMAs within HBM, no temporary).
+      pages: pytree of arrays whose first axis is the page, of one layer or all. Donate it: the result aliases it.
+      source, destination: page ids. A page must not be in both, nor twice in destination: the order of the copies is
+        undefined. A destination equal to the number of pages copies nothing.
+      count: number of valid entries, N when None. Entries beyond it may hold anything.
+      implementation: "xla" or "pallas_tpu" (page-sized DMAs within HBM, no temporary); None selects by platform.
 
     Raises:
-      ValueError: arrays that do not agree on the number of pages, ids of another shape or dtype, an unknown name.
+      ValueError: arrays with different numbers of pages, ids of another shape or dtype, an unknown implementation.
       NotImplementedError: "pallas_tpu" on another platform.
     """
     leaves = jax.tree.leaves(pages)

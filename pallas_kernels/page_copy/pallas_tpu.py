@@ -14,7 +14,7 @@ def unsupported(_spec: None, platform: str) -> str | None:
 
 def copy(pages, source: jax.Array, destination: jax.Array, is_real: jax.Array):
     leaves, structure = jax.tree.flatten(pages)
-    # Real copies first, so that the loop ends with the last of them.
+    # Valid copies come first, and the loop ends with the last of them.
     order = jnp.argsort(~is_real, stable=True)
     count = is_real.sum(dtype=jnp.int32)[None]
     num_bytes = sum(leaf.nbytes // leaf.shape[0] for leaf in leaves) * source.shape[0]

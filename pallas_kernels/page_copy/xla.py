@@ -1,4 +1,4 @@
-"""Page copies as a gather and a scatter: a temporary of the copied pages, in place in the cache."""
+"""Page copies as a gather and a scatter in place, with a temporary of the copied pages."""
 
 import jax
 import jax.numpy as jnp

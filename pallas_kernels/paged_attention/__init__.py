@@ -1,7 +1,7 @@
 """Attention over a paged cache of keys and values."""
 
+from pallas_kernels.choice import KernelChoice, renamed
 from pallas_kernels.paged_attention.api import (
-    Choice,
     Schedule,
     choose,
     make_schedule,
@@ -25,8 +25,8 @@ from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec, mak
 __all__ = [
     "MAX_TREE_TOKENS",
     "BitPages",
-    "Choice",
     "InterleavedPages",
+    "KernelChoice",
     "PageShape",
     "PagedSpec",
     "Pages",
@@ -43,3 +43,5 @@ __all__ = [
     "platform_layout",
     "unpack",
 ]
+
+__getattr__ = renamed(__name__, {"Choice": KernelChoice})

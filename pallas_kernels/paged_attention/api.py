@@ -1,4 +1,4 @@
-"""The entry points: pick an implementation, plan a step, run a layer."""
+"""Entry points of paged attention."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.choice import Choice, Implementations
+from pallas_kernels.choice import Implementations, KernelChoice
 from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
-from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, Operands, PagedSpec, make_spec
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedOperands, PagedSpec, make_spec
 from pallas_kernels.platform import current_platform
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ _MODULES = Implementations("pallas_kernels.paged_attention", IMPLEMENTATIONS, _B
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["implementation", "spec"])
 @dataclass(frozen=True)
 class Schedule:
-    """What one step reads, computed once and shared by its layers of the same window; opaque to callers."""
+    """The work items of one step, shared by layers whose calls have equal specs; opaque to callers."""
 
     arrays: Any
     implementation: str
     spec: PagedSpec
 
 
-def choose(spec: PagedSpec, implementation: str | None = None, platform: str | None = None) -> Choice:
-    """Picks an implementation for `spec` on `platform` (the current one when None).
+def choose(spec: PagedSpec, implementation: str | None = None, platform: str | None = None) -> KernelChoice:
+    """Selects an implementation for `spec` on `platform` (the current one when None).
 
-    Raises NotImplementedError with the reason when a named implementation cannot, ValueError for an unknown name.
+    Raises NotImplementedError with the reason if the named one cannot run `spec`, ValueError for an unknown name.
     """
     return _MODULES.choose(spec, platform or current_platform(), implementation)
 
@@ -50,14 +50,16 @@ def new_pages(
     layout: str | None = None,
     has_values: bool = True,
 ) -> Pages:
-    """Zeroed pages of one layer, in the layout of the platform's kernel ("interleaved" on a TPU) unless named; without
-    `has_values` for keys alone, whose first part is the values."""
+    """Zeroed pages of one layer, in the preferred layout of the platform unless named.
+
+    Without `has_values` there are only keys, whose first part is the values (multi-head latent attention).
+    """
     shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name, has_values)
     return empty_pages(shape, layout or platform_layout(current_platform(), shape.dtype, has_values=has_values))
 
 
 def platform_layout(platform: str, dtype: Any, *, has_values: bool = True) -> str:
-    """The layout that the platform's kernel reads best, for a cache of `dtype`."""
+    """The preferred layout of the platform's kernel for a cache of `dtype`."""
     if platform == "tpu" and has_values:
         return "interleaved"
     is_narrow_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
@@ -73,9 +75,9 @@ def make_schedule(
     query_starts: Int32[Array, " S"] | None = None,
     implementation: str | None = None,
 ) -> Schedule:
-    """The order of work of a step, from the operands of `paged_attention` and `make_spec` of their shapes.
+    """The work items of a step, from operands of `paged_attention` and their `make_spec`.
 
-    Layers whose calls have equal specs share it: compute it once in a step, outside the layers.
+    Compute it once for each step: layers whose calls have equal specs share it.
     """
     name = _MODULES.take(spec, current_platform(), implementation)
     query_starts = _starts(query_starts, query_lengths)
@@ -105,72 +107,57 @@ def paged_attention(
 ) -> tuple[Float[Array, "T Hq W"], Pages]:
     """Appends new keys and values to a paged cache and attends to it: prefill, decode and verify in one ragged call.
 
-    Sequence s has `query_lengths[s]` new tokens, rows `query_starts[s]` onward of q, k_new and v_new; they become the
-    last of its `kv_lengths[s]` keys. (Kwon et al. 2023, PagedAttention; the ragged form is that of Ragged Paged
-    Attention, arXiv 2604.15464.)
+    Sequence s has `query_lengths[s]` new tokens, rows `query_starts[s]` onward of q, k_new and v_new: the last of its
+    `kv_lengths[s]` keys (PagedAttention, Kwon et al. 2023; Ragged Paged Attention, arXiv 2604.15464). Rows of no
+    sequence are padding: their results are meaningless, but finite where q is.
 
     Args:
-      q: queries [T, Hq, K]; k_new, v_new: keys and values of the same tokens [T, Hkv, K]. Where the pages have no
-        values (`new_pages`), v_new is the first part of k_new, [T, Hkv, W].
-      pages: one layer's cache (`new_pages`). Donate it: the result aliases it.
-      page_table: int32 [S, P], the page ids of each sequence in order. Ids of pages that hold no key a query sees
-        are never used and may be anything. No two sequences with new tokens may share the pages these go to.
-      query_lengths: int32 [S], new tokens. Length 0 costs and touches nothing.
-      kv_lengths: int32 [S], all tokens, the new ones too.
-      query_starts: int32 [S]; the running sum of query_lengths when None. Rows outside every sequence are padding:
-        what is returned there has no meaning (but is finite when q is).
-      max_query_length: static bound of query_lengths, T when None; 1 to 16 picks the programs for decode and verify.
-      window: a query sees only the last `window` keys, its own included.
-      soft_cap: scores become soft_cap * tanh(score / soft_cap), after scaling, before masking.
-      scale: multiplies the scores; K**-0.5 when None. The scale of an fp8 cache's keys can be folded in here.
-      sinks: float32 [Hq], one more score in each head's softmax, whose value is zero (gpt-oss).
-      ancestors: uint32 [T], for verifying a token tree: bit j says that the token sees the j-th new token of its
-        sequence; its own bit is set, and parents come before children. Its depth is the number of its bits less 1,
-        which is its distance from the first new token in a window. Sequences of more than 32 new tokens are causal.
-      is_uniform: static; sequences of few and of many new tokens go through the same program, so that the bits of an
-        answer do not depend on how a sequence was cut into steps. Slower decode.
-      schedule: from `make_schedule` for these operands; computed here when None.
-      implementation: None picks by platform and shape (see `choose`), "xla", "pallas_tpu", "pallas_gpu", or
-        "reference" (dense, float32, for tests).
+      v_new: the first part of k_new where the pages have no values (`new_pages`).
+      pages: one layer's cache. Donate it: the result aliases it.
+      page_table: page ids of each sequence in order. Ids of pages without a visible key may be anything. Sequences
+        with new tokens must not share the pages that these are written to.
+      query_lengths, kv_lengths: new tokens and all tokens of each sequence. Sequences without new tokens cost nothing.
+      query_starts: the running sum of query_lengths when None.
+      max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
+      window, soft_cap, scale, sinks: as in `flash_attention`. `scale` may include the scale of an fp8 cache's keys.
+      ancestors: token trees. Bit j means that the token sees the j-th new token of its sequence; its own bit is set,
+        parents come before children, and its depth in a window is its number of bits less 1. Sequences of more than 32
+        new tokens are causal.
+      is_uniform: static; one program for any number of new tokens, so that results do not depend, to the bit, on how a
+        prompt was cut into steps. Decode is slower.
+      schedule: of `make_schedule` for these operands; computed when None.
+      implementation: "xla", "pallas_tpu", "pallas_gpu", "reference" (dense float32, for tests); None: see `choose`.
 
-    Returns:
-      (out [T, Hq, K], or [T, Hq, W], in q's dtype, the pages with the new tokens).
-
-    Raises:
-      ValueError: shapes, dtypes or options that do not fit, or a schedule made for others.
-      NotImplementedError: the named implementation cannot do this; the message says why.
+    Returns the attention output in q's dtype and the pages with the new tokens. Raises ValueError for operands, options
+    or a schedule that do not fit, NotImplementedError with the reason if the named implementation cannot run the call.
     """
-    spec = make_spec(
-        q,
-        k_new,
-        v_new,
-        pages,
-        page_table,
-        max_query_length=max_query_length,
-        window=window,
-        soft_cap=soft_cap,
-        scale=scale,
-        sinks=sinks,
-        ancestors=ancestors,
-        is_uniform=is_uniform,
-    )
-    for name, lengths in (("query_lengths", query_lengths), ("kv_lengths", kv_lengths), ("query_starts", query_starts)):
-        if lengths is not None and (lengths.shape != (spec.num_sequences,) or lengths.dtype != jnp.int32):
-            raise ValueError(f"{name} is int32 [{spec.num_sequences}]; got {lengths.dtype} {lengths.shape}")
+    options: Any = {"max_query_length": max_query_length, "window": window, "soft_cap": soft_cap, "scale": scale}
+    options |= {"sinks": sinks, "ancestors": ancestors, "is_uniform": is_uniform}
+    spec = make_spec(q, k_new, v_new, pages, page_table, **options)
+    lengths = (query_lengths, kv_lengths)
+    _check_lengths(spec, query_lengths=query_lengths, kv_lengths=kv_lengths, query_starts=query_starts)
     query_starts = _starts(query_starts, query_lengths)
     if schedule is None:
-        schedule = make_schedule(
-            spec, page_table, query_lengths, kv_lengths, query_starts=query_starts, implementation=implementation
-        )
-    elif schedule.spec != spec or implementation not in (None, schedule.implementation):
+        schedule = make_schedule(spec, page_table, *lengths, query_starts=query_starts, implementation=implementation)
+    _check_schedule(schedule, spec, implementation)
+    if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
+        ancestors = _within_window(ancestors, window)
+    operands = PagedOperands(q, k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors)
+    return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
+
+
+def _check_lengths(spec: PagedSpec, **arrays: jax.Array | None) -> None:
+    for name, lengths in arrays.items():
+        if lengths is not None and (lengths.shape != (spec.num_sequences,) or lengths.dtype != jnp.int32):
+            raise ValueError(f"{name} is int32 [{spec.num_sequences}]; got {lengths.dtype} {lengths.shape}")
+
+
+def _check_schedule(schedule: Schedule, spec: PagedSpec, implementation: str | None) -> None:
+    if schedule.spec != spec or implementation not in (None, schedule.implementation):
         raise ValueError(
             f"the schedule was made for {schedule.implementation} and {schedule.spec}; "
             f"this call is {implementation}, {spec}"
         )
-    if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
-        ancestors = _within_window(ancestors, window)
-    operands = Operands(q, k_new, v_new, pages, page_table, query_starts, query_lengths, kv_lengths, sinks, ancestors)
-    return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
 
 
 def _starts(query_starts: jax.Array | None, query_lengths: jax.Array) -> jax.Array:
@@ -178,7 +165,7 @@ def _starts(query_starts: jax.Array | None, query_lengths: jax.Array) -> jax.Arr
 
 
 def _within_window(ancestors: jax.Array, window: int) -> jax.Array:
-    """Keeps the last `window` ancestors of each token: those with fewer than `window` ancestors at or after them."""
+    """Keeps the last `window` ancestors of each token."""
     bits = jnp.arange(MAX_TREE_TOKENS, dtype=jnp.uint32)
     is_near = jax.lax.population_count(ancestors[:, None] >> bits) <= window
     return ancestors & jnp.sum(jnp.where(is_near, jnp.uint32(1) << bits, 0), axis=1, dtype=jnp.uint32)

@@ -1,17 +1,18 @@
 """The Mosaic GPU kernel: split-KV attention of tiles of 64 query rows over pages (Dao et al. 2023, Flash-Decoding).
 
-A block of threads (one warpgroup) takes items of `gpu_schedule` in turn. For each it keeps several blocks of keys and
+A thread block (one warpgroup) processes items of `gpu_schedule`. For each item it keeps several blocks of keys and
 values in flight from their pages to shared memory (TMA), multiplies on the tensor cores, and writes the tile's
-normalised result with its log-sum-exp; the results of a sequence's splits are combined afterwards. Several such blocks
-of threads share a multiprocessor, so that one's softmax hides another's products and waits.
+normalised result with its log-sum-exp; the splits of a sequence are combined afterwards. Several thread blocks share a
+multiprocessor, so that the softmax of one overlaps with the products and waits of another.
 
-New tokens are written to their pages by the items that read them: shared memory to page, wait for the write, then the
-page is loaded like any other. Their values come rounded to the cache's dtype (`layout.to_stored`).
+New tokens, rounded to the cache's dtype (`layout.to_stored`), are written to their pages by the items that read them:
+an item copies them from shared memory to the page, waits for the write, then loads the page like any other.
 """
 
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +21,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_gpu_compat as compat
-from pallas_kernels.paged_attention import gpu_schedule as plan
-from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, PlanShape
+from pallas_kernels.paged_attention.gpu_schedule import (
+    BLOCK_KEYS,
+    COLUMNS,
+    RESIDENT,
+    TILE_ROWS,
+    SplitPlan,
+    SplitPlanShape,
+)
 from pallas_kernels.paged_attention.layout import SeparatePages
 from pallas_kernels.paged_attention.specs import MASKED, MAX_TREE_TOKENS, PagedSpec
 
-# Shared memory of a thread block; the smaller figure lets two share a multiprocessor.
+# Shared memory of a thread block; with the smaller figure two share a multiprocessor.
 MAX_SHARED_BYTES = 227 * 1024
 PAIR_SHARED_BYTES = 113 * 1024
-# Columns of the values that one product takes when a row of them is too much for the registers.
+# Columns of the values in one product if a row does not fit in registers.
 MAX_ROW, CHUNK = 128, 64
-# A copy signals its barrier from every thread of the warpgroup, each for an equal number of bytes.
+# Every thread of the warpgroup signals a copy's barrier for an equal number of bytes.
 COPY_BYTES = 128
-NUM_BLOCKS = 2 * plan.RESIDENT
+NUM_BLOCKS = 2 * RESIDENT
 LOG2_E = 1.4426950408889634
 
 _MATRIX = plgpu.Layout.WGMMA
@@ -41,8 +48,8 @@ _COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Static sizes of the kernel."""
+class KernelSizes:
+    """Static sizes of the kernel; `shared_bytes` is its shared memory."""
 
     stages: int
     chunk: int
@@ -52,27 +59,27 @@ class Sizes:
 
 
 def swizzle(head_dim: int, dtype) -> int:
-    """Bytes of the widest swizzle that a row of `head_dim` values fills; 0 when there is none."""
+    """Bytes of the widest swizzle that divides a row of `head_dim` values; 0 if there is none."""
     row = head_dim * jnp.dtype(dtype).itemsize
     return next((width for width in (128, 64, 32) if row % width == 0), 0)
 
 
-Fields = namedtuple("Fields", plan.COLUMNS)
+ItemFields = namedtuple("ItemFields", COLUMNS)
 
 
 def compute_dtype(spec: PagedSpec) -> str:
-    """What the tensor cores multiply: fp8 converts in one instruction to float16, which holds it exactly."""
+    """Dtype of the products. fp8 is converted to float16, which is exact and takes one instruction."""
     return "float16" if spec.page.dtype.startswith("float8") else spec.q_dtype
 
 
 def padded_new_tokens(spec: PagedSpec) -> int:
-    """New tokens of a sequence that one copy brings."""
+    """Number of new tokens that one copy loads for a sequence."""
     row = spec.head_dim * jnp.dtype(spec.page.dtype).itemsize
     return next(n for n in range(spec.max_query_length, 2 * COPY_BYTES + 1) if n * row % COPY_BYTES == 0)
 
 
-def sizes(spec: PagedSpec, shape: PlanShape, has_append: bool) -> Sizes:
-    """Sizes that fit shared memory; `stages` is 0 when none do."""
+def kernel_sizes(spec: PagedSpec, shape: SplitPlanShape, has_append: bool) -> KernelSizes:
+    """Sizes that fit in shared memory; `stages` is 0 if none do."""
     cache, compute = jnp.dtype(spec.page.dtype).itemsize, jnp.dtype(spec.q_dtype).itemsize
     is_converted = spec.page.dtype != compute_dtype(spec)
     new_tokens = padded_new_tokens(spec) if has_append else 0
@@ -89,7 +96,7 @@ def sizes(spec: PagedSpec, shape: PlanShape, has_append: bool) -> Sizes:
     fitting = fitting or [n for n in range(2, max(shape.max_stages, 2) + 1) if total(n) <= MAX_SHARED_BYTES]
     stages = max(fitting, default=0)
     chunk = spec.head_dim if spec.head_dim <= MAX_ROW else CHUNK
-    return Sizes(stages, chunk, new_tokens, is_converted, total(max(stages, 2)))
+    return KernelSizes(stages, chunk, new_tokens, is_converted, total(max(stages, 2)))
 
 
 def run(
@@ -97,63 +104,41 @@ def run(
     pages: SeparatePages,
     new_tokens: SeparatePages | None,
     page_table: jax.Array,
-    work: plan.Plan,
+    plan: SplitPlan,
     aux: jax.Array | None,
     spec: PagedSpec,
-    shape: PlanShape,
+    shape: SplitPlanShape,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs one program.
 
     q_tiles: [num_tiles, Hkv, out_rows, K] in `compute_dtype`.
-    pages: `jax.new_ref`s of the cache; written when `new_tokens` is given.
-    new_tokens: stored values [T, Hkv, K] of k_new and v_new, T at least `padded_new_tokens`; with int8 also float32
-      scales, [T, 2, Hkv] and in the places of their keys [S, 2, 2, Hkv, 64] (the block of the first new token or the
-      next one; keys or values). None: the pages hold the new tokens already.
-    aux: int32 [num_tiles, 2, 64], ancestor bits and depth of each row, with ancestors.
+    pages: `jax.new_ref`s of the cache, updated if there are `new_tokens`.
+    new_tokens: stored values [T, Hkv, K] of k_new and v_new, T at least `padded_new_tokens`; for int8 also float32
+      scales, by token [T, 2, Hkv] and aligned with their keys [S, 2, 2, Hkv, 64] (block of the first new token or the
+      next one; keys or values). None if the pages have the new tokens already.
+    aux: int32 [num_tiles, 2, 64], ancestor bits and depth of each row; None without ancestors.
 
-    Returns the result of every slot, [num_tiles * num_splits, Hkv, out_rows, K] (float32 when there are several
-    splits, else q's dtype), and its base-2 log-sum-exp, float32 [..., out_rows]. Slots of no item are not written.
+    Returns the result of every slot, [num_tiles * num_splits, Hkv, out_rows, K] (float32 for several splits, else q's
+    dtype), and its base-2 log-sum-exp, float32 [..., out_rows]. Slots without an item are not written.
     """
-    has_append = new_tokens is not None
-    size = sizes(spec, shape, has_append)
+    size = kernel_sizes(spec, shape, new_tokens is not None)
     num_slots = shape.num_tiles * shape.num_splits
     leading = (num_slots, spec.num_kv_heads, shape.out_rows)
     out_dtype = jnp.dtype(jnp.float32 if shape.num_splits > 1 else spec.q_dtype)
     out_type = (jax.ShapeDtypeStruct((*leading, spec.head_dim), out_dtype), jax.ShapeDtypeStruct(leading, jnp.float32))
-    inputs = {"work": work.work, "count": work.count, "table": page_table, "q": q_tiles}
-    inputs |= {"k": pages.k, "v": pages.v}
-    if spec.page.has_scales:
-        inputs |= {"k_scales": pages.k_scales, "v_scales": pages.v_scales}
+    inputs: dict[str, Any] = {"work": plan.work, "count": plan.count, "table": page_table, "q": q_tiles}
+    inputs |= {"k": pages.k, "v": pages.v, "k_scales": pages.k_scales, "v_scales": pages.v_scales}
     if new_tokens is not None:
         inputs |= {"new_k": new_tokens.k, "new_v": new_tokens.v}
-        if spec.page.has_scales:
-            inputs |= {"new_scales": new_tokens.k_scales, "aligned_scales": new_tokens.v_scales}
-    if aux is not None:
-        inputs["aux"] = aux
-    names = tuple(inputs)
-
-    dtype, rows = q_tiles.dtype, (TILE_ROWS, spec.head_dim)
-    scratch: dict = {"q_smem": plgpu.SMEM(rows, dtype, transforms=_transforms(spec.head_dim, dtype))}
-    scratch["lse_smem"] = plgpu.SMEM((TILE_ROWS,), jnp.float32)
-    if has_append:
-        appended = plgpu.SMEM((size.new_tokens, spec.head_dim), spec.page.dtype)
-        scratch |= {"new_k_smem": appended, "new_v_smem": appended, "new_barrier": plgpu.Barrier(num_arrivals=2)}
-    if aux is not None:
-        scratch["aux_smem"] = plgpu.SMEM((2, TILE_ROWS), jnp.int32)
-    copies = _pages_of_block(spec)
-    if spec.page.has_scales:
-        copies += copies + (1 if has_append else 0)
-    scratch["q_barrier"] = plgpu.Barrier(num_arrivals=1 if aux is None else 2)
-    scratch["k_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=size.stages)
-    scratch["v_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=size.stages)
-    scratch["sync_barrier"] = plgpu.Barrier()
-    scratch_names = tuple(scratch)
+        inputs |= {"new_scales": new_tokens.k_scales, "aligned_scales": new_tokens.v_scales}
+    inputs["aux"] = aux
+    inputs = {name: array for name, array in inputs.items() if array is not None}
+    scratch = _scratch(q_tiles.dtype, spec, size, inputs)
 
     def body(*refs):
-        named = dict(zip((*names, "out", "lse", *scratch_names), refs, strict=True))
+        named = dict(zip((*inputs, "out", "lse", *scratch), refs, strict=True))
         _Kernel(spec, shape, size, named).run()
 
-    max_items = num_slots * spec.num_kv_heads
     cache_bytes = 2 * shape.num_tiles * spec.max_kv_length * spec.head_dim * jnp.dtype(spec.page.dtype).itemsize
     cost = pl.CostEstimate(
         flops=4 * shape.num_tiles * spec.num_kv_heads * TILE_ROWS * spec.max_kv_length * spec.head_dim,
@@ -164,11 +149,32 @@ def run(
         body,
         out_type=out_type,
         scratch_types=tuple(scratch.values()),
-        grid=(min(max_items, NUM_BLOCKS),),
+        grid=(min(num_slots * spec.num_kv_heads, NUM_BLOCKS),),
         grid_names=("block",),
         cost_estimate=cost,
         name="paged_attention",
     )(*inputs.values())
+
+
+def _scratch(dtype, spec: PagedSpec, size: KernelSizes, inputs: dict) -> dict:
+    """Shared memory and barriers that an item needs whatever its keys, by the names of `_Kernel.refs`."""
+    has_append, has_aux = "new_k" in inputs, "aux" in inputs
+    rows = (TILE_ROWS, spec.head_dim)
+    scratch: dict = {"q_smem": plgpu.SMEM(rows, dtype, transforms=_transforms(spec.head_dim, dtype))}
+    scratch["lse_smem"] = plgpu.SMEM((TILE_ROWS,), jnp.float32)
+    if has_append:
+        appended = plgpu.SMEM((size.new_tokens, spec.head_dim), spec.page.dtype)
+        scratch |= {"new_k_smem": appended, "new_v_smem": appended, "new_barrier": plgpu.Barrier(num_arrivals=2)}
+    if has_aux:
+        scratch["aux_smem"] = plgpu.SMEM((2, TILE_ROWS), jnp.int32)
+    copies = _pages_of_block(spec)
+    if spec.page.has_scales:
+        copies += copies + has_append
+    scratch["q_barrier"] = plgpu.Barrier(num_arrivals=1 + has_aux)
+    scratch["k_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=size.stages)
+    scratch["v_barrier"] = plgpu.Barrier(num_arrivals=copies, num_barriers=size.stages)
+    scratch["sync_barrier"] = plgpu.Barrier()
+    return scratch
 
 
 def _pages_of_block(spec: PagedSpec) -> int:
@@ -183,9 +189,9 @@ def _transforms(head_dim: int, dtype) -> tuple:
 
 
 class _Kernel:
-    """The body: one warpgroup, its references by name, and what of the item at hand is scalar."""
+    """The kernel of one warpgroup: its references by name, and the scalar fields of the current item."""
 
-    def __init__(self, spec: PagedSpec, shape: PlanShape, size: Sizes, refs: dict):
+    def __init__(self, spec: PagedSpec, shape: SplitPlanShape, size: KernelSizes, refs: dict):
         self.spec, self.shape, self.size, self.refs = spec, shape, size, refs
         self.has_append = "new_k" in refs
         self.dtype = compute_dtype(spec)
@@ -194,7 +200,7 @@ class _Kernel:
         total = self.refs["count"][0] * self.spec.num_kv_heads
         first = lax.axis_index("block")
         if self.shape.out_rows < TILE_ROWS:
-            # Rows that no copy fills.
+            # Rows that copies do not fill.
             zeros = jnp.zeros((TILE_ROWS, self.spec.head_dim), self.dtype)
             self.refs["q_smem"][...] = compat.cast_layout(zeros, _MATRIX)
             plgpu.commit_smem()
@@ -208,7 +214,7 @@ class _Kernel:
     def item(self, index):
         spec, size, refs = self.spec, self.size, self.refs
         row, head = lax.div(index, spec.num_kv_heads), lax.rem(index, spec.num_kv_heads)
-        self.fields = Fields(*(refs["work"][row, column] for column in range(len(plan.COLUMNS))))
+        self.fields = ItemFields(*(refs["work"][row, column] for column in range(len(COLUMNS))))
         self.head = head
         rows, tile = pl.ds(0, self.shape.out_rows), self.fields.tile
         plgpu.copy_gmem_to_smem(refs["q"].at[tile, head], refs["q_smem"].at[rows], refs["q_barrier"])
@@ -239,7 +245,7 @@ class _Kernel:
         self.write(highest, total, weighted)
 
     def start_new_tokens(self):
-        """Loads the sequence's new tokens, if this item writes any to its pages."""
+        """Starts loading the sequence's new tokens if this item writes any to its pages."""
         refs, fields = self.refs, self.fields
 
         @pl.when(fields.key_end > fields.first_new)
@@ -250,7 +256,7 @@ class _Kernel:
                 plgpu.copy_gmem_to_smem(source, refs[f"new_{name}_smem"], refs["new_barrier"])
 
     def first_loaded(self):
-        """The first of the new tokens that are loaded; they end within those of all sequences."""
+        """Index of the first token that is loaded, so that the copy ends within the new tokens of all sequences."""
         return jnp.minimum(self.fields.query_start, self.refs["new_k"].shape[0] - self.size.new_tokens)
 
     def write_new_tokens(self):
@@ -268,7 +274,7 @@ class _Kernel:
                 source = refs[f"new_{name}_smem"].at[token - self.first_loaded()]
                 plgpu.copy_smem_to_gmem(source, refs[name].at[page, slot, self.head])
             if spec.page.has_scales:
-                # Read by later steps only: this one takes them from `aligned_scales`.
+                # Read by later steps only; this step reads `aligned_scales`.
                 refs["k_scales"][page, self.head, slot] = refs["new_scales"][token, 0, self.head]
                 refs["v_scales"][page, self.head, slot] = refs["new_scales"][token, 1, self.head]
 
@@ -284,7 +290,7 @@ class _Kernel:
             first_written = jnp.maximum(lax.div(fields.first_new, BLOCK_KEYS), fields.block_begin)
             has_new = fields.key_end > fields.first_new
             pl.when(jnp.logical_and(has_new, block == first_written))(self.write_new_tokens)
-        # Beyond the keys in use the table may hold anything.
+        # Beyond the keys in use the table may have any ids.
         lowest = lax.div(fields.key_begin, spec.page_size)
         highest = lax.div(fields.key_end - 1, spec.page_size)
         width, first_key = min(spec.page_size, BLOCK_KEYS), block * BLOCK_KEYS
@@ -357,7 +363,7 @@ class _Kernel:
         if spec.soft_cap is None:
             scores *= spec.scale * LOG2_E
         else:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x)): the chip's own tanh is right to 11 bits only.
+            # tanh(x) = 1 - 2 / (1 + exp(2 x)): the chip's tanh has 11 bits.
             exponential = jnp.exp2(scores * (2.0 * LOG2_E * spec.scale / spec.soft_cap))
             scores = (1.0 - 2.0 / (1.0 + exponential)) * (spec.soft_cap * LOG2_E)
         scores = jnp.where(self.visible(first_key, rows), scores, MASKED)
@@ -380,7 +386,7 @@ class _Kernel:
         return new_highest, total, tuple(new_weighted)
 
     def scales(self, name, slot, first_key):
-        """Scales of a block's keys or values, float32 [keys]; of keys that nobody sees, 0."""
+        """Scales of a block's keys or values, float32 [keys]; 0 outside the item's keys."""
         fields = self.fields
         key = compat.iota((BLOCK_KEYS,), 0, _COLUMN) + first_key
         scales = compat.load(self.refs[f"{name}_scales_smem"], (slot,), _COLUMN)
@@ -411,7 +417,7 @@ class _Kernel:
         return ((is_old | is_ancestor) & is_tree) | (visible & jnp.logical_not(is_tree))
 
     def clean_values(self, slot, first_key):
-        """Zeroes the values of keys that nobody sees: they may be NaN, and 0 * NaN is NaN."""
+        """Zeroes values outside the item's keys, which may be NaN: 0 * NaN is NaN."""
         spec, size, refs, fields = self.spec, self.size, self.refs, self.fields
         shape = (BLOCK_KEYS, spec.head_dim)
         begin, end = fields.key_begin, fields.key_end
@@ -432,11 +438,11 @@ class _Kernel:
             plgpu.commit_smem()
 
     def write(self, highest, total, weighted):
-        """Writes the normalised rows and their base-2 log-sum-exp; rows that saw no key have MASKED there."""
+        """Writes the normalised rows and their base-2 log-sum-exp, which is MASKED for rows without a visible key."""
         spec, shape, size, refs = self.spec, self.shape, self.size, self.refs
         slot = self.fields.slot
         out_dtype = refs["out"].dtype
-        # A NaN in the sum is a NaN of a visible key, whatever the maximum made of it.
+        # The maximum may drop a NaN of a visible key; the sum does not.
         is_unseen = (highest == MASKED) & (total == total)
         lse = jnp.where(is_unseen, MASKED, highest + jnp.log2(total))
         inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)

@@ -1,8 +1,8 @@
-"""The order of work of the GPU kernel, computed once in a step: which rows meet which keys, and where results go.
+"""Work items of the GPU kernel, computed once for each step: rows, ranges of keys, and where results are written.
 
-The query heads of a key head are rows of one tile: row r of a sequence is query token r // G, head r % G of the group.
-A tile is 64 rows of one sequence; its keys are cut at absolute multiples of the split length, which follows from the
-static shapes alone. So neither the neighbours of a sequence nor the way a prompt is cut into chunks changes a sum.
+The query heads of a key head are rows of a tile: row r of a sequence is query token r // G, head r % G of the group. A
+tile is 64 rows of one sequence. Its keys are split at absolute multiples of a length that depends on static shapes
+only, so sums depend neither on other sequences nor on how a prompt is cut into chunks.
 """
 
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, SHORT_QUERIES, PagedSpec
 from pallas_kernels.tuning import tuned
 
-# Rows of a warpgroup's matrix product, and keys of one block of the kernel.
+# Rows of a warpgroup's matrix product, and keys of a block.
 TILE_ROWS = 64
 BLOCK_KEYS = 64
-# Blocks resident on the 132 multiprocessors of an H100 or H200, two each.
+# Thread blocks resident on the 132 multiprocessors of an H100 or H200, two each.
 RESIDENT = 264
-# Keys that a split should take when there is work enough, and the bytes that partial results may take.
+# Keys of a split if there is enough work, at least, and the largest size of partial results in bytes.
 LONGEST_SPLIT = 4096
 SHORTEST_SPLIT = 256
 MAX_PARTIAL_BYTES = 128 * 2**20
 
-# The tuner's names of the two programs, and the blocks of keys and values that are in flight at most.
+# Names of the two programs in tables, and the largest number of blocks of keys and values in flight.
 SHORT_NAME, LONG_NAME = "paged_attention pallas_gpu short", "paged_attention pallas_gpu long"
 MAX_STAGES = 4
 
-# Columns of `Plan.work`.
+# Columns of `SplitPlan.work`.
 COLUMNS = (
     "first_row",
     "sequence",
@@ -45,16 +45,16 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """What is tuned: keys of a split, and blocks of keys and values in flight at most."""
+class SplitSizes:
+    """Tunable sizes: keys of a split, and the largest number of blocks of keys and values in flight."""
 
     split_keys: int
     stages: int
 
 
 @dataclass(frozen=True)
-class PlanShape:
-    """Static sizes of one program; `min_queries` to `max_queries` new tokens make a sequence part of it."""
+class SplitPlanShape:
+    """Static sizes of one program, for sequences of `min_queries` to `max_queries` new tokens."""
 
     min_queries: int
     max_queries: int
@@ -65,16 +65,16 @@ class PlanShape:
     out_rows: int
 
 
-class Plan(NamedTuple):
-    """Arrays of one program.
+class SplitPlan(NamedTuple):
+    """Work items of one program.
 
-    work: int32 [num_tiles * num_splits, 11], the first `count` rows being items (`COLUMNS`); rows and keys are numbered
-      within the sequence, slot is tile * num_splits + split.
-    count: int32 [1]. is_split: bool [num_tiles, num_splits], whether an item writes that slot.
-    row_token: int32 [num_tiles, out_rows], the token of each row of a tile, and row_group, its head of the group;
-      rows beyond a sequence have any.
-    place: int32 [T, G], the row among num_tiles * out_rows of each token and head of a group; one past the end for
-      tokens of another program or of none.
+    work: int32 [num_tiles * num_splits, 11]; the first `count` rows are items (`COLUMNS`). Rows and keys are numbered
+      within the sequence; slot is tile * num_splits + split.
+    count: int32 [1]. is_split: bool [num_tiles, num_splits], whether an item writes the slot.
+    row_token, row_group: int32 [num_tiles, out_rows], token and head of the group of each row of a tile; arbitrary
+      beyond the sequence.
+    place: int32 [T, G], index of each token and head of a group among the num_tiles * out_rows rows; one past the end
+      for tokens of another program or of none.
     """
 
     work: jax.Array
@@ -85,31 +85,31 @@ class Plan(NamedTuple):
     place: jax.Array
 
 
-def plan_shapes(spec: PagedSpec) -> tuple[PlanShape, ...]:
-    """The programs of a step: one for decode and verify, a second one where longer sequences may come."""
+def split_plan_shapes(spec: PagedSpec) -> tuple[SplitPlanShape, ...]:
+    """The programs of a step: one for decode and verify and, if there may be longer sequences, another for them."""
     if spec.is_uniform:
-        return (_plan_shape(spec, 1, spec.max_query_length),)
+        return (_split_plan_shape(spec, 1, spec.max_query_length),)
     short = min(SHORT_QUERIES, spec.max_query_length)
-    shapes = [_plan_shape(spec, 1, short)]
+    shapes = [_split_plan_shape(spec, 1, short)]
     if spec.has_long:
-        shapes.append(_plan_shape(spec, SHORT_QUERIES + 1, spec.max_query_length))
+        shapes.append(_split_plan_shape(spec, SHORT_QUERIES + 1, spec.max_query_length))
     return tuple(shapes)
 
 
-def tunable(spec: PagedSpec) -> dict[str, Blocks]:
-    """The sizes of each program of a call, by the tuner's name for it."""
+def tunable(spec: PagedSpec) -> dict[str, SplitSizes]:
+    """The sizes of each program of a call, by its name in tables."""
     names = (SHORT_NAME, LONG_NAME)
-    shapes = plan_shapes(spec)
-    return {name: Blocks(shape.split_keys, shape.max_stages) for name, shape in zip(names, shapes, strict=False)}
+    shapes = split_plan_shapes(spec)
+    return {name: SplitSizes(shape.split_keys, shape.max_stages) for name, shape in zip(names, shapes, strict=False)}
 
 
-def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
-    """What the tuner tries for the program that this call runs."""
+def candidates(spec: PagedSpec) -> dict[str, list[SplitSizes]]:
+    """Sizes that the tuner measures for the program of this call."""
     name = SHORT_NAME if spec.max_query_length <= SHORT_QUERIES else LONG_NAME
-    return {name: [Blocks(keys, stages) for keys in (256, 512, 1024, 2048, 4096, 8192) for stages in (2, 3, 4)]}
+    return {name: [SplitSizes(keys, stages) for keys in (256, 512, 1024, 2048, 4096, 8192) for stages in (2, 3, 4)]}
 
 
-def _plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> PlanShape:
+def _split_plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> SplitPlanShape:
     groups = spec.num_groups
     num_sequences = min(spec.num_sequences, max(spec.num_tokens // min_queries, 1))
     num_tiles = min(
@@ -122,17 +122,17 @@ def _plan_shape(spec: PagedSpec, min_queries: int, max_queries: int) -> PlanShap
         split = -(-spec.max_kv_length // BLOCK_KEYS) * BLOCK_KEYS
     while split < LONGEST_SPLIT and split * RESIDENT * 2 < LONGEST_SPLIT * num_tiles * spec.num_kv_heads:
         split *= 2
-    size = tuned(Blocks(split, MAX_STAGES), SHORT_NAME if min_queries == 1 else LONG_NAME, spec.facts)
+    size = tuned(SplitSizes(split, MAX_STAGES), SHORT_NAME if min_queries == 1 else LONG_NAME, spec.facts)
     split = -(-size.split_keys // BLOCK_KEYS) * BLOCK_KEYS
     slot_bytes = 4 * num_tiles * spec.num_kv_heads * out_rows * spec.head_dim
     while split < spec.max_kv_length and -(-spec.max_kv_length // split) * slot_bytes > MAX_PARTIAL_BYTES:
         split *= 2
     num_splits = -(-spec.max_kv_length // split)
-    return PlanShape(min_queries, max_queries, num_tiles, num_splits, split, size.stages, out_rows)
+    return SplitPlanShape(min_queries, max_queries, num_tiles, num_splits, split, size.stages, out_rows)
 
 
-def make_plan(spec: PagedSpec, shape: PlanShape, query_starts, query_lengths, kv_lengths) -> Plan:
-    """Lists the items of one program; arguments are int32 [S]."""
+def make_split_plan(spec: PagedSpec, shape: SplitPlanShape, query_starts, query_lengths, kv_lengths) -> SplitPlan:
+    """The work items of one program; arrays are int32 [S]."""
     groups = spec.num_groups
     is_selected = (query_lengths >= shape.min_queries) & (query_lengths <= shape.max_queries)
     tiles = jnp.where(is_selected, -(-query_lengths * groups // TILE_ROWS), 0)
@@ -177,7 +177,7 @@ def make_plan(spec: PagedSpec, shape: PlanShape, query_starts, query_lengths, kv
     work = jnp.stack([columns[name].astype(jnp.int32) for name in COLUMNS], axis=1)
     row = first_row[:, None] + jnp.arange(shape.out_rows, dtype=jnp.int32)
     row_token = query_starts[sequence][:, None] + row // groups
-    return Plan(
+    return SplitPlan(
         work=work,
         count=is_split.sum(dtype=jnp.int32)[None],
         is_split=is_split,
@@ -187,7 +187,7 @@ def make_plan(spec: PagedSpec, shape: PlanShape, query_starts, query_lengths, kv
     )
 
 
-def _places(spec: PagedSpec, shape: PlanShape, first_tile, is_selected, query_starts, query_lengths):
+def _places(spec: PagedSpec, shape: SplitPlanShape, first_tile, is_selected, query_starts, query_lengths):
     tokens = jnp.arange(spec.num_tokens, dtype=jnp.int32)[:, None]
     inside = (tokens >= query_starts) & (tokens < query_starts + query_lengths) & is_selected
     sequence = jnp.argmax(inside, axis=1)

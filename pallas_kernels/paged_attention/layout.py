@@ -1,8 +1,8 @@
-"""How the keys and values of one layer lie in pages, and the conversion between the layouts.
+"""Layouts of one layer's keys and values in pages, and conversions between them.
 
-The scheduler sees page ids only; the layout belongs to the kernel. `SeparatePages` is also the logical form that
-every implementation is checked in. Stored values are what attention reads: new tokens are rounded to the cache's
-dtype first, so an answer does not depend on how a prompt was cut into chunks.
+The scheduler only knows page ids; each kernel has its layout. `SeparatePages` is also the logical form in which tests
+compare implementations. Attention reads stored values: new tokens are rounded to the cache's dtype first, so results do
+not depend on how a prompt was cut into chunks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAYOUTS = ("separate", "interleaved", "bits")
 class SeparatePages(NamedTuple):
     """Keys and values [pages, page, Hkv, K]; with int8, float32 scales [pages, Hkv, page], else None.
 
-    Where values are the first part of the keys, as in multi-head latent attention, v and v_scales are None.
+    If values are the first part of the keys (multi-head latent attention), v and v_scales are None.
     """
 
     k: Any
@@ -38,7 +38,7 @@ class SeparatePages(NamedTuple):
 
 
 class InterleavedPages(NamedTuple):
-    """Keys and values of a token side by side, as whole 32-bit words, so that appending a token is a plain copy.
+    """Keys and values of a token interleaved in whole 32-bit words, so that appending a token is a plain copy.
 
     kv: [pages, page, rows / pack, pack, lanes] with pack = 4 / itemsize. With head_dim <= 64 one row of 128 lanes
       holds a head's key (lanes 0 to K-1) and value (lanes 64 to 64+K-1), and there are Hkv rows. With a larger
@@ -55,9 +55,11 @@ class InterleavedPages(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["dtype"])
 @dataclass(frozen=True)
 class BitPages:
-    """`SeparatePages` of floats of 8 or 16 bits (`dtype`) whose bits are kept as unsigned integers: for XLA:CPU, which
-    gathers and scatters such integers in place, but converts a whole array of such floats each time (measured: 0.28 ms
-    and 12 ms for a step over 32 MiB of float8_e4m3fn)."""
+    """`SeparatePages` of floats of 8 or 16 bits (`dtype`), stored as unsigned integers, for XLA:CPU.
+
+    It gathers and scatters such integers in place but converts a whole array of such floats each time: 0.28 ms and
+    12 ms for a step over 32 MiB of float8_e4m3fn.
+    """
 
     k: Any
     v: Any
@@ -69,7 +71,7 @@ Pages = SeparatePages | InterleavedPages | BitPages
 
 @dataclass(frozen=True)
 class PageShape:
-    """The static facts of one layer's pages; without `has_values`, values are the first part of the keys."""
+    """Static facts of one layer's pages. Without `has_values`, values are the first part of the keys."""
 
     num_pages: int
     page_size: int
@@ -91,22 +93,22 @@ class PageShape:
 
     @property
     def is_narrow_float(self) -> bool:
-        """Whether the values are floats of fewer than 32 bits."""
+        """Whether the dtype is a float of fewer than 32 bits."""
         return self.dtype not in ("float32", "int8")
 
     @property
     def pack(self) -> int:
-        """Rows of a 32-bit word."""
+        """Number of rows in a 32-bit word."""
         return 4 // jnp.dtype(self.dtype).itemsize
 
     @property
     def is_side_by_side(self) -> bool:
-        """Whether a row of the interleaved layout holds both the key and the value of a head."""
+        """Whether a row of the interleaved layout has both the key and the value of a head."""
         return self.head_dim <= LANES // 2
 
     @property
     def num_rows(self) -> int:
-        """Rows of a token in the interleaved layout, padding included."""
+        """Rows of a token in the interleaved layout, with padding."""
         rows = self.num_kv_heads if self.is_side_by_side else 2 * self.num_kv_heads
         return _round_up(rows, self.pack)
 
@@ -115,7 +117,7 @@ class PageShape:
         return _round_up(self.head_dim, LANES)
 
     def abstract(self, layout: str) -> Any:
-        """The pages as `jax.ShapeDtypeStruct`s."""
+        """The pages in `layout` as `jax.ShapeDtypeStruct`s."""
         dtype = jnp.dtype(self.dtype)
         if layout == "separate":
             kv = jax.ShapeDtypeStruct((self.num_pages, self.page_size, self.num_kv_heads, self.head_dim), dtype)
@@ -131,7 +133,7 @@ class PageShape:
         if layout != "interleaved":
             raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
         if not self.has_values:
-            raise ValueError("the interleaved layout has room for values, and here keys hold them")
+            raise ValueError("pages without values need layout='separate' or 'bits', not 'interleaved'")
         shape = (self.num_pages, self.page_size, self.num_rows // self.pack, self.pack, self.num_lanes)
         kv = jax.ShapeDtypeStruct(shape, dtype)
         if not self.has_scales:
@@ -141,7 +143,7 @@ class PageShape:
 
 
 def empty_pages(shape: PageShape, layout: str) -> Pages:
-    """Pages of zeros."""
+    """Zeroed pages in `layout`."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape.abstract(layout))
 
 
@@ -151,7 +153,7 @@ def layout_of(pages: Pages) -> str:
 
 
 def page_shape(pages: Pages, num_kv_heads: int, head_dim: int) -> PageShape:
-    """The facts of `pages`; raises ValueError when they were not made for these heads."""
+    """The static facts of `pages`; raises ValueError if they were not made for these heads."""
     array = pages.kv if isinstance(pages, InterleavedPages) else pages.k
     dtype = pages.dtype if isinstance(pages, BitPages) else jnp.dtype(array.dtype).name
     has_values = isinstance(pages, InterleavedPages) or pages.v is not None
@@ -165,7 +167,7 @@ def page_shape(pages: Pages, num_kv_heads: int, head_dim: int) -> PageShape:
 
 
 def pack(logical: SeparatePages, layout: str) -> Pages:
-    """From the logical form to `layout`."""
+    """Converts from the logical form to `layout`."""
     if layout == "separate":
         return logical
     shape = page_shape(logical, logical.k.shape[2], logical.k.shape[3])
@@ -181,7 +183,7 @@ def pack(logical: SeparatePages, layout: str) -> Pages:
 
 
 def unpack(pages: Pages, num_kv_heads: int, head_dim: int) -> SeparatePages:
-    """From any layout to the logical form."""
+    """Converts from any layout to the logical form."""
     if isinstance(pages, SeparatePages):
         return pages
     shape = page_shape(pages, num_kv_heads, head_dim)
@@ -222,11 +224,11 @@ def deinterleave(
 
 
 def to_stored(x: Float[Array, "*rows K"], dtype: str) -> tuple[Num[Array, "*rows K"], Any]:
-    """x [..., K] as it is stored: (values, scales [...] or None).
+    """x rounded to a cache's dtype: (values, float32 scales [...] for int8, else None).
 
-    fp8 values beyond the largest finite one are clipped to it, since a cast would make them NaN; infinities become NaN,
-    lest something broken reads like a number. int8 is symmetric, scale = max|x| / 127 for each token and head (a NaN or
-    infinity makes the scale NaN, and with it what is read back).
+    fp8: values are clipped to the largest finite number, since the cast would make them NaN; infinities become NaN, so
+    that errors stay visible. int8: symmetric, scale = max|x| / 127 for each token and head; a NaN or infinity makes the
+    scale NaN.
     """
     if dtype == "int8":
         x = x.astype(jnp.float32)
@@ -245,7 +247,7 @@ def to_stored(x: Float[Array, "*rows K"], dtype: str) -> tuple[Num[Array, "*rows
 def from_stored(
     values: Num[Array, "*rows K"], scales: Float32[Array, "*rows"] | None, dtype=jnp.float32
 ) -> Float[Array, "*rows K"]:
-    """Values [..., K] times scales [...], in `dtype`."""
+    """Stored values times their scales, in `dtype`."""
     return values.astype(dtype) if scales is None else (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
@@ -258,10 +260,10 @@ def append(
     *,
     is_unique: bool = False,
 ) -> Pages:
-    """Writes tokens k, v [T, Hkv, K] at (page [T], slot [T]); a page or slot beyond the last drops its token. Pages
-    without values take the keys alone.
+    """Writes each token's key and value at its (page, slot); a page or slot beyond the last drops the token.
 
-    `is_unique` promises that no place occurs twice, dropped ones included, which saves TPUs from looking.
+    Pages without values store the keys only. `is_unique` asserts that no place occurs twice, dropped ones included, so
+    that TPUs need no check for duplicates.
     """
     shape = page_shape(pages, k.shape[1], k.shape[2])
     (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.dtype), to_stored(v, shape.dtype)
@@ -295,13 +297,11 @@ def move_tokens(
     sources: Int32[Array, "S N"],
     destinations: Int32[Array, "S N"],
 ) -> Pages:
-    """Copies keys and values of one layer's tokens from positions `sources` to positions `destinations` int32 [S, N] of
-    the same sequences, whose pages are `page_table` int32 [S, P]. All are read before any is written; stored bits are
-    copied. Donate the pages: the result aliases them.
+    """Copies stored keys and values of one layer from positions `sources` to `destinations` of the same sequences.
 
-    An entry is dropped where its two positions are the same or either is outside of 0 .. P * page - 1; pad with
-    P * page. The table is read only where an entry is not dropped. No destination may occur twice.
-    Raises ValueError for operands of other shapes or dtypes.
+    All tokens are read before any is written. Donate the pages: the result aliases them. An entry is dropped if its two
+    positions are equal or one is outside 0 .. P * page - 1 (pad with P * page); its table entries are not read. No
+    destination may occur twice. Raises ValueError for operands of other shapes or dtypes.
     """
     num_pages, page_size = (pages.kv if isinstance(pages, InterleavedPages) else pages.k).shape[:2]
     if page_table.ndim != 2 or page_table.dtype != jnp.int32:
@@ -325,8 +325,8 @@ def move_tokens(
     source, destination = place(sources, 0), place(destinations, num_pages)
 
     def move(array: jax.Array) -> jax.Array:
-        # Written row by row: for a scatter of whole tokens the TPU compiler gives a bfloat16 cache another layout, by
-        # copying all of it twice.
+        # A scatter of rows: for one of whole tokens the TPU compiler changes the layout of a bfloat16 cache and copies
+        # all of it twice.
         is_scales = array.ndim == 3
         page, slot = (index[:, 0] for index in source)
         tokens = array.at[(page, slice(None), slot) if is_scales else (page, slot)].get(mode="clip")
@@ -338,7 +338,7 @@ def move_tokens(
 
 
 def gather(pages: Pages, ids: Int32[Array, "*ids"], shape: PageShape) -> SeparatePages:
-    """The pages `ids` [...] in logical form: k, v [..., page, Hkv, K], scales [..., Hkv, page]. Ids must be valid."""
+    """The pages `ids` in logical form: k, v [*ids, page, Hkv, K], scales [*ids, Hkv, page]. Ids must be valid."""
 
     def take(array):
         return array.at[ids].get(mode="promise_in_bounds")
@@ -357,7 +357,7 @@ def gather(pages: Pages, ids: Int32[Array, "*ids"], shape: PageShape) -> Separat
 
 
 def _bits_of(dtype: str) -> Any:
-    """The unsigned integer type of as many bits."""
+    """The unsigned integer dtype with as many bits."""
     return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
 
 

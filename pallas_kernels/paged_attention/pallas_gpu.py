@@ -1,8 +1,8 @@
 """Paged attention on Hopper GPUs: one Mosaic GPU kernel for decode, verify and prefill, and the sum of its splits.
 
-`gpu_schedule` lists the work, `gpu_kernel` does it. What is left to XLA here: queries gathered into rows, new tokens
-rounded to the cache's dtype, and the results of a sequence's splits combined in a fixed order, sinks included. Where
-each sequence is one tile (decode, verify) the kernel appends its tokens itself; otherwise XLA scatters them in place.
+`gpu_schedule` makes the work items, `gpu_kernel` processes them. XLA gathers queries into rows, rounds new tokens to
+the cache's dtype, and combines the splits of a sequence in a fixed order, with sinks. If every sequence is one tile
+(decode, verify), the kernel appends the new tokens; otherwise XLA scatters them in place.
 """
 
 from typing import cast
@@ -14,10 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import gpu_kernel, gpu_schedule, layout
 from pallas_kernels.paged_attention.gpu_kernel import LOG2_E
-from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, Plan, PlanShape
+from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, SplitPlan, SplitPlanShape
 from pallas_kernels.paged_attention.layout import SeparatePages
 from pallas_kernels.paged_attention.reference import append_new_tokens
-from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, Operands, PagedSpec
+from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
 from pallas_kernels.platform import missing_platform
 
 LAYOUT = "separate"
@@ -29,13 +29,13 @@ CONVERTED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
-    """Why this call is not for this kernel; None when it is."""
+    """The reason why the kernel cannot run `spec` on `platform`, or None. The interpreter runs on any platform."""
     if not compat.is_interpreted() and (reason := missing_platform("gpu", platform)) is not None:
         return reason
     if not compat.is_interpreted() and (reason := compat.not_hopper()) is not None:
         return reason
     if not spec.page.has_values:
-        return f"it reads values of their own, and here keys of {spec.head_dim} hold them (multi-head latent attention)"
+        return f"pages of {spec.head_dim} have no values of their own (multi-head latent attention)"
     if spec.layout != LAYOUT:
         return f"it reads {LAYOUT} pages, not {spec.layout}"
     if spec.q_dtype == "float32":
@@ -49,27 +49,29 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     if spec.head_dim not in HEAD_DIMS:
         return f"head_dim={spec.head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if 0 in (spec.num_tokens, spec.num_sequences, spec.pages_per_sequence):
-        return "there is nothing to do"
-    for shape in gpu_schedule.plan_shapes(spec):
-        size = gpu_kernel.sizes(spec, shape, _appends_in_kernel(spec))
+        return "the call has no tokens, sequences or pages"
+    for shape in gpu_schedule.split_plan_shapes(spec):
+        size = gpu_kernel.kernel_sizes(spec, shape, _appends_in_kernel(spec))
         if size.stages == 0:
             return f"it needs {size.shared_bytes} bytes of shared memory; there are {gpu_kernel.MAX_SHARED_BYTES}"
     return None
 
 
 def shared_bytes(spec: PagedSpec) -> int:
-    """Shared memory of a block of threads of the larger program, in bytes."""
-    shapes = gpu_schedule.plan_shapes(spec)
-    return max(gpu_kernel.sizes(spec, shape, _appends_in_kernel(spec)).shared_bytes for shape in shapes)
+    """Shared memory of a thread block of the larger program, in bytes."""
+    shapes = gpu_schedule.split_plan_shapes(spec)
+    return max(gpu_kernel.kernel_sizes(spec, shape, _appends_in_kernel(spec)).shared_bytes for shape in shapes)
 
 
-def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[Plan, ...]:
-    """A plan for each program of the step, shared by its layers."""
-    shapes = gpu_schedule.plan_shapes(spec)
-    return tuple(gpu_schedule.make_plan(spec, shape, query_starts, query_lengths, kv_lengths) for shape in shapes)
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[SplitPlan, ...]:
+    """The work items of each program of the step."""
+    shapes = gpu_schedule.split_plan_shapes(spec)
+    return tuple(gpu_schedule.make_split_plan(spec, shape, query_starts, query_lengths, kv_lengths) for shape in shapes)
 
 
-def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Plan, ...]) -> tuple[jax.Array, SeparatePages]:
+def attention(
+    operands: PagedOperands, spec: PagedSpec, schedule: tuple[SplitPlan, ...]
+) -> tuple[jax.Array, SeparatePages]:
     new_tokens = None
     pages = operands.pages
     if _appends_in_kernel(spec):
@@ -80,23 +82,23 @@ def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Plan, ...]) -
     arrays = cast(SeparatePages, pages)  # the layout of this kernel
     refs = SeparatePages(*(None if a is None else jax.new_ref(a, memory_space=plgpu.GMEM) for a in arrays))
     outs = []
-    for shape, plan in zip(gpu_schedule.plan_shapes(spec), schedule, strict=True):
+    for shape, plan in zip(gpu_schedule.split_plan_shapes(spec), schedule, strict=True):
         aux = _ancestor_rows(operands.ancestors, plan) if operands.ancestors is not None else None
         q_tiles = _query_tiles(operands.q, plan, spec)
         parts = gpu_kernel.run(q_tiles, refs, new_tokens, operands.page_table, plan, aux, spec, shape)
         outs.append(_combine(*parts, plan, operands.sinks, spec, shape))
-    # A token belongs to one program; the other's row is zero.
+    # A token belongs to one program; its row is zero in the other.
     out = outs[0] if len(outs) == 1 else outs[0] + outs[1]
     return out, SeparatePages(*(None if ref is None else ref[...] for ref in refs))
 
 
 def _appends_in_kernel(spec: PagedSpec) -> bool:
-    """Where a sequence is one tile: of two, one would read a page that the other writes."""
+    """Whether every sequence is one tile: of two tiles, one would read pages that the other writes."""
     return spec.max_query_length <= SHORT_QUERIES and spec.max_query_length * spec.num_groups <= TILE_ROWS
 
 
-def _query_tiles(q: jax.Array, plan: Plan, spec: PagedSpec) -> jax.Array:
-    """Queries as `gpu_kernel.run` takes them. In float16 they are clipped: infinite scores would be NaN."""
+def _query_tiles(q: jax.Array, plan: SplitPlan, spec: PagedSpec) -> jax.Array:
+    """Query tiles for `gpu_kernel.run`. Queries cast to float16 are clipped, since infinite scores become NaN."""
     dtype = gpu_kernel.compute_dtype(spec)
     if dtype != spec.q_dtype:
         largest = float(jnp.finfo(dtype).max)
@@ -106,8 +108,8 @@ def _query_tiles(q: jax.Array, plan: Plan, spec: PagedSpec) -> jax.Array:
     return q.at[plan.row_token[:, None], heads, plan.row_group[:, None]].get(mode="promise_in_bounds")
 
 
-def _stored_tokens(operands: Operands, spec: PagedSpec) -> SeparatePages:
-    """The new tokens as `gpu_kernel.run` takes them."""
+def _stored_tokens(operands: PagedOperands, spec: PagedSpec) -> SeparatePages:
+    """New tokens for `gpu_kernel.run`."""
     (k, k_scales), (v, v_scales) = (layout.to_stored(x, spec.page.dtype) for x in (operands.k_new, operands.v_new))
     # The kernel loads a fixed number of tokens at once.
     missing = max(gpu_kernel.padded_new_tokens(spec) - spec.num_tokens, 0)
@@ -115,7 +117,7 @@ def _stored_tokens(operands: Operands, spec: PagedSpec) -> SeparatePages:
     if k_scales is None:
         return SeparatePages(k, v)
     scales = jnp.stack([k_scales, v_scales], axis=1)
-    # Two blocks hold a sequence's new tokens, in the places of their keys.
+    # The new tokens of a sequence lie in at most two blocks of keys.
     first_new = operands.kv_lengths - operands.query_lengths
     token = jnp.arange(2 * BLOCK_KEYS) - (first_new % BLOCK_KEYS)[:, None] + operands.query_starts[:, None]
     aligned = scales.at[jnp.clip(token, 0, spec.num_tokens - 1)].get(mode="promise_in_bounds")
@@ -123,7 +125,7 @@ def _stored_tokens(operands: Operands, spec: PagedSpec) -> SeparatePages:
     return SeparatePages(k, v, scales, aligned.transpose(0, 1, 3, 4, 2))
 
 
-def _ancestor_rows(ancestors: jax.Array, plan: Plan) -> jax.Array:
+def _ancestor_rows(ancestors: jax.Array, plan: SplitPlan) -> jax.Array:
     """Ancestor bits and depth of each row of each tile, int32 [num_tiles, 2, 64]."""
     bits = ancestors[plan.row_token]
     depth = jax.lax.population_count(bits).astype(jnp.int32) - 1
@@ -131,10 +133,12 @@ def _ancestor_rows(ancestors: jax.Array, plan: Plan) -> jax.Array:
     return jnp.pad(facts, ((0, 0), (0, 0), (0, TILE_ROWS - facts.shape[2])))
 
 
-def _combine(parts: jax.Array, lse: jax.Array, plan: Plan, sinks, spec: PagedSpec, shape: PlanShape) -> jax.Array:
-    """Sums the splits of each row and gathers tokens: [T, Hq, K] in q's dtype, zero for tokens of no tile."""
+def _combine(
+    parts: jax.Array, lse: jax.Array, plan: SplitPlan, sinks, spec: PagedSpec, shape: SplitPlanShape
+) -> jax.Array:
+    """Combines the splits of each row and gathers tokens: [T, Hq, K] in q's dtype, zero for tokens of no tile."""
     leading = (shape.num_tiles, shape.num_splits)
-    # Slots of no item were never written.
+    # Slots without an item are uninitialized.
     is_split = plan.is_split[:, :, None, None]
     parts = jnp.where(is_split[..., None], parts.reshape(*leading, *parts.shape[1:]), 0)
     lse = jnp.where(is_split, lse.reshape(*leading, *lse.shape[1:]), MASKED)
@@ -154,7 +158,7 @@ def _combine(parts: jax.Array, lse: jax.Array, plan: Plan, sinks, spec: PagedSpe
 
     out = of_tokens(rows)
     if sinks is not None:
-        # A sink adds to the sum of weights and nothing to the values (gpt-oss).
+        # A sink adds to the sum of weights only (gpt-oss).
         sink = sinks.reshape(spec.num_kv_heads, spec.num_groups) * LOG2_E
         out = out.astype(jnp.float32) / (1.0 + jnp.exp2(sink - of_tokens(lse)))[..., None]
     return out.astype(spec.q_dtype).reshape(spec.num_tokens, spec.num_q_heads, spec.head_dim)

@@ -1,4 +1,4 @@
-"""Paged attention on a TPU: the module that the entry points see, and the arrays around the kernel's Pallas calls."""
+"""Paged attention on TPUs: operands and results of the Pallas calls of `tpu_kernel`."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention import layout, tpu_kernel, tpu_schedule
 from pallas_kernels.paged_attention.layout import InterleavedPages
-from pallas_kernels.paged_attention.specs import Operands, PagedSpec
-from pallas_kernels.paged_attention.tpu_program import Program, Refs
-from pallas_kernels.paged_attention.tpu_schedule import Items, ScaleBlocks, TpuSchedule
+from pallas_kernels.paged_attention.specs import PagedOperands, PagedSpec
+from pallas_kernels.paged_attention.tpu_program import KernelProgram, Refs
+from pallas_kernels.paged_attention.tpu_schedule import ScaleBlocks, TpuSchedule, WorkItems
 from pallas_kernels.platform import is_tpu_interpreted, missing_platform
 
 LAYOUT = "interleaved"
@@ -21,17 +21,17 @@ _SCALARS = ("items", "count", "page_ids", "scale_pages", "ancestors", "depths")
 
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
-    """Why the kernel cannot run `spec` on `platform`; None when it can. The TPU interpreter runs on any platform."""
+    """The reason why the kernel cannot run `spec` on `platform`, or None. The interpreter runs on any platform."""
     if not is_tpu_interpreted() and (reason := missing_platform("tpu", platform)) is not None:
         return reason
     if not spec.page.has_values:
-        return f"it reads values of their own, and here keys of {spec.head_dim} hold them (multi-head latent attention)"
+        return f"pages of {spec.head_dim} have no values of their own (multi-head latent attention)"
     if spec.layout != LAYOUT:
-        return f"it reads the {LAYOUT} layout, and the pages are {spec.layout}"
+        return f"it reads the {LAYOUT} layout, not {spec.layout}"
     if spec.q_dtype not in _Q_DTYPES:
-        return f"a TPU computes in {' or '.join(_Q_DTYPES)}, and q is {spec.q_dtype}"
+        return f"the TPU kernel takes queries of {' or '.join(_Q_DTYPES)}, not {spec.q_dtype}"
     if spec.page.dtype not in _CACHE_DTYPES:
-        return f"a TPU reads caches of {', '.join(_CACHE_DTYPES)}, and this one is {spec.page.dtype}"
+        return f"the TPU kernel reads caches of {', '.join(_CACHE_DTYPES)}, not {spec.page.dtype}"
     available = tpu_schedule.SMEM_BYTES - tpu_schedule.SMEM_RESERVED_BYTES
     if (needed := tpu_schedule.smem_bytes(spec)) > available:
         return (
@@ -42,21 +42,21 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     for program in _programs(spec):
         if (needed := program.vmem_bytes()) > tpu_schedule.VMEM_BYTES:
             return (
-                f"{program.blocks} needs {needed:,} of {tpu_schedule.VMEM_BYTES:,} bytes of vector memory "
+                f"{program.sizes} needs {needed:,} of {tpu_schedule.VMEM_BYTES:,} bytes of vector memory "
                 f"for {spec.num_q_heads} query and {spec.num_kv_heads} key heads of {spec.head_dim}"
             )
     return None
 
 
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> TpuSchedule:
-    """The order of work of a step; see `tpu_schedule`."""
+    """The work items of a step; see `tpu_schedule`."""
     return tpu_schedule.make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths)
 
 
-def attention(operands: Operands, spec: PagedSpec, schedule: TpuSchedule) -> tuple[jax.Array, InterleavedPages]:
-    """Appends and attends, as `paged_attention` says. The cache is updated in place where it is donated.
+def attention(operands: PagedOperands, spec: PagedSpec, schedule: TpuSchedule) -> tuple[jax.Array, InterleavedPages]:
+    """Appends and attends, see `paged_attention`. A donated cache is updated in place.
 
-    Rows of q become rows of the output in place, so rows of no sequence keep their query.
+    The output replaces the rows of q in place, so padding rows keep their query.
     """
     k, k_scales = layout.to_stored(operands.k_new, spec.page.dtype)
     v, v_scales = layout.to_stored(operands.v_new, spec.page.dtype)
@@ -81,13 +81,13 @@ def attention(operands: Operands, spec: PagedSpec, schedule: TpuSchedule) -> tup
     return _unpack_output(arrays["rows"], spec), pages
 
 
-def _programs(spec: PagedSpec) -> list[Program]:
-    """The program of few queries and, where there can be more, that of many."""
-    return [Program(spec, tpu_schedule.choose_blocks(spec, is_long)) for is_long in tpu_schedule.kinds(spec)]
+def _programs(spec: PagedSpec) -> list[KernelProgram]:
+    """The programs of a call: for few new tokens and, if a sequence may have more, for many."""
+    return [KernelProgram(spec, tpu_schedule.program_sizes(spec, is_long)) for is_long in tpu_schedule.kinds(spec)]
 
 
-def _call(program: Program, items: Items, scalars: dict, arrays: dict) -> dict:
-    """Runs one program; returns the arrays it updates in place."""
+def _call(program: KernelProgram, items: WorkItems, scalars: dict, arrays: dict) -> dict:
+    """Runs one program; returns the arrays that it updates in place."""
     scalars = scalars | {"items": items.fields, "count": items.count}
     scalars = {name: scalars[name] for name in _SCALARS if name in scalars}
     updated = [name for name in ("rows", "cache", "cache_scales") if name in arrays]
@@ -96,7 +96,7 @@ def _call(program: Program, items: Items, scalars: dict, arrays: dict) -> dict:
 
     def kernel(*refs):
         refs = dict(zip(names, refs, strict=True))
-        # The updated arrays come twice, as input and as output, in the same memory.
+        # Updated arrays are both an input and an output, in the same memory.
         refs |= {name: refs.pop(f"{name} out") for name in updated}
         tpu_kernel.run(program, Refs(**{name: refs.get(name) for name in Refs._fields}))
 
@@ -113,27 +113,27 @@ def _call(program: Program, items: Items, scalars: dict, arrays: dict) -> dict:
         input_output_aliases={len(scalars) + list(arrays).index(name): index for index, name in enumerate(updated)},
         cost_estimate=_cost(program),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=tpu_schedule.VMEM_BYTES),
-        name=f"paged_attention_{program.blocks.num_queries}_queries",
+        name=f"paged_attention_{program.sizes.num_queries}_queries",
     )(*scalars.values(), *arrays.values())
     return dict(zip(updated, results, strict=True))
 
 
 def _pack_queries(q: jax.Array, spec: PagedSpec) -> jax.Array:
-    """q [T, Hq, K] as [T, Hkv, G, lanes], with rows and lanes of zeros."""
+    """q [T, Hq, K] as [T, Hkv, G, lanes], padded with rows and lanes of zeros."""
     q = q.reshape(spec.num_tokens, spec.num_kv_heads, spec.num_groups, spec.head_dim)
     rows = tpu_schedule.rows_of_group(spec)
     return jnp.pad(q, [(0, 0), (0, 0), (0, rows - spec.num_groups), (0, spec.page.num_lanes - spec.head_dim)])
 
 
 def _unpack_output(rows: jax.Array, spec: PagedSpec) -> jax.Array:
-    # Side by side, the product with a row's key half comes with that of its value half.
+    # If a row has key and value, the product with the values is in its second half.
     start = layout.LANES // 2 if spec.page.is_side_by_side else 0
     out = rows[:, :, : spec.num_groups, start : start + spec.head_dim]
     return out.reshape(spec.num_tokens, spec.num_q_heads, spec.head_dim)
 
 
-def _pack_sinks(sinks: jax.Array, program: Program) -> jax.Array:
-    """Sinks [Hq] as [heads, rows, 128]: the group's heads along as many rows as a register has, or as the group."""
+def _pack_sinks(sinks: jax.Array, program: KernelProgram) -> jax.Array:
+    """Sinks [Hq] as [heads, rows, 128]: the heads of a group, repeated to at least the rows of a register."""
     spec, rows = program.spec, program.group_rows
     sinks = jnp.pad(sinks.reshape(spec.num_kv_heads, spec.num_groups), [(0, 0), (0, rows - spec.num_groups)])
     sinks = jnp.tile(sinks, (1, max(1, layout.SUBLANES // rows)))
@@ -141,9 +141,9 @@ def _pack_sinks(sinks: jax.Array, program: Program) -> jax.Array:
 
 
 def _merge_scales(scales: jax.Array, k_scales: jax.Array, v_scales: jax.Array, blocks: ScaleBlocks) -> jax.Array:
-    """The blocks of scales [blocks, 2 Hkv, lanes] of the pages that receive tokens, with the new tokens' in place.
+    """Scales [blocks, 2 Hkv, lanes] of the pages that receive tokens, with those of the new tokens merged.
 
-    k_scales, v_scales [T, Hkv]. Read and merged here, written by the kernel.
+    k_scales, v_scales [T, Hkv]. The kernel writes the merged blocks.
     """
     old = scales.at[blocks.pages].get(mode="promise_in_bounds")
     new = jnp.stack([k_scales, v_scales], axis=-1).reshape(k_scales.shape[0], -1)
@@ -153,8 +153,8 @@ def _merge_scales(scales: jax.Array, k_scales: jax.Array, v_scales: jax.Array, b
     return jnp.where((blocks.rows >= 0)[:, None, :] & is_real_row, new, old)
 
 
-def _cost(program: Program) -> pl.CostEstimate:
-    """An upper bound: every sequence as long as its table, every query seeing all of it (or all of its window)."""
+def _cost(program: KernelProgram) -> pl.CostEstimate:
+    """Upper bound: sequences fill the page table, and every query sees all keys, or all of its window."""
     spec = program.spec
     keys = spec.max_kv_length if spec.window is None else min(spec.window, spec.max_kv_length)
     token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.dtype).itemsize

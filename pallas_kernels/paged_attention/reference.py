@@ -1,14 +1,14 @@
-"""Dense paged attention in float32: the oracle of every other implementation. Memory T x S x P x page; for tests."""
+"""Dense paged attention in float32, the oracle in tests of every implementation. Memory is T x S x P x page."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import layout
-from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, Operands, PagedSpec
+from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedOperands, PagedSpec
 
 
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths):
-    """The dense form needs no schedule."""
+    """None: dense attention needs no schedule."""
     return None
 
 
@@ -16,7 +16,7 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     return None
 
 
-def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.Array, layout.Pages]:
+def attention(operands: PagedOperands, spec: PagedSpec, schedule=None) -> tuple[jax.Array, layout.Pages]:
     sequence, index, position, is_real = token_places(operands, spec)
     pages = append_new_tokens(operands, spec)
     logical = layout.unpack(pages, spec.num_kv_heads, spec.head_dim)
@@ -24,7 +24,7 @@ def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.A
         logical = logical._replace(v=logical.k[..., : spec.value_dim], v_scales=logical.k_scales)
     keys = jnp.arange(spec.max_kv_length)
     visible = visible_keys(operands, spec, sequence, index, position, is_real, keys)
-    # A page that no query of its sequence sees may have any id.
+    # Pages that no query of the sequence sees may have any id.
     seen = jnp.zeros((spec.num_sequences, spec.max_kv_length), bool).at[sequence].max(visible)
     seen = seen.reshape(spec.num_sequences, spec.pages_per_sequence, spec.page_size)
     table = jnp.where(seen.any(-1), operands.page_table, 0)
@@ -49,9 +49,11 @@ def attention(operands: Operands, spec: PagedSpec, schedule=None) -> tuple[jax.A
     return jnp.where(is_real[:, None, None], out, 0).astype(operands.q.dtype), pages
 
 
-def token_places(operands: Operands, spec: PagedSpec):
-    """For each of the T tokens: its sequence, its index among the sequence's new tokens, its place among the
-    sequence's keys, and whether it belongs to any sequence."""
+def token_places(operands: PagedOperands, spec: PagedSpec):
+    """(sequence, index, position, is_real) of each of the T tokens.
+
+    `index` counts the new tokens of the sequence, `position` all its keys; padding is not real.
+    """
     tokens = jnp.arange(spec.num_tokens)[:, None]
     inside = (tokens >= operands.query_starts) & (tokens < operands.query_starts + operands.query_lengths)
     sequence = jnp.argmax(inside, axis=1)
@@ -60,16 +62,16 @@ def token_places(operands: Operands, spec: PagedSpec):
     return sequence, index, position, inside.any(axis=1)
 
 
-def append_new_tokens(operands: Operands, spec: PagedSpec) -> layout.Pages:
-    """The pages with every sequence's new tokens in their places; padding is written nowhere."""
+def append_new_tokens(operands: PagedOperands, spec: PagedSpec) -> layout.Pages:
+    """Writes the new tokens of every sequence to its pages; padding is dropped."""
     sequence, _, position, is_real = token_places(operands, spec)
     page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
     page = jnp.where(is_real, page, spec.page.num_pages)
     return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
 
 
-def visible_keys(operands: Operands, spec: PagedSpec, sequence, index, position, is_real, keys):
-    """Whether the query of each token sees each key place: bool [T, keys]."""
+def visible_keys(operands: PagedOperands, spec: PagedSpec, sequence, index, position, is_real, keys):
+    """Whether the query of each token sees each key position: bool [T, keys]."""
     query_length = operands.query_lengths[sequence][:, None]
     first_new = operands.kv_lengths[sequence][:, None] - query_length
     visible = keys <= position[:, None]
@@ -89,7 +91,7 @@ def visible_keys(operands: Operands, spec: PagedSpec, sequence, index, position,
 
 
 def _rows(values, scales, table, spec: PagedSpec):
-    """Keys or values by sequence, in float32: [S, P * page, Hkv, K]."""
+    """Keys or values of each sequence in float32, [S, P * page, Hkv, K]."""
     scales = None if scales is None else scales.swapaxes(1, 2)
     rows = layout.from_stored(values, scales)[table]
     return rows.reshape(spec.num_sequences, -1, *values.shape[2:])

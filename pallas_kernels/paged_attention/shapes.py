@@ -11,16 +11,16 @@ from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.layout import PageShape, SeparatePages
 from pallas_kernels.paged_attention.specs import PagedSpec, make_spec
 
-# What a table holds beyond the pages in use; a kernel that reads it reads far out of bounds.
+# Table entries beyond the pages in use: a kernel that uses them reads far out of bounds.
 GARBAGE = np.array([-1, -7, 2**30, 10**6], np.int32)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """One call: (new tokens, keys with them) of each sequence, heads, and options.
+class PagedShape:
+    """One call: `lengths` has (new tokens, keys with the new ones) of each sequence.
 
-    `gap` rows of padding lie before each sequence's queries when positive; `num_padding` rows at the end.
-    `tree`: sequences of 2 to 32 new tokens are random token trees.
+    There are `gap` rows of padding before each sequence's queries and `num_padding` at the end. With `tree`, sequences
+    of 2 to 32 new tokens are random token trees.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -86,8 +86,8 @@ class Shape:
         return make_spec(**{name: arguments[name] for name in names if name in arguments}, **self.options)
 
     def arguments(self, page_layout: str, *, seed: int = 0, stale: float = np.nan, is_shuffled: bool = True) -> dict:
-        """Random arguments. Pages are shuffled, unused table entries are garbage, and what no query may read
-        (slots beyond a length, pages below a window) is `stale`."""
+        """Random arguments. Pages are shuffled, unused table entries are `GARBAGE`, and slots that no query may read
+        (beyond a length, below a window) are `stale`."""
         rng = np.random.default_rng([seed, zlib.crc32(repr(self).encode())])
         page = self.page()
         queries, keys = (np.array(column, np.int32) for column in zip(*self.lengths, strict=True))
@@ -144,15 +144,15 @@ class Shape:
         return bits
 
 
-def _decode(keys: tuple[int, ...], **options) -> Shape:
-    return Shape(tuple((1, n) for n in keys), max_query_length=1, **options)
+def _decode(keys: tuple[int, ...], **options) -> PagedShape:
+    return PagedShape(tuple((1, n) for n in keys), max_query_length=1, **options)
 
 
-# Small, for exactness; every edge of the issue of paging has a name here.
+# Small shapes, compared with dense attention: a name for each edge case.
 SMALL = {
     "decode_around_a_page": _decode((1, 15, 16, 17, 33)),
     "decode_one_sequence": _decode((40,)),
-    "decode_empty_slots": Shape(((0, 0), (1, 20), (0, 7), (1, 3), (0, 0)), max_query_length=1, num_padding=2),
+    "decode_empty_slots": PagedShape(((0, 0), (1, 20), (0, 7), (1, 3), (0, 0)), max_query_length=1, num_padding=2),
     "decode_64_sequences": _decode(tuple(1 + (7 * i) % 45 for i in range(64)), head_dim=64, heads=(2, 1)),
     "decode_odd_heads": _decode((5, 37), heads=(3, 3)),
     "decode_groups_7": _decode((5, 37), heads=(7, 1)),
@@ -174,30 +174,36 @@ SMALL = {
     "decode_int8": _decode((17, 40), dtype="bfloat16", cache_dtype="int8", head_dim=128),
     "decode_int8_head_dim_64": _decode((17, 40), cache_dtype="int8", heads=(6, 3)),
     "decode_int8_page_64": _decode((63, 65, 130), cache_dtype="int8", page_size=64, head_dim=128),
-    "verify": Shape(((4, 4), (4, 19), (2, 33), (0, 0), (1, 16)), max_query_length=4),
-    "verify_padded_slots": Shape(((3, 9), (1, 40), (0, 0), (4, 17)), max_query_length=4, gap=1, num_padding=3),
-    "verify_bf16": Shape(((8, 40), (5, 8)), max_query_length=8, dtype="bfloat16", cache_dtype="bfloat16", head_dim=128),
-    "verify_int8": Shape(((8, 40), (5, 8)), max_query_length=8, dtype="bfloat16", cache_dtype="int8", head_dim=128),
-    "verify_window_soft_cap_sinks": Shape(((4, 40), (3, 9)), max_query_length=4, window=6, soft_cap=5.0, sinks=True),
-    "verify_tree": Shape(((8, 40), (6, 6), (1, 17), (12, 30)), max_query_length=16, tree=True),
-    "verify_tree_window": Shape(((8, 40), (6, 6), (12, 50)), max_query_length=16, tree=True, window=7),
-    "prefill_from_nothing": Shape(((17, 17), (40, 40))),
-    "prefill_chunk": Shape(((20, 45), (33, 60))),
-    "prefill_window": Shape(((20, 45), (50, 60)), window=9),
-    "prefill_soft_cap_sinks": Shape(((20, 45),), soft_cap=4.0, sinks=True, heads=(4, 1)),
-    "prefill_bf16": Shape(((40, 70),), dtype="bfloat16", cache_dtype="bfloat16", head_dim=128, heads=(8, 2)),
-    "prefill_int8": Shape(((40, 70),), dtype="bfloat16", cache_dtype="int8", head_dim=128, heads=(8, 2)),
-    "prefill_e4m3": Shape(((20, 30),), dtype="bfloat16", cache_dtype="float8_e4m3fn", head_dim=128, heads=(8, 2)),
-    "mixed": Shape(((1, 33), (20, 20), (0, 0), (1, 1), (30, 50), (4, 9)), num_padding=5),
-    "mixed_tree": Shape(((5, 33), (40, 45), (20, 50)), tree=True),
+    "verify": PagedShape(((4, 4), (4, 19), (2, 33), (0, 0), (1, 16)), max_query_length=4),
+    "verify_padded_slots": PagedShape(((3, 9), (1, 40), (0, 0), (4, 17)), max_query_length=4, gap=1, num_padding=3),
+    "verify_bf16": PagedShape(
+        ((8, 40), (5, 8)), max_query_length=8, dtype="bfloat16", cache_dtype="bfloat16", head_dim=128
+    ),
+    "verify_int8": PagedShape(
+        ((8, 40), (5, 8)), max_query_length=8, dtype="bfloat16", cache_dtype="int8", head_dim=128
+    ),
+    "verify_window_soft_cap_sinks": PagedShape(
+        ((4, 40), (3, 9)), max_query_length=4, window=6, soft_cap=5.0, sinks=True
+    ),
+    "verify_tree": PagedShape(((8, 40), (6, 6), (1, 17), (12, 30)), max_query_length=16, tree=True),
+    "verify_tree_window": PagedShape(((8, 40), (6, 6), (12, 50)), max_query_length=16, tree=True, window=7),
+    "prefill_from_nothing": PagedShape(((17, 17), (40, 40))),
+    "prefill_chunk": PagedShape(((20, 45), (33, 60))),
+    "prefill_window": PagedShape(((20, 45), (50, 60)), window=9),
+    "prefill_soft_cap_sinks": PagedShape(((20, 45),), soft_cap=4.0, sinks=True, heads=(4, 1)),
+    "prefill_bf16": PagedShape(((40, 70),), dtype="bfloat16", cache_dtype="bfloat16", head_dim=128, heads=(8, 2)),
+    "prefill_int8": PagedShape(((40, 70),), dtype="bfloat16", cache_dtype="int8", head_dim=128, heads=(8, 2)),
+    "prefill_e4m3": PagedShape(((20, 30),), dtype="bfloat16", cache_dtype="float8_e4m3fn", head_dim=128, heads=(8, 2)),
+    "mixed": PagedShape(((1, 33), (20, 20), (0, 0), (1, 1), (30, 50), (4, 9)), num_padding=5),
+    "mixed_tree": PagedShape(((5, 33), (40, 45), (20, 50)), tree=True),
 }
 
-# Query heads, key heads and head width of models that people serve.
+# (query heads, key heads, head_dim) of popular models.
 MODELS = {"qwen3-0.6b": (16, 8, 128), "llama-3-8b": (32, 8, 128), "qwen3-32b": (64, 8, 128)}
 
 
-def decode_shape(model: str, batch: int, context: int, *, cache_dtype: str = "bfloat16", **options) -> Shape:
-    """One decode step of `batch` sequences of `context` keys; `num_new` tokens each (1) makes it a verify step."""
+def decode_shape(model: str, batch: int, context: int, *, cache_dtype: str = "bfloat16", **options) -> PagedShape:
+    """A step of `batch` sequences of `context` keys with `num_new` new tokens each (default 1: decode)."""
     num_new = options.pop("num_new", 1)
     heads = MODELS[model]
     options = {
@@ -205,7 +211,7 @@ def decode_shape(model: str, batch: int, context: int, *, cache_dtype: str = "bf
         "page_size": 64,
         "pages_per_sequence": -(-context // options.get("page_size", 64)),
     } | options
-    return Shape(
+    return PagedShape(
         ((num_new, context),) * batch,
         heads=heads[:2],
         head_dim=heads[2],

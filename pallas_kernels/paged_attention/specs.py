@@ -1,4 +1,4 @@
-"""What every implementation of paged attention is given, checked once."""
+"""Operands and static facts of a call, as every implementation of paged attention takes them."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,16 +8,16 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.layout import InterleavedPages, Pages, PageShape, layout_of, page_shape
 
-# Bits of an ancestor mask: a sequence with more new tokens than this is causal.
+# Bits of an ancestor mask; sequences with more new tokens are causal.
 MAX_TREE_TOKENS = 32
-# The score of a key that is not visible; finite, so that no NaN arises while a query has seen only masked keys. What
-# such a block adds is multiplied by exp(MASKED - score) = 0 when the first visible key arrives.
+# The score of a masked key. It is finite, so that a query that has seen only masked keys has no NaN; the sums of such a
+# query are multiplied by exp(MASKED - score) = 0 at its first visible key.
 MASKED = -1e30
-# Sequences with at most this many new tokens (decode, verify) have a program of their own.
+# Sequences with at most this many new tokens (decode, verify) run in a program of their own.
 SHORT_QUERIES = 16
 
 
-class Operands(NamedTuple):
+class PagedOperands(NamedTuple):
     """The arrays of one call; shapes as in `paged_attention`."""
 
     q: jax.Array
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedSpec:
-    """Static facts of one call, derived from the operands by `make_spec`; `value_dim` is the width of the result."""
+    """Static facts of one call, from `make_spec`; `value_dim` is the width of the result."""
 
     page: PageShape
     layout: str
@@ -54,7 +54,7 @@ class PagedSpec:
 
     @property
     def has_short(self) -> bool:
-        """Whether sequences of few new tokens have a program of their own."""
+        """Whether sequences of few new tokens run in a program of their own."""
         return not self.is_uniform
 
     @property
@@ -85,7 +85,7 @@ class PagedSpec:
 
     @property
     def facts(self) -> str:
-        """What block sizes may depend on: nothing of the batch, whose neighbours must not change a sum's rounding."""
+        """Facts that block sizes may depend on. The batch is none of them: it must not change the rounding of sums."""
         heads = f"q{self.num_q_heads} kv{self.num_kv_heads} k{self.head_dim}"
         window = "" if self.window is None else f" window{self.window}"
         return f"{heads} page{self.page_size} {self.q_dtype}/{self.page.dtype}{window}"
@@ -126,16 +126,7 @@ def make_spec(
     if page_table.ndim != 2 or page_table.dtype != jnp.int32:
         raise ValueError(f"page_table is int32 [S, P]; got {page_table.dtype} {page_table.shape}")
     longest = num_tokens if max_query_length is None else max_query_length
-    if not 1 <= longest <= max(num_tokens, 1):
-        raise ValueError(f"max_query_length={longest} is not between 1 and the {num_tokens} tokens of q")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1 key")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap={soft_cap} must be positive")
-    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
-        raise ValueError(f"sinks are float32 [{num_heads}], one for each query head; got {sinks.dtype} {sinks.shape}")
-    if ancestors is not None and (ancestors.shape != (num_tokens,) or ancestors.dtype != jnp.uint32):
-        raise ValueError(f"ancestors are uint32 [{num_tokens}]; got {ancestors.dtype} {ancestors.shape}")
+    _check_options(num_tokens, num_heads, longest, window, soft_cap, sinks, ancestors)
     return PagedSpec(
         page=page_shape(pages, k_new.shape[1], head_dim),
         layout=layout_of(pages),
@@ -153,6 +144,19 @@ def make_spec(
         is_uniform=is_uniform,
         value_dim=v_new.shape[2],
     )
+
+
+def _check_options(num_tokens: int, num_heads: int, longest: int, window, soft_cap, sinks, ancestors) -> None:
+    if not 1 <= longest <= max(num_tokens, 1):
+        raise ValueError(f"max_query_length={longest} is not between 1 and the {num_tokens} tokens of q")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 key")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap={soft_cap} must be positive")
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != jnp.float32):
+        raise ValueError(f"sinks are float32 [{num_heads}], one for each query head; got {sinks.dtype} {sinks.shape}")
+    if ancestors is not None and (ancestors.shape != (num_tokens,) or ancestors.dtype != jnp.uint32):
+        raise ValueError(f"ancestors are uint32 [{num_tokens}]; got {ancestors.dtype} {ancestors.shape}")
 
 
 def _fit(keys: tuple[int, ...], values: tuple[int, ...], pages: Pages) -> bool:

@@ -1,6 +1,6 @@
-"""Every copy of the TPU kernel between HBM and VMEM, or within HBM.
+"""DMAs of the TPU kernel between HBM and VMEM, and within HBM.
 
-A copy is waited for by its bytes: several on one semaphore by one wait for their sum.
+A DMA semaphore counts bytes: one wait for the sum of bytes waits for all copies on a semaphore.
 """
 
 import jax.numpy as jnp
@@ -9,28 +9,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.layout import LANES
-from pallas_kernels.paged_attention.tpu_program import Item, Program, Refs, key_range, load_item
+from pallas_kernels.paged_attention.tpu_program import KernelProgram, Refs, WorkItem, key_range, load_item
 
 
-def query_copy(refs: Refs, item: Item):
+def query_copy(refs: Refs, item: WorkItem):
     slot = lax.rem(item.index, 2)
     buffer = refs.q_buffers.at[slot, pl.ds(0, item.count)]
     return pltpu.make_async_copy(refs.rows.at[pl.ds(item.row, item.count)], buffer, refs.q_arrived.at[slot])
 
 
-def out_copy(refs: Refs, item: Item):
+def out_copy(refs: Refs, item: WorkItem):
     buffer = refs.out_buffer.at[pl.ds(0, item.count)]
     return pltpu.make_async_copy(buffer, refs.rows.at[pl.ds(item.row, item.count)], refs.out_written)
 
 
-def _kv_buffer(program: Program, refs: Refs, slot, tile: int, start, size):
-    """Room for `size` tokens of a block; the buffer's last word of a token may be there only to spread memory banks."""
+def _kv_buffer(program: KernelProgram, refs: Refs, slot, tile: int, start, size):
+    """The buffer of `size` tokens of a block, without the padding word that spreads tokens over memory banks."""
     return refs.kv_buffers.at[slot, tile, pl.ds(start, size), pl.ds(0, program.rows.num_words)]
 
 
-def start_block(program: Program, refs: Refs, item: Item, block, slot) -> None:
-    """Copies the keys of a block that are in the cache page by page, and the new ones from `new_tokens`."""
-    page_size, start = program.spec.page_size, block * program.blocks.num_keys
+def start_block(program: KernelProgram, refs: Refs, item: WorkItem, block, slot) -> None:
+    """Starts the copies of a block's keys: old ones from the cache page by page, new ones from `new_tokens`."""
+    page_size, start = program.spec.page_size, block * program.sizes.num_keys
     first, end = key_range(program, item, block)
     end_old = jnp.minimum(end, item.first_new)
 
@@ -56,7 +56,7 @@ def start_block(program: Program, refs: Refs, item: Item, block, slot) -> None:
         _start_scales(program, refs, item, block, slot)
 
 
-def _start_scales(program: Program, refs: Refs, item: Item, block, slot) -> None:
+def _start_scales(program: KernelProgram, refs: Refs, item: WorkItem, block, slot) -> None:
     page_size, arrived = program.spec.page_size, refs.scales_arrived.at[slot]
     first, end = key_range(program, item, block)
     first_new_page = item.first_new // page_size
@@ -76,7 +76,7 @@ def _start_scales(program: Program, refs: Refs, item: Item, block, slot) -> None
     lax.fori_loop(jnp.maximum(first_page, first_new_page), end_page, new, None)
 
 
-def wait_for_block(program: Program, refs: Refs, item: Item, block, slot) -> None:
+def wait_for_block(program: KernelProgram, refs: Refs, item: WorkItem, block, slot) -> None:
     first, end = key_range(program, item, block)
     for tile in range(program.num_lane_tiles):
         buffer = _kv_buffer(program, refs, slot, tile, 0, end - first)
@@ -87,8 +87,8 @@ def wait_for_block(program: Program, refs: Refs, item: Item, block, slot) -> Non
         wait(pltpu.make_async_copy(buffer, buffer, refs.scales_arrived.at[slot]))
 
 
-def start_append(program: Program, refs: Refs, item: Item) -> None:
-    """Copies an item's new tokens to the cache, and the blocks of scales of the pages whose first new token it has."""
+def start_append(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
+    """Starts the copies of an item's new tokens to the cache, and of scales for pages whose first new token it has."""
     page_size, end = program.spec.page_size, item.position + item.count
 
     def one_page(page, _):
@@ -109,8 +109,8 @@ def start_append(program: Program, refs: Refs, item: Item) -> None:
         lax.fori_loop(*_scale_pages(program, item), scales_of_page, None)
 
 
-def wait_for_writes(program: Program, refs: Refs, index) -> None:
-    """Waits for an item's output and for what it appended."""
+def wait_for_writes(program: KernelProgram, refs: Refs, index) -> None:
+    """Waits for the copies of an item's output and of its new tokens."""
     names = ("position", "first_new") if program.spec.page.has_scales else ()
     item = load_item(refs, index, "row", "count", *names)
     wait(out_copy(refs, item))
@@ -125,13 +125,13 @@ def wait_for_writes(program: Program, refs: Refs, index) -> None:
             wait(pltpu.make_async_copy(source, source, refs.scales_appended))
 
 
-def _scale_pages(program: Program, item: Item):
-    """First and one-past-last page whose block of scales, with those of all its new tokens, this item writes."""
+def _scale_pages(program: KernelProgram, item: WorkItem):
+    """First and one-past-last page whose scales this item writes, for all new tokens of the page."""
     page_size, position = program.spec.page_size, item.position
     first = jnp.where(position == item.first_new, position // page_size, pl.cdiv(position, page_size))
     return first, pl.cdiv(position + item.count, page_size)
 
 
 def wait(copy) -> None:
-    """Waits for one copy, or for several on its semaphore whose sizes add up to its own."""
+    """Waits for as many bytes on the copy's semaphore as the copy has."""
     copy.wait()

@@ -1,9 +1,9 @@
-"""The TPU kernel of paged attention: one loop over work items, with every copy between HBM and VMEM under its control.
+"""The TPU kernel of paged attention: one loop over work items, which starts and awaits all copies itself.
 
-Of the class of Ragged Paged Attention v3 (arXiv 2604.15464). Blocks of keys and values go through a ring of buffers
-that runs ahead of the computation across items and sequences, so the memory never waits for a sequence to begin. New
-tokens are read from where they were computed while they are being written to the cache, so nothing waits for that
-write either. A block starts at a multiple of its size and reads exactly the keys its item may see.
+After Ragged Paged Attention v3 (arXiv 2604.15464). A ring of buffers prefetches blocks of keys and values across items
+and sequences, so that memory is never idle between sequences. New tokens are read from the operands while they are
+written to the cache, so that no block waits for these writes. Blocks start at multiples of their size and read exactly
+the keys that the item may see.
 """
 
 import jax.numpy as jnp
@@ -21,16 +21,16 @@ from pallas_kernels.paged_attention.tpu_copies import (
     wait_for_block,
     wait_for_writes,
 )
-from pallas_kernels.paged_attention.tpu_program import Item, Program, Refs, key_range, load_item
+from pallas_kernels.paged_attention.tpu_program import KernelProgram, Refs, WorkItem, key_range, load_item
 from pallas_kernels.platform import is_tpu_interpreted
 
 
-def run(program: Program, refs: Refs) -> None:
-    """The kernel: all items, one after the other."""
-    count, ring, num_keys = refs.count[0], program.blocks.num_buffers, program.blocks.num_keys
+def run(program: KernelProgram, refs: Refs) -> None:
+    """Processes all work items."""
+    count, ring, num_keys = refs.count[0], program.sizes.num_buffers, program.sizes.num_keys
 
     def fetch_and_advance(cursor, slot):
-        """Starts the block at `cursor` (item, block or -1 for the item's first) and returns the cursor after it."""
+        """Starts the copies of the block at `cursor`, (item, block or -1 for its first); returns the next cursor."""
         index, block = cursor
         item = load_item(refs, index)
         block = jnp.where(block < 0, item.first_key // num_keys, block)
@@ -84,8 +84,8 @@ def run(program: Program, refs: Refs) -> None:
         wait_for_writes(program, refs, count - 1)
 
 
-def _begin(program: Program, refs: Refs, item: Item) -> None:
-    """Lays out an item's queries by key head and empties its sums."""
+def _begin(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
+    """Groups an item's queries by key head and resets its running sums."""
     slot = lax.rem(item.index, 2)
     for head in range(program.spec.num_kv_heads):
         queries = refs.q_buffers[slot, :, head]
@@ -101,8 +101,8 @@ def _begin(program: Program, refs: Refs, item: Item) -> None:
         _spread_ancestors(program, refs, item)
 
 
-def _spread_ancestors(program: Program, refs: Refs, item: Item) -> None:
-    """Each token's bits and depth on its rows; no bits stand for a causal sequence, as a tree's token has its own."""
+def _spread_ancestors(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
+    """Broadcasts each token's ancestor bits and depth to its rows; bits are 0 for causal sequences."""
     shape = (program.num_rows, LANES)
     tokens = lax.broadcasted_iota(jnp.int32, shape, 0) // program.group_rows
 
@@ -118,10 +118,10 @@ def _spread_ancestors(program: Program, refs: Refs, item: Item) -> None:
     refs.ancestor_rows[1] = depths
 
 
-def _visible(program: Program, refs: Refs, item: Item, block):
+def _visible(program: KernelProgram, refs: Refs, item: WorkItem, block):
     """Whether each query row sees each key of the block: bool [rows, keys]."""
-    shape, window = (program.num_rows, program.blocks.num_keys), program.spec.window
-    keys = block * program.blocks.num_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
+    shape, window = (program.num_rows, program.sizes.num_keys), program.spec.window
+    keys = block * program.sizes.num_keys + lax.broadcasted_iota(jnp.int32, shape, 1)
     positions = item.position + lax.broadcasted_iota(jnp.int32, shape, 0) // program.group_rows
     visible = keys <= positions
     if window is not None:
@@ -139,8 +139,8 @@ def _visible(program: Program, refs: Refs, item: Item, block):
     return visible
 
 
-def _gather_scales(program: Program, refs: Refs, slot, live) -> None:
-    """Scales [2 Hkv, keys] of a block, zero where no key is: what was never read may be NaN."""
+def _gather_scales(program: KernelProgram, refs: Refs, slot, live) -> None:
+    """Joins the scales [2 Hkv, keys] of a block; those outside `live` may be NaN and become zero."""
     page_size = program.spec.page_size
     pages = [refs.scale_buffers[slot, page][:, :page_size] for page in range(program.pages_per_block)]
     scales = _join_lanes(pages)
@@ -148,12 +148,12 @@ def _gather_scales(program: Program, refs: Refs, slot, live) -> None:
     refs.scales[...] = jnp.where((keys >= live[0]) & (keys < live[1]), scales, 0.0)
 
 
-def _attend(program: Program, refs: Refs, item: Item, block, slot) -> None:
-    """One block of online softmax for every head (Dao 2023, FlashAttention-2, section 3.1)."""
+def _attend(program: KernelProgram, refs: Refs, item: WorkItem, block, slot) -> None:
+    """One block of the online softmax, for every head (Dao 2023, FlashAttention-2, section 3.1)."""
     rows = program.rows
     wait_for_block(program, refs, item, block, slot)
     first, end = key_range(program, item, block)
-    live = (first - block * program.blocks.num_keys, end - block * program.blocks.num_keys)
+    live = (first - block * program.sizes.num_keys, end - block * program.sizes.num_keys)
     if program.spec.page.has_scales:
         _gather_scales(program, refs, slot, live)
     buffers = [refs.kv_buffers.at[slot, tile] for tile in range(program.num_lane_tiles)]
@@ -166,15 +166,15 @@ def _attend(program: Program, refs: Refs, item: Item, block, slot) -> None:
             visible = _visible(program, refs, item, block)
             _attend_head(program, refs, unit * rows.heads_per_unit + index, keys, values, visible)
 
-    lax.fori_loop(0, rows.num_units, one_unit, None, unroll=min(program.blocks.unroll, rows.num_units))
+    lax.fori_loop(0, rows.num_units, one_unit, None, unroll=min(program.sizes.unroll, rows.num_units))
 
 
 def _join_lanes(tiles: list):
     return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=1)
 
 
-def _attend_head(program: Program, refs: Refs, head, keys, values, visible) -> None:
-    """Queries of one head with keys, values [keys, lanes]."""
+def _attend_head(program: KernelProgram, refs: Refs, head, keys, values, visible) -> None:
+    """One block of the online softmax of one head; keys and values are [keys, lanes]."""
     spec = program.spec
     precision = lax.Precision.HIGHEST if spec.q_dtype == "float32" else None
 
@@ -200,9 +200,9 @@ def _attend_head(program: Program, refs: Refs, head, keys, values, visible) -> N
     refs.weighted[head] = refs.weighted[head] * decay + update
 
 
-def _finish(program: Program, refs: Refs, item: Item) -> None:
-    """Rounds an item's output into its buffer."""
-    shape = (program.blocks.num_queries, program.group_rows, program.num_lanes)
+def _finish(program: KernelProgram, refs: Refs, item: WorkItem) -> None:
+    """Writes an item's normalised output to its buffer."""
+    shape = (program.sizes.num_queries, program.group_rows, program.num_lanes)
     for head in range(program.spec.num_kv_heads):
         out = refs.weighted[head] / refs.total[head][:, :1]
         refs.out_buffer[:, head] = out.astype(refs.out_buffer.dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Static facts of one Pallas call of the TPU kernel, and the names of everything that it sees."""
+"""Static facts, buffers and references of one Pallas call of the TPU kernel."""
 
 import math
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.layout import LANES, SUBLANES
 from pallas_kernels.paged_attention.specs import PagedSpec
-from pallas_kernels.paged_attention.tpu_schedule import ITEM_FIELDS, Blocks, rows_of_group
+from pallas_kernels.paged_attention.tpu_schedule import ITEM_FIELDS, TpuProgramSizes, rows_of_group
 from pallas_kernels.paged_attention.tpu_words import WordRows
 
 
 @dataclass(frozen=True)
-class Program:
+class KernelProgram:
     """Static facts of one Pallas call."""
 
     spec: PagedSpec
-    blocks: Blocks
+    sizes: TpuProgramSizes
 
     @cached_property
     def rows(self) -> WordRows:
@@ -31,8 +31,8 @@ class Program:
 
     @property
     def num_rows(self) -> int:
-        """Query rows of an item and key head: token-major, the heads of the group within."""
-        return self.blocks.num_queries * self.group_rows
+        """Query rows of an item for one key head: token-major, then the heads of the group."""
+        return self.sizes.num_queries * self.group_rows
 
     @property
     def num_lanes(self) -> int:
@@ -44,13 +44,13 @@ class Program:
 
     @property
     def pages_per_block(self) -> int:
-        return self.blocks.num_keys // self.spec.page_size
+        return self.sizes.num_keys // self.spec.page_size
 
     def buffers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of each buffer in vector memory, by the names of `Refs`."""
-        spec, blocks, rows = self.spec, self.blocks, self.rows
-        item = (blocks.num_queries, spec.num_kv_heads, self.group_rows, self.num_lanes)
-        kv = (blocks.num_buffers, self.num_lane_tiles, blocks.num_keys, rows.buffer_words, rows.pack, LANES)
+        """Shape and dtype of each buffer in VMEM, by its name in `Refs`."""
+        spec, sizes, rows = self.spec, self.sizes, self.rows
+        item = (sizes.num_queries, spec.num_kv_heads, self.group_rows, self.num_lanes)
+        kv = (sizes.num_buffers, self.num_lane_tiles, sizes.num_keys, rows.buffer_words, rows.pack, LANES)
         by_head = (rows.num_heads, self.num_rows)
         buffers = {
             "q_buffers": ((2, *item), spec.q_dtype),
@@ -63,15 +63,15 @@ class Program:
         }
         if spec.page.has_scales:
             block = spec.page.abstract("interleaved").scales.shape[1:]
-            buffers["scale_buffers"] = (blocks.num_buffers, self.pages_per_block, *block), "float32"
-            buffers["scales"] = (block[0], blocks.num_keys), "float32"
+            buffers["scale_buffers"] = (sizes.num_buffers, self.pages_per_block, *block), "float32"
+            buffers["scales"] = (block[0], sizes.num_keys), "float32"
         if spec.has_ancestors:
             buffers["ancestor_rows"] = (2, self.num_rows, LANES), "int32"
         return buffers
 
     def scratch(self) -> dict[str, Any]:
-        """Buffers and semaphores, by the names of `Refs`."""
-        dma, ring = pltpu.SemaphoreType.DMA, (self.blocks.num_buffers,)
+        """Buffers and semaphores, by their names in `Refs`."""
+        dma, ring = pltpu.SemaphoreType.DMA, (self.sizes.num_buffers,)
         scratch = {name: pltpu.VMEM(shape, jnp.dtype(dtype)) for name, (shape, dtype) in self.buffers().items()}
         scratch |= {"q_arrived": dma((2,)), "out_written": dma, "kv_arrived": dma(ring), "appended": dma}
         if self.spec.page.has_scales:
@@ -79,8 +79,8 @@ class Program:
         return scratch
 
     def vmem_bytes(self) -> int:
-        """Upper estimate of the vector memory of the kernel: buffers, and values of one head between registers."""
-        total = 3 * 4 * self.num_rows * max(self.blocks.num_keys, LANES)
+        """Upper bound of the kernel's VMEM in bytes: buffers, and intermediate values of one head."""
+        total = 3 * 4 * self.num_rows * max(self.sizes.num_keys, LANES)
         for shape, dtype in self.buffers().values():
             total += math.prod(shape) * jnp.dtype(dtype).itemsize
         if self.spec.has_sinks:
@@ -89,9 +89,11 @@ class Program:
 
 
 class Refs(NamedTuple):
-    """Everything the kernel sees. In HBM: queries, replaced row by row by the output [T, Hkv, G, lanes]; the stored
-    new tokens [T, words, pack, lanes]; the cache; and, with int8, the blocks of scales with the new tokens' in them
-    [blocks, 2 Hkv, lanes]."""
+    """References of the kernel: scalars, then arrays in HBM, then buffers and semaphores.
+
+    rows: queries, replaced by the output [T, Hkv, G, lanes]. new_tokens: stored, [T, words, pack, lanes].
+    new_scales: scales of pages that receive tokens, those of the new tokens merged [blocks, 2 Hkv, lanes] (int8).
+    """
 
     items: Any
     count: Any
@@ -123,12 +125,12 @@ class Refs(NamedTuple):
     ancestor_rows: Any = None
 
 
-class Item(NamedTuple):
+class WorkItem(NamedTuple):
     """One work item: `count` queries of a sequence, in rows `row` onward.
 
-    Its first query has place `position` among the keys, and the sequence's first new token has place `first_new`. It
-    sees keys `first_key` to `end_key` - 1. The sequence's page p has id `page_ids[table + p]`, and, when it receives
-    tokens, block of scales `scales + p`. The sequence has `num_new` new tokens.
+    `position` is the key position of its first query, `first_new` that of the sequence's first new token. The item sees
+    keys `first_key` to `end_key` - 1. Page p of the sequence has the id `page_ids[table + p]` and, if it receives
+    tokens, the block of scales `scales + p`. The sequence has `num_new` new tokens.
     """
 
     index: Any
@@ -143,15 +145,15 @@ class Item(NamedTuple):
     num_new: Any
 
 
-def load_item(refs: Refs, index, *names: str) -> Item:
-    """Item `index`, with the fields `names`, or all of them."""
-    # One past the last item is asked for, and not used, when the ring runs out of work.
+def load_item(refs: Refs, index, *names: str) -> WorkItem:
+    """Loads item `index`: the fields `names`, or all."""
+    # The ring also loads the item after the last, and does not use it.
     start = jnp.minimum(index, refs.items.shape[0] // ITEM_FIELDS - 1) * ITEM_FIELDS
-    fields = enumerate(Item._fields[1:])
-    return Item(index, *(refs.items[start + at] if not names or name in names else None for at, name in fields))
+    fields = enumerate(WorkItem._fields[1:])
+    return WorkItem(index, *(refs.items[start + at] if not names or name in names else None for at, name in fields))
 
 
-def key_range(program: Program, item: Item, block):
-    """First and one-past-last key of a block that its item may see."""
-    start = block * program.blocks.num_keys
-    return jnp.maximum(item.first_key, start), jnp.minimum(item.end_key, start + program.blocks.num_keys)
+def key_range(program: KernelProgram, item: WorkItem, block):
+    """First and one-past-last key of a block that the item may see."""
+    start = block * program.sizes.num_keys
+    return jnp.maximum(item.first_key, start), jnp.minimum(item.end_key, start + program.sizes.num_keys)

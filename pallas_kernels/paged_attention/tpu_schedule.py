@@ -1,8 +1,8 @@
-"""What the TPU kernel does in one step, worked out once and shared by its layers: block sizes, work items, page ids.
+"""Work items of the TPU kernel, computed once for each step and shared by its layers, and block sizes.
 
-A step runs one or two programs. Sequences with at most `SHORT_QUERIES` new tokens (decode, verify) are one item each
-of the first; the others (prefill) are cut into items of `Blocks.num_queries` tokens of the second. Items are compacted:
-an empty slot is no item, so it costs no iteration.
+A step runs one or two programs. Sequences with at most `SHORT_QUERIES` new tokens (decode, verify) are one item each of
+the first; others (prefill) are cut into items of `TpuProgramSizes.num_queries` tokens of the second. Empty slots have
+no item and cost nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -15,28 +15,28 @@ from pallas_kernels.paged_attention.layout import LANES, SUBLANES
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, SHORT_QUERIES, PagedSpec
 from pallas_kernels.tuning import tuned
 
-# The tuner's names of the programs of few and of many queries.
+# Names in tables of the programs of few and of many queries.
 NAMES = ("paged_attention pallas_tpu short", "paged_attention pallas_tpu long")
-# Rows (queries times heads of a group) of a prefill item: enough to keep the matrix unit busy.
+# Rows (queries times heads of a group) of a prefill item: enough for full use of the matrix unit.
 LONG_ROWS = 512
-# Bytes of keys and values that one block of a decode item reads; two more are in flight while it is computed. Half of
-# it takes more than half of the time: the heads of a block fill each other's waits (compiled, v5e to tpu7x).
+# Bytes of keys and values of one block of a decode item; two more blocks are in flight during its computation. A block
+# of half the size takes more than half the time, because heads overlap less (compiled programs, v5e to tpu7x).
 SHORT_BLOCK_BYTES = 2 << 20
-# Scalar memory is 1 MiB on every generation; the compiler keeps some of it.
+# Scalar memory is 1 MiB on every generation; the compiler reserves some of it.
 SMEM_BYTES = 1 << 20
 SMEM_RESERVED_BYTES = 1 << 16
-# Of 128 MiB (v5e, v6e) or 64 MiB (tpu7x) of vector memory.
+# VMEM of the kernel, of 128 MiB (v5e, v6e) or 64 MiB (tpu7x).
 VMEM_BYTES = 48 << 20
 
-# Fields of an item in scalar memory, in the order of `tpu_kernel.Item`.
+# Fields of an item in scalar memory, in the order of `tpu_program.WorkItem`.
 ITEM_FIELDS = 9
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Sizes of one program: queries of an item, keys of a block (a multiple of the page), and blocks in vector memory.
+class TpuProgramSizes:
+    """Sizes of one program: queries of an item, keys of a block (a multiple of the page), and blocks in VMEM.
 
-    unroll: words of a token whose heads are computed in one straight line of code.
+    unroll: words of a token whose heads are computed without a loop.
     """
 
     num_queries: int
@@ -45,17 +45,17 @@ class Blocks:
     unroll: int
 
 
-class Items(NamedTuple):
-    """Work items: their fields one after the other [capacity * ITEM_FIELDS] and how many there are [1] (int32)."""
+class WorkItems(NamedTuple):
+    """Work items: flattened fields [capacity * ITEM_FIELDS] and the number of items [1], int32."""
 
     fields: jax.Array
     count: jax.Array
 
 
 class ScaleBlocks(NamedTuple):
-    """The pages that receive tokens, whose blocks of scales are written whole (int8).
+    """Pages of an int8 cache that receive tokens; their blocks of scales are written whole.
 
-    pages: their ids [blocks]; rows: the row of k_new whose scale goes to each lane [blocks, lanes], -1 for none.
+    pages: page ids [blocks]. rows: the row of k_new whose scale belongs in each lane [blocks, lanes], -1 for none.
     """
 
     pages: jax.Array
@@ -63,61 +63,61 @@ class ScaleBlocks(NamedTuple):
 
 
 class TpuSchedule(NamedTuple):
-    """Page ids [S * P] and the items of each program, of few queries first; scale_blocks with int8 only."""
+    """Page ids [S * P], the items of each program (few queries first), and scale_blocks for int8."""
 
     page_ids: jax.Array
-    items: tuple[Items, ...]
+    items: tuple[WorkItems, ...]
     scale_blocks: ScaleBlocks | None
 
 
 def rows_of_group(spec: PagedSpec) -> int:
-    """Query heads of a key head, padded to a power of two that fills 32-bit words."""
+    """Query heads of a key head, padded to a power of two and to whole 32-bit words."""
     smallest = 4 // jnp.dtype(spec.q_dtype).itemsize
     return max(smallest, 1 << (spec.num_groups - 1).bit_length())
 
 
-def tunable(spec: PagedSpec) -> dict[str, Blocks]:
-    """The sizes of each program of a call, by the tuner's name for it."""
-    return {NAMES[is_long]: choose_blocks(spec, is_long) for is_long in kinds(spec)}
+def tunable(spec: PagedSpec) -> dict[str, TpuProgramSizes]:
+    """The sizes of each program of a call, by its name in tables."""
+    return {NAMES[is_long]: program_sizes(spec, is_long) for is_long in kinds(spec)}
 
 
-def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
-    """What the tuner tries for the program that this call runs."""
+def candidates(spec: PagedSpec) -> dict[str, list[TpuProgramSizes]]:
+    """Sizes that the tuner measures for the program of this call."""
     is_long = spec.has_long
-    preferred = _preferred_blocks(spec, is_long)
+    preferred = _default_sizes(spec, is_long)
     queries = (preferred.num_queries // 2, preferred.num_queries) if is_long else (preferred.num_queries,)
     tried = [
-        Blocks(num_queries, num_keys, num_buffers, unroll)
+        TpuProgramSizes(num_queries, num_keys, num_buffers, unroll)
         for num_queries in queries
         for num_keys in (128, 256, 512, 1024)
         for num_buffers in (2, 3, 4)
         for unroll in ((1,) if is_long else (4, 8))
     ]
-    return {NAMES[is_long]: [blocks for blocks in tried if blocks.num_keys % spec.page_size == 0]}
+    return {NAMES[is_long]: [sizes for sizes in tried if sizes.num_keys % spec.page_size == 0]}
 
 
-def choose_blocks(spec: PagedSpec, is_long: bool) -> Blocks:
-    """The sizes of the program of many (`is_long`) or few queries: the chip's table or a guess, made to fit."""
-    blocks = tuned(_preferred_blocks(spec, is_long), NAMES[is_long], spec.facts)
+def program_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
+    """Sizes of the program of many (`is_long`) or few queries, from the chip's table or the heuristic, made to fit."""
+    sizes = tuned(_default_sizes(spec, is_long), NAMES[is_long], spec.facts)
     most = spec.max_query_length if is_long else min(spec.max_query_length, SHORT_QUERIES)
-    # Whole registers: rows of an item are a multiple of 8.
+    # Rows of an item are a multiple of 8, for whole registers.
     multiple = max(1, SUBLANES // rows_of_group(spec))
-    num_queries = min(blocks.num_queries, most) if is_long else most
-    # No more keys than the table can hold, in whole lanes.
-    num_keys = min(blocks.num_keys, -(-spec.max_kv_length // LANES) * LANES)
+    num_queries = min(sizes.num_queries, most) if is_long else most
+    # At most the keys of the whole table, rounded up to whole lanes.
+    num_keys = min(sizes.num_keys, -(-spec.max_kv_length // LANES) * LANES)
     return replace(
-        blocks,
+        sizes,
         num_queries=-(-num_queries // multiple) * multiple,
         num_keys=max(num_keys // spec.page_size, 1) * spec.page_size,
     )
 
 
-def _preferred_blocks(spec: PagedSpec, is_long: bool) -> Blocks:
+def _default_sizes(spec: PagedSpec, is_long: bool) -> TpuProgramSizes:
     if is_long:
-        return Blocks(max(SUBLANES, LONG_ROWS // rows_of_group(spec)), 512, 2, 1)
+        return TpuProgramSizes(max(SUBLANES, LONG_ROWS // rows_of_group(spec)), 512, 2, 1)
     token_bytes = spec.page.num_rows * spec.page.num_lanes * jnp.dtype(spec.page.dtype).itemsize
     num_keys = 1 << (max(SHORT_BLOCK_BYTES // token_bytes, 1).bit_length() - 1)
-    return Blocks(SHORT_QUERIES, min(max(num_keys, LANES), 512), 3, 8)
+    return TpuProgramSizes(SHORT_QUERIES, min(max(num_keys, LANES), 512), 3, 8)
 
 
 def kinds(spec: PagedSpec) -> tuple[bool, ...]:
@@ -126,14 +126,14 @@ def kinds(spec: PagedSpec) -> tuple[bool, ...]:
 
 
 def num_scale_blocks(spec: PagedSpec) -> int:
-    """Upper bound of the pages that receive tokens."""
+    """Upper bound of the number of pages that receive tokens."""
     per_sequence = 1 if spec.max_query_length == 1 else (spec.max_query_length - 2) // spec.page_size + 2
     in_all = spec.num_tokens // spec.page_size + 2 * spec.num_sequences
     return max(1, min(spec.num_tokens, per_sequence * spec.num_sequences, in_all))
 
 
 def smem_bytes(spec: PagedSpec) -> int:
-    """Bytes of scalar memory that a program's control takes."""
+    """Bytes of scalar memory for page ids, work items and ancestors."""
     words = spec.num_sequences * spec.pages_per_sequence
     words += ITEM_FIELDS * max(_capacity(spec, is_long) for is_long in kinds(spec))
     words += num_scale_blocks(spec) if spec.page.has_scales else 0
@@ -142,7 +142,7 @@ def smem_bytes(spec: PagedSpec) -> int:
 
 
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> TpuSchedule:
-    """The items of a step; operands as in `paged_attention`."""
+    """The work items of a step; operands as in `paged_attention`."""
     first_new = kv_lengths - query_lengths
     blocks_of_sequence = jnp.where(
         query_lengths > 0, (kv_lengths - 1) // spec.page_size - first_new // spec.page_size + 1, 0
@@ -163,17 +163,19 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
 def _capacity(spec: PagedSpec, is_long: bool) -> int:
     if not is_long:
         return spec.num_sequences
-    num_queries = choose_blocks(spec, True).num_queries
+    num_queries = program_sizes(spec, True).num_queries
     per_sequence = -(-spec.max_query_length // num_queries)
     return min(spec.num_tokens // num_queries + spec.num_sequences, per_sequence * spec.num_sequences)
 
 
-def _items(spec: PagedSpec, is_long: bool, is_owned, query_starts, query_lengths, kv_lengths, scale_starts) -> Items:
-    num_queries = choose_blocks(spec, is_long).num_queries
+def _items(
+    spec: PagedSpec, is_long: bool, is_owned, query_starts, query_lengths, kv_lengths, scale_starts
+) -> WorkItems:
+    num_queries = program_sizes(spec, is_long).num_queries
     count_of_sequence = jnp.where(is_owned, -(-query_lengths // num_queries), 0)
     ends = jnp.cumsum(count_of_sequence)
     item = jnp.arange(_capacity(spec, is_long), dtype=jnp.int32)
-    # The sequence whose items end beyond this one; comparing all is cheaper on a TPU than a search.
+    # The first sequence whose items end after this one; on a TPU comparing with all is cheaper than a search.
     sequence = jnp.minimum(jnp.sum(ends <= item[:, None], axis=1), spec.num_sequences - 1)
     offset = (item - (ends - count_of_sequence)[sequence]) * num_queries
     length = query_lengths[sequence]
@@ -184,7 +186,7 @@ def _items(spec: PagedSpec, is_long: bool, is_owned, query_starts, query_lengths
     if spec.window is not None:
         first_key = jnp.maximum(position + 1 - spec.window, 0)
     if spec.has_ancestors:
-        # A branch may see any new token; the first of a tree is the one that sees furthest back.
+        # A token of a tree may see any new token; the first one sees the oldest key.
         is_tree = length <= MAX_TREE_TOKENS
         end_key = jnp.where(is_tree, first_new + length, end_key)
         if spec.window is not None:
@@ -200,7 +202,7 @@ def _items(spec: PagedSpec, is_long: bool, is_owned, query_starts, query_lengths
         scale_starts[sequence],
         length,
     ]
-    return Items(jnp.stack(fields, axis=1).astype(jnp.int32).reshape(-1), ends[-1:].astype(jnp.int32))
+    return WorkItems(jnp.stack(fields, axis=1).astype(jnp.int32).reshape(-1), ends[-1:].astype(jnp.int32))
 
 
 def _scale_blocks(spec: PagedSpec, page_table, query_starts, first_new, kv_lengths, starts, counts) -> ScaleBlocks:

@@ -1,7 +1,7 @@
-"""Keys and values of a head out of packed rows: one strided load of 32-bit words, then shifts.
+"""Unpacks keys and values of a head from packed rows: one strided load of 32-bit words, then shifts.
 
 A token is `num_words` words of 128 lanes, each holding `pack` rows (see `InterleavedPages`). Loading word w of every
-token of a block gives [keys, 128] words that hold the rows of one or more heads, so no row is moved between registers.
+token of a block gives [keys, 128] words with the rows of one or more heads, so no row moves between registers.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from pallas_kernels.paged_attention.layout import LANES, PageShape
 
 @dataclass(frozen=True)
 class WordRows:
-    """How the rows of `page` are taken apart for queries of `q_dtype`.
+    """Unpacking of the rows of `page` for queries of `q_dtype`.
 
-    A unit is the fewest words that hold the keys and values of whole heads: one word, or two with float32 and a
+    A unit is the smallest number of words with keys and values of whole heads: one word, or two with float32 and a
     head_dim above 64.
     """
 
@@ -37,7 +37,7 @@ class WordRows:
 
     @property
     def buffer_words(self) -> int:
-        """Words between tokens in vector memory: odd, since an even stride makes loads collide in its banks."""
+        """Words from token to token in VMEM: odd, since loads with an even stride have bank conflicts."""
         return self.num_words | 1
 
     @property
@@ -54,13 +54,13 @@ class WordRows:
 
     @property
     def num_heads(self) -> int:
-        """Key heads, those of padding rows included."""
+        """Key heads, with those of padding rows."""
         return self.num_units * self.heads_per_unit
 
     def load(self, buffer, unit, live, is_interpreted: bool) -> list[tuple[jax.Array, jax.Array]]:
         """Keys and values [keys, 128] of each head of `unit` (may be traced), in q_dtype.
 
-        buffer: ref [keys, buffer_words, pack, 128]. Keys outside `live` = (first, end) are zero, whatever is there.
+        buffer: ref [keys, buffer_words, pack, 128]. Keys outside `live` = (first, end) are zero.
         """
         is_live = lax.broadcasted_iota(jnp.int32, (buffer.shape[0], LANES), 0)
         is_live = (is_live >= live[0]) & (is_live < live[1])
@@ -85,9 +85,9 @@ def load_words(buffer, word) -> jax.Array:
 
 
 def load_words_interpreted(buffer, word) -> jax.Array:
-    """What `load_words` gives, spelled without `bitcast` and `reshape` of a ref, which the TPU interpreter lacks.
+    """As `load_words`, without `bitcast` and `reshape` of a ref, which the TPU interpreter does not support.
 
-    The compiler makes of it some ten times the instructions.
+    Compiled, it takes some ten times as many instructions.
     """
     rows = buffer[:, word]
     return pltpu.bitcast(rows, jnp.uint32).reshape(rows.shape[0], LANES)

@@ -1,11 +1,11 @@
-"""Paged attention in plain JAX: correct on every platform, reads only the pages in use.
+"""Paged attention in plain JAX, for every platform; reads only the pages in use.
 
-Work is a list of items, each a block of queries of one sequence, that runs in tiles; sequences are sorted by length, so
-that a long one does not make short ones read more. Key blocks start at absolute positions and a masked key adds
-exactly nothing, so a query's result has the same bits whatever its neighbours are.
+An item is a block of queries of one sequence. Items run in tiles, sorted by length, so that short sequences do not read
+as many keys as long ones. Key blocks start at absolute positions and masked keys add exactly zero, so a query's result
+does not depend, to the bit, on other sequences.
 
-On a CPU keep floats of 16 or 8 bits in `BitPages`: XLA:CPU gathers and scatters none as such, it converts the whole
-cache first (the answer is the same, the time is not).
+On a CPU, caches of 16 or 8 bit floats should be `BitPages`: XLA:CPU converts a whole cache of such floats before it
+gathers or scatters.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.paged_attention import layout
 from pallas_kernels.paged_attention.reference import append_new_tokens, visible_keys
-from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, Operands, PagedSpec
+from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
 from pallas_kernels.tuning import tuned
 
 LAYOUT = "separate"
@@ -26,48 +26,48 @@ SHORT_NAME, LONG_NAME = "paged_attention xla short", "paged_attention xla long"
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Items of a tile, queries of an item, and keys read at a time."""
+class XlaTileSizes:
+    """Items of a tile, queries of an item, and keys of a block."""
 
     tile: int
     queries: int
     keys: int
 
 
-# On a CPU blocks of 16 queries are up to 5 times as fast as larger ones for short prompts. Steps that may hold a long
-# one take blocks of 64, which read its keys a quarter as often; not the uniform ones: they have single tokens as well.
-SIZES = Blocks(tile=8, queries=SHORT_QUERIES, keys=128)
-LONG_SIZES, LONG_QUERIES = Blocks(tile=2, queries=64, keys=128), 256
+# On a CPU, items of 16 queries are up to 5 times as fast as larger ones for short prompts. Steps that may have a long
+# prompt use items of 64, which read its keys a quarter as often; uniform steps, which also have single tokens, do not.
+SIZES = XlaTileSizes(tile=8, queries=SHORT_QUERIES, keys=128)
+LONG_SIZES, LONG_QUERIES = XlaTileSizes(tile=2, queries=64, keys=128), 256
 
 
-def tunable(spec: PagedSpec) -> dict[str, Blocks]:
-    """The sizes of each program of a call, by the tuner's name for it.
+def tunable(spec: PagedSpec) -> dict[str, XlaTileSizes]:
+    """The sizes of each program of a call, by its name in tables.
 
-    Sequences of a single new token have a program of their own, in blocks of one query, where others come with them
-    (16 times less to compute), unless the call is uniform.
+    Unless the call is uniform, single new tokens run in a program of their own beside longer sequences, with items of
+    one query (16 times less computation).
     """
     names = [SHORT_NAME] * (spec.has_short or not spec.has_long) + [LONG_NAME] * spec.has_long
     sizes = LONG_SIZES if spec.has_short and spec.max_query_length >= LONG_QUERIES else SIZES
     return {name: tuned(sizes if name == LONG_NAME else SIZES, name, spec.facts) for name in names}
 
 
-def candidates(spec: PagedSpec) -> dict[str, list[Blocks]]:
-    """What the tuner tries for the program that this call runs."""
+def candidates(spec: PagedSpec) -> dict[str, list[XlaTileSizes]]:
+    """Sizes that the tuner measures for the program of this call."""
     if spec.has_long:
         sizes = [(8, 16), (4, 32), (2, 64), (1, 128)]
-        return {LONG_NAME: [Blocks(tile, queries, keys) for tile, queries in sizes for keys in (128, 256)]}
+        return {LONG_NAME: [XlaTileSizes(tile, queries, keys) for tile, queries in sizes for keys in (128, 256)]}
     return {SHORT_NAME: [replace(SIZES, tile=tile, keys=keys) for tile in (1, 4, 8, 16) for keys in (64, 128, 256)]}
 
 
-def _programs(spec: PagedSpec) -> list[Blocks]:
-    """The sizes of each program, with blocks no larger than they can be filled."""
+def _programs(spec: PagedSpec) -> list[XlaTileSizes]:
+    """The sizes of each program, with items no larger than the longest sequence."""
     sizes = tunable(spec)
     longest = {SHORT_NAME: 1 if spec.has_long else spec.max_query_length, LONG_NAME: spec.max_query_length}
     return [replace(blocks, queries=min(blocks.queries, longest[name])) for name, blocks in sizes.items()]
 
 
-class Items(NamedTuple):
-    """Blocks of queries: sequence and block index of each, and how many there are (int32)."""
+class QueryItems(NamedTuple):
+    """Blocks of queries: the sequence and block index of each, and their number, int32."""
 
     sequence: jax.Array
     block: jax.Array
@@ -75,12 +75,12 @@ class Items(NamedTuple):
 
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
-    """Never: all layouts, every dtype and option."""
+    """None: every layout, dtype and option is supported."""
     return None
 
 
-def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[Items, ...]:
-    """The work of each program, shared by all layers of a step."""
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[QueryItems, ...]:
+    """The items of each program."""
     programs = _programs(spec)
     if len(programs) == 1:
         return (_items(spec, programs[0].queries, query_lengths, kv_lengths),)
@@ -89,13 +89,17 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
     return tuple(_items(spec, blocks.queries, lengths, kv_lengths) for blocks, lengths in split)
 
 
-def attention(operands: Operands, spec: PagedSpec, schedule: tuple[Items, ...]) -> tuple[jax.Array, layout.Pages]:
+def attention(
+    operands: PagedOperands, spec: PagedSpec, schedule: tuple[QueryItems, ...]
+) -> tuple[jax.Array, layout.Pages]:
     return _attention(operands, schedule, spec, tuple(_programs(spec)))
 
 
-# Traced once for all layers of a model, which is most of what tracing it takes; the program is as it would be without.
+# jit with inline=True: traced once for all layers of a model, and the program is the same as without.
 @partial(jax.jit, static_argnums=(2, 3), inline=True)
-def _attention(operands: Operands, schedule: tuple[Items, ...], spec: PagedSpec, programs: tuple[Blocks, ...]):
+def _attention(
+    operands: PagedOperands, schedule: tuple[QueryItems, ...], spec: PagedSpec, programs: tuple[XlaTileSizes, ...]
+):
     operands = operands._replace(pages=append_new_tokens(operands, spec))
     out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.value_dim), operands.q.dtype)
     for blocks, items in zip(programs, schedule, strict=True):
@@ -103,8 +107,8 @@ def _attention(operands: Operands, schedule: tuple[Items, ...], spec: PagedSpec,
     return out, operands.pages
 
 
-def _items(spec: PagedSpec, num_queries: int, query_lengths, kv_lengths) -> Items:
-    """Which query blocks there are, those of the longest sequences first."""
+def _items(spec: PagedSpec, num_queries: int, query_lengths, kv_lengths) -> QueryItems:
+    """The blocks of queries, those of the longest sequences first."""
     order = jnp.argsort(jnp.where(query_lengths > 0, -kv_lengths, 1))
     counts = -(-query_lengths // num_queries)[order]
     ends = jnp.cumsum(counts)
@@ -114,11 +118,11 @@ def _items(spec: PagedSpec, num_queries: int, query_lengths, kv_lengths) -> Item
     )
     item = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.minimum(jnp.searchsorted(ends, item, side="right"), spec.num_sequences - 1)
-    return Items(order[rank].astype(jnp.int32), item - (ends - counts)[rank], ends[-1].astype(jnp.int32))
+    return QueryItems(order[rank].astype(jnp.int32), item - (ends - counts)[rank], ends[-1].astype(jnp.int32))
 
 
-def _run(out, items: Items, sizes: Blocks, operands: Operands, spec: PagedSpec) -> jax.Array:
-    """Attends for all `items`, a tile at a time, and writes their rows of `out` [T, Hq, K]."""
+def _run(out, items: QueryItems, sizes: XlaTileSizes, operands: PagedOperands, spec: PagedSpec) -> jax.Array:
+    """Computes all `items`, one tile at a time, and writes their rows of `out` [T, Hq, K]."""
     tile, num_queries = min(sizes.tile, items.sequence.shape[0]), sizes.queries
     padding = -items.sequence.shape[0] % tile
     sequences, indices = jnp.pad(items.sequence, (0, padding)), jnp.pad(items.block, (0, padding))
@@ -136,10 +140,10 @@ def _run(out, items: Items, sizes: Blocks, operands: Operands, spec: PagedSpec) 
     return lax.fori_loop(0, (items.count + tile - 1) // tile, one, out)
 
 
-def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: PagedSpec) -> jax.Array:
+def _tile(tokens, sequence, offset, num_keys: int, operands: PagedOperands, spec: PagedSpec) -> jax.Array:
     """Attention of the queries `tokens` [C, Q] of `sequence` [C]: float32 [C, Q, Hkv, G, K].
 
-    A token is the `offset` + q-th new one of its sequence; spec.num_tokens stands for none.
+    tokens[c, q] is the new token `offset[c]` + q of its sequence, or spec.num_tokens for padding.
     """
     is_real = tokens < spec.num_tokens
     tile, num_queries = tokens.shape
@@ -157,10 +161,10 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: Pag
 
     pages_per_block = max(1, num_keys // spec.page_size)
     key_block = pages_per_block * spec.page_size
-    # Looked up before the loop: inside, XLA:CPU computes an id again for every number that it copies from a page.
+    # Looked up before the loop, in which XLA:CPU would compute the id again for every number that it copies.
     page = jnp.arange(-(-spec.pages_per_sequence // pages_per_block) * pages_per_block)
     tile_ids = operands.page_table.at[sequence[:, None], page].get(mode="fill", fill_value=0)
-    # Outside the range the table may hold anything.
+    # Outside the range the table may have any ids.
     is_read = (page >= first_key[:, None] // spec.page_size) & (page < -(-end_key[:, None] // spec.page_size))
     tile_ids = jnp.where(is_read, tile_ids, 0)
 
@@ -172,7 +176,7 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: Pag
         visible = visible_keys(
             flat, spec, flat_sequence, index.reshape(-1), position.reshape(-1), is_real.reshape(-1), keys
         ).reshape(tile, num_queries, key_block)
-        # What no query sees may be NaN, and 0 * NaN is NaN.
+        # Values outside the range may be NaN, and 0 * NaN is NaN.
         exists = (keys >= first_key[:, None]) & (keys < end_key[:, None])
         v = jnp.where(exists[:, :, None, None], v, 0)
         if v_scales is not None:
@@ -189,14 +193,14 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: Operands, spec: Pag
     first = jnp.min(jnp.where(end_key > first_key, first_key // key_block, spec.max_kv_length))
     end = jnp.max(-(-end_key // key_block))
     highest, total, weighted = lax.fori_loop(first, end, step, (highest, total, weighted))
-    # XLA:CPU's maximum may drop a NaN, so a query of NaN scores looks unseen by its maximum; its sum does not.
+    # XLA:CPU's maximum may drop a NaN; the sum does not, and tells NaN scores from no visible key.
     is_unseen = (highest == MASKED) & ~jnp.isnan(total)
     rows = jnp.where(is_unseen[..., None], 0.0, weighted / jnp.where(total == 0.0, 1.0, total)[..., None])
     return rows.transpose(0, 3, 1, 2, 4)
 
 
-def _key_range(position, is_real, sequence, operands: Operands, spec: PagedSpec):
-    """First and one-past-last key that any query of each item sees, int32 [C] each; empty for an item of no query."""
+def _key_range(position, is_real, sequence, operands: PagedOperands, spec: PagedSpec):
+    """First and one-past-last key that any query of each item sees, int32 [C]; empty for padding items."""
     end = jnp.max(jnp.where(is_real, position + 1, 0), axis=1)
     first = jnp.zeros_like(end)
     if spec.window is not None:
@@ -208,7 +212,7 @@ def _key_range(position, is_real, sequence, operands: Operands, spec: PagedSpec)
 
 
 def _merge_pages(stored: layout.SeparatePages, dtype, spec: PagedSpec):
-    """k, v [C, keys, Hkv, K] in `dtype` and scales [C, Hkv, keys] or None, of pages gathered as [C, pages, ...]."""
+    """k, v [C, keys, Hkv, K] in `dtype` and scales [C, Hkv, keys] or None, from gathered pages [C, pages, ...]."""
 
     def merged(a: Any) -> Any:
         return None if a is None else a.reshape(a.shape[0], -1, *a.shape[3:]).astype(dtype)
@@ -223,9 +227,9 @@ def _merge_pages(stored: layout.SeparatePages, dtype, spec: PagedSpec):
 
 
 def _products(q, k, precision) -> jax.Array:
-    """Of queries [C, Q, Hkv, G, K] and keys [C, keys, Hkv, K]: float32 [C, Hkv, G, Q, keys].
+    """Products of queries [C, Q, Hkv, G, K] and keys [C, keys, Hkv, K]: float32 [C, Hkv, G, Q, keys].
 
-    The order decides what XLA:CPU transposes: of many queries it should be the keys, of few the products.
+    The order of axes decides what XLA:CPU transposes: the keys for many queries, the products for few.
     """
     tile, num_queries, num_heads, num_groups, head_dim = q.shape
     if num_queries < SHORT_QUERIES:
@@ -237,7 +241,7 @@ def _products(q, k, precision) -> jax.Array:
 
 
 def _accumulate(carry, q, k, v, k_scales, v_scales, visible, spec: PagedSpec):
-    """One block of online softmax (Dao 2023, FlashAttention-2, section 3.1); int8 scales act on scores and weights."""
+    """One block of the online softmax (Dao 2023, FlashAttention-2, section 3.1), with int8 scales after products."""
     highest, total, weighted = carry
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     scores = _products(q, k, precision) * spec.scale

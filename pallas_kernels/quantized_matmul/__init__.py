@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bits."""
+"""Matrix products with weights quantized to 4 or 8 bits."""
 
 from pallas_kernels.quantized_matmul.api import IMPLEMENTATIONS, choose, form, quantized_matmul
 from pallas_kernels.quantized_matmul.dequantize import dequantize

@@ -1,4 +1,4 @@
-"""The entry point: picks an implementation and runs it."""
+"""Entry points of products with quantized weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from jax.typing import DTypeLike
 
-from pallas_kernels.choice import Choice, Implementations
+from pallas_kernels.choice import Implementations, KernelChoice
 from pallas_kernels.platform import current_platform
 from pallas_kernels.quantized_matmul.specs import MatmulSpec, make_spec
 
@@ -31,19 +31,19 @@ def quantized_matmul(
     out_dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows N"]:
-    """x [..., K] @ weight [K, N] for a weight of few bits; sums in float32 (int32 for int8 activations).
+    """x [..., K] @ weight [K, N] for a quantized weight; sums are float32 (int32 for int8 activations).
 
     Args:
-      values: [K, N], int4, int8 or float8; scales, zeros, codebook, minima: as `dequantize` takes them.
-      block: inputs and outputs that share a scale; block[0] >= K is one scale per output.
-      activations: None multiplies by x as it is; "int8" and "fp8" quantize each token first (W8A8).
-      out_dtype: of the result; x's by default.
-      implementation: None picks by platform and shape, "xla" or "pallas_gpu" (Hopper: groups of
-        integers, dequantized in registers).
+      values, scales, zeros, codebook, minima: the weight, as in `dequantize`.
+      block: numbers of inputs and outputs that share a scale; block[0] >= K means one scale per output.
+      activations: "int8" or "fp8" quantizes each token of x first (W8A8); None does not.
+      out_dtype: dtype of the result, x's when None.
+      implementation: "xla" or "pallas_gpu" (Hopper: groups of integers, dequantized in registers); None selects by
+        platform and shape.
 
     Raises:
-      ValueError: shapes or dtypes that do not fit, an unknown name.
-      NotImplementedError: what the named implementation cannot do, with the reason.
+      ValueError: shapes or dtypes that do not fit, an unknown implementation.
+      NotImplementedError: the named implementation cannot run the call; the message has the reason.
     """
     spec = make_spec(x, values, zeros, codebook, minima, block=block, activations=activations)
     platform = current_platform()
@@ -52,13 +52,13 @@ def quantized_matmul(
     return product.astype(out_dtype or x.dtype).reshape(*x.shape[:-1], spec.outputs)
 
 
-def choose(spec: MatmulSpec, implementation: str | None = None, *, platform: str | None = None) -> Choice:
-    """The implementation that `quantized_matmul` takes, and why none of the others."""
+def choose(spec: MatmulSpec, implementation: str | None = None, *, platform: str | None = None) -> KernelChoice:
+    """The implementation that `quantized_matmul` selects, and the reasons against the others."""
     return _MODULES.choose(spec, platform or current_platform(), implementation)
 
 
 def form(spec: MatmulSpec, platform: str | None = None) -> str:
-    """The implementation with the way in which it computes the product, in words for people."""
+    """A description of the selected implementation and how it computes the product, for people."""
     platform = platform or current_platform()
     name = _MODULES.take(spec, platform)
     return f"{name}, {_MODULES[name].form(spec, platform)}"

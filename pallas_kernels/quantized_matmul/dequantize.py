@@ -1,4 +1,4 @@
-"""From stored values to weights: the one place with the formula."""
+"""The formula of dequantization."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def dequantize(
     """float32 weights [..., K, N]: (value - zero) * scale, codebook[value + 8] * scale, or code * scale + minimum.
 
     Args:
-      values: [..., K, N], int4, int8 or float8.
-      scales: floating point [..., ceil(K / block[0]), ceil(N / block[1])].
-      zeros: int8, shaped as scales, in the units of values.
-      codebook: float32 [16].
-      minima: floating point, shaped as scales; the code is value + 8 in int4, value in int8.
+      values: int4, int8 or float8.
+      scales: one for each block, [..., ceil(K / block[0]), ceil(N / block[1])].
+      zeros: zero point of each block, in the units of values.
+      minima: minimum of each block; the code is value + 8 for int4, value for int8.
     """
     spread_scales = spread(scales.astype(jnp.float32), block, values.shape)
     if codebook is not None:
@@ -44,12 +43,12 @@ def dequantize(
 
 
 def code_zero(values: jax.Array) -> int:
-    """The value that stands for the code 0 where there are minima."""
+    """The stored value of code 0 in formats with minima."""
     return -8 if values.dtype == jnp.int4 else 0
 
 
 def spread(of_blocks: jax.Array, block: tuple[int, int], shape: tuple[int, ...]) -> jax.Array:
-    """What belongs to each block, [..., K blocks, N blocks], at each of its values [..., K, N]."""
+    """Repeats the number of each block, [..., K blocks, N blocks], for each of its values, [..., K, N]."""
     for axis, size in zip((-2, -1), block, strict=True):
         length = shape[axis]
         if of_blocks.shape[axis] == 1 and size >= length:
@@ -60,10 +59,10 @@ def spread(of_blocks: jax.Array, block: tuple[int, int], shape: tuple[int, ...])
 
 
 def look_up(values: jax.Array, codebook: jax.Array, platform: str) -> jax.Array:
-    """codebook[value + 8] of int4 values; elsewhere than on a CPU, by four rounds of choosing between halves.
+    """codebook[value + 8] of int4 values.
 
-    A gather of single elements neither fuses into a matrix product nor runs at the speed of memory on a TPU or GPU;
-    choosing costs 15 instructions a value.
+    On TPUs and GPUs a gather of single elements neither fuses into a matrix product nor reaches the memory bandwidth:
+    there each of the four bits selects between halves of the codebook, 15 instructions per value.
     """
     codes = values.astype(jnp.int32) + 8
     if platform == "cpu":

@@ -1,13 +1,13 @@
 """Products with group-wise int4 and int8 weights on Hopper (Pallas Mosaic GPU): dequantized in registers.
 
-wgmma takes one operand from registers, its left one, so the product is computed transposed, weight.T @ x.T: the 64 rows
-of a tile are outputs, and a batch of 8 wastes nothing. A block of one warpgroup keeps several steps of weights and
-activations in flight by TMA. A step is a group of inputs: the weights' integers go to bfloat16 in registers, exactly,
-and the tensor cores' sum is scaled as it joins the total. Where the outputs' tiles are too few for the chip, blocks
-share the groups of a tile, and their totals are added afterwards.
+wgmma takes its left operand from registers, so the product is computed transposed, weight.T @ x.T: the 64 rows of a
+tile are outputs, and a batch of 8 needs no padding. A thread block of one warpgroup keeps several steps of weights and
+activations in flight by TMA. A step is one group of inputs: the weights' integers are converted to bfloat16 in
+registers, which is exact, and the product is scaled when it is added to the total. If there are too few output tiles to
+fill the chip, several blocks share the groups of a tile, and their totals are added afterwards.
 
-Each output's weights must lie side by side, [N, K] in memory; `jaxinfer.quantization.on_gpu` places them so. From
-another layout XLA copies them on every call.
+The weights of an output must be contiguous, [N, K] in memory (`jaxinfer.quantization.on_gpu`); XLA copies weights of
+another layout on every call.
 """
 
 from functools import partial
@@ -26,9 +26,9 @@ TILE_OUTPUTS = 64
 MAX_TILE_ROWS = 128
 GROUPS = (64, 128)
 STAGES = 4
-# Blocks that fill the chip: two for each of its 132 multiprocessors.
+# Thread blocks that fill the chip: two for each of its 132 multiprocessors.
 ENOUGH_BLOCKS = 264
-# Fewer steps than these would leave a block's copies nothing to hide behind.
+# Steps that a thread block needs to overlap its copies with products.
 FEWEST_STEPS = 8
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 _COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -50,7 +50,7 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
     if spec.x_dtype != "bfloat16":
         return f"the GPU kernel takes bfloat16, not {spec.x_dtype}"
     if jax.sharding.get_abstract_mesh().size > 1:
-        return "weights are cut over several devices, where only XLA divides its own products"
+        return "weights are sharded over several devices, and only XLA partitions its own products"
     if spec.inputs % spec.block[0] or spec.outputs % TILE_OUTPUTS:
         return (
             f"the GPU kernel takes whole groups and outputs in multiples of {TILE_OUTPUTS}, "
@@ -60,17 +60,17 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
 
 
 def form(spec: MatmulSpec, platform: str) -> str:
-    """How the product is computed, in words for people."""
+    """A description of how the product is computed, for people."""
     return "weights converted in registers, a product per group, then scale and sum"
 
 
 def tile_rows(rows: int) -> int:
-    """Rows of x that a block takes."""
+    """Rows of x in a tile."""
     return next(size for size in (8, 16, 32, 64, MAX_TILE_ROWS) if size >= min(rows, MAX_TILE_ROWS))
 
 
 def num_splits(spec: MatmulSpec) -> int:
-    """Blocks that share the groups of a tile, a power of two. Their totals take at most half the weight's bytes."""
+    """Blocks that share the groups of a tile: a power of two. Their totals take at most half the weight's bytes."""
     steps, splits = spec.inputs // spec.block[0], 1
     blocks = spec.outputs // TILE_OUTPUTS * pl.cdiv(spec.rows, tile_rows(spec.rows))
     most = spec.inputs * (4 if spec.values_dtype == "int4" else 8) // (64 * spec.rows)
@@ -146,7 +146,7 @@ def _tile(x_ref, w_ref, scales_ref, zero_refs, out_ref, smem, group: int, size: 
 
     def step(index, total):
         slot, of_group = lax.rem(index, jnp.int32(stages)), first + index
-        # From memory directly, and before the wait: they arrive while the copies do.
+        # Loaded from GMEM before the wait, in parallel with the copies.
         scale = lax.broadcast_in_dim(compat.load(scales_ref, (of_group, outputs), _ROW), shape, (0,))
         excess = None
         if zero_refs:
@@ -157,7 +157,7 @@ def _tile(x_ref, w_ref, scales_ref, zero_refs, out_ref, smem, group: int, size: 
         product = compat.wgmma(smem["w"][slot].astype(x_ref.dtype), smem["x"].at[slot], transpose_b=True)
         if excess is not None:
             product = product - excess
-        # All warps are done with the slot before it is filled again; what they read lies before the fence.
+        # All warps have read the slot before it is filled again; the fence orders their reads before the copy.
         plgpu.barrier_arrive(smem["done"])
         plgpu.barrier_wait(smem["done"])
         plgpu.commit_smem()

@@ -1,4 +1,4 @@
-"""What of a product decides how it is computed."""
+"""Static facts of a product with a quantized weight."""
 
 import math
 from dataclasses import dataclass
@@ -10,10 +10,11 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """Attributes:
+    """Static facts of one call, from `make_spec`.
+
     rows, inputs, outputs: x is [rows, inputs], the result [rows, outputs].
-    block: inputs and outputs that share a scale.
-    activations: None, "int8" or "fp8", the type that x is quantized to.
+    block: numbers of inputs and outputs that share a scale.
+    activations: "int8" or "fp8", the type that x is quantized to, or None.
     """
 
     rows: int
@@ -29,14 +30,14 @@ class MatmulSpec:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether the inputs of one output have several scales."""
+        """Whether an output has several scales, for groups of inputs."""
         return self.block[0] < self.inputs
 
 
 def make_spec(
     x: Shaped, values: Shaped, zeros, codebook, minima=None, *, block: tuple[int, int], activations: str | None
 ) -> MatmulSpec:
-    """Of arrays, or of anything with shape and dtype. Raises ValueError for shapes that do not fit."""
+    """Checks arrays or `jax.ShapeDtypeStruct`s; raises ValueError for shapes or dtypes that do not fit."""
     if x.ndim < 1 or values.ndim != 2 or x.shape[-1] != values.shape[0]:
         raise ValueError(f"x {x.shape} @ values {values.shape}: x is [..., K] and values [K, N]")
     if activations not in (None, "int8", "fp8"):

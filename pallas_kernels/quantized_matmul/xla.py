@@ -1,22 +1,24 @@
-"""Quantized products in the forms that XLA fuses, so that a weight is read as it is stored and never written.
+"""Quantized products in forms that XLA fuses: the weight is read as stored, and no dequantized copy is written.
 
-On a CPU nothing fuses into a product; there the weight is converted to float32 on every call. 1024 x 4096, one row, two
-cores: 0.35 ms from float32, 1.0 ms from int8, 2.6 ms from int4; a grouped product 15 ms from two rows on.
+XLA:CPU fuses nothing into a product and converts the weight to float32 on every call. 1024 x 4096, one row, two cores:
+0.35 ms from float32, 1.0 ms from int8, 2.6 ms from int4; a grouped product takes 15 ms from two rows on.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.quantized_matmul.activations import quantize_tokens
 from pallas_kernels.quantized_matmul.dequantize import code_zero, dequantize, look_up, spread
 from pallas_kernels.quantized_matmul.specs import MatmulSpec
 
-# XLA:CPU multiplies one row of int8 by a plain loop, 8 rows by a blocked kernel: 0.65 ms instead of 0.95 ms.
+# XLA:CPU multiplies one row of int8 in a plain loop and 8 rows in a blocked kernel: 0.65 ms instead of 0.95 ms.
 _CPU_ROWS = 8
-# Of one row XLA:TPU makes multiplications and sums instead of a product, and writes the weight out in float32 for them:
-# 500 MB moved for [4096, 14336] of int4, instead of 30.
+# XLA:TPU computes a product with one row as multiply and reduce, and writes the weight in float32 for it: 500 MB moved
+# for [4096, 14336] of int4 instead of 30.
 _TPU_ROWS = 8
+INT8_MAX, FP8_MAX = 127.0, 448.0
+# Avoids a scale of 0 for an all-zero token; SmoothQuant's code has the same lower bound.
+SMALLEST_MAXIMUM = 1e-5
 
 
 def unsupported(spec: MatmulSpec, platform: str) -> str | None:
@@ -24,7 +26,7 @@ def unsupported(spec: MatmulSpec, platform: str) -> str | None:
 
 
 def form(spec: MatmulSpec, platform: str) -> str:
-    """How the product is computed, in words for people."""
+    """A description of how the product is computed, for people."""
     tokens = "" if spec.activations is None else f"tokens to {spec.activations}, "
     if not spec.is_grouped:
         return f"{tokens}product, then scale"
@@ -62,13 +64,13 @@ def _sums_groups(spec: MatmulSpec, platform: str) -> bool:
 
 
 def _compute_dtype(spec: MatmulSpec, platform: str) -> str:
-    """Of a product with weights that were dequantized before it."""
+    """The dtype of a product whose weight is dequantized first."""
     return "float32" if platform == "cpu" else spec.x_dtype
 
 
 def _summed_over_groups(x, values, scales, zeros, codebook, minima, spec: MatmulSpec, platform: str) -> jax.Array:
-    """A product for each group of inputs, then scale and sum. XLA:TPU makes one fusion of it, for 64 rows and for 512,
-    where scales spread over the weight would be written out: 118 MB for [4096, 14336]."""
+    """Multiplies each group of inputs, then scales and sums. XLA:TPU fuses this, for 64 rows and for 512; scales
+    repeated for each weight would be written to HBM, 118 MB for [4096, 14336]."""
     size = spec.block[0]
     x = x.reshape(x.shape[0], -1, size)
     weight = _operand(values, codebook, x, platform).reshape(-1, size, spec.outputs)
@@ -77,7 +79,7 @@ def _summed_over_groups(x, values, scales, zeros, codebook, minima, spec: Matmul
 
 
 def _operand(values: jax.Array, codebook: jax.Array | None, x: jax.Array, platform: str) -> jax.Array:
-    """The stored values as what x multiplies, exactly (those of a codebook rounded to x's dtype)."""
+    """The stored values in x's dtype: exact, except that codebook entries are rounded."""
     return values.astype(x.dtype) if codebook is None else look_up(values, codebook, platform).astype(x.dtype)
 
 
@@ -108,3 +110,21 @@ def _scaled(products, sums, values, scales, zeros, minima, spec: MatmulSpec) -> 
         products = products - sums * code_zero(values)
     products = products * spread(scales.astype(jnp.float32), across, shape)
     return products if minima is None else products + sums * spread(minima.astype(jnp.float32), across, shape)
+
+
+def quantize_tokens(x: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+    """int8 or float8_e4m3fn [..., K] and float32 scales [..., 1], with x close to values * scales.
+
+    The scale is max|x| / 127 or / 448 (Xiao et al. 2022, SmoothQuant, section 4, per-token). A token with a NaN has
+    the scale NaN.
+    """
+    x = x.astype(jnp.float32)
+    largest = INT8_MAX if kind == "int8" else FP8_MAX
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), SMALLEST_MAXIMUM) / largest
+    # XLA:CPU's maximum may drop a NaN, which would then be stored as zero.
+    scale = jnp.where(jnp.isnan(x).any(axis=-1, keepdims=True), jnp.nan, scale)
+    # The cast to fp8 would turn values that are too large into NaN.
+    scaled = jnp.clip(x / scale, -largest, largest)
+    if kind == "int8":
+        return jnp.round(scaled).astype(jnp.int8), scale
+    return scaled.astype(jnp.float8_e4m3fn), scale

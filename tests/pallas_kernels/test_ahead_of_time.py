@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.platform import current_platform
+from tests.pallas_kernels.quick import quick
 
 
 def compiler(chip: str) -> str:
@@ -17,7 +18,7 @@ def compiler(chip: str) -> str:
     return chip
 
 
-@pytest.mark.parametrize("chip", ahead_of_time.CHIPS)
+@pytest.mark.parametrize("chip", quick(ahead_of_time.CHIPS, "v6e", "h100"))
 def test_a_matrix_product_is_compiled_and_measured(chip):
     x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
@@ -31,19 +32,22 @@ def test_a_matrix_product_is_compiled_and_measured(chip):
 
 
 def test_a_mesh_compiles_for_all_its_devices_and_counts_one():
-    mesh = ahead_of_time.mesh(compiler("v5e"), 4, "model")
+    mesh = ahead_of_time.mesh(compiler("v6e"), 4, "model")
     cut = NamedSharding(mesh, PartitionSpec("model", None))
     x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
     y = jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16, sharding=cut)
     product = jax.jit(lambda factor, x, y: factor * (x @ y), static_argnums=0)
-    found = ahead_of_time.compile_for("v5e", product, 3, x, y, chip_mesh=mesh)
+    found = ahead_of_time.compile_for("v6e", product, 3, x, y, chip_mesh=mesh)
     assert found.argument_bytes == 2 * (64 * 4096 + 4096 * 512 // 4)
     assert "all-reduce" in found.program.as_text()
-    with pytest.raises(ValueError, match=r"257 devices of v5e: .* has 256"):
-        ahead_of_time.mesh("v5e", 257)
+    with pytest.raises(ValueError, match=r"257 devices of v6e: .* has 256"):
+        ahead_of_time.mesh("v6e", 257)
 
 
-@pytest.mark.parametrize(("chip", "axes"), [("v5e", (("data", 2), ("model", 8))), ("h200", (("model", 8),))])
+SLICES = [("v6e", (("data", 2), ("model", 2))), ("v5e", (("data", 2), ("model", 8))), ("h200", (("model", 8),))]
+
+
+@pytest.mark.parametrize(("chip", "axes"), quick(SLICES, SLICES[0]))
 def test_a_slice_has_as_many_devices_as_its_axes_need(chip, axes):
     mesh = ahead_of_time.slice_mesh(compiler(chip), axes)
     assert tuple(mesh.shape.items()) == axes

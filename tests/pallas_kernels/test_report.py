@@ -7,17 +7,20 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels import ahead_of_time, report
+from tests.pallas_kernels.quick import quick
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_report_of_one_kernel(tmp_path, capsys):
+@pytest.mark.parametrize("dtypes", quick([(report.CACHE_DTYPES,), (("int8",),)], (("int8",),)))
+def test_report_of_one_kernel(dtypes, tmp_path, monkeypatch, capsys):
     if (reason := ahead_of_time.missing_compiler("v6e")) is not None:
         pytest.skip(reason)
+    monkeypatch.setattr(report, "CACHE_DTYPES", dtypes)
     output = tmp_path / "report.json"
     assert report.main(["--chip", "v6e", "--only", "decode", "--quick", "--json", str(output)]) == 0
     lines = json.loads(output.read_text())["lines"]
-    assert [line["cache"] for line in lines] == list(report.CACHE_DTYPES)
+    assert [line["cache"] for line in lines] == list(dtypes)
     for line in lines:
         assert line["implementation"] == "pallas_tpu"
         assert line["on_chip_bytes"] > 0

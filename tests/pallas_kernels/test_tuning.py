@@ -8,13 +8,13 @@ import pytest
 
 from pallas_kernels import measure, tune, tuning
 from pallas_kernels.paged_attention import make_spec
-from pallas_kernels.paged_attention.shapes import SMALL, Shape, decode_shape
+from pallas_kernels.paged_attention.shapes import SMALL, PagedShape, decode_shape
 
 NAME = "paged_attention xla short"
 
 
 @dataclass(frozen=True)
-class Blocks:
+class ExampleSizes:
     keys: int = 128
     tile: int = 8
 
@@ -35,27 +35,27 @@ def write(folder, sizes):
 
 def test_the_table_of_the_chip_wins_over_the_heuristic(tables):
     assert tuning.chip() == "cpu"
-    assert tuning.tuned(Blocks(), NAME, "facts") == Blocks()
+    assert tuning.tuned(ExampleSizes(), NAME, "facts") == ExampleSizes()
     write(tables, {"keys": 256})
-    assert tuning.tuned(Blocks(), NAME, "facts") == Blocks(keys=256)
-    assert tuning.tuned(Blocks(), NAME, "other facts") == Blocks()
+    assert tuning.tuned(ExampleSizes(), NAME, "facts") == ExampleSizes(keys=256)
+    assert tuning.tuned(ExampleSizes(), NAME, "other facts") == ExampleSizes()
     with tuning.force(NAME, tile=2):
-        assert tuning.tuned(Blocks(), NAME, "other facts") == Blocks(tile=2)
-    assert tuning.tuned(Blocks(), NAME, "other facts") == Blocks()
+        assert tuning.tuned(ExampleSizes(), NAME, "other facts") == ExampleSizes(tile=2)
+    assert tuning.tuned(ExampleSizes(), NAME, "other facts") == ExampleSizes()
 
 
 @pytest.mark.parametrize("sizes", [{"keys": 0}, {"keys": "many"}, {"kyes": 128}, {"keys": True}])
 def test_a_wrong_size_is_an_error(tables, sizes):
     write(tables, sizes)
     with pytest.raises(ValueError, match="not a positive int"):
-        tuning.tuned(Blocks(), NAME, "facts")
+        tuning.tuned(ExampleSizes(), NAME, "facts")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sizes": {"a": {"b": 3}}}'])
 def test_a_file_that_is_no_table_is_an_error(tables, text):
     (tables / "cpu.json").write_text(text)
     with pytest.raises(ValueError, match=r"cpu\.json is not a table"):
-        tuning.tuned(Blocks(), NAME, "facts")
+        tuning.tuned(ExampleSizes(), NAME, "facts")
 
 
 def test_facts_do_not_name_the_batch():
@@ -99,7 +99,7 @@ def test_tune_writes_what_is_faster_and_goes_on_where_it_stopped(tables, monkeyp
 def test_the_measured_loop_runs_every_kind_of_step():
     for shape in (
         decode_shape("qwen3-0.6b", 2, 40, dtype="float32", cache_dtype="int8", page_size=16),
-        Shape(((20, 30),)),
+        PagedShape(((20, 30),)),
     ):
         loop, arguments = measure.paged_loop(shape, "xla", 2)
         assert np.isfinite(loop(arguments, 2)).all()

@@ -9,13 +9,13 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.flash_attention import explain, flash_attention
-from pallas_kernels.flash_attention.shapes import MODELS, Shape
+from pallas_kernels.flash_attention.shapes import MODELS, FlashShape
 from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS
 
-PLAIN = Shape(128, heads=(8, 2), head_dim=128, dtype="bfloat16", return_lse=False)
+PLAIN = FlashShape(128, heads=(8, 2), head_dim=128, dtype="bfloat16", return_lse=False)
 
 
-def choice(shape: Shape, chip: str | None = None, implementation: str | None = None):
+def choice(shape: FlashShape, chip: str | None = None, implementation: str | None = None):
     if chip is None:
         return explain(**shape.abstract(), **shape.options, implementation=implementation)
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
@@ -122,7 +122,7 @@ def test_shapes_that_do_not_fit_are_refused(changes, message):
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message):
-    arguments = [Shape(4, head_dim=16).arguments()[name] for name in "qkv"]
+    arguments = [FlashShape(4, head_dim=16).arguments()[name] for name in "qkv"]
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(partial(flash_attention, **options), *arguments)
     with pytest.raises(ValueError, match=message):
@@ -131,6 +131,6 @@ def test_options_that_do_not_fit_are_refused(options, message):
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16", "bfloat16"), ("int32",) * 3])
 def test_dtypes_that_do_not_fit_are_refused(dtypes):
-    operands = [Shape(4).arguments()[name].astype(dtype) for name, dtype in zip("qkv", dtypes, strict=True)]
+    operands = [FlashShape(4).arguments()[name].astype(dtype) for name, dtype in zip("qkv", dtypes, strict=True)]
     with pytest.raises(ValueError, match="one floating dtype"):
         flash_attention(*operands)

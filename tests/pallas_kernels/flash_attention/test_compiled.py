@@ -8,28 +8,24 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.flash_attention import pallas_gpu, pallas_tpu
-from pallas_kernels.flash_attention.shapes import MODELS, Shape
+from pallas_kernels.flash_attention.shapes import MODELS, FlashShape
+from tests.pallas_kernels.quick import quick
 
-PROGRAMS = [
-    ("v5e", "pallas_tpu", "llama_3_8b_chunk"),
-    ("v6e", "pallas_tpu", "llama_3_8b_training"),
-    ("tpu7x", "pallas_tpu", "qwen3_0_6b_prefill"),
-    ("h100", "pallas_gpu", "llama_3_8b_training"),
+CHIPS = (("v5e", "pallas_tpu"), ("v6e", "pallas_tpu"), ("tpu7x", "pallas_tpu"), ("h100", "pallas_gpu"))
+PROGRAMS = quick(
+    [(chip, kernel, name) for chip, kernel in CHIPS for name in MODELS],
+    ("v6e", "pallas_tpu", "llama_3_8b_chunk"),
     ("h100", "pallas_gpu", "qwen3_32b_chunk"),
-]
-# Every model on every chip.
-ALL = [(chip, "pallas_tpu", name) for chip in ("v5e", "v6e", "tpu7x") for name in MODELS]
-ALL += [("h100", "pallas_gpu", name) for name in MODELS]
-PROGRAMS += [pytest.param(*program, marks=pytest.mark.slow) for program in ALL if program not in PROGRAMS]
+)
 
 
-def compile_for(chip: str, shape: Shape, implementation: str | None = None):
+def compile_for(chip: str, shape: FlashShape, implementation: str | None = None):
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
     return ahead_of_time.compile_for(chip, shape.call(implementation), shape.abstract())
 
 
-def num_bytes(shape: Shape, *names: str) -> int:
+def num_bytes(shape: FlashShape, *names: str) -> int:
     arguments = shape.abstract()
     return sum(arguments[name].size * arguments[name].dtype.itemsize for name in names)
 
@@ -69,7 +65,7 @@ def test_the_memory_check_sees_the_scores_of_dense_attention():
 
 @pytest.mark.slow
 def test_the_gradient_on_a_tpu_holds_no_scores():
-    shape = Shape(2048, heads=(4, 2), head_dim=128, dtype="bfloat16", sinks=True, return_lse=False)
+    shape = FlashShape(2048, heads=(4, 2), head_dim=128, dtype="bfloat16", sinks=True, return_lse=False)
     if (reason := ahead_of_time.missing_compiler("v6e")) is not None:
         pytest.skip(reason)
 
@@ -82,27 +78,23 @@ def test_the_gradient_on_a_tpu_holds_no_scores():
 
 
 def test_the_automatic_choice_is_the_kernel_and_its_cost_is_counted():
-    shape = Shape(1024, heads=(2, 1), head_dim=128, dtype="bfloat16", return_lse=False)
+    shape = FlashShape(1024, heads=(2, 1), head_dim=128, dtype="bfloat16", return_lse=False)
     found = compile_for("v6e", shape)
     assert "custom-call" in found.program.as_text()
     # Half of 2 products of 1024 x 1024 x 128, for 2 heads.
     assert found.cost["flops"] == pytest.approx(2 * 2 * 2 * 1024**2 * 128 / 2, rel=0.02)
 
 
-def some(head_dims, always):
-    return [size if size in always else pytest.param(size, marks=pytest.mark.slow) for size in head_dims]
-
-
-EVERYTHING = Shape(
+EVERYTHING = FlashShape(
     300, 1000, heads=(6, 2), segments=True, sinks=True, soft_cap=3.0, window=400, offset=(3,), lengths=(900,)
 )
 
 
-@pytest.mark.parametrize("head_dim", some(pallas_tpu.HEAD_DIMS, always=(80, 256)))
+@pytest.mark.parametrize("head_dim", quick(pallas_tpu.HEAD_DIMS, 80))
 def test_every_head_dim_compiles_for_a_tpu(head_dim):
-    compile_for("v5e", replace(EVERYTHING, head_dim=head_dim), "pallas_tpu")
+    compile_for("v6e", replace(EVERYTHING, head_dim=head_dim), "pallas_tpu")
 
 
-@pytest.mark.parametrize("head_dim", some(pallas_gpu.HEAD_DIMS, always=(256,)))
+@pytest.mark.parametrize("head_dim", quick(pallas_gpu.HEAD_DIMS, 256))
 def test_every_head_dim_compiles_for_a_hopper(head_dim):
     compile_for("h100", replace(EVERYTHING, head_dim=head_dim, dtype="float16"), "pallas_gpu")

@@ -13,13 +13,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.flash_attention import flash_attention, xla
-from pallas_kernels.flash_attention.shapes import SMALL, Shape
+from pallas_kernels.flash_attention.shapes import SMALL, FlashShape
+from tests.pallas_kernels.quick import quick
 
 # Error of one rounding; a sum of n products of unit size errs by about this times sqrt(n).
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-8}
 
 
-def tolerance(shape: Shape) -> float:
+def tolerance(shape: FlashShape) -> float:
     """For the outputs of a call: values of unit size, and scores that are sums of head_dim products."""
     return ROUNDING[shape.dtype] * math.sqrt(shape.head_dim)
 
@@ -30,21 +31,18 @@ def assert_close(found, expected, atol: float):
     np.testing.assert_allclose(found, expected, rtol=0, atol=atol, strict=True)
 
 
-# An interpreted kernel takes a second on a TPU and up to ten on a GPU: these are run always, the others with --slow.
+# Each path through an implementation, and together every feature. A case takes one to two seconds, of the GPU ten.
 ALWAYS = {
-    "xla": set(SMALL),
-    "pallas_tpu": {
-        *("one_token", "more_keys", "keys_not_a_multiple", "groups_16", "heads_16", "head_dim_80", "window_17"),
-        *("segments_full", "segments_window_sinks", "decode", "long_chunk", "empty_row", "all_empty"),
-        *("full_and_lengths", "bf16_everything"),
-    },
-    "pallas_gpu": {"window_17", "segments_window_sinks", "empty_row"},
+    "xla": (*("keys_not_a_multiple", "window_17", "segments_window_sinks", "long_chunk", "everything"),),
+    "pallas_tpu": ("long_chunk", "head_dim_80", "bf16_everything"),
+    "pallas_gpu": ("segments_window_sinks",),
 }
-SUITE = [
-    pytest.param(name, case, id=f"{name}-{case}", marks=[] if case in ALWAYS[name] else pytest.mark.slow)
-    for name in ALWAYS
-    for case in SMALL
-]
+SUITE = quick([(name, case) for name in ALWAYS for case in SMALL], *((n, c) for n in ALWAYS for c in ALWAYS[n]))
+# Properties that the kernels have by the way they block; the gradient, and XLA's blocks, are one for all.
+ON_XLA, ON_TPU = (
+    pytest.mark.parametrize("attend", quick(("xla", "pallas_tpu", "pallas_gpu"), name), indirect=True)
+    for name in ("xla", "pallas_tpu")
+)
 
 
 @pytest.mark.parametrize(("attend", "name"), SUITE, indirect=["attend"])
@@ -62,7 +60,7 @@ def test_equals_dense_attention(name, attend, expected):
 
 def test_dense_attention_is_the_textbook_formula():
     # One query head with everything, written out in float64.
-    shape = Shape(7, heads=(1, 1), window=3, soft_cap=2.0, sinks=True, scale=0.7)
+    shape = FlashShape(7, heads=(1, 1), window=3, soft_cap=2.0, sinks=True, scale=0.7)
     arguments = shape.arguments()
     q, k, v = (np.asarray(arguments[name], np.float64)[0, :, 0] for name in "qkv")
     scores = 2.0 * np.tanh(q @ k.T * 0.7 / 2.0)
@@ -74,14 +72,16 @@ def test_dense_attention_is_the_textbook_formula():
     np.testing.assert_allclose(lse[0, :, 0], np.log(total), atol=1e-6)
 
 
+@ON_TPU
 def test_the_comparison_catches_a_window_that_is_one_key_short(attend, expected):
-    shape = attend.nearest(Shape(50, window=16))
+    shape = attend.nearest(FlashShape(50, window=16))
     out, _ = attend(replace(shape, window=15), shape.arguments())
     assert jnp.abs(out.astype(jnp.float32) - expected(shape)[0].astype(jnp.float32)).max() > 10 * tolerance(shape)
 
 
+@ON_TPU
 def test_a_query_without_keys_gives_zeros(attend):
-    shape = attend.nearest(Shape(3, 140, offset=(0, 0), lengths=(0, 3)))
+    shape = attend.nearest(FlashShape(3, 140, offset=(0, 0), lengths=(0, 3)))
     out, lse = attend(shape, shape.arguments(stale=np.nan))
     assert np.array_equal(out[0], np.zeros_like(out[0]))
     assert np.all(np.isneginf(lse[0]))
@@ -112,7 +112,7 @@ def test_the_interpreter_flags_a_copy_that_nobody_waits_for(race_check):
             jax.block_until_ready(jax.jit(run)(x))
 
 
-RAGGED = Shape(40, 200, heads=(2, 1), offset=(0, 30, 150), lengths=(40, 70, 190))
+RAGGED = FlashShape(40, 200, heads=(2, 1), offset=(0, 30, 150), lengths=(40, 70, 190))
 
 
 def test_rows_are_independent_to_the_bit_and_a_nan_is_never_hidden(attend):
@@ -131,13 +131,14 @@ def test_rows_are_independent_to_the_bit_and_a_nan_is_never_hidden(attend):
         assert np.isnan(lse[1]).all() == (name != "v")
 
 
+@ON_TPU
 def test_a_row_is_the_same_bits_beside_any_neighbours(attend):
     rng = np.random.default_rng(0)
     first = None
     for _ in range(4):
         others = [int(n) for n in rng.integers(0, 160, 2)]
         offsets = [max(n - 9, 0) for n in others]
-        shape = attend.nearest(Shape(9, 170, window=40, sinks=True, lengths=(70, *others), offset=(61, *offsets)))
+        shape = attend.nearest(FlashShape(9, 170, window=40, sinks=True, lengths=(70, *others), offset=(61, *offsets)))
         arguments = shape.arguments(stale=np.nan)
         if first is None:
             first, expected = arguments, attend(shape, arguments)
@@ -150,11 +151,12 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(attend):
             assert np.array_equal(one[0], other[0])
 
 
+@ON_XLA
 def test_unused_capacity_changes_no_bit(attend):
     num_queries = 20
     offset = (0, 40, 8)
     lengths = tuple(start + num_queries for start in offset)
-    shape = attend.nearest(Shape(num_queries, 80, offset=offset, lengths=lengths, window=30))
+    shape = attend.nearest(FlashShape(num_queries, 80, offset=offset, lengths=lengths, window=30))
     arguments = shape.arguments(stale=np.nan)
     results = []
     for capacity in (200, 333):
@@ -167,23 +169,24 @@ def test_unused_capacity_changes_no_bit(attend):
 
 GRADIENTS = {
     "one_token": SMALL["one_token"],
-    "plain": Shape(61, heads=(4, 2), head_dim=16, batch=2, return_lse=False),
-    "fewer_keys": Shape(40, 10, head_dim=16, causal=False),
-    "window_past_the_keys": Shape(40, 10, head_dim=16, window=5),
+    "plain": FlashShape(61, heads=(4, 2), head_dim=16, batch=2, return_lse=False),
+    "fewer_keys": FlashShape(40, 10, head_dim=16, causal=False),
+    "window_past_the_keys": FlashShape(40, 10, head_dim=16, window=5),
     "everything": replace(SMALL["everything"], head_dim=16),
     "empty_row": replace(SMALL["empty_row"], head_dim=16),
-    "bf16": Shape(61, head_dim=16, dtype="bfloat16"),
+    "bf16": FlashShape(61, head_dim=16, dtype="bfloat16"),
 }
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", quick(GRADIENTS, "everything"))
 def test_gradients_equal_those_of_dense_attention(name, attend_xla):
     compare_gradients(GRADIENTS[name], attend_xla)
 
 
+@ON_TPU
 def test_gradients_through_every_implementation(attend):
     # One gradient serves all; what it needs of an implementation is a right log-sum-exp.
-    shape = attend.nearest(Shape(20, 140, window=100, soft_cap=3.0, sinks=True, offset=(110,), return_lse=False))
+    shape = attend.nearest(FlashShape(20, 140, window=100, soft_cap=3.0, sinks=True, offset=(110,), return_lse=False))
     compare_gradients(shape, attend)
 
 
@@ -215,7 +218,7 @@ def compare_gradients(shape, attend):
 
 
 def test_gradient_beyond_a_rows_length_is_zero_whatever_lies_there(attend_xla):
-    shape = Shape(9, 60, head_dim=16, offset=(0, 20), lengths=(9, 29), return_lse=False)
+    shape = FlashShape(9, 60, head_dim=16, offset=(0, 20), lengths=(9, 29), return_lse=False)
 
     @jax.jit
     def gradients(arguments):
@@ -229,8 +232,9 @@ def test_gradient_beyond_a_rows_length_is_zero_whatever_lies_there(attend_xla):
     assert not np.any(clean[1][0, 9:])
 
 
+@pytest.mark.slow
 def test_equals_dense_attention_with_the_blocks_of_production():
-    shape = Shape(xla.QUERY_BLOCK + 3, head_dim=8, window=300)
+    shape = FlashShape(xla.QUERY_BLOCK + 3, head_dim=8, window=300)
     arguments = shape.arguments()
     for one, other in zip(shape.call("xla")(arguments), shape.call("reference")(arguments), strict=True):
         assert_close(one, other, tolerance(shape))
@@ -262,7 +266,7 @@ def test_memory_of_the_gradient_is_linear_in_the_number_of_tokens():
 
 def test_blocks_nobody_sees_are_not_computed(attend_xla):
     # The loop's bounds, seen through what it would read: the keys of blocks outside them are NaN and visible to none.
-    shape = Shape(1, 160, head_dim=16, window=4, offset=(103, 140), lengths=(104, 141))
+    shape = FlashShape(1, 160, head_dim=16, window=4, offset=(103, 140), lengths=(104, 141))
     arguments = shape.arguments()
     is_outside = (jnp.arange(160) < 96) | (jnp.arange(160) >= 144)
     for name in ("k", "v"):
@@ -274,7 +278,7 @@ def test_blocks_nobody_sees_are_not_computed(attend_xla):
 
 
 def test_features_that_are_off_leave_nothing_in_the_program():
-    shape = Shape(1, 160, head_dim=16, offset=(100,), lengths=(101,), return_lse=False)
+    shape = FlashShape(1, 160, head_dim=16, offset=(100,), lengths=(101,), return_lse=False)
     text = str(jax.make_jaxpr(shape.call("xla"))(shape.arguments()))
     for operation in ("tanh", " log ", "custom_jvp"):
         assert operation not in text

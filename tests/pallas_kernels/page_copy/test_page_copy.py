@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import ahead_of_time
 from pallas_kernels.page_copy import copy_pages
 from pallas_kernels.paged_attention import PageShape, empty_pages
+from tests.pallas_kernels.quick import quick
 
 NUM_PAGES = 12
 
@@ -75,8 +76,10 @@ def test_bad_input():
         copy_pages(jnp.zeros((4, 1)), ids, ids, implementation="pallas_tpu")
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x", "h100"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+CASES = [(chip, dtype) for chip in ("v5e", "v6e", "tpu7x", "h100") for dtype in ("bfloat16", "float8_e4m3fn", "int8")]
+
+
+@pytest.mark.parametrize(("chip", "dtype"), quick(CASES, ("v6e", "int8"), ("h100", "int8")))
 def test_compiled_in_place(chip, dtype):
     """Four layers of Llama-3-8B's cache: nothing but the copied pages moves, and on a TPU there is no temporary."""
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import SeparatePages, paged_attention, unpack
-from pallas_kernels.paged_attention.shapes import Shape
+from pallas_kernels.paged_attention.shapes import PagedShape
 
 # Error of one rounding; a sum of n products of unit size errs by about this times sqrt(n).
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}
 
 
-def run_paged(shape: Shape, arguments: dict, implementation: str) -> tuple[jax.Array, SeparatePages]:
+def run_paged(shape: PagedShape, arguments: dict, implementation: str) -> tuple[jax.Array, SeparatePages]:
     """Output and the cache in its logical form, from one jitted call."""
 
     def call(arrays):
@@ -29,7 +29,7 @@ def run_paged(shape: Shape, arguments: dict, implementation: str) -> tuple[jax.A
 
 
 @functools.cache
-def _expected(shape: Shape, seed: int):
+def _expected(shape: PagedShape, seed: int):
     arguments = shape.arguments("separate", seed=seed)
     out, pages = run_paged(shape, arguments, "reference")
     tokens = np.arange(shape.num_tokens)[:, None]
@@ -38,7 +38,7 @@ def _expected(shape: Shape, seed: int):
     return rows, np.asarray(out, np.float32), [None if a is None else np.asarray(a.astype(jnp.float32)) for a in pages]
 
 
-def check_paged(shape: Shape, implementation: str, page_layout: str, *, seed: int = 0) -> None:
+def check_paged(shape: PagedShape, implementation: str, page_layout: str, *, seed: int = 0) -> None:
     """Output and cache are the oracle's: every query's row, every new token, and nothing else written."""
     rows, expected, expected_pages = _expected(shape, seed)
     out, pages = run_paged(shape, shape.arguments(page_layout, seed=seed), implementation)

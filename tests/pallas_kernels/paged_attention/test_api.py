@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels.paged_attention
 from pallas_kernels import ahead_of_time
 from pallas_kernels.paged_attention import (
+    KernelChoice,
     choose,
     make_schedule,
     make_spec,
@@ -16,12 +18,12 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, _within_window
 from pallas_kernels.paged_attention.layout import layout_of
-from pallas_kernels.paged_attention.shapes import SMALL, Shape
+from pallas_kernels.paged_attention.shapes import SMALL, PagedShape
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 
 
-def spec_of(shape: Shape, page_layout: str = "separate"):
+def spec_of(shape: PagedShape, page_layout: str = "separate"):
     return shape.spec(page_layout)
 
 
@@ -36,6 +38,13 @@ def test_choice_by_platform():
         choice = choose(spec_of(SMALL["decode_bf16"]), platform=platform)
         assert choice.implementation in IMPLEMENTATIONS
         assert all(choice.reasons.values())
+
+
+def test_a_former_name_warns():
+    with pytest.warns(DeprecationWarning, match=r"paged_attention\.Choice is now KernelChoice"):
+        assert pallas_kernels.paged_attention.Choice is KernelChoice
+    with pytest.raises(AttributeError, match="no attribute 'Chosen'"):
+        pallas_kernels.paged_attention.Chosen  # noqa: B018
 
 
 def test_a_fallback_says_why():
@@ -58,7 +67,7 @@ def test_new_pages_have_the_layout_of_the_platform():
 
 
 def test_one_schedule_serves_all_layers():
-    shape = SMALL["mixed"]
+    shape = SMALL["decode_empty_slots"]
     arguments = shape.arguments("separate")
 
     @jax.jit
@@ -113,7 +122,7 @@ def test_tree_bits_within_a_window():
     ],
 )
 def test_bad_input(change, message):
-    shape = Shape(((1, 20), (1, 3)))
+    shape = PagedShape(((1, 20), (1, 3)))
     with pytest.raises(ValueError, match=message):
         paged_attention(**shape.arguments("separate") | change)
 

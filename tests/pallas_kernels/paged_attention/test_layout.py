@@ -19,6 +19,7 @@ from pallas_kernels.paged_attention import (
     unpack,
 )
 from pallas_kernels.paged_attention.layout import DTYPES, append, from_stored, gather, page_shape, to_stored
+from tests.pallas_kernels.quick import quick
 
 
 def random_pages(shape: PageShape, seed: int = 0) -> SeparatePages:
@@ -37,7 +38,7 @@ def assert_equal(found, wanted):
     )
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=3)
 @given(
     heads=st.integers(1, 9),
     head_dim=st.sampled_from([8, 64, 80, 96, 128, 256]),
@@ -61,8 +62,10 @@ def test_unpack_undoes_pack(heads, head_dim, page_size, dtype):
         assert_equal(gather(bits, ids, shape), taken)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    quick([(dtype, size) for dtype in DTYPES for size in (64, 128)], ("int8", 64)),
+)
 def test_append_is_the_same_in_all_layouts_and_drops_padding(dtype, head_dim):
     shape = PageShape(4, 16, 3, head_dim, dtype)
     logical = random_pages(shape)
@@ -80,7 +83,7 @@ def test_append_is_the_same_in_all_layouts_and_drops_padding(dtype, head_dim):
     assert_equal(written.v[untouched], logical.v[untouched])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", quick(["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"], "float8_e4m3fn", "int8"))
 def test_rounding_of_stored_values(dtype):
     """Errors within half a step of the format; nothing finite becomes NaN; a NaN is not lost."""
     x = jnp.asarray(np.random.default_rng(2).standard_normal((50, 64), np.float32) * 3)
@@ -160,9 +163,15 @@ def moved(logical: SeparatePages, sources, destinations) -> SeparatePages:
     return after
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
-@pytest.mark.parametrize(("heads", "head_dim"), [(3, 128), (2, 16)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+MOVED = [
+    (dtype, heads, head_dim, page_size)
+    for dtype in ("float32", "bfloat16", "int8", "float8_e4m3fn")
+    for heads, head_dim in ((3, 128), (2, 16))
+    for page_size in (4, 16)
+]
+
+
+@pytest.mark.parametrize(("dtype", "heads", "head_dim", "page_size"), quick(MOVED, ("int8", 3, 128, 4)))
 @settings(deadline=None, max_examples=10)
 @given(data=st.data())
 def test_moved_tokens_are_those_of_the_definition(dtype, heads, head_dim, page_size, data):
@@ -219,8 +228,14 @@ def test_positions_that_do_not_fit_raise(table, sources, destinations, message):
         move_tokens(pages, jnp.zeros((3, 3), jnp.int32), jnp.zeros((3, 2)), jnp.zeros((3, 2)))
 
 
-@pytest.mark.parametrize("chip", ["v5e", "v6e", "tpu7x", "h100"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+LOOPS = [
+    (chip, dtype)
+    for chip in ("v5e", "v6e", "tpu7x", "h100")
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8")
+]
+
+
+@pytest.mark.parametrize(("chip", "dtype"), quick(LOOPS, ("v6e", "bfloat16"), ("h100", "int8")))
 def test_tokens_are_moved_in_place_within_a_loop(chip, dtype):
     """Two layers of Llama-3-8B's cache: no temporary beyond the tokens, and no more moves than they."""
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:

@@ -4,6 +4,7 @@ The interpreter runs few thread blocks and short splits, so that a block takes s
 tens of keys has several splits. It has no registers, layouts or asynchronous copies: those are left to the compiler.
 """
 
+import itertools
 import re
 from dataclasses import asdict, replace
 
@@ -15,34 +16,20 @@ import pytest
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import choose, gpu_kernel, gpu_schedule, make_spec, paged_attention, pallas_gpu
-from pallas_kernels.paged_attention.shapes import SMALL, Shape, decode_shape
+from pallas_kernels.paged_attention.shapes import SMALL, PagedShape, decode_shape
+from tests.pallas_kernels.quick import quick
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")
-# One of each path through the kernel; the others run with --slow.
-PATHS = {
-    "decode_around_a_page",
-    "decode_empty_slots",
-    "decode_head_dim_80",
-    "decode_head_dim_256",
-    "decode_page_128",
-    "decode_soft_cap_sinks",
-    "decode_e5m2",
-    "decode_int8_page_64",
-    "verify_padded_slots",
-    "verify_tree_window",
-    "prefill_e4m3",
-    "mixed_tree",
-}
 # Heads (of queries, of keys) of Llama-3-8B and of the Qwen3 models; head_dim 128.
 HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
 CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
-def spec_of(shape: Shape, page_layout: str = "separate"):
+def spec_of(shape: PagedShape, page_layout: str = "separate"):
     return shape.spec(page_layout)
 
 
-def for_gpu(shape: Shape) -> Shape:
+def for_gpu(shape: PagedShape) -> PagedShape:
     """The shape in dtypes and pages that the kernel takes: float32 as bfloat16, scales of at least 32 tokens."""
     cache_dtype = "bfloat16" if shape.cache_dtype == "float32" else shape.cache_dtype
     page_size = max(shape.page_size, 32) if cache_dtype == "int8" else shape.page_size
@@ -67,12 +54,12 @@ def gpu_interpreter(monkeypatch):
 # In the interpreter
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in PATHS else pytest.mark.slow) for n in SMALL])
+@pytest.mark.parametrize("name", quick(SMALL, "decode_int8_page_64", "verify_window_soft_cap_sinks", "prefill_e4m3"))
 def test_suite(name, check, gpu_interpreter):
     check(for_gpu(SMALL[name]), "pallas_gpu", "separate")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", quick(["float16", "bfloat16"], "bfloat16"))
 def test_float16_and_one_split(dtype, check, gpu_interpreter, monkeypatch):
     """Queries and cache in float16, or results that the kernel writes in the dtype of the queries."""
     if dtype == "bfloat16":
@@ -82,11 +69,11 @@ def test_float16_and_one_split(dtype, check, gpu_interpreter, monkeypatch):
     check(shape, "pallas_gpu", "separate")
 
 
-def test_many_splits_and_tiles(check, gpu_interpreter):
+@pytest.mark.parametrize("heads", quick([((4, 1),), ((7, 1),)], ((4, 1),)))
+def test_many_splits_and_tiles(heads, check, gpu_interpreter):
     """16 new keys lie in two splits, old ones in three more; of 4 heads they are one tile, of 7 two."""
     lengths = ((16, 265), (2, 130), (0, 70), (16, 16))
-    for heads in ((4, 1), (7, 1)):
-        check(Shape(lengths, 16, heads, 64, "bfloat16", "bfloat16", 16, sinks=True), "pallas_gpu", "separate")
+    check(PagedShape(lengths, 16, heads, 64, "bfloat16", "bfloat16", 16, sinks=True), "pallas_gpu", "separate")
 
 
 def test_the_suite_finds_what_is_left_out(check, gpu_interpreter, monkeypatch):
@@ -107,9 +94,10 @@ def _wait_only(kernel):
     gpu_kernel.plgpu.barrier_wait(kernel.refs["new_barrier"])
 
 
-def test_neighbours_do_not_matter(gpu_interpreter):
+@pytest.mark.parametrize("name", quick(["verify", "mixed"], "verify"))
+def test_neighbours_do_not_matter(name, gpu_interpreter):
     """In a program of one shape, a sequence's rows keep every bit when the others are emptied, and when one is NaN."""
-    shape = for_gpu(SMALL["mixed"])
+    shape = for_gpu(SMALL[name])
     arguments = shape.arguments("separate")
     call = jax.jit(lambda arrays: paged_attention(**arrays, **shape.options, implementation="pallas_gpu")[0])
     together = np.asarray(call(arguments), np.float32)
@@ -124,9 +112,10 @@ def test_neighbours_do_not_matter(gpu_interpreter):
         np.testing.assert_array_equal(broken[~inside], together[~inside])
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_chunks(gpu_interpreter):
     """12 tokens after 120 keys, at once or as 5, 1 and 6, in one program: keys lie in the same blocks and splits."""
-    shape = Shape(((12, 132),), dtype="bfloat16", cache_dtype="bfloat16", max_query_length=12)
+    shape = PagedShape(((12, 132),), dtype="bfloat16", cache_dtype="bfloat16", max_query_length=12)
     arguments = shape.arguments("separate")
 
     @jax.jit
@@ -150,16 +139,16 @@ def test_bits_do_not_depend_on_the_chunks(gpu_interpreter):
 # The schedule
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 70}, {"tree": True}, {"tree": True, "window": 70}], ids=str)
-def test_items_cover_every_visible_key_once(options):
+@pytest.mark.parametrize(("tree", "window"), quick(itertools.product([False, True], [None, 70]), (True, 70)))
+def test_items_cover_every_visible_key_once(tree, window):
     rng = np.random.default_rng(0)
     lengths = tuple((int(n), int(n + rng.integers(0, 900))) for n in (1, 0, 16, 3, 17, 200, 0, 64, 1))
-    shape = Shape(lengths, 16, (6, 2), 64, "bfloat16", "bfloat16", gap=1, **options)
+    shape = PagedShape(lengths, 16, (6, 2), 64, "bfloat16", "bfloat16", gap=1, tree=tree, window=window)
     spec, arguments = spec_of(shape), shape.arguments("separate")
     starts, groups = np.asarray(arguments["query_starts"]), spec.num_groups
     found, placed = np.zeros((len(lengths), 200 * groups, 1100), int), np.zeros((spec.num_tokens, groups), int)
-    for program in gpu_schedule.plan_shapes(spec):
-        plan = gpu_schedule.make_plan(
+    for program in gpu_schedule.split_plan_shapes(spec):
+        plan = jax.jit(gpu_schedule.make_split_plan, static_argnums=(0, 1))(
             spec, program, arguments["query_starts"], arguments["query_lengths"], arguments["kv_lengths"]
         )
         items = np.asarray(plan.work)[: int(plan.count[0])]
@@ -195,7 +184,9 @@ def test_items_cover_every_visible_key_once(options):
 def test_splits_follow_from_shapes_alone():
     """Few sequences have short splits, many have long ones, and partial results stay small."""
     few, many = (
-        gpu_schedule.plan_shapes(spec_of(Shape(((1, 32768),) * n, 64, (32, 8), 128, "bfloat16", "bfloat16", 1)))[0]
+        gpu_schedule.split_plan_shapes(
+            spec_of(PagedShape(((1, 32768),) * n, 64, (32, 8), 128, "bfloat16", "bfloat16", 1))
+        )[0]
         for n in (1, 256)
     )
     assert (few.split_keys, many.split_keys) == (256, 4096)
@@ -204,10 +195,10 @@ def test_splits_follow_from_shapes_alone():
 
 
 def test_empty_steps_have_no_items():
-    spec = spec_of(Shape(((1, 40),) * 5, max_query_length=1))
+    spec = spec_of(PagedShape(((1, 40),) * 5, max_query_length=1))
     zeros = jnp.zeros(5, jnp.int32)
-    (program,) = gpu_schedule.plan_shapes(spec)
-    assert int(gpu_schedule.make_plan(spec, program, zeros, zeros, zeros).count[0]) == 0
+    (program,) = gpu_schedule.split_plan_shapes(spec)
+    assert int(gpu_schedule.make_split_plan(spec, program, zeros, zeros, zeros).count[0]) == 0
 
 
 # What it does not do
@@ -231,7 +222,7 @@ def test_unsupported_with_a_reason(change, reason):
         with pytest.raises(NotImplementedError, match=reason):
             choose(spec, "pallas_gpu")
         assert "interleaved" in str(pallas_gpu.unsupported(spec_of(SMALL["decode_bf16"], "interleaved"), "gpu"))
-    assert "not cpu" in str(pallas_gpu.unsupported(spec, "cpu"))
+    assert pallas_gpu.unsupported(spec, "cpu") == "it needs a GPU, and this is a cpu"
 
 
 # The real compiler
@@ -252,10 +243,10 @@ COMPILED = {
 }
 
 
-def compiled_shape(name: str) -> Shape:
+def compiled_shape(name: str) -> PagedShape:
     (lengths, queries), count, heads, cache_dtype, options = COMPILED[name]
     options = {"page_size": 64, "head_dim": 128} | options
-    return Shape(
+    return PagedShape(
         (lengths,) * count,
         heads=HEADS[heads],
         dtype="bfloat16",
@@ -265,23 +256,13 @@ def compiled_shape(name: str) -> Shape:
     )
 
 
-SLOW = {*COMPILED} - {
-    "decode_64_bfloat16",
-    "decode_64_float8_e4m3fn",
-    "decode_64_int8",
-    "verify_tree_bfloat16",
-    "prefill_bfloat16",
-    "decode_head_dim_80_page_16",
-}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else []) for n in COMPILED])
+@pytest.mark.parametrize("name", quick(COMPILED, "decode_64_int8", "prefill_bfloat16"))
 def test_compiled_in_place(name):
     """The cache is updated in place and never copied; temporaries do not grow with it.
 
     The compiler refuses a kernel of more than 227 KiB of shared memory; two thread blocks share a multiprocessor.
     """
-    if (why := ahead_of_time.missing_compiler("h200")) is not None:
+    if (why := ahead_of_time.missing_compiler("h100")) is not None:
         pytest.skip(why)
     shape = compiled_shape(name)
     arguments = shape.abstract("separate", num_pages=2048 if shape.page_size >= 64 else 8192)
@@ -290,14 +271,14 @@ def test_compiled_in_place(name):
     def call(pages, arrays):
         return paged_attention(pages=pages, **arrays, **shape.options, implementation="pallas_gpu")
 
-    compiled = ahead_of_time.compile_for("h200", call, pages, arguments, donate_argnums=(0,))
+    compiled = ahead_of_time.compile_for("h100", call, pages, arguments, donate_argnums=(0,))
     assert compiled.aliased_bytes >= sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pages))
     spec = spec_of(shape)
     bound = 2**20 + 8 * arguments["q"].size * 2
-    for program in gpu_schedule.plan_shapes(spec):
+    for program in gpu_schedule.split_plan_shapes(spec):
         # XLA may keep the partial results twice while it sums them.
         bound += 8 * program.num_tiles * program.num_splits * spec.num_kv_heads * program.out_rows * (spec.head_dim + 2)
-        size = gpu_kernel.sizes(spec, program, pallas_gpu._appends_in_kernel(spec))
+        size = gpu_kernel.kernel_sizes(spec, program, pallas_gpu._appends_in_kernel(spec))
         limit = gpu_kernel.PAIR_SHARED_BYTES if spec.head_dim <= 128 else gpu_kernel.MAX_SHARED_BYTES
         assert size.shared_bytes <= limit
     assert compiled.temporary_bytes <= bound

@@ -5,6 +5,7 @@ one of more than 16 new tokens is several items.
 """
 
 import contextlib
+import itertools
 import re
 from collections import Counter
 from dataclasses import asdict, replace
@@ -19,9 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, tpu_words
-from pallas_kernels.paged_attention.shapes import SMALL, Shape, decode_shape
+from pallas_kernels.paged_attention.shapes import SMALL, PagedShape, decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
-from pallas_kernels.paged_attention.tpu_schedule import NAMES, Blocks
+from pallas_kernels.paged_attention.tpu_schedule import NAMES, TpuProgramSizes
+from tests.pallas_kernels.quick import quick
 
 CHIPS = ("v5e", "v6e", "tpu7x")
 CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -30,7 +32,7 @@ HEADS = {"llama3": (32, 8), "qwen3_small": (16, 8), "qwen3_large": (64, 8)}
 
 
 @contextlib.contextmanager
-def use_blocks(*programs: Blocks):
+def use_blocks(*programs: TpuProgramSizes):
     """Sizes of the program of few queries and of that of many."""
     with contextlib.ExitStack() as stack:
         for name, blocks in zip(NAMES, programs, strict=False):
@@ -42,29 +44,38 @@ def use_blocks(*programs: Blocks):
 def small_blocks():
     """Also compiles the interpreted program with less care: that is most of the time of these tests."""
     jax.config.update("jax_disable_most_optimizations", True)
-    with use_blocks(Blocks(16, 32, 3, 1), Blocks(16, 32, 2, 1)):
+    with use_blocks(TpuProgramSizes(16, 32, 3, 1), TpuProgramSizes(16, 32, 2, 1)):
         yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def jitted(shape: Shape):
+def jitted(shape: PagedShape):
     return jax.jit(lambda arrays: paged_attention(**arrays, **shape.options, implementation="pallas_tpu"))
 
 
 # In the interpreter
 
 
-@pytest.mark.parametrize("name", SMALL)
+# One of each path through the kernel.
+SUITE = quick(
+    SMALL,
+    *("decode_one_sequence", "decode_empty_slots", "decode_window", "verify", "verify_tree_window", "prefill_int8"),
+)
+
+
+@pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check, tpu_interpreter, small_blocks):
     check(SMALL[name], "pallas_tpu", "interleaved")
 
 
+@pytest.mark.slow
 def test_suite_with_the_blocks_of_a_chip(check, tpu_interpreter):
     check(SMALL["mixed_tree"], "pallas_tpu", "interleaved")
 
 
+@pytest.mark.slow
 def test_suite_with_other_blocks(check, tpu_interpreter):
-    with use_blocks(Blocks(16, 16, 2, 2), Blocks(8, 48, 4, 2)):
+    with use_blocks(TpuProgramSizes(16, 16, 2, 2), TpuProgramSizes(8, 48, 4, 2)):
         check(SMALL["prefill_window"], "pallas_tpu", "interleaved")
 
 
@@ -85,7 +96,7 @@ def transfers(monkeypatch):
     return counted
 
 
-def ideal_bytes(shape: Shape) -> int:
+def ideal_bytes(shape: PagedShape) -> int:
     """Queries and output, new tokens read and written, and the pages that a query sees, each once."""
     page = shape.page()
     row = page.num_rows * page.num_lanes * jnp.dtype(page.dtype).itemsize
@@ -104,18 +115,18 @@ def ideal_bytes(shape: Shape) -> int:
 
 
 TRAFFIC = {
-    "bfloat16": Shape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "bfloat16", 1),
-    "int8": Shape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "int8", 1),
-    "window": Shape(((1, 400), (1, 63)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, window=40),
-    "empty slots": Shape(
+    "bfloat16": PagedShape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "bfloat16", 1),
+    "int8": PagedShape(((1, 130), (1, 63), (1, 320)), 64, (8, 2), 128, "bfloat16", "int8", 1),
+    "window": PagedShape(((1, 400), (1, 63)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, window=40),
+    "empty slots": PagedShape(
         ((0, 7), (1, 63), (0, 0), (0, 300)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, num_padding=3
     ),
-    "only empty slots": Shape(((0, 7), (0, 0)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, num_padding=3),
-    "verify": Shape(((4, 130), (3, 64)), 64, (8, 2), 128, "bfloat16", "bfloat16", 4),
+    "only empty slots": PagedShape(((0, 7), (0, 0)), 16, (8, 2), 128, "bfloat16", "bfloat16", 1, num_padding=3),
+    "verify": PagedShape(((4, 130), (3, 64)), 64, (8, 2), 128, "bfloat16", "bfloat16", 4),
 }
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize("name", quick(TRAFFIC, "int8", "window"))
 def test_bytes_moved(name, transfers, tpu_interpreter):
     """HBM traffic is at most 1.10 times queries, output, new tokens and pages in use."""
     shape = TRAFFIC[name]
@@ -131,7 +142,7 @@ def test_bytes_moved(name, transfers, tpu_interpreter):
 def test_each_missing_wait_is_noticed(monkeypatch, capfd):
     """Inverse: with any one wait left out, the interpreter reports a race, or, where nothing in the kernel reads again
     what was copied, a semaphore that is not zero at its end."""
-    shape = Shape(((2, 36), (1, 5)), cache_dtype="int8", max_query_length=2, heads=(2, 1))
+    shape = PagedShape(((2, 36), (1, 5)), cache_dtype="int8", max_query_length=2, heads=(2, 1))
     arguments = shape.arguments("interleaved")
     skipped, seen = [-1], [0]
     dma_wait = interpreter.dma_wait
@@ -143,7 +154,7 @@ def test_each_missing_wait_is_noticed(monkeypatch, capfd):
     monkeypatch.setattr(interpreter, "dma_wait", wait)
     # Copies happen at once here: what does not wait for one races with it.
     parameters = pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager", vector_clock_size=64)
-    with pltpu.force_tpu_interpret_mode(parameters), use_blocks(Blocks(16, 16, 2, 1)):
+    with pltpu.force_tpu_interpret_mode(parameters), use_blocks(TpuProgramSizes(16, 16, 2, 1)):
         compiled = jitted(shape).lower(arguments).compile()
 
     def run(skip: int) -> tuple[bool, bool]:
@@ -167,7 +178,7 @@ def test_each_missing_wait_is_noticed(monkeypatch, capfd):
     assert sum(has_race for has_race, _ in found) > num_waits / 2
 
 
-@pytest.mark.parametrize("name", ["verify_tree", "mixed", "decode_int8"])
+@pytest.mark.parametrize("name", quick(["verify_tree", "mixed", "decode_int8"], "decode_int8"))
 def test_bits_do_not_depend_on_neighbours(name, tpu_interpreter, small_blocks):
     """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
     shape = SMALL[name]
@@ -182,7 +193,7 @@ def test_bits_do_not_depend_on_neighbours(name, tpu_interpreter, small_blocks):
         np.testing.assert_array_equal(np.asarray(call(alone)[0])[rows], together[rows])
 
 
-@pytest.mark.parametrize(("name", "index"), [("mixed", 4), ("decode_int8", 1)])
+@pytest.mark.parametrize(("name", "index"), quick([("mixed", 4), ("decode_int8", 1)], ("decode_int8", 1)))
 def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks):
     shape = SMALL[name]
     arguments = shape.arguments("interleaved")
@@ -196,7 +207,7 @@ def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks)
     np.testing.assert_array_equal(broken[~inside], clean[~inside])
 
 
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", quick(CACHE_DTYPES, "bfloat16", "int8"))
 def test_words_of_a_token(dtype):
     """The strided load that chips run gives the words that the interpreter's spelling gives (`load_words`)."""
     page = layout.PageShape(1, 16, 5, 128, dtype)
@@ -224,7 +235,7 @@ def test_words_of_a_token(dtype):
 # What it refuses
 
 
-def spec_of(shape: Shape, page_layout: str = "interleaved"):
+def spec_of(shape: PagedShape, page_layout: str = "interleaved"):
     arguments = shape.abstract(page_layout)
     names = ("q", "k_new", "v_new", "pages", "page_table")
     return make_spec(*(arguments[name] for name in names), **shape.options)
@@ -248,7 +259,7 @@ def test_unsupported(change, page_layout, platform, message):
 
 def test_supported():
     """128 Ki page ids fit in scalar memory."""
-    shape = Shape(((1, 65536),) * 256, 128, (32, 8), 128, "bfloat16", "bfloat16", 1, pages_per_sequence=512)
+    shape = PagedShape(((1, 65536),) * 256, 128, (32, 8), 128, "bfloat16", "bfloat16", 1, pages_per_sequence=512)
     assert pallas_tpu.unsupported(spec_of(shape), "tpu") is None
     with pytest.raises(NotImplementedError, match="needs a TPU"):
         make_schedule(spec_of(shape), *[None] * 3, implementation="pallas_tpu")
@@ -257,7 +268,7 @@ def test_supported():
 # In the compilers of the chips
 
 
-def chip_shape(kind: str, heads: str, dtype: str) -> Shape:
+def chip_shape(kind: str, heads: str, dtype: str) -> PagedShape:
     options = {
         "page_size": 128,
         "heads": HEADS[heads],
@@ -266,15 +277,15 @@ def chip_shape(kind: str, heads: str, dtype: str) -> Shape:
         "cache_dtype": dtype,
     }
     if kind == "decode":
-        return Shape(((1, 32768),) * 256, max_query_length=1, pages_per_sequence=256, **options)
+        return PagedShape(((1, 32768),) * 256, max_query_length=1, pages_per_sequence=256, **options)
     if kind == "verify":
-        return Shape(((8, 32768),) * 64, max_query_length=8, **options)
+        return PagedShape(((8, 32768),) * 64, max_query_length=8, **options)
     if kind == "prefill":
-        return Shape(((512, 8192),), **options)
-    return Shape(((1, 8192),) * 63 + ((449, 8192),), **options)
+        return PagedShape(((512, 8192),), **options)
+    return PagedShape(((1, 8192),) * 63 + ((449, 8192),), **options)
 
 
-def check_compiled(chip: str, shape: Shape) -> None:
+def check_compiled(chip: str, shape: PagedShape) -> None:
     """Compiles; the cache is updated in place, nothing of its size is copied, and temporaries are as q and out."""
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
@@ -296,44 +307,31 @@ def check_compiled(chip: str, shape: Shape) -> None:
     assert not re.search(rf"= \S*\[{dimensions}\]\S* copy", text)
 
 
+PROGRAMS = itertools.product(CHIPS, ("decode", "verify", "prefill", "mixed"), HEADS, CACHE_DTYPES)
+
+
 @pytest.mark.parametrize(
     ("chip", "kind", "heads", "dtype"),
-    [
-        ("v5e", "decode", "llama3", "int8"),
-        ("v5e", "verify", "llama3", "float8_e5m2"),
-        ("v5e", "prefill", "qwen3_small", "float32"),
-        ("v6e", "decode", "qwen3_small", "float8_e4m3fn"),
-        ("v6e", "prefill", "llama3", "bfloat16"),
-        ("v6e", "mixed", "qwen3_small", "int8"),
-        ("tpu7x", "decode", "llama3", "bfloat16"),
-        ("tpu7x", "mixed", "qwen3_large", "bfloat16"),
-    ],
+    quick(PROGRAMS, ("v6e", "mixed", "qwen3_small", "int8")),
 )
 def test_compiled(chip, kind, heads, dtype):
     check_compiled(chip, chip_shape(kind, heads, dtype))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", CACHE_DTYPES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("kind", ["decode", "verify", "prefill", "mixed"])
-@pytest.mark.parametrize("chip", CHIPS)
-def test_compiled_all(chip, kind, heads, dtype):
-    check_compiled(chip, chip_shape(kind, heads, dtype))
-
-
 FEATURES = {
-    "gpt_oss": Shape(((1, 4096),) * 8 + ((64, 4096),), 64, (64, 8), 64, "bfloat16", "bfloat16", window=128, sinks=True),
-    "gemma2": Shape(((1, 4096),) * 8, 64, (8, 4), 256, "bfloat16", "int8", 1, window=1024, soft_cap=50.0),
-    "tree": Shape(((8, 4096),) * 4, 32, (16, 8), 128, "bfloat16", "bfloat16", 8, window=512, tree=True),
-    "odd_heads": Shape(((1, 4096),) * 4, 16, (15, 5), 64, "bfloat16", "int8", 1),
-    "head_dim_80": Shape(((1, 4096),) * 4, 16, (7, 1), 80, "float32", "float8_e4m3fn", 1),
+    "gpt_oss": PagedShape(
+        ((1, 4096),) * 8 + ((64, 4096),), 64, (64, 8), 64, "bfloat16", "bfloat16", window=128, sinks=True
+    ),
+    "gemma2": PagedShape(((1, 4096),) * 8, 64, (8, 4), 256, "bfloat16", "int8", 1, window=1024, soft_cap=50.0),
+    "tree": PagedShape(((8, 4096),) * 4, 32, (16, 8), 128, "bfloat16", "bfloat16", 8, window=512, tree=True),
+    "odd_heads": PagedShape(((1, 4096),) * 4, 16, (15, 5), 64, "bfloat16", "int8", 1),
+    "head_dim_80": PagedShape(((1, 4096),) * 4, 16, (7, 1), 80, "float32", "float8_e4m3fn", 1),
 }
 
 
 @pytest.mark.parametrize(
     ("chip", "name"),
-    [("v5e", "gpt_oss"), ("v6e", "gemma2"), ("tpu7x", "tree"), ("v5e", "odd_heads"), ("v6e", "head_dim_80")],
+    quick(itertools.product(CHIPS, FEATURES), ("v6e", "tree")),
 )
 def test_compiled_features(chip, name):
     check_compiled(chip, FEATURES[name])

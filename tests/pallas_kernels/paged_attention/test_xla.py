@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.paged_attention import layout, paged_attention, xla
-from pallas_kernels.paged_attention.shapes import SMALL, Shape
+from pallas_kernels.paged_attention.shapes import SMALL, PagedShape
+from tests.pallas_kernels.quick import quick
 
 # Every dtype, row format and program in the interleaved layout too; the rest of xla does not see the layout.
 INTERLEAVED = [
@@ -18,17 +19,25 @@ INTERLEAVED = [
 ]
 
 
-@pytest.mark.parametrize("name", SMALL)
+SUITE = quick(
+    SMALL,
+    *("decode_around_a_page", "decode_soft_cap_sinks", "decode_int8", "verify_tree_window", "mixed"),
+)
+
+
+@pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check):
     check(SMALL[name], "xla", "separate")
 
 
-@pytest.mark.parametrize("name", INTERLEAVED)
+@pytest.mark.parametrize("name", quick(INTERLEAVED, "verify_int8"))
 def test_suite_interleaved(name, check):
     check(SMALL[name], "xla", "interleaved")
 
 
-@pytest.mark.parametrize("name", [name for name in SMALL if SMALL[name].cache_dtype not in ("float32", "int8")])
+@pytest.mark.parametrize(
+    "name", quick([name for name in SMALL if SMALL[name].cache_dtype not in ("float32", "int8")], "decode_e4m3")
+)
 def test_suite_of_bits(name, check):
     check(SMALL[name], "xla", "bits")
 
@@ -57,7 +66,7 @@ def test_the_suite_finds_a_wrong_key(check, monkeypatch, traced_anew):
         check(SMALL[name], "xla", "separate")
 
 
-@pytest.mark.parametrize("name", ["decode_window", "verify_tree", "mixed", "prefill_int8"])
+@pytest.mark.parametrize("name", quick(["decode_window", "verify_tree", "mixed", "prefill_int8"], "mixed"))
 def test_bits_do_not_depend_on_neighbours(name):
     """In a program of one shape, a sequence's rows keep every bit when the others are emptied."""
     shape = SMALL[name]
@@ -74,7 +83,7 @@ def test_bits_do_not_depend_on_neighbours(name):
 
 def test_bits_do_not_depend_on_the_chunks_of_a_prompt():
     """300 tokens in one chunk, or in chunks of 100, 17 and 183, in one program of fixed shape."""
-    shape = Shape(((300, 300),), max_query_length=300, heads=(4, 2))
+    shape = PagedShape(((300, 300),), max_query_length=300, heads=(4, 2))
     arguments = shape.arguments("separate", is_shuffled=False)
 
     @jax.jit
@@ -116,7 +125,7 @@ def test_empty_slots_run_no_tile(monkeypatch, traced_anew):
     original = xla._tile
     monkeypatch.setattr(xla, "_tile", count)
     for live in (0, 1, 9):
-        shape = Shape(((1, 20),) * live + ((0, 7),) * (64 - live), max_query_length=1, num_padding=64 - live)
+        shape = PagedShape(((1, 20),) * live + ((0, 7),) * (64 - live), max_query_length=1, num_padding=64 - live)
         out, _ = jax.jit(lambda arrays, shape=shape: paged_attention(**arrays, **shape.options))(
             shape.arguments("separate")
         )
@@ -126,7 +135,7 @@ def test_empty_slots_run_no_tile(monkeypatch, traced_anew):
         counted.clear()
 
 
-@pytest.mark.parametrize("keys", [16, 32, 512])
+@pytest.mark.parametrize("keys", quick([16, 32, 512], 16))
 def test_block_sizes_change_no_answer(check, keys):
     with tuning.force(xla.SHORT_NAME, keys=keys, tile=2):
         check(SMALL["decode_around_a_page"], "xla", "separate")
@@ -135,14 +144,17 @@ def test_block_sizes_change_no_answer(check, keys):
 ON_A_CPU = [(None, dtype) for dtype in ("float32", "int8", "bfloat16", "float8_e4m3fn", "float8_e5m2")]
 
 
+ON_CHIPS = itertools.product(("v6e", "h100"), ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"))
+
+
 @pytest.mark.parametrize(
     ("chip", "dtype"),
-    [*ON_A_CPU, *itertools.product(["v6e", "h100"], ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8"])],
+    quick([*ON_A_CPU, *ON_CHIPS], (None, "bfloat16"), ("h100", "int8")),
 )
 def test_compiled_in_place(chip, dtype):
     """The cache of a Llama-3-8B layer is updated in place, and temporaries do not grow with it."""
     keys = 4096
-    shape = Shape(
+    shape = PagedShape(
         ((1, keys),) * 64,
         page_size=64,
         heads=(32, 8),

@@ -10,24 +10,26 @@ from jaxinfer.quantization import quantize
 from jaxinfer.quantization.matmul import matmul
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
+from tests.pallas_kernels.quick import quick
 
 K, N = 4096, 14_336  # of Llama-3-8B's feed-forward layer
 FORMATS = ["int8", "int8-g128-asym", "int4", "int4-asym", "int4-g128", "int4-g128-asym", "int4-g32", "w8a8"]
 FORMATS += ["fp8", "fp8-tensor", "fp8-block", "w8a8-fp8", "w8a8-fp8-block"]
 CASES = [
-    pytest.param(chip, name, rows, marks=[] if (rows, chip) == (64, "v6e") or name == "int4-g128" else pytest.mark.slow)
+    (chip, name, rows)
     for chip in ("v5e", "v6e", "tpu7x")
     for name in FORMATS
     for rows in (1, 64, 512)
     if chip != "tpu7x" or rows == 64
 ]
+ALWAYS = [("v6e", "int8", 64), ("v6e", "int4-g128-asym", 64), ("v6e", "int4-g128", 1), ("v6e", "w8a8-fp8-block", 64)]
 
 
 # Where XLA moves more than it has to: the weight twice, or the scales once more, written as float32.
 MOVES_MORE = {("v6e", "w8a8-fp8-block", 512): ("weight", 1), ("tpu7x", "int4-g32", 64): ("scales", 5)}
 
 
-@pytest.mark.parametrize(("chip", "name", "rows"), CASES)
+@pytest.mark.parametrize(("chip", "name", "rows"), quick(CASES, *ALWAYS))
 def test_xla_reads_the_weight_once_as_it_is_stored(chip, name, rows):
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)

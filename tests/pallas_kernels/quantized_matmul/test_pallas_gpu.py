@@ -15,6 +15,7 @@ from jaxinfer.quantization.on_gpu import OUTPUTS_TOGETHER, outputs_together
 from pallas_kernels import ahead_of_time
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.quantized_matmul import choose, make_spec, pallas_gpu, quantized_matmul
+from tests.pallas_kernels.quick import quick
 
 # [K, N] of Llama-3-8B's layers: queries and outputs, keys and values, gate and up, down.
 LLAMA_3_8B = [(4096, 4096), (4096, 1024), (4096, 14_336), (14_336, 4096)]
@@ -35,12 +36,16 @@ def gpu_interpreter():
 # Splits of the groups, zeros, rows that are padded, more stages than steps, several tiles of rows and of outputs.
 @pytest.mark.parametrize(
     ("name", "rows", "inputs", "outputs", "splits"),
-    [
-        ("int4-g64", 3, 512, 128, 1),
-        ("int4-g128-asym", 20, 2048, 64, 2),
+    quick(
+        [
+            ("int4-g64", 3, 512, 128, 1),
+            ("int4-g128-asym", 20, 2048, 64, 2),
+            ("int8-g128", 130, 256, 64, 1),
+            ("int3-g64-asym", 1, 1024, 64, 2),
+        ],
         ("int8-g128", 130, 256, 64, 1),
         ("int3-g64-asym", 1, 1024, 64, 2),
-    ],
+    ),
 )
 def test_products(name, rows, inputs, outputs, splits, gpu_interpreter):
     w = quantize(jax.random.normal(jax.random.key(1), (inputs, outputs)) * 0.02, name)
@@ -53,8 +58,12 @@ def test_products(name, rows, inputs, outputs, splits, gpu_interpreter):
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64, 512])
-@pytest.mark.parametrize("name", ["int4-g128", "int4-g128-asym", "int4-g64", "int8-g128"])
+COMPILED = [
+    (name, rows) for name in ("int4-g128", "int4-g128-asym", "int4-g64", "int8-g128") for rows in (1, 16, 64, 512)
+]
+
+
+@pytest.mark.parametrize(("name", "rows"), quick(COMPILED, ("int4-g128-asym", 16)))
 def test_compiled_for_hopper_no_weight_is_written(name, rows):
     if (reason := ahead_of_time.missing_compiler("h100")) is not None:
         pytest.skip(reason)

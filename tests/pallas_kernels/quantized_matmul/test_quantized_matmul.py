@@ -7,7 +7,8 @@ import pytest
 
 from jaxinfer.quantization import RECIPES, NestedScales, QuantizedArray, Scheme, quantize
 from pallas_kernels.quantized_matmul import choose, form, make_spec, quantized_matmul, xla
-from pallas_kernels.quantized_matmul.activations import quantize_tokens
+from pallas_kernels.quantized_matmul.xla import quantize_tokens
+from tests.pallas_kernels.quick import quick
 
 FORMATS = ["int8", "int8-g32-asym", "int4-asym", "int4-g32", "nf4", "mxfp4", "fp8", "fp8-tensor", "fp8-block"]
 # Codes with minima: bits and the inputs of a group.
@@ -45,8 +46,14 @@ def product(x: jax.Array, w: QuantizedArray, platform: str) -> jax.Array:
     return xla.matmul(x, *arrays(w), spec, platform)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-@pytest.mark.parametrize("name", [*FORMATS, *AFFINE])
+PLATFORMS = ("cpu", "tpu", "gpu")
+PRODUCTS = [(name, platform) for name in (*FORMATS, *AFFINE) for platform in PLATFORMS]
+# Each format once, and each platform's form of a product with groups.
+ALWAYS = [(name, "cpu") for name in (*FORMATS, *AFFINE)]
+ALWAYS += [(name, "tpu") for name in ("int4-g32", "nf4", "affine4-g32")] + [("int8-g32-asym", "gpu")]
+
+
+@pytest.mark.parametrize(("name", "platform"), quick(PRODUCTS, *ALWAYS))
 def test_float32_products(name, platform):
     w = weight(name)
     for rows in (1, 9):
@@ -55,7 +62,7 @@ def test_float32_products(name, platform):
         np.testing.assert_allclose(product(x, w, platform), expected, atol=3e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "affine4-g32"])
+@pytest.mark.parametrize("name", quick([*FORMATS, "affine4-g32"], "int4-g32", "fp8"))
 def test_bfloat16_products_round_no_more_than_a_bfloat16_weight_does(name):
     """A product of x and the weight rounded to bfloat16 errs by about 2^-9 of the size of its terms. XLA:CPU cannot
     multiply groups of bfloat16, so the TPU's form runs in float32 only."""
@@ -66,8 +73,12 @@ def test_bfloat16_products_round_no_more_than_a_bfloat16_weight_does(name):
     assert (np.abs(product(x, w, "gpu") - exact) <= 4 * 2.0**-9 * terms).all()
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
-@pytest.mark.parametrize("name", ["w8a8", "w8a8-fp8", "w8a8-fp8-block"])
+ACTIVATIONS = [
+    (name, platform) for name in ("w8a8", "w8a8-fp8", "w8a8-fp8-block") for platform in ("cpu", "tpu", "gpu")
+]
+
+
+@pytest.mark.parametrize(("name", "platform"), quick(ACTIVATIONS, ("w8a8", "cpu"), ("w8a8-fp8-block", "tpu")))
 def test_quantized_activations(name, platform):
     """Exactly the product of what both sides were quantized to."""
     w = weight(name)
