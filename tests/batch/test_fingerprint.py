@@ -35,7 +35,9 @@ def fingerprint(model, **options) -> str:
         return llm.fingerprint()
 
 
-@pytest.mark.parametrize("quantize", FORMATS)
+@pytest.mark.parametrize(
+    "quantize", ["int4-g32", *(pytest.param(name, marks=pytest.mark.slow) for name in (None, "int8", "nf4"))]
+)
 def test_a_mesh_has_the_fingerprint_of_one_device(params, quantize):
     options = {} if quantize is None else {"quantize": quantize}
     expected = fingerprint((CONFIG, params), **options)

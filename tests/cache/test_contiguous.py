@@ -82,7 +82,9 @@ def test_an_empty_cache():
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves), "two leaves share memory"
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 4, 4, 4), (1,) * 20, (13, 7), (20,)])
+@pytest.mark.parametrize(
+    "sizes", [(13, 7), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((4, 4, 4, 4, 4), (1,) * 20, (20,)))]
+)
 def test_incremental_equals_full(sizes):
     expected = full_hidden(PARAMS, TOKENS)
     cache, parts, start = filled(), [], 0
@@ -133,9 +135,9 @@ def test_rows_are_taken_in_any_order():
     ("rows", "starts", "lengths", "num_tokens"),
     [
         ((0, 1, 2), (3, 0, 7), (4, 0, 2), 4),  # padding in two rows, one of them nothing but padding
-        ((0, 1, 2), (0, 0, 0), (0, 0, 0), 5),  # all rows idle
-        ((1,), (18,), (2,), 6),  # real tokens up to the end, padding beyond it
-        ((2, 0), (16, 19), (4, 1), 4),  # both rows fill their last slot
+        pytest.param((0, 1, 2), (0, 0, 0), (0, 0, 0), 5, marks=pytest.mark.slow),  # all rows idle
+        pytest.param((1,), (18,), (2,), 6, marks=pytest.mark.slow),  # real tokens up to the end, padding beyond it
+        pytest.param((2, 0), (16, 19), (4, 1), 4, marks=pytest.mark.slow),  # both rows fill their last slot
         ((0, 1, 2), (20, 20, 5), (0, 0, 1), 1),  # rows that are full and idle
     ],
 )
@@ -174,7 +176,7 @@ def test_rows_do_not_read_each_other():
         assert not np.isnan(leaf[2]).any()
 
 
-@pytest.mark.parametrize("num_rows", [3, 1])
+@pytest.mark.parametrize("num_rows", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_an_earlier_request_left_is_never_read(num_rows):
     # Slots at and beyond a row's length hold NaN, as an earlier request that overflowed would leave them.
     rows, place = jnp.arange(num_rows), (ints(4, 9, 0)[:num_rows], ints(3, 1, 2)[:num_rows])
@@ -217,7 +219,7 @@ def test_attention_over_the_cache_is_attention_over_its_tokens():
         np.testing.assert_allclose(out[row, :length], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [(0, 1, 2), (1,)])
+@pytest.mark.parametrize("rows", [(1,), pytest.param((0, 1, 2), marks=pytest.mark.slow)])
 def test_a_donated_cache_is_updated_in_place(rows):
     cache = init_cache(CONFIG, ROWS, LENGTH, jnp.float32)
     arguments = (TOKENS[: len(rows), :4], ints(*rows), ints(*[0] * len(rows)), ints(*[4] * len(rows)))

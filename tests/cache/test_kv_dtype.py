@@ -105,8 +105,19 @@ def test_bytes_of_a_token_are_those_of_the_arrays(name, bits):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(rows)) == 3 * 20 * values * bits / 8
 
 
-@pytest.mark.parametrize("attend", [attend_paged, attend_contiguous])
-@pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    ("name", "attend"),
+    [
+        ("int8", attend_paged),
+        ("int8", attend_contiguous),
+        ("fp8_e4m3", attend_paged),
+        *(pytest.param(name, attend_paged, marks=pytest.mark.slow) for name in ("bfloat16", "fp8_e5m2")),
+        *(
+            pytest.param(name, attend_contiguous, marks=pytest.mark.slow)
+            for name in ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+        ),
+    ],
+)
 def test_what_is_attended_to_is_what_is_stored(attend, name):
     dtype, tensors = stored_dtype(name, "float32"), operands()
     expected = attend_as_stored(dtype)(0, *(x[None] for x in tensors), None)[0]

@@ -180,7 +180,8 @@ def test_a_full_disk_keeps_earlier_rows_and_the_job_goes_on_with_room(batch, sta
     assert answers(tmp_path / "out.jsonl") == whole
 
 
-@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("num_kills", [3, pytest.param(50, marks=pytest.mark.timeout(1200))])
+@pytest.mark.slow
 def test_kill_9_at_random_points_of_200_rows(batch, start, tmp_path, num_kills):
     rows = many_rows(200)
     assert batch(rows, name="whole").exit_code == 0

@@ -23,6 +23,7 @@ def data(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
     arguments = ["distill", "--target", model, "--data", data, "--out", tmp_path / "draft", *SMALL]
     result = jaxinfer(*arguments, "--json")

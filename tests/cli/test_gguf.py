@@ -79,6 +79,7 @@ def _text(row) -> str:
     return row
 
 
+@pytest.mark.slow
 def test_convert_and_verify(jaxinfer, q8, tmp_path):
     made = jaxinfer("convert", q8, tmp_path / "native")
     assert made.exit_code == 0, made.stderr

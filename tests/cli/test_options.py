@@ -128,6 +128,7 @@ def test_a_wrong_dtype_of_the_cache_is_refused_with_the_right_ones(jaxinfer, opt
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", wanted)
 
 
+@pytest.mark.slow
 def test_an_answer_over_a_cache_of_8_bits(jaxinfer, json_lines, model):
     arguments = ["generate", "hi", "-m", model, "--max-tokens", "4", "--temperature", "0", "--json"]
     for kv_dtype in ("int8", "fp8_e4m3"):

@@ -51,6 +51,7 @@ def test_both_phases_are_profiled_and_their_traces_kept(jaxinfer, model, tmp_pat
     assert "where several ran at once" in " ".join(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_draft_makes_rounds_with_a_part_of_its_own(jaxinfer, model, tmp_path):
     file = tmp_path / "profile.json"
     draft = ("--draft", "layers:1", "--num-draft-tokens", "2", "--phase", "decode")

@@ -26,7 +26,9 @@ def text(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
+@pytest.mark.parametrize(
+    "method", ["gptq", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "smoothquant"))]
+)
 def test_a_checkpoint_is_written_and_opens(jaxinfer, json_lines, model, text, tmp_path, method):
     out = tmp_path / "out"
     small = TEXT if method == "smoothquant" else SMALL

@@ -76,6 +76,17 @@ CONFIGS = pytest.mark.parametrize(
     [PLAIN, FULL, TIED, SANDWICH, PARALLEL],
     ids=["plain", "full", "tied", "sandwich", "parallel"],
 )
+# Others take as long to compile and add little.
+TWO_CONFIGS = pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(PLAIN, marks=pytest.mark.slow, id="plain"),
+        pytest.param(FULL, id="full"),
+        pytest.param(TIED, marks=pytest.mark.slow, id="tied"),
+        pytest.param(SANDWICH, marks=pytest.mark.slow, id="sandwich"),
+        pytest.param(PARALLEL, id="parallel"),
+    ],
+)
 TOKENS = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4]], jnp.int32)
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -125,7 +136,7 @@ def full_pass(config, params, tokens):
 # What crosses jit.
 
 
-@CONFIGS
+@TWO_CONFIGS
 def test_params_are_nested_dicts_of_plain_arrays(config):
     def check(node):
         if type(node) is dict:
@@ -200,7 +211,7 @@ def test_parameter_names():
     assert set(names(abstract_params(PLAIN))) - set(names(abstract_params(TIED))) == {"lm_head"}
 
 
-@CONFIGS
+@TWO_CONFIGS
 def test_abstract_params_are_the_shapes_of_init_params(config):
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), initialized(config))
     assert shapes == abstract_params(config)
@@ -246,13 +257,17 @@ def test_logical_axes_name_every_dimension(config):
         assert tuple({**sizes, **own}[name] for name in given) == leaf.shape
 
 
-def test_large_models_are_described_without_memory():
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [(LLAMA_8B, 8.03), pytest.param(LLAMA_70B, 70.55, marks=pytest.mark.slow)],
+    ids=["8b", "70b"],
+)
+def test_large_models_are_described_without_memory(config, billions):
     gc.collect()  # arrays of other tests do not go meanwhile
     before = len(jax.live_arrays())
-    for config, billions in ((LLAMA_8B, 8.03), (LLAMA_70B, 70.55)):
-        params = jax.tree.leaves(abstract_params(config))
-        assert all(type(leaf) is jax.ShapeDtypeStruct and leaf.dtype == jnp.bfloat16 for leaf in params)
-        assert sum(leaf.size for leaf in params) / 1e9 == pytest.approx(billions, abs=0.005)
+    params = jax.tree.leaves(abstract_params(config))
+    assert all(type(leaf) is jax.ShapeDtypeStruct and leaf.dtype == jnp.bfloat16 for leaf in params)
+    assert sum(leaf.size for leaf in params) / 1e9 == pytest.approx(billions, abs=0.005)
     assert len(jax.live_arrays()) == before
 
 
@@ -305,7 +320,7 @@ def test_a_module_and_its_params_compute_the_same():
 # Computing.
 
 
-@CONFIGS
+@TWO_CONFIGS
 def test_incremental_equals_full(config):
     params = random_params(config)
     expected = full_pass(config, params, TOKENS)

@@ -90,7 +90,9 @@ def logits(config: ModelConfig, params):
     return decoder.logits(decoder(tokens, jnp.arange(12)[None], attend_as_stored("float32", None)))
 
 
-@pytest.mark.parametrize(("name", "parts"), CASES)
+@pytest.mark.parametrize(
+    ("name", "parts"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+)
 def test_logits_stay(name, parts):
     config = MODELS[name][0]
     params = random_params(config)

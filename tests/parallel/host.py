@@ -52,15 +52,13 @@ def more_answers(llm: LLM) -> dict:
     return found
 
 
-def run(folder: Path, mesh: str | None) -> dict:
-    found = {}
-    for name, options in VARIANTS.items():
-        with LLM("demo-draft", mesh=mesh, **(OPTIONS | options)) as llm:
-            found[name] = answers(llm)
-            if name == "plain":
-                found |= more_answers(llm)
-                summary = llm.generate_file(folder / "in.jsonl", folder / "out.jsonl", use_tqdm=False)
-                found["batch"] = [summary.rows, summary.ok, summary.output_tokens]
+def run(variant: str, folder: Path, mesh: str | None) -> dict:
+    with LLM("demo-draft", mesh=mesh, **(OPTIONS | VARIANTS[variant])) as llm:
+        found = answers(llm)
+        if variant == "plain":
+            found |= more_answers(llm)
+        summary = llm.generate_file(folder / "in.jsonl", folder / "out.jsonl", use_tqdm=False)
+        found["batch"] = [summary.rows, summary.ok, summary.output_tokens]
     return found
 
 
@@ -69,9 +67,9 @@ def main() -> None:
     hosts = initialize_hosts(f"127.0.0.1:{port}", count, index)
     assert hosts is not None
     assert hosts.index == index
-    if task == "answers":
+    if task.startswith("answers "):
         watchdog.BEAT_SECONDS = 0.005  # so that a beat still on its way at the end would be noticed: it aborts
-        found = run(folder, f"model={count}")
+        found = run(task.removeprefix("answers "), folder, f"model={count}")
         (folder / f"found.{index}.json").write_text(json.dumps(found))
         return
     with LLM("demo-draft", mesh=f"model={count}", **(OPTIONS | {"max_seqs": 1})) as llm:

@@ -74,15 +74,16 @@ def host_program():
     return module
 
 
-def test_two_hosts_answer_as_one(tmp_path):
+@pytest.mark.parametrize("variant", ["plain", pytest.param("int8 and a draft", marks=pytest.mark.slow)])
+def test_two_hosts_answer_as_one(tmp_path, variant):
     program = host_program()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         lines = [{"prompt": prompt, "max_tokens": 4, "temperature": 0.7} for prompt in program.PROMPTS]
         (tmp_path / name / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pair = Pair("answers", tmp_path / "two")
+    pair = Pair(f"answers {variant}", tmp_path / "two")
     try:
-        expected = json.loads(json.dumps(program.run(tmp_path / "one", None)))
+        expected = json.loads(json.dumps(program.run(variant, tmp_path / "one", None)))
         codes = [pair.wait(index, SECONDS_TO_START) for index in range(2)]
         assert codes == [0, 0], pair.said(0)[-2000:] + pair.said(1)[-2000:]
     finally:
@@ -96,6 +97,7 @@ def test_two_hosts_answer_as_one(tmp_path):
     assert len(rows[0]) == len(program.PROMPTS)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_left_alone_ends_and_says_why(tmp_path):
     """All three losses at once: most of the time is waiting."""
     killed = {0: Pair("lose", tmp_path / "zero"), 1: Pair("lose", tmp_path / "one")}

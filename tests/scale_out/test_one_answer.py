@@ -94,6 +94,7 @@ def test_the_tokens_are_those_of_one_device(case):
     assert found == expected(case.model, case.options.get("quantize"))
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_share_shows(monkeypatch):
     """The check can fail: key-value heads beside the wrong query heads."""
     from jaxinfer.models import MeshFit
@@ -118,6 +119,7 @@ def test_what_a_mesh_cannot_run_says_so():
         LLM((GROUPED, params_of("grouped")), mesh="model=2", cache="contiguous")
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_after_warm_up():
     with LLM((GROUPED, params_of("grouped")), mesh="data=2,model=2", **OPTIONS) as llm:
         llm.warm_up(use_tqdm=False)

@@ -39,6 +39,7 @@ def lab(params, monkeypatch):
     return TrialRunner(AdviseRequest("tiny", ARGUMENTS, workload, (), 3, 2, 4, RunOptions(limits={"e2el": 60.0})))
 
 
+@pytest.mark.slow
 def test_a_baseline_and_a_cache_of_8_bits(lab):
     base = lab({})
     assert len(base.ttft) == len(base.tpot) == len(base.one) == len(base.rate) == len(base.goodput) == 2
