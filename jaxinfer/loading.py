@@ -72,7 +72,7 @@ def for_length(config: ModelConfig, max_model_len: int | None) -> tuple[ModelCon
     """`LoadedModel.for_length` of a configuration."""
     allowed = config.max_position_embeddings
     length = min(allowed, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
-    stretches = any(rope.stretches for rope in config.ropes) and not config.has_position_embedding
+    stretches = any(rope.depends_on_length for rope in config.ropes) and not config.has_position_embedding
     if length > allowed and not stretches:
         raise ValueError(f"max_model_len={length} is more than the {allowed} tokens the model declares")
     return config.for_length(length), length

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.models.decoder import embedded
+from jaxinfer.models.decoder import scale_embedding
 from jaxinfer.quantization.tree import check_plain
 
 CHUNK_TOKENS = 4096  # of hidden states on the device at once
@@ -63,7 +63,7 @@ class FloatModel:
         found = []
         for chunk in in_chunks(tokens):
             positions = rows("position_embed", np.arange(chunk.shape[1])) if len(names) > 1 else None
-            found.append(np.asarray(embedded(self.config, rows("embed", chunk), positions)))
+            found.append(np.asarray(scale_embedding(self.config, rows("embed", chunk), positions)))
         return found
 
     def _plain(self, name: str) -> Params:

@@ -1,4 +1,4 @@
-"""Models: a frozen configuration, one decoder, its layers."""
+"""Models: a frozen configuration, one decoder, its layers, and their shardings on a mesh."""
 
 from jaxinfer.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxinfer.models.decoder import (

@@ -1,4 +1,4 @@
-"""What a model is, apart from its weights. Families differ in these fields, not in code."""
+"""Model configurations. Families of models differ in these fields, not in code."""
 
 import math
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-# RMSNorm (Zhang & Sennrich 2019) whose weight multiplies the result as rounded to the input's dtype (Llama), before it
-# is rounded (OLMo 2), or plus one, before it is rounded (Gemma); or LayerNorm (Ba et al. 2016).
+# RMSNorm (Zhang & Sennrich 2019), whose weight multiplies the result after rounding to the input's dtype ("rms": Llama)
+# or before ("rms_float32": OLMo 2; "rms_zero_centred", weight plus one: Gemma); or LayerNorm (Ba et al. 2016).
 NormKind = Literal["rms", "rms_float32", "rms_zero_centred", "layer"]
-# Where norms and residuals are, with A attention, M the MLP and N a norm of its own:
+# Order of norms and residuals; A is attention, M the MLP, N a norm:
 #   pre_norm            x += A(N(x)), x += M(N(x))
 #   post_norm           x += N(A(x)), x += N(M(x))
 #   sandwich_norm       x += N(A(N(x))), x += N(M(N(x)))
@@ -17,8 +17,8 @@ NormKind = Literal["rms", "rms_float32", "rms_zero_centred", "layer"]
 #   parallel_two_norms  x += A(N(x)) + M(N(x))
 BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel_one_norm", "parallel_two_norms"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-# What a norm of queries or keys spans: each head, with one weight [K] for all or a weight [H, K]; or all heads, with
-# a weight [H * K].
+# What a norm of queries or keys normalizes: each head, with one weight [K] for all heads ("head") or one per head [H,
+# K] ("each_head"); or all heads together, with a weight [H * K] ("all_heads").
 QKNormSpan = Literal["head", "each_head", "all_heads"]
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 GroupScore = Literal["max", "top2_sum"]
@@ -29,14 +29,13 @@ class RopeConfig:
     """Rotary position embedding (Su et al. 2021) and its published length extensions.
 
     Attributes:
-      kind: which formula gives the inverse frequencies; see `jaxinfer.models.rope`.
+      kind: formula of the inverse frequencies, see `jaxinfer.models.rope`.
       theta: base of the frequencies.
       rotary_dim: leading dimensions of a head that are rotated.
       factor: context extension factor (linear, dynamic, llama3, yarn, longrope).
-      original_length: tokens the model saw before extension (dynamic, llama3, yarn, longrope).
-      sequence_length: tokens the rotation is made for. `dynamic` and `longrope` change their formula with the
-        length; a compiled engine fixes it here once, so that the keys of a sequence agree with its queries.
-        None means no longer than `original_length`.
+      original_length: context length before extension, in tokens (dynamic, llama3, yarn, longrope).
+      sequence_length: length, in tokens, for which `dynamic` and `longrope` compute their frequencies. An engine fixes
+        it once, so that keys and queries of a sequence agree. None means at most `original_length`.
       low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
       attention_factor: multiplies cos and sin (yarn, longrope); None uses the formula.
       short_factor, long_factor: one factor per frequency (longrope).
@@ -63,24 +62,24 @@ class RopeConfig:
     query_scale_beta: float | None = None
 
     @property
-    def stretches(self) -> bool:
-        """Whether the formula changes with the length it is made for."""
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on `sequence_length`."""
         return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads come from one short vector
-    per token, which is all that is cached, beside one rotated key that the heads share.
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are projections of one
+    latent vector per token. The cache holds that vector and one rotated key, which all heads share.
 
     Attributes:
-      latent_size: width of that vector (kv_lora_rank).
+      latent_size: width of the latent vector (kv_lora_rank).
       rope_size: width of the rotated part of queries and keys (qk_rope_head_dim).
-      nope_size: width of the part that knows no position (qk_nope_head_dim).
+      nope_size: width of the part without position (qk_nope_head_dim).
       value_size: width of a head's values (v_head_dim).
-      query_rank: width of the vector that queries come from (q_lora_rank); None where they come from the hidden state.
-      is_interleaved: rotated pairs lie side by side in the weights, 2i with 2i + 1, not i with i + rope_size / 2.
-      norm_eps: of the norms of both short vectors.
+      query_rank: width of the latent vector of queries (q_lora_rank); None if queries are projected directly.
+      is_interleaved: the weights rotate dimension 2i with 2i + 1 instead of i with i + rope_size / 2.
+      norm_eps: of the norms of the latent vectors.
     """
 
     latent_size: int
@@ -102,36 +101,36 @@ class MLAConfig:
 
     @property
     def query_size(self) -> int:
-        """Width of a head's query before its first part is taken to the latent space."""
+        """Width of a head's query, before its first part is projected to the latent space."""
         return self.nope_size + self.rope_size
 
     @property
     def key_size(self) -> int:
-        """Width of what is cached of a token: the latent vector, then the rotated key."""
+        """Width of a token's cache entry: the latent vector, then the rotated key."""
         return self.latent_size + self.rope_size
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A router that sends each token to a few of many feed-forward experts, and what comes with it.
+    """A mixture of experts: a router sends each token to a few of many feed-forward networks. No token is dropped.
 
     Attributes:
-      num_experts, num_experts_per_token: how many there are, and how many a token goes to. No token is dropped.
+      num_experts, num_experts_per_token: experts of a layer, and experts of a token.
       expert_size: inner width of an expert.
-      layers: which layers have experts; the others have one MLP of the model's `intermediate_size`.
+      layers: layers with experts; the others have an MLP of the model's `intermediate_size`.
       scoring: "softmax" over all logits (Mixtral, Qwen, DeepSeek-V2), "sigmoid" of each (DeepSeek-V3), or
         "softmax_of_chosen", over the logits of the chosen only (gpt-oss).
       normalize: whether the scores of a token's experts are divided by their sum.
       scale: multiplies the scores (DeepSeek's routed_scaling_factor).
-      num_groups, num_chosen_groups: experts stand in groups of equal size, and a token's come from the best groups
-        (DeepSeek-V2 section 2.2.2, V3 section 2.1.2); 1 and 1 for no groups.
-      group_score: what makes a group good: its best expert (V2), or the sum of its best two (V3).
-      has_correction_bias: a float32 number per expert that is added to scores where experts are chosen, and only
-        there (DeepSeek-V3 section 2.1.2).
-      has_router_bias, has_expert_bias: biases of the logits, and of each expert's projections (gpt-oss).
-      shared_size: inner width of the MLP that every token goes through beside its experts; 0 for none.
-      has_shared_gate: whether a sigmoid gate multiplies what that MLP gives (Qwen2-MoE).
-      clamp: gpt-oss's SwiGLU: gates are at most this, ups between -this and this, and the product is
+      num_groups, num_chosen_groups: experts form groups of equal size, and a token's experts are taken from the groups
+        with the best scores (DeepSeek-V2 section 2.2.2, V3 section 2.1.2); 1 and 1 for no groups.
+      group_score: score of a group: that of its best expert (V2), or the sum of its best two (V3).
+      has_correction_bias: a float32 bias per expert, added to the scores for the choice of experts but not to their
+        weights (DeepSeek-V3 section 2.1.2).
+      has_router_bias, has_expert_bias: biases of the router's logits, and of each expert's projections (gpt-oss).
+      shared_size: inner width of the shared expert, an MLP that every token passes through; 0 for none.
+      has_shared_gate: whether a sigmoid gate multiplies the output of the shared expert (Qwen2-MoE).
+      clamp: gpt-oss's SwiGLU: gate is clipped to at most this, up to +-this, and the product is
         (up + 1) * gate * sigmoid(clamp_slope * gate). None for silu(gate) * up.
     """
 
@@ -159,7 +158,7 @@ class MoEConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.num_experts % self.num_groups:
-            raise ValueError(f"{self.num_experts} experts cannot stand in {self.num_groups} groups of equal size")
+            raise ValueError(f"{self.num_experts} experts cannot form {self.num_groups} groups of equal size")
         if self.num_chosen_groups > self.num_groups:
             raise ValueError(f"num_chosen_groups={self.num_chosen_groups} of only {self.num_groups} groups")
         choice = self.num_experts // self.num_groups * self.num_chosen_groups
@@ -182,28 +181,28 @@ class ModelConfig:
     """A decoder-only transformer.
 
     Attributes:
-      architecture: the name in the checkpoint's config, such as "LlamaForCausalLM".
-      hidden_size, intermediate_size, head_dim: widths; heads need not fill the hidden size.
-      rope: the rotation of all layers, or of all that `local_rope` does not serve.
-      local_rope: the rotation of the layers with a sliding window, where it is another one.
-      rotated_layers: per layer whether queries and keys are rotated; the empty tuple means all are.
-      has_position_embedding: a learned row for each of `max_position_embeddings` positions is added to the embedding.
-      norm, norm_eps, norm_bias, block: what the norms compute, and where they are.
+      architecture: the architecture in the checkpoint's config, such as "LlamaForCausalLM".
+      hidden_size, intermediate_size, head_dim: widths; num_heads * head_dim may differ from hidden_size.
+      rope: rotary embedding of all layers, except those that use `local_rope`.
+      local_rope: rotary embedding of layers with a sliding window, if different.
+      rotated_layers: per layer, whether queries and keys are rotated; empty means all are.
+      has_position_embedding: a learned embedding of each of `max_position_embeddings` positions is added to the input.
+      norm, norm_eps, norm_bias, block: formula and placement of the norms.
       activation, is_mlp_gated: the MLP is down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
       qkv_bias, output_bias, mlp_bias, lm_head_bias: which projections have a bias.
-      qk_norm, qk_norm_span: a norm of queries and keys, before rotation. Only the weight of one head has a bias, where
-        norms have.
-      attention_scale: of the scores; None is head_dim**-0.5.
+      qk_norm, qk_norm_span: norm of queries and keys, before rotation. It has a bias if norm_bias and the span is
+        "head".
+      attention_scale: factor on attention scores; None is head_dim**-0.5.
       attention_softcap, logit_softcap: scores, or logits, become c * tanh(x / c) (Gemma 2, section 2).
-      embedding_multiplier, residual_multiplier, logit_scale: of the embedding (rounded to its dtype first), of what
-        attention and MLP add, and of the logits.
-      sliding_windows: per layer the number of visible keys, the query's own included, or None for all;
-        the empty tuple means None everywhere.
-      has_sinks: each head has a number that takes part in every softmax and adds nothing (gpt-oss).
-      moe: the mixture of experts that some layers have in place of the MLP; None for none.
-      mla: multi-head latent attention; None for ordinary attention. `num_kv_heads` and `head_dim` are then those of the
+      embedding_multiplier, residual_multiplier, logit_scale: factors on the embedding (rounded to its dtype first), on
+        the outputs of attention and MLP, and on the logits.
+      sliding_windows: per layer, the number of visible keys including the query's own, or None for all; empty means all
+        in every layer.
+      has_sinks: each head has an attention sink: a logit that takes part in the softmax and has no value (gpt-oss).
+      moe: mixture of experts in place of the MLP of some layers; None for none.
+      mla: multi-head latent attention; None for ordinary attention. `num_kv_heads` and `head_dim` then describe the
         cache: 1 and mla.key_size.
-      max_position_embeddings: longest sequence the checkpoint declares, in tokens.
+      max_position_embeddings: longest sequence that the checkpoint declares, in tokens.
       dtype: dtype of the stored weights.
     """
 
@@ -270,7 +269,7 @@ class ModelConfig:
             if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim:
                 raise ValueError(f"rotary_dim={rope.rotary_dim} must be even and at most head_dim={self.head_dim}")
         if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
-            raise ValueError(f"experts in layers {self.moe.layers} of a model of {self.num_layers}")
+            raise ValueError(f"moe.layers={self.moe.layers} of a model with {self.num_layers} layers")
         if self.mla is not None:
             _check_latent(self, self.mla)
         if self.norm_bias and self.norm != "layer":
@@ -278,16 +277,16 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotations, whether or not a layer uses them."""
+        """The rotary embeddings, whether or not a layer uses them."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     @property
     def caches_values(self) -> bool:
-        """Whether a cache has room for values; in latent attention they are the first part of the keys."""
+        """Whether the cache stores values; in latent attention they are the first part of the keys."""
         return self.mla is None
 
     def experts_of(self, layer: int) -> MoEConfig | None:
-        """The mixture of experts of a layer, or None for a layer with an MLP."""
+        """The mixture of experts of a layer, or None if it has an MLP."""
         return self.moe if self.moe is not None and layer in self.moe.layers else None
 
     @property
@@ -295,11 +294,11 @@ class ModelConfig:
         return self.norm_bias and self.qk_norm_span == "head"
 
     def window(self, layer: int) -> int | None:
-        """Visible keys of a layer, or None for all."""
+        """Sliding window of a layer in tokens, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """The rotation of a layer, or None for a layer without."""
+        """The rotary embedding of a layer, or None."""
         if self.rotated_layers and not self.rotated_layers[layer]:
             return None
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
@@ -313,9 +312,11 @@ class ModelConfig:
         return replace(self, num_layers=len(layers), moe=moe, **per_layer)
 
     def for_length(self, num_tokens: int) -> "ModelConfig":
-        """The configuration with rotations made for sequences of so many tokens, where they change with the length."""
+        """The configuration with rotary embeddings for sequences of `num_tokens`, where they depend on the length."""
         rope, *local = (
-            replace(rope, sequence_length=num_tokens) if rope.stretches and rope.sequence_length is None else rope
+            replace(rope, sequence_length=num_tokens)
+            if rope.depends_on_length and rope.sequence_length is None
+            else rope
             for rope in self.ropes
         )
         return replace(self, rope=rope, local_rope=local[0] if local else None)
@@ -326,16 +327,16 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "ModelConfig":
-        """Raises ValueError for fields this version does not know."""
-        _refuse_unknown(cls, data)
-        values: dict[str, Any] = {key: _frozen(value) for key, value in data.items()}
+        """Inverse of `to_dict`. Raises ValueError for unknown fields."""
+        _check_fields(cls, data)
+        values: dict[str, Any] = {key: _as_tuple(value) for key, value in data.items()}
         for name, kind in (("rope", RopeConfig), ("local_rope", RopeConfig), ("moe", MoEConfig), ("mla", MLAConfig)):
             if values.get(name) is not None:
-                values[name] = _part_from_dict(kind, values[name])
+                values[name] = _nested_from_dict(kind, values[name])
         return cls(**values)
 
 
-# The fields with one entry per layer, or none at all.
+# Fields with one entry per layer, or empty.
 _PER_LAYER = ("sliding_windows", "rotated_layers")
 
 
@@ -348,21 +349,21 @@ def _check_latent(config: ModelConfig, mla: MLAConfig) -> None:
     if config.rope.rotary_dim != mla.rope_size:
         raise ValueError(f"rotary_dim={config.rope.rotary_dim} is not rope_size={mla.rope_size}")
     if config.attention_scale is None:
-        raise ValueError("latent attention needs an attention_scale: scores are not those of the cached width")
+        raise ValueError("latent attention needs an attention_scale: the default is that of the cached width")
     if config.qk_norm or config.has_sinks or config.rotated_layers:
         raise ValueError("latent attention has no qk_norm, no sinks, and rotates every layer")
 
 
-def _part_from_dict(kind: type, data: dict[str, Any]) -> Any:
-    _refuse_unknown(kind, data)
-    return kind(**{key: _frozen(value) for key, value in data.items()})
+def _nested_from_dict(kind: type, data: dict[str, Any]) -> Any:
+    _check_fields(kind, data)
+    return kind(**{key: _as_tuple(value) for key, value in data.items()})
 
 
-def _frozen(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _refuse_unknown(kind: type, data: dict[str, Any]) -> None:
+def _check_fields(kind: type, data: dict[str, Any]) -> None:
     unknown = sorted(set(data) - {field.name for field in fields(kind)})
     if unknown:
         raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}: written by a newer jaxinfer?")

@@ -1,6 +1,5 @@
-"""The one decoder, and the plain-dict form of its parameters that crosses `jax.jit`."""
+"""The decoder, and the plain-dict form of its parameters that crosses `jax.jit`."""
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxinfer.checks import did_you_mean
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import Attend, DecoderLayer, Tap
 from jaxinfer.models.linear import Linear
@@ -19,13 +19,13 @@ from jaxinfer.models.norms import hidden_norm
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
 
-# Nested dict of arrays, or `QuantizedArray`s, keyed like the modules; layers by their number as a string.
+# Nested dict of arrays or `QuantizedArray`s, with the modules' names as keys; layers by their number as a string.
 Params = dict[str, Any]
-_NUM_NAMED = 5  # parameters of each sort that a message names
+_NUM_NAMED = 5  # most missing, and most unexpected, parameters named in a message
 
 
 class Decoder(nnx.Module):
-    """A decoder-only transformer over any leading shape: [B, T] for training and contiguous caches, [T] for pages."""
+    """A decoder-only transformer for any leading shape: [B, T] in training and contiguous caches, [T] with pages."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=None):
         dtype = jnp.dtype(dtype or config.dtype)
@@ -47,7 +47,9 @@ class Decoder(nnx.Module):
         dtype = self.final_norm.weight.get_value().dtype
         with jax.named_scope("embed"):
             x = rows(self.embed.get_value(), tokens, dtype)
-            x = embedded(self.config, x, None if self.position_embed is None else self.position_embed[...][positions])
+            x = scale_embedding(
+                self.config, x, None if self.position_embed is None else self.position_embed[...][positions]
+            )
         tap("embed", x)
         shared = Positions(positions)
         for layer in self.layers:
@@ -66,7 +68,7 @@ class Decoder(nnx.Module):
         logits = matmul(hidden, weight, jnp.float32)
         if self.lm_head_bias is not None:
             logits = logits + self.lm_head_bias[...].astype(jnp.float32)
-        logits = logits[..., : config.vocab_size]  # a mesh pads what it cannot cut into equal parts
+        logits = logits[..., : config.vocab_size]  # on a mesh the vocabulary may be padded
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:
@@ -74,10 +76,10 @@ class Decoder(nnx.Module):
         return logits
 
 
-def embedded(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:
-    """Hidden states [..., D] before the first layer, of rows of the embedding and of the position embedding."""
+def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:
+    """Hidden states [..., D] before the first layer, from rows of the embedding and of the position embedding."""
     if config.embedding_multiplier != 1.0:
-        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)  # rounded to it, as Gemma does
+        x = x * jnp.asarray(config.embedding_multiplier, x.dtype)  # rounded to x's dtype, as in Gemma
     return x if position_rows is None else x + position_rows
 
 
@@ -92,11 +94,10 @@ def split(decoder: Decoder) -> Params:
 
 
 def bind(config: ModelConfig, params: Params, experts_over: tuple[Mesh, str] | None = None) -> Decoder:
-    """The decoder over `params`; called while tracing, so modules never cross a jit boundary.
+    """A decoder with `params`; called while tracing, so that modules never cross a jit boundary.
 
-    `experts_over` is the mesh, and its axis, that stacks of experts are cut over.
-
-    Raises ValueError for parameters that are missing, or that the model does not have, by name.
+    `experts_over` is the mesh, and its axis, over which experts are sharded. Raises ValueError, with names, for missing
+    or unexpected parameters.
     """
     graph, state, names = _definition(config)
     found = frozenset(_leaf_names(params))
@@ -116,13 +117,13 @@ def bind(config: ModelConfig, params: Params, experts_over: tuple[Mesh, str] | N
 
 
 def compute_dtype(params: Params) -> Any:
-    """The dtype of hidden states. Weights may be quantized, norms never are."""
+    """The dtype of hidden states: that of the norms, which are never quantized."""
     return params["final_norm"]["weight"].dtype
 
 
 def keeps_float32(path: Sequence[str]) -> bool:
-    """Whether a parameter is float32 whatever the model's dtype: a router's correction bias, whose sums with scores
-    decide between experts."""
+    """Whether a parameter is float32 for any dtype of the model: the correction bias of a router, to which float32
+    scores are added."""
     return tuple(path[-2:]) == ("router", "correction")
 
 
@@ -144,9 +145,9 @@ def abstract_params(config: ModelConfig, dtype=None) -> Params:
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """The name of every dimension of every parameter, for sharding rules."""
+    """The logical name of every dimension of every parameter, for the sharding rules of `jaxinfer.parallel`."""
     axes: Params = {}
-    # As `param_shapes` of checkpoints: tracing 80 layers takes seconds.
+    # float32, as in other callers, to hit the cache of `_definition`: tracing 80 layers takes seconds.
     for path, variable in nnx.to_flat_state(_definition(replace(config, dtype="float32"))[1]):
         node = axes
         for part in path[:-1]:
@@ -156,24 +157,23 @@ def logical_axes(config: ModelConfig) -> Params:
 
 
 def tap_names(config: ModelConfig) -> list[str]:
-    """Every hidden state a forward pass can return."""
+    """Names of the hidden states that a forward pass can return."""
     per_layer = ("attention", "mlp", "residual")
     layers = [f"layers.{i}.{name}" for i in range(config.num_layers) for name in per_layer]
     return ["embed", *layers, "final_norm"]
 
 
 def check_taps(config: ModelConfig, taps: Sequence[str]) -> tuple[str, ...]:
-    """Raises ValueError for a name the model does not have, with the nearest one it has."""
+    """The taps as a tuple. Raises ValueError for an unknown name, with the nearest known one."""
     known = tap_names(config)
     for tap in taps:
         if tap not in known:
-            near = difflib.get_close_matches(str(tap), known, n=1)
-            raise ValueError(f"no tap {tap!r}" + (f": did you mean {near[0]!r}?" if near else ""))
+            raise ValueError(f"no tap {tap!r}{did_you_mean(tap, known)}")
     return tuple(taps)
 
 
 def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Callable[[str, jax.Array], None]]:
-    """A dict, and the tap function that fills it with the named hidden states."""
+    """A dict, and a tap function that stores the named hidden states in it."""
     found: dict[str, jax.Array] = {}
 
     def tap(name: str, value: jax.Array) -> None:

@@ -1,16 +1,16 @@
-"""The feed-forward layers of many experts, each over the tokens that were sent to it.
+"""Feed-forward layers of many experts, each applied to the tokens routed to it.
 
-Tokens are sorted by expert, and products run over the rows of one expert at a time, in one of three forms:
+Tokens are sorted by expert, and matrix products run over the rows of one expert at a time, in one of three forms:
 
-- "ragged": `jax.lax.ragged_dot`, which XLA:TPU makes a kernel that reads each expert once and computes nothing else.
-  XLA:GPU and XLA:CPU multiply every row by every expert instead: 128 times the FLOPs of Qwen3-30B-A3B and, for 8,192
+- "ragged": `jax.lax.ragged_dot`, which XLA:TPU compiles to a kernel that reads each expert once, without extra FLOPs.
+  XLA:GPU and XLA:CPU multiply every row by every expert instead: 128 times the FLOPs for Qwen3-30B-A3B and, for 8,192
   rows on a GPU, 4 GiB of temporaries.
-- "tiles": a loop over blocks of rows of one expert, each three products; 12 to 80 times as fast as "ragged" on a CPU
-  (32 experts of 512 x 1024, 4 to 512 rows). Serves quantized experts everywhere.
-- "dense": all experts over all tokens, the unwanted weighted with zero. For a GPU decoding many sequences, where each
-  expert is read anyway and the products cost less than the reading.
+- "tiles": a loop over blocks of rows of one expert; 12 to 80 times as fast as "ragged" on a CPU (32 experts of
+  512 x 1024, 4 to 512 rows). Used for quantized experts on all platforms.
+- "dense": all experts over all tokens, with weight zero where a token was not routed. For GPUs that decode many
+  sequences: every expert is read anyway, and the products take less time than the reads.
 
-A row's result has the same bits whatever the other rows are: blocks have one size for a number of tokens.
+A row's result does not depend on the other rows, bit for bit: the block size is a function of the number of tokens.
 Shapes use the legend of jaxinfer/README.md, with E experts and C experts of a token.
 """
 
@@ -29,15 +29,15 @@ from pallas_kernels.platform import current_platform
 
 FORMS = ("ragged", "tiles", "dense")
 MIN_TILE, MAX_TILE = 8, 128
-# A GPU is bound by the reading of weights up to about as many rows per expert.
+# Up to about this many rows per expert, a GPU is bound by memory bandwidth.
 _DENSE_TOKENS = 256
 
 Activation = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Experts(NamedTuple):
-    """Stacks of weights [E, D, F], [E, D, F] and [E, F, D], which may be quantized, and biases [E, F], [E, F] and
-    [E, D] or None."""
+    """Weights of all experts: gate and up [E, D, F], down [E, F, D], which may be quantized; biases [E, F], [E, F] and
+    [E, D], or None."""
 
     gate: Weight
     up: Weight
@@ -48,11 +48,15 @@ class Experts(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Rows sorted by expert: the token of each [M], where each (token, choice) went [T, C], and the rows of each
-    expert: how many and from where [E]. Rows of no expert are last."""
+    """Rows sorted by expert; rows without an expert are last.
+
+    Attributes:
+      token: int32[M], token of each row. row: int32[T, C], row of each (token, choice).
+      counts, starts: int32[E], number of rows and first row of each expert.
+    """
 
     token: jax.Array
-    place: jax.Array
+    row: jax.Array
     counts: jax.Array
     starts: jax.Array
 
@@ -67,13 +71,13 @@ def run_experts(
     form: str | None = None,
     over: tuple[Mesh, str] | None = None,
 ) -> jax.Array:
-    """The weighted sum of the chosen experts' results, [T, D] in x's dtype, summed in float32.
+    """The weighted sum of the outputs of each token's experts: [T, D] in x's dtype, summed in float32.
 
     Args:
-      x: [T, D]. chosen: int32 [T, C], different experts for each token. weights: float32 [T, C].
-      activation: what a gate and an up [..., F] become.
-      form: see above; None picks by platform, dtype and number of tokens.
-      over: a mesh and its axis over which the experts are cut. Each device runs its own, and results are summed.
+      x: [T, D]. chosen: int32 [T, C], distinct experts of each token. weights: float32 [T, C].
+      activation: function of gate and up [..., F].
+      form: see above; None chooses by platform, dtype and number of tokens.
+      over: a mesh and its axis over which the experts are sharded. Each device runs its own, and results are summed.
 
     Raises:
       ValueError: an unknown form. NotImplementedError: quantized experts in the form "ragged" or "dense".
@@ -89,36 +93,36 @@ def run_experts(
         return run(x, chosen, weights, experts).astype(x.dtype)
     mesh, axis = over
 
-    def of_a_device(x, chosen, weights, experts):
+    def run_local(x, chosen, weights, experts):
         count = experts.gate.shape[0]
         local = chosen - lax.axis_index(axis) * count
         is_local = (local >= 0) & (local < count)
-        found = run(x, jnp.where(is_local, local, count), jnp.where(is_local, weights, 0), experts)
-        return lax.psum(found, axis)
+        partial_sum = run(x, jnp.where(is_local, local, count), jnp.where(is_local, weights, 0), experts)
+        return lax.psum(partial_sum, axis)
 
-    whole = PartitionSpec()
-    cut = jax.shard_map(
-        of_a_device,
+    replicated = PartitionSpec()
+    run_sharded = jax.shard_map(
+        run_local,
         mesh=mesh,
-        in_specs=(whole, whole, whole, Experts(*(stack_specs(stack, axis) for stack in experts))),
-        out_specs=whole,
-        check_vma=False,  # the loop's carry starts the same on all devices
+        in_specs=(replicated, replicated, replicated, Experts(*(stack_specs(stack, axis) for stack in experts))),
+        out_specs=replicated,
+        check_vma=False,  # the initial carry of the loop is the same on all devices
     )
-    return cut(x, chosen, weights, experts).astype(x.dtype)
+    return run_sharded(x, chosen, weights, experts).astype(x.dtype)
 
 
 def choose_form(platform: str, num_tokens: int, num_choices: int, num_experts: int, is_quantized: bool) -> str:
-    """The form that wastes least: see the module's documentation."""
+    """The fastest form, see the module's docstring."""
     if is_quantized or platform == "cpu":
         return "tiles"
     if platform == "tpu":
         return "ragged"
-    # Fewer rows than experts leave most experts unread.
+    # With fewer rows than experts, most experts need not be read.
     return "dense" if num_tokens <= _DENSE_TOKENS and num_tokens * num_choices >= num_experts else "tiles"
 
 
 def tile_rows(num_rows: int, num_experts: int) -> int:
-    """Rows of a block: a power of two, about as many as an expert gets."""
+    """Rows per block: a power of two, about the mean number of rows per expert."""
     size = MIN_TILE
     while size < MAX_TILE and size * num_experts < num_rows:
         size *= 2
@@ -126,14 +130,14 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
 
 
 def stack_specs(stack: Any, axis: str) -> Any:
-    """How a stack's arrays are cut by expert, as `PartitionSpec`s."""
+    """`PartitionSpec`s that shard the arrays of a stack by expert."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: PartitionSpec() if is_shared(path, leaf) else PartitionSpec(axis), stack
     )
 
 
 def is_shared(path: Any, leaf: Any) -> bool:
-    """Whether an array of a quantized stack serves all experts: a codebook, a table of scales, one permutation."""
+    """Whether an array of a quantized stack has no expert axis: a codebook, a table of scales, one permutation."""
     name = getattr(path[-1], "name", None) if path else None
     return name in ("codebook", "table") or (name == "permutation" and leaf.ndim == 1)
 
@@ -141,19 +145,20 @@ def is_shared(path: Any, leaf: Any) -> bool:
 def _sort(chosen: jax.Array, num_experts: int) -> _Order:
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    place = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
+    row = jnp.zeros_like(flat).at[order].set(jnp.arange(flat.size, dtype=flat.dtype), unique_indices=True)
     counts = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
-    return _Order(order // chosen.shape[1], place.reshape(chosen.shape), counts, jnp.cumsum(counts) - counts)
+    return _Order(order // chosen.shape[1], row.reshape(chosen.shape), counts, jnp.cumsum(counts) - counts)
 
 
 def _combine(rows: jax.Array, order: _Order, weights: jax.Array) -> jax.Array:
-    """float32 [T, D] of the sorted rows' results [M, D]. Rows of no expert may hold anything; their weight is 0."""
-    weighted = jnp.where(weights[..., None] == 0, 0, rows[order.place].astype(jnp.float32) * weights[..., None])
+    """The weighted sum float32 [T, D] of the sorted rows' outputs [M, D]. Rows without an expert are unspecified; their
+    weight is 0."""
+    weighted = jnp.where(weights[..., None] == 0, 0, rows[order.row].astype(jnp.float32) * weights[..., None])
     return weighted.sum(1)
 
 
 def _feed_forward(activation: Activation, x: jax.Array, experts: Experts, product: Callable, bias: Callable):
-    """down(activation(gate(x), up(x))), with products and biases of x's rows as the form has them."""
+    """down(activation(gate(x), up(x))), with the product and bias functions of the form."""
     gate = bias(product(x, experts.gate), experts.gate_bias)
     up = bias(product(x, experts.up), experts.up_bias)
     return bias(product(activation(gate, up), experts.down), experts.down_bias)
@@ -178,10 +183,10 @@ def _tiles(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
     order = _sort(chosen, num_experts)
     size = tile_rows(num_rows, num_experts)
     ends = jnp.cumsum(-(-order.counts // size))
-    # Rows are written a block at a time, in order: what a block writes beyond its expert's rows is written over.
+    # Blocks are written in order: the next one overwrites the rows beyond a block's expert.
     tokens = jnp.pad(order.token, (0, size))
 
-    def one(index, out):
+    def run_block(index, out):
         expert = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
         first = jnp.where(expert == 0, 0, ends[expert - 1])
         row = order.starts[expert] + (index - first) * size
@@ -193,15 +198,15 @@ def _tiles(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
         def product(rows, stack):
             return matmul(rows, _of_expert(stack, expert))
 
-        found = _feed_forward(activation, block, experts, product, bias)
-        return lax.dynamic_update_slice_in_dim(out, found, row, axis=0)
+        result = _feed_forward(activation, block, experts, product, bias)
+        return lax.dynamic_update_slice_in_dim(out, result, row, axis=0)
 
     out = jnp.zeros((num_rows + size, experts.down.shape[-1]), x.dtype)
-    return _combine(lax.fori_loop(0, ends[-1], one, out), order, weights)
+    return _combine(lax.fori_loop(0, ends[-1], run_block, out), order, weights)
 
 
 def _of_expert(stack: Any, expert: jax.Array) -> Any:
-    """One expert's part of a stack."""
+    """One expert's weights of a stack."""
 
     def take(path: Any, leaf: Any) -> Any:
         return leaf if is_shared(path, leaf) else lax.dynamic_index_in_dim(leaf, expert, keepdims=False)
@@ -211,7 +216,7 @@ def _of_expert(stack: Any, expert: jax.Array) -> Any:
 
 def _dense(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
     num_experts = experts.gate.shape[0]
-    # [E, T], zero where a token does not go to an expert
+    # [E, T], zero where a token is not routed to an expert
     gates = jnp.zeros((num_experts, x.shape[0]), jnp.float32)
     gates = gates.at[chosen, jnp.arange(x.shape[0])[:, None]].add(weights, mode="drop")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -223,8 +228,8 @@ def _dense(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
         return rows if biases is None else rows + biases[:, None].astype(rows.dtype)
 
     rows = jnp.broadcast_to(x, (num_experts, *x.shape))
-    found = _feed_forward(activation, rows, experts, product, bias).astype(jnp.float32)
-    return jnp.where(gates[..., None] == 0, 0, found * gates[..., None]).sum(0)
+    out = _feed_forward(activation, rows, experts, product, bias).astype(jnp.float32)
+    return jnp.where(gates[..., None] == 0, 0, out * gates[..., None]).sum(0)
 
 
 _RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense}

@@ -15,8 +15,8 @@ from jaxinfer.models.moe import SparseMoE
 from jaxinfer.models.norms import head_norm, hidden_norm
 from jaxinfer.models.rope import Positions, rotate
 
-# attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]; where they are not the
-# default it is also given scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`.
+# attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]. Keyword arguments, if not the
+# default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`.
 Attend = Callable[..., jax.Array]
 Tap = Callable[[str, jax.Array], None]
 
@@ -29,14 +29,14 @@ _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 def activate(kind: Activation, x: jax.Array) -> jax.Array:
-    """The activation of x in its dtype; the inner sums of GELU (Hendrycks & Gimpel 2016) are float32."""
+    """The activation function of x, in x's dtype. GELU (Hendrycks & Gimpel 2016) is computed in float32."""
     if not kind.startswith("gelu"):
         return _ACTIVATIONS[kind](x)
     return _ACTIVATIONS[kind](x.astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention; where keys and values live is `attend`'s business."""
+    """Grouped-query attention. `attend` stores keys and values, and reads them."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
         width, head_dim = config.hidden_size, config.head_dim
@@ -56,12 +56,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend) -> jax.Array:
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        is_norm_of_all = self.qk_norm_span == "all_heads"
-        if is_norm_of_all:
-            q, k = self._normed(q, k)
+        is_norm_over_heads = self.qk_norm_span == "all_heads"
+        if is_norm_over_heads:
+            q, k = self._normalize(q, k)
         q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in (q, k, v))
-        if not is_norm_of_all:
-            q, k = self._normed(q, k)
+        if not is_norm_over_heads:
+            q, k = self._normalize(q, k)
         if self.rope is not None:
             cos, sin = positions.rotation(self.rope)
             q, k = positions.scaled_queries(self.rope, rotate(q, cos, sin)), rotate(k, cos, sin)
@@ -70,21 +70,21 @@ class Attention(nnx.Module):
             out = attend(self.layer, q, k, v, self.window, **self.options, **sinks)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
-    def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.q_norm is None or self.k_norm is None:
             return q, k
         return self.q_norm(q), self.k_norm(k)
 
 
 def attention_options(config: ModelConfig) -> dict[str, Any]:
-    """What every layer's call of `attend`, or of a kernel, is given beside window and sinks."""
+    """Keyword arguments of `attend`, or of a kernel, in every layer: scale and soft cap, if not the default."""
     options = {"scale": config.attention_scale, "soft_cap": config.attention_softcap}
     return {name: value for name, value in options.items() if value is not None}
 
 
 class MLP(nnx.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer 2020), or without a gate down(activation(up(x))); `inner` is the width
-    between, the model's unless given."""
+    """down(activation(gate(x)) * up(x)) (Shazeer 2020), or without a gate down(activation(up(x))). `inner` is the inner
+    width, config.intermediate_size by default."""
 
     def __init__(self, config: ModelConfig, inner: int | None = None, *, dtype, rngs: nnx.Rngs):
         width, inner = config.hidden_size, inner or config.intermediate_size
@@ -101,7 +101,7 @@ class MLP(nnx.Module):
 
 
 def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> nnx.Module:
-    """The MLP of a layer, or its experts with the MLP that they share."""
+    """The MLP of a layer, or its experts with their shared MLP."""
     moe = config.experts_of(layer)
     if moe is None:
         return MLP(config, dtype=dtype, rngs=rngs)
@@ -111,7 +111,7 @@ def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> 
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and MLP between the norms and residuals of config.block."""
+    """Attention and MLP, with norms and residuals in the order of config.block."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
         has_before, has_after = config.block != "post_norm", config.block in ("post_norm", "sandwich_norm")
@@ -127,11 +127,12 @@ class DecoderLayer(nnx.Module):
         self.name = f"layers.{layer}"
 
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend, tap: Tap) -> jax.Array:
-        """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are what is added to the residual."""
+        """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
+        residual."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         with jax.named_scope("attention"):
             attended = self.attention(normed, positions, attend)
-        attended = self._to_add("attention", attended, self.attention_post_norm, tap)
+        attended = self._residual_term("attention", attended, self.attention_post_norm, tap)
         if self.block in ("pre_norm", "post_norm", "sandwich_norm"):
             x = x + attended
             read = x if self.mlp_norm is None else self.mlp_norm(x)
@@ -140,11 +141,13 @@ class DecoderLayer(nnx.Module):
             x = x + attended
         with jax.named_scope("mlp"):
             fed = self.mlp(read)
-        x = x + self._to_add("mlp", fed, self.mlp_post_norm, tap)
+        x = x + self._residual_term("mlp", fed, self.mlp_post_norm, tap)
         tap(f"{self.name}.residual", x)
         return x
 
-    def _to_add(self, name: str, y: jax.Array, norm: Callable[[jax.Array], jax.Array] | None, tap: Tap) -> jax.Array:
+    def _residual_term(
+        self, name: str, y: jax.Array, norm: Callable[[jax.Array], jax.Array] | None, tap: Tap
+    ) -> jax.Array:
         y = y if norm is None else norm(y)
         if self.residual_multiplier != 1.0:
             y = (y.astype(jnp.float32) * self.residual_multiplier).astype(y.dtype)

@@ -10,7 +10,7 @@ from jaxinfer.quantization.matmul import matmul
 class Linear(nnx.Module):
     """x @ weight + bias, with weight [inputs, outputs], which may be quantized.
 
-    `scope`, its name in the model, is set by `bind`: compiled programs name what belongs to it.
+    `scope` is the module's name in the model, set by `bind`, and the name of its operations in compiled programs.
     """
 
     scope = "linear"

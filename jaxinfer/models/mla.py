@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1). Shapes use the legend of jaxinfer/README.md, with R the width
-of the latent vector, N of the part of a query without position, W of a value, and Hq heads.
+"""Multi-head latent attention (DeepSeek-V2, section 2.1). Shapes use the legend of jaxinfer/README.md; R is the width
+of the latent vector.
 
-A head's key is [k_up c, r] and its value v_up c, of the latent vector c and the rotated key r that all heads share. The
-matrices are taken to the other side of both products (section 2.1.2, "absorbed"), so attention is that of Hq queries
-[k_up q, q_r] over one key head [c, r], whose values are its first R numbers. That is what is cached: in DeepSeek-V3 576
-numbers a token, where keys and values of all heads would be 40,960.
+A head's key is [k_up c, r] and its value is v_up c, where c is the latent vector and r the rotated key that all heads
+share. The matrices are absorbed into queries and outputs (section 2.1.2): Hq queries [k_up q, q_r] attend to one key
+head [c, r], whose first R entries are the values. Only that is cached: 576 numbers per token in DeepSeek-V3, instead of
+40,960 for keys and values of all heads.
 """
 
 import jax
@@ -19,7 +19,7 @@ from jaxinfer.models.rope import Positions, rotate
 
 
 class LatentAttention(nnx.Module):
-    """Attention over one cached vector per token; where it lives is `attend`'s business."""
+    """Attention with one cached vector per token. `attend` stores and reads it."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
         mla = config.mla
@@ -64,7 +64,8 @@ class LatentAttention(nnx.Module):
         return self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))  # pyright: ignore[reportOptionalCall]
 
     def _paired(self, x: jax.Array) -> jax.Array:
-        """Rotated dimensions in the order that `rotate` pairs them. Scores do not change: queries and keys agree."""
+        """The rotated dimensions of x in the order of `rotate`. Scores do not change, as queries and keys are permuted
+        alike."""
         if not self.mla.is_interleaved:
             return x
         pairs = x.reshape(*x.shape[:-1], -1, 2)
@@ -76,7 +77,7 @@ def _norm(width: int, kind: NormKind, eps: float, dtype) -> Norm:
 
 
 class HeadStack(nnx.Module):
-    """A matrix [R, outputs] for each head. They are not quantized: each is used from both sides."""
+    """A matrix [R, outputs] for each head. Not quantized, because it is also used transposed."""
 
     def __init__(self, num_heads: int, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)

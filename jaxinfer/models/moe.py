@@ -14,10 +14,10 @@ from jaxinfer.models.experts import Experts, run_experts
 
 
 def route(moe: MoEConfig, logits: jax.Array, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Which experts each token goes to, int32 [T, C], best first, and their float32 weights [T, C].
+    """The experts of each token, int32 [T, C], best first, and their weights, float32 [T, C].
 
-    logits: float32 [T, E]. correction: float32 [E], see `MoEConfig.has_correction_bias`. Of equal scores the expert
-    of the lower number is taken. A NaN logit makes weights NaN.
+    logits: float32 [T, E]. correction: float32 [E], see `MoEConfig.has_correction_bias`. Of equal scores, the expert
+    with the lower index is chosen. A NaN logit makes weights NaN.
     """
     if moe.scoring == "softmax_of_chosen":
         best, chosen = lax.top_k(logits, moe.num_experts_per_token)
@@ -34,7 +34,7 @@ def route(moe: MoEConfig, logits: jax.Array, correction: jax.Array | None = None
 
 
 def _within_groups(moe: MoEConfig, choice: jax.Array) -> jax.Array:
-    """The scores, with -inf for the experts of all but the best groups."""
+    """The scores, with -inf for experts outside the best groups."""
     grouped = choice.reshape(*choice.shape[:-1], moe.num_groups, -1)
     if moe.group_score == "max":
         group_scores = grouped.max(-1)
@@ -77,7 +77,7 @@ class ExpertStacks(nnx.Module):
 
 
 class Router(nnx.Module):
-    """Logits of the experts, in float32 whatever the weights are."""
+    """Chooses experts from logits that are computed in float32 for any dtype of the weights."""
 
     def __init__(self, moe: MoEConfig, width: int, *, dtype, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.02)
@@ -89,7 +89,7 @@ class Router(nnx.Module):
         self.moe = moe
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As `route`, of hidden states [T, D]."""
+        """`route` for hidden states [T, D]."""
         x, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
         logits = jnp.matmul(x, weight, precision=lax.Precision.HIGHEST)
         if self.bias is not None:
@@ -98,9 +98,9 @@ class Router(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Experts, and the MLP that all tokens go through where there is one.
+    """Routed experts, and the shared MLP if there is one.
 
-    `over`, a mesh and its axis, is set where the experts are cut over devices.
+    `over` is a mesh and the axis over which the experts are sharded; `bind` sets it.
     """
 
     over: tuple[Mesh, str] | None = None

@@ -1,4 +1,4 @@
-"""The norms: RMSNorm in its three roundings, and LayerNorm."""
+"""RMSNorm, in three variants of rounding, and LayerNorm."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,9 @@ from jaxinfer.models.config import ModelConfig, NormKind
 
 
 class Norm(nnx.Module):
-    """Divides by the size of the last axis, and multiplies by a weight that may have leading axes (one row per head).
+    """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) over the last axis, see `NormKind`.
 
-    RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016). Statistics are float32; whether the result is rounded
-    to x's dtype before the weight multiplies it, and whether the weight is stored less one, is the kind's.
+    Statistics are float32. The weight may have leading axes (one row per head).
     """
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], kind: NormKind, *, eps: float, bias: bool, dtype):
@@ -43,7 +42,7 @@ def hidden_norm(config: ModelConfig, dtype) -> Norm:
 
 
 def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype) -> Norm | None:
-    """The norm of queries or keys [..., H, K], where a model has one; over all heads it is of [..., H * K]."""
+    """The norm of queries or keys [..., H, K], or of [..., H * K] if it spans all heads; None if the model has none."""
     if not config.qk_norm:
         return None
     shape, axes = {

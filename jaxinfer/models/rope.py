@@ -1,4 +1,4 @@
-"""Rotary position embedding: inverse frequencies of every published variant, and their application."""
+"""Rotary position embedding: inverse frequencies of the published variants, and the rotation."""
 
 import math
 
@@ -10,11 +10,11 @@ from jaxinfer.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
-    """Returns float32 [rotary_dim / 2] radians per token, and the factor on cos and sin.
+    """Inverse frequencies float32 [rotary_dim / 2], in radians per token, and the factor on cos and sin.
 
-    Formulas: linear (Chen et al. 2023), dynamic NTK, llama3 (Llama 3.1 report), YaRN (Peng et al. 2023,
-    sections 3.2 to 3.4), LongRoPE (Ding et al. 2024); defaults are those of Transformers' `modeling_rope_utils`. So are
-    the roundings, which are those of float32: at position 100,000 one in the last place is a hundredth of a radian.
+    Formulas: linear (Chen et al. 2023), dynamic NTK, llama3 (Llama 3.1 report), YaRN (Peng et al. 2023, sections 3.2 to
+    3.4), LongRoPE (Ding et al. 2024). Defaults and float32 roundings are those of Transformers' `modeling_rope_utils`:
+    at position 100,000, one unit in the last place is a hundredth of a radian.
     """
     base, scaling = 1 / _powers(rope.theta, rope.rotary_dim), 1.0
     if rope.kind == "linear":
@@ -31,13 +31,14 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
 
 
 def _powers(theta: float, dim: int) -> np.ndarray:
-    """float32 [dim / 2], theta**(2i / dim): exponent and result are rounded to float32, the power is not."""
+    """theta**(2i / dim), float32 [dim / 2]: the exponent and the result are rounded to float32, the power is
+    float64."""
     exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float64(np.float32(theta)), exponents.astype(np.float64)).astype(np.float32)
 
 
 class Positions:
-    """int32 positions [...] of a forward pass, and what layers make of them, each made once."""
+    """int32 positions [...] of a forward pass; caches the rotations that layers share."""
 
     def __init__(self, positions: jax.Array):
         self.positions = positions
@@ -46,15 +47,15 @@ class Positions:
     def rotation(self, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
         """cos and sin, float32 [..., rotary_dim / 2]."""
         if rope not in self._rotations:
-            # XLA:CPU would compute them again in every layer, within the rotation.
+            # Without the barrier, XLA:CPU recomputes them in every layer.
             self._rotations[rope] = jax.lax.optimization_barrier(rotation(rope, self.positions))
         return self._rotations[rope]
 
     def scaled_queries(self, rope: RopeConfig, q: jax.Array) -> jax.Array:
-        """Queries [..., H, K], of which later ones grow where the rotation says so (`query_scale_beta`)."""
+        """Queries [..., H, K], scaled by position if `query_scale_beta` is set."""
         if rope.query_scale_beta is None:
             return q
-        periods = jnp.floor(self.positions.astype(jnp.float32) / _original(rope))
+        periods = jnp.floor(self.positions.astype(jnp.float32) / _original_length(rope))
         return q * (1 + rope.query_scale_beta * jnp.log1p(periods))[..., None, None].astype(q.dtype)
 
 
@@ -66,21 +67,21 @@ def rotation(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the leading dimensions of each head of x [..., H, K], pairing i with i + rotary_dim / 2."""
+    """Rotates the first rotary_dim dimensions of each head of x [..., H, K], pairing i with i + rotary_dim / 2."""
     half = cos.shape[-1]
     cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def _original(rope: RopeConfig) -> int:
+def _original_length(rope: RopeConfig) -> int:
     if rope.original_length is None:
         raise ValueError(f"rope kind {rope.kind!r} needs original_length")
     return rope.original_length
 
 
 def _dynamic_theta(rope: RopeConfig) -> float:
-    original = _original(rope)
+    original = _original_length(rope)
     length = max(rope.sequence_length or original, original)
     stretch = np.float32(rope.factor) * np.float32(length) / np.float32(original) - np.float32(rope.factor - 1)
     exponent = np.float32(rope.rotary_dim / (rope.rotary_dim - 2))
@@ -88,7 +89,7 @@ def _dynamic_theta(rope: RopeConfig) -> float:
 
 
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
-    original, factor, low = _original(rope), np.float32(rope.factor), np.float32(rope.low_freq_factor)
+    original, factor, low = _original_length(rope), np.float32(rope.factor), np.float32(rope.low_freq_factor)
     wavelength = np.float32(2 * math.pi) / base
     smooth = (np.float32(original) / wavelength - low) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * base / factor + smooth * base
@@ -98,7 +99,7 @@ def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig) -> tuple[np.ndarray, float]:
-    dim, original = rope.rotary_dim, _original(rope)
+    dim, original = rope.rotary_dim, _original_length(rope)
 
     def correction_dim(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -124,7 +125,7 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def _longrope(rope: RopeConfig) -> tuple[np.ndarray, float]:
-    original = _original(rope)
+    original = _original_length(rope)
     is_long = (rope.sequence_length or original) > original
     factors = rope.long_factor if is_long else rope.short_factor
     if factors is None or len(factors) != rope.rotary_dim // 2:

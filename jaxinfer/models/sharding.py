@@ -12,7 +12,7 @@ from jaxinfer.parallel import AnyMesh, axis_of, axis_size, is_axes, shardings
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 
-# What of a configuration each logical dimension counts, where it is cut.
+# Field of the configuration that counts each sharded logical dimension.
 _COUNTS = {
     "vocab": "vocab_size",
     "heads": "num_heads",
@@ -24,7 +24,7 @@ _COUNTS = {
 def parameter_shardings(
     mesh: AnyMesh, config: ModelConfig, params: Params | None = None, *, whole_if_uneven: bool = False
 ) -> Params:
-    """A `NamedSharding` for every parameter, in the structure of `params` where some of them are quantized.
+    """A `NamedSharding` for every parameter; in the structure of `params`, which may be quantized, if given.
 
     Args:
       whole_if_uneven: replicates what does not divide into equal parts, for `fit_to_mesh` to pad, instead of raising.
@@ -33,8 +33,10 @@ def parameter_shardings(
     """
     axes = logical_axes(config)
     if whole_if_uneven:
-        whole = {name for name, _, _ in _uneven(mesh, config)}
-        axes = jax.tree.map(lambda leaf: tuple(None if name in whole else name for name in leaf), axes, is_leaf=is_axes)
+        uneven = {name for name, _, _ in _uneven(mesh, config)}
+        axes = jax.tree.map(
+            lambda leaf: tuple(None if name in uneven else name for name in leaf), axes, is_leaf=is_axes
+        )
     else:
         check_divides(mesh, config)
     plain = shardings(mesh, axes)
@@ -42,16 +44,14 @@ def parameter_shardings(
 
 
 def leaf_shardings(leaf: Any, sharding: NamedSharding) -> Any:
-    """The shardings of one parameter's arrays, a `QuantizedArray` of them where it is one; `sharding` is the
-    parameter's."""
+    """The shardings of a parameter's arrays: `sharding` itself, or a `QuantizedArray` of shardings."""
     if not is_quantized(leaf):
         return sharding
     return _quantized_stack(leaf, sharding) if leaf.ndim > 2 else _quantized(leaf, sharding)
 
 
 def check_divides(mesh: AnyMesh, config: ModelConfig) -> None:
-    """Raises ValueError, with both numbers, where the mesh cannot cut the model into equal parts, other than its
-    vocabulary, for which no part of a model is made."""
+    """Raises ValueError, with both numbers, if a dimension other than the vocabulary cannot be sharded equally."""
     for name, field, count in _uneven(mesh, config):
         if name != "vocab":
             raise ValueError(
@@ -61,44 +61,44 @@ def check_divides(mesh: AnyMesh, config: ModelConfig) -> None:
 
 
 def leaves_by_path(tree: Params) -> dict[tuple[str, ...], Any]:
-    """The leaves of nested dicts by the keys that lead to them."""
+    """The leaves of nested dicts by their paths."""
     return {tuple(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _quantized(array: QuantizedArray, sharding: NamedSharding) -> QuantizedArray:
-    """Values are cut as the weight is; scales, zeros and minima with them where parts hold whole blocks, else they are
-    whole on every device, as permutations, codebooks and nested scales are."""
-    mesh, cut = sharding.mesh, sharding.spec
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    """Values are sharded as the weight; scales, zeros and minima as well if shards hold complete blocks. Everything
+    else (permutations, codebooks, nested scales) is replicated."""
+    mesh = sharding.mesh
+    replicated = NamedSharding(mesh, PartitionSpec())
 
     def of_blocks(leaf: jax.Array) -> NamedSharding:
         if leaf.shape != array.scales.shape:  # a part of nested scales
-            return everywhere
+            return replicated
         names = []
-        for name, length, block in zip(cut, array.shape, array.scheme.block, strict=True):
-            is_cut = name is not None and length % (mesh.shape[name] * block) == 0
-            names.append(name if is_cut else None)
+        for name, length, block in zip(sharding.spec, array.shape, array.scheme.block, strict=True):
+            is_sharded = name is not None and length % (mesh.shape[name] * block) == 0
+            names.append(name if is_sharded else None)
         return NamedSharding(mesh, PartitionSpec(*names))
 
     def sharding_of(path: Any, leaf: jax.Array) -> NamedSharding:
         if path[0].name == "values":
             return sharding
-        return of_blocks(leaf) if path[0].name in ("scales", "zeros", "minima") else everywhere
+        return of_blocks(leaf) if path[0].name in ("scales", "zeros", "minima") else replicated
 
     return jax.tree_util.tree_map_with_path(sharding_of, array)
 
 
 def _quantized_stack(array: QuantizedArray, sharding: NamedSharding) -> QuantizedArray:
-    """Experts, or heads, are cut as a whole, with all that is theirs."""
+    """Stacks are sharded along the axis of experts, or heads."""
     specs = stack_specs(array, sharding.spec[0])
-    return jax.tree.map(lambda leaf, cut: NamedSharding(sharding.mesh, cut), array, specs)
+    return jax.tree.map(lambda leaf, spec: NamedSharding(sharding.mesh, spec), array, specs)
 
 
 def _uneven(mesh: AnyMesh, config: ModelConfig) -> list[tuple[str, str, int]]:
-    """(logical name, field, count) of what the mesh cannot cut into equal parts."""
+    """(logical name, field, count) of the dimensions that the mesh does not divide."""
     counts = [(name, field, getattr(config, field)) for name, field in _COUNTS.items()]
     if config.mla is not None:
-        counts.remove(("kv_heads", "num_kv_heads", config.num_kv_heads))  # of one head, which is whole on every device
+        counts.remove(("kv_heads", "num_kv_heads", config.num_kv_heads))  # one head, replicated
     if config.moe is not None:
         counts.append(("expert", "num_experts", config.moe.num_experts))
         if config.moe.shared_size:

@@ -1,6 +1,6 @@
-"""Sampling: what a request may ask for, the logit transforms, addressed noise, and the one sampler.
+"""Sampling: request parameters, logit transforms, noise addressed by seed and position, and the sampler.
 
-Names are resolved when first used, so that the parameters, which are plain Python, come without JAX.
+Names are imported when first used, so that `SamplingParams`, which is plain Python, does not import JAX.
 """
 
 import importlib
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jaxinfer.sampling.state import SamplingState, advance, make_state, rewind
     from jaxinfer.sampling.transforms import transform
 
-_HOMES = {
+_MODULES = {
     "batch": ("SamplingBatch", "SamplingRow", "make_batch", "mask_inactive_rows", "set_row", "tokenize_bad_words"),
     "generation_config": ("GenerationDefaults", "from_generation_config"),
     "keys": ("gumbel_noise", "seed_words", "uniform_noise"),
@@ -35,7 +35,7 @@ _HOMES = {
     "state": ("SamplingState", "advance", "make_state", "rewind"),
     "transforms": ("transform",),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "GenerationDefaults",
@@ -70,6 +70,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

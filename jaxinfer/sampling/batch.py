@@ -1,4 +1,4 @@
-"""The sampling parameters of S slots as arrays, so that one program serves every mix of requests."""
+"""The sampling parameters of S slots as arrays: one program serves every mix of requests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -19,19 +19,19 @@ from jaxinfer.sampling.params import (
 )
 
 STOP_WIDTH = MAX_STOP_TOKEN_IDS  # stop and end-of-sequence ids together
-BAD_WORD_WIDTH = 2 * MAX_BAD_WORDS  # token sequences: each word may have one at the start and one within text
-BAD_WORD_TOKENS = 16  # tokens of one sequence
+BAD_WORD_WIDTH = 2 * MAX_BAD_WORDS  # token sequences: a word may have one at the start of a text and one within
+BAD_WORD_TOKENS = 16  # tokens per sequence
 
 RowsT = TypeVar("RowsT")
 
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """One request as the sampler needs it.
+    """Sampling inputs of one request.
 
     Attributes:
       params: the request's parameters.
-      seed: 0..2**64-1; None takes `params.seed`. The engine gives answer i of n `sample_seed(seed, i)`.
+      seed: 0..2**64-1; None uses `params.seed`. The engine gives answer i of n `sample_seed(seed, i)`.
       eos_token_ids: the model's end-of-sequence ids.
       bad_words: the token sequences of `params.bad_words`; see `tokenize_bad_words`.
     """
@@ -45,24 +45,24 @@ class SamplingRow:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingBatch:
-    """Parameters of S slots over V tokens: a pytree, every leaf with S in front. An empty slot changes nothing.
+    """Sampling parameters of S slots over V tokens: a pytree whose leaves have a leading axis S.
 
-    Ids are padded with V, one past the end, and a scatter drops them. Filters of a greedy row are stored as off.
-    `bias` takes most of the memory, 4 * S * V bytes.
+    An empty slot has neutral values. Ids are padded with V, one past the end, which a scatter drops. Filters of a
+    greedy row are stored as off. `bias` takes most of the memory, 4 * S * V bytes.
 
     Attributes:
       temperature: float32[S], 0 for greedy.
-      top_k: int32[S], 0 for all. top_p: float32[S], 1 for all. min_p: float32[S], 0 for all.
+      top_k: int32[S], 0 keeps all. top_p: float32[S], 1 keeps all. min_p: float32[S], 0 keeps all.
       presence_penalty, frequency_penalty: float32[S], 0 for none. repetition_penalty: float32[S], 1 for none.
       seed: uint32[S, 2], high and low word.
       has_bias: bool[S], whether the row's `bias` is not all zero.
       bias: float32[S, V], logit_bias, and -inf outside allowed_token_ids.
-      stop_ids: int32[S, 64], ids that end the answer; without the model's own where ignore_eos.
+      stop_ids: int32[S, 64], ids that end the answer; without end-of-sequence ids if ignore_eos.
       min_tokens: int32[S]. min_tokens_ids: int32[S, 64], ids forbidden before that many tokens: stop_ids and the
-        model's end-of-sequence ids, which vLLM forbids even where ignore_eos.
+        model's end-of-sequence ids, even if ignore_eos, as in vLLM.
       has_bad_words: bool[S].
-      bad_words: int32[S, 256, 16], token sequences against the right edge.
-      num_logprobs: int32[S], -1 where none are asked for.
+      bad_words: int32[S, 256, 16], token sequences, right-aligned.
+      num_logprobs: int32[S], -1 if none are requested.
     """
 
     temperature: jax.Array
@@ -90,7 +90,7 @@ class SamplingBatch:
     def vocab_size(self) -> int:
         return self.bias.shape[1]
 
-    # Which rows need a step of the chain. Read inside the program, so that a step that no row needs is skipped there.
+    # bool[S]: the rows that need a step of the chain. Evaluated in the program, which skips a step that no row needs.
 
     @property
     def has_penalties(self) -> jax.Array:
@@ -106,8 +106,8 @@ class SamplingBatch:
 
 
 def mask_inactive_rows(batch: SamplingBatch, is_used: jax.Array) -> SamplingBatch:
-    """The batch with rows outside bool[S] asking for nothing, so that no step of the chain runs for their sake. What
-    they give then has no meaning."""
+    """The batch with neutral parameters in the rows outside `is_used` bool[S], so that no step of the chain runs for
+    them alone. Their tokens are then undefined."""
 
     def masked(leaf: jax.Array, neutral: Any) -> jax.Array:
         return jnp.where(is_used, leaf, jnp.asarray(neutral, leaf.dtype))
@@ -119,11 +119,11 @@ def mask_inactive_rows(batch: SamplingBatch, is_used: jax.Array) -> SamplingBatc
 
 
 def make_batch(rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingBatch:
-    """Builds a batch on the host: the leaves are NumPy arrays, to be put on the device by `jax.device_put`.
+    """Builds a batch on the host, as NumPy arrays for `jax.device_put`.
 
-    None is an empty slot: greedy, no stop ids, no logprobs. Raises `SamplingParamsError` for ids outside the
-    vocabulary, too many stop ids, or bad words of too many tokens, with the numbers, and where a row leaves no token
-    that could be generated.
+    None is an empty slot: greedy, no stop ids, no logprobs. Raises `SamplingParamsError`, with the numbers, for ids
+    outside the vocabulary, too many stop ids, bad words of too many tokens, and a row in which no token can be
+    generated.
     """
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be in 1..{MAX_VOCAB_SIZE}, got {vocab_size}")
@@ -135,17 +135,17 @@ def make_batch(rows: Sequence[SamplingRow | None], vocab_size: int) -> SamplingB
 
 
 def set_row(rows: RowsT, row: jax.Array, one: RowsT) -> RowsT:
-    """Replaces row `row` (int32 scalar, any value without recompiling) by the only row of `one`.
+    """Replaces row `row` (an int32 scalar, not static) of a `SamplingBatch` or `SamplingState` by the only row of
+    `one`.
 
-    Works on a `SamplingBatch` or a `SamplingState`: `one` is what `make_batch([request], V)` or `make_state` builds.
-    Donate `rows`, and the write is in place.
+    `one` is built by `make_batch([request], V)` or `make_state`. Donate `rows`: the write is in place.
     """
     return jax.tree.map(lambda all_rows, new: lax.dynamic_update_slice_in_dim(all_rows, new, row, 0), rows, one)
 
 
 def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of bad words, by vLLM's rule: each word as it starts a text and, where that gives another first
-    token and as many tokens, as it follows a space. `encode` adds no special tokens."""
+    """Token sequences of bad words, by vLLM's rule: each word at the start of a text and, if that has as many tokens
+    and a different first one, after a space. `encode` must add no special tokens."""
     sequences = []
     for word in words:
         plain = tuple(encode(word.lstrip()))
@@ -186,7 +186,7 @@ def _fill(arrays: dict[str, np.ndarray], i: int, row: SamplingRow, vocab_size: i
     params = row.params
     seed = params.seed if row.seed is None else row.seed
     if seed is None:
-        raise ValueError("a row needs a seed: params.seed is None, so give SamplingRow one")
+        raise ValueError("a row needs a seed: params.seed and SamplingRow.seed are both None")
     arrays["seed"][i] = seed_words(seed)
     arrays["temperature"][i] = params.temperature
     if not params.is_greedy:
@@ -200,7 +200,7 @@ def _fill(arrays: dict[str, np.ndarray], i: int, row: SamplingRow, vocab_size: i
     _fill_bias(arrays, i, params, vocab_size)
     _fill_stop_ids(arrays, i, row, vocab_size)
     _fill_bad_words(arrays, i, row, vocab_size)
-    _check_some_token_is_left(arrays, i, row, vocab_size)
+    _check_any_token_possible(arrays, i, row, vocab_size)
 
 
 def _fill_bias(arrays: dict[str, np.ndarray], i: int, params: SamplingParams, vocab_size: int) -> None:
@@ -229,7 +229,7 @@ def _fill_stop_ids(arrays: dict[str, np.ndarray], i: int, row: SamplingRow, voca
 
 def _fill_bad_words(arrays: dict[str, np.ndarray], i: int, row: SamplingRow, vocab_size: int) -> None:
     if row.params.bad_words and not row.bad_words:
-        raise ValueError(f"{len(row.params.bad_words)} bad_words have no token sequences: give SamplingRow bad_words")
+        raise ValueError(f"{len(row.params.bad_words)} bad_words have no token sequences: set SamplingRow.bad_words")
     if len(row.bad_words) > BAD_WORD_WIDTH:
         raise SamplingParamsError(
             "bad_words", f"bad_words make {len(row.bad_words)} token sequences, the limit is {BAD_WORD_WIDTH}"
@@ -244,7 +244,7 @@ def _fill_bad_words(arrays: dict[str, np.ndarray], i: int, row: SamplingRow, voc
     arrays["has_bad_words"][i] = bool(row.bad_words)
 
 
-def _check_some_token_is_left(arrays: dict[str, np.ndarray], i: int, row: SamplingRow, vocab_size: int) -> None:
+def _check_any_token_possible(arrays: dict[str, np.ndarray], i: int, row: SamplingRow, vocab_size: int) -> None:
     is_possible = arrays["bias"][i] > -np.inf
     is_possible[[sequence[0] for sequence in row.bad_words if len(sequence) == 1]] = False
     if row.params.min_tokens > 0:
@@ -253,8 +253,8 @@ def _check_some_token_is_left(arrays: dict[str, np.ndarray], i: int, row: Sampli
     if not is_possible.any():
         raise SamplingParamsError(
             "allowed_token_ids",
-            "no token can be generated: allowed_token_ids are all forbidden by bad_words or, before "
-            f"min_tokens={row.params.min_tokens}, by the stop ids",
+            "no token can be generated: bad_words or, before "
+            f"min_tokens={row.params.min_tokens}, the stop ids forbid all allowed_token_ids",
         )
 
 

@@ -1,8 +1,8 @@
 """Top-k and top-p without sorting the vocabulary.
 
-Both keep the tokens whose logit reaches a threshold, so all that has to be found is the threshold. Two ways find
-the same one, bit for bit: a search over the bits of the float (32 passes that only count), and, on a CPU, a look at
-the 128 largest logits, which nearly always hold it.
+Both keep the tokens whose logit reaches a threshold. Two methods find the same threshold, bit for bit: a binary search
+over the bits of the float (32 passes of counting) and, on a CPU, the 128 largest logits, which nearly always include
+it.
 """
 
 import jax
@@ -11,26 +11,26 @@ from jax import lax
 
 from jaxinfer.sampling import exact
 
-NUM_CANDIDATES = 128  # XLA:CPU finds them in 93 us, V = 49,152; the search takes 380 us for top-k, 1.2 ms for top-p
+NUM_CANDIDATES = 128  # 93 us on XLA:CPU for V = 49,152; the search takes 380 us for top-k, 1.2 ms for top-p
 
 
 def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Masks float32[S, V] with -inf: top_k int32[S] (0 keeps all), then top_p float32[S] (1 keeps all).
 
-    Top-k keeps the k largest logits and every one equal to the k-th. Top-p keeps the fewest largest logits, equal
-    ones together, whose mass in the softmax of what top-k left is at least top_p; never fewer than one.
+    Top-k keeps the k largest logits and all equal to the k-th. Top-p keeps the smallest set of largest logits, equal
+    ones together, whose probability in the softmax after top-k is at least top_p; at least one.
     """
     return lax.platform_dependent(logits, top_k, top_p, cpu=by_candidates, default=by_search)
 
 
 def by_search(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`top_k_top_p` by searching the whole vocabulary for both thresholds. A filter no row has is skipped."""
+    """`top_k_top_p` by binary search over the whole vocabulary. A filter that no row uses is skipped at run time."""
     logits = lax.cond(jnp.any(top_k > 0), _search_top_k, lambda x, _: x, logits, top_k)
     return lax.cond(jnp.any(top_p < 1), _search_top_p, lambda x, _: x, logits, top_p)
 
 
 def by_candidates(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`top_k_top_p` by the largest logits; searches where these do not hold some row's threshold."""
+    """`top_k_top_p` from the largest logits; falls back to the search if these do not include some row's threshold."""
     vocab_size = logits.shape[1]
     best = lax.top_k(logits, min(NUM_CANDIDATES, vocab_size))[0]
     top_k = jnp.where(top_k < vocab_size, top_k, 0)
@@ -67,9 +67,11 @@ def _search_top_p(logits: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _top_p_of_candidates(logits: jax.Array, best: jax.Array, top_p: jax.Array) -> jax.Array:
-    """`best` float32[S, C] descends, and above its last element it holds every logit of the row. So where its running
-    mass reaches the least one, the element at which it does is the threshold. What top-k dropped may follow in
-    `best`, but the mass is complete before it."""
+    """Top-p from `best` float32[S, C]: the largest logits of each row, in descending order.
+
+    The threshold is the element at which the cumulative mass reaches top_p. `best` may end with logits that top-k
+    dropped, but the mass is complete before these.
+    """
     least = top_p * exact.mass(_weights(logits))
     distance = best - exact.finite_max(best)
     reached = exact.running_mass(exact.fixed_point(jnp.exp(distance), logits.shape[1])) >= least[:, None]
@@ -84,5 +86,5 @@ def _top_p_of_candidates(logits: jax.Array, best: jax.Array, top_p: jax.Array) -
     )
 
 
-def _weights(logits: jax.Array) -> exact.Weights:
+def _weights(logits: jax.Array) -> exact.FixedPoint:
     return exact.fixed_point(jnp.exp(logits - exact.finite_max(logits)), logits.shape[1])

@@ -15,7 +15,7 @@ _APPLIED = {
 }
 _SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p")
 
-# Say nothing about which tokens are chosen by a decoder-only model, whatever their value.
+# Fields that do not affect which tokens a decoder-only model generates.
 _DESCRIPTIVE = {
     "_from_model_config",
     "architectures",
@@ -39,7 +39,7 @@ _DESCRIPTIVE = {
     "use_cache",
 }
 
-# Of Hugging Face's other fields, the values that change nothing. None, False, and empty lists change nothing anywhere.
+# Values of other Hugging Face fields that have no effect; None, False and empty containers have none in any field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "diversity_penalty": (0,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -63,7 +63,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class GenerationDefaults(NamedTuple):
-    """What a generation_config.json says: parameters, end-of-sequence ids, and the names that were not applied."""
+    """Contents of a generation_config.json: parameters, end-of-sequence ids, and the names that were not applied."""
 
     params: SamplingParams
     eos_token_ids: tuple[int, ...]
@@ -71,15 +71,15 @@ class GenerationDefaults(NamedTuple):
 
 
 def from_generation_config(config: Mapping[str, Any], **overrides: Any) -> GenerationDefaults:
-    """Reads Hugging Face's generation_config.json; `overrides` are fields of `SamplingParams` and win.
+    """Reads Hugging Face's generation_config.json; `overrides` are fields of `SamplingParams` and take precedence.
 
     `temperature`, `top_k`, `top_p`, `min_p`, `repetition_penalty` and `max_new_tokens` are applied, as in vLLM; null
-    means not given. `"do_sample": false` written in the file is greedy decoding, and the four filters beside it do
-    nothing then, as in Transformers, and are reported. Where the file does not say `do_sample`, the values it gives and
-    our defaults stand, as in vLLM; Transformers would decode greedily.
+    means not given. `"do_sample": false` means greedy decoding; temperature and filters are then reported as ignored,
+    as Transformers does. Without `do_sample`, the file's values and our defaults apply, as in vLLM; Transformers would
+    decode greedily.
 
-    Returns also the names of what the file asks for and we do not do (beams, n-gram bans, `max_length`, ...), sorted,
-    for the caller to warn about. Raises `SamplingParamsError` for a bad value, naming our field.
+    `ignored` lists, sorted, the options that are set but not supported (beams, n-gram bans, `max_length`, ...), for the
+    caller to warn about. Raises `SamplingParamsError` for an invalid value, naming the field of `SamplingParams`.
     """
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):

@@ -1,20 +1,20 @@
-"""Addressed noise: what a row draws depends on its seed and its position, and on nothing else.
+"""Sampling noise: a function of a row's seed and position, and of nothing else.
 
-The position is the absolute index, in the sequence of prompt and answer, of the token being chosen: the first token of
-an answer to a prompt of 7 tokens has position 7. So a prompt together with the start of its answer, given the same
-seed, is continued with the same tokens.
+The position is the absolute index, in prompt plus answer, of the token being sampled: the first token of an answer to a
+prompt of 7 tokens has position 7. So a prompt followed by the start of its answer is continued, given the same seed,
+with the same tokens.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Positions stay below 2**31, so the streams, which are folded into the seed from there up, never meet one.
+# Streams are folded into the seed as 2**31 and above, positions as less: they never collide.
 _STREAMS = 2**31
 
 
 def seed_words(seed: int) -> np.ndarray:
-    """uint32[2], the high and the low half of a seed in 0..2**64-1: the key data of `jax.random.key(seed)`."""
+    """uint32[2], the high and low words of a seed in 0..2**64-1: the key data of `jax.random.key(seed)`."""
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed must be in 0..2**64-1, got {seed}")
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
@@ -23,13 +23,13 @@ def seed_words(seed: int) -> np.ndarray:
 def gumbel_noise(seed: jax.Array, position: jax.Array, vocab_size: int, *, stream: int | None = None) -> jax.Array:
     """Standard Gumbel noise, float32[S, V], for seeds uint32[S, 2] and positions int32[S].
 
-    Element [s, v] is a function of (seed[s], position[s], v, stream): neither of S nor of V. It is finite, between
-    -2.9 and 22.2: the upper tail, which decides how often a rare token is drawn, is resolved to 2**-32.
-    `stream` names an independent set of noise; None is the one that plain sampling uses.
+    Element [s, v] is a function of (seed[s], position[s], v, stream), and not of S or V. It is finite, between -2.9 and
+    22.2: the upper tail, which decides how often a rare token is sampled, has a resolution of 2**-32.
+    `stream` selects independent noise; None is that of plain sampling.
     """
     draw = jax.vmap(lambda key: jax.random.bits(key, (vocab_size,), jnp.uint32))
     bits = draw(_keys(seed, position, stream))
-    # 31 bits, since signed integers convert to float in one vector instruction. Rounding may reach 1: keep below it.
+    # 31 bits: signed integers convert to float in one vector instruction. Rounding may reach 1, hence the minimum.
     uniform = ((bits >> 1).astype(jnp.int32).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-31)
     exponential = -jnp.log1p(-jnp.minimum(uniform, jnp.float32(1 - 2.0**-24)))
     return -jnp.log(exponential)

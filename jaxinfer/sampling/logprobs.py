@@ -12,10 +12,11 @@ from jaxinfer.sampling import exact
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of T tokens: log-probability float32[T], rank int32[T], and the K best ids int32[T, K] with theirs float32[T, K].
+    """Log-probabilities of T tokens, and the K most probable tokens at each position: a pytree.
 
-    A rank is 1 plus the number of tokens with a larger logit, so the most probable token has rank 1, ties included.
-    Rank 0 says that the row was not computed. Where the vocabulary has fewer than K tokens, the rest of `top_ids` is V.
+    Attributes:
+      logprob: float32[T]. rank: int32[T], 1 plus the number of tokens with a larger logit; 0 if not computed.
+      top_ids: int32[T, K], padded with V if the vocabulary has fewer than K tokens. top_logprobs: float32[T, K].
     """
 
     logprob: jax.Array
@@ -25,10 +26,10 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: jax.Array, targets: jax.Array, num_top: int) -> TokenLogprobs:
-    """Log-probabilities of `targets` int32[T] and of the `num_top` best tokens under raw logits float32[T, V].
+    """Log-probabilities of `targets` int32[T] and of the `num_top` most probable tokens under logits float32[T, V].
 
-    For prompt logprobs the row of position i holds the logits that predict token i, and targets[i] is token i. Equal
-    logits are listed by ascending id. Bit for bit the same whatever other rows the call holds.
+    For prompt logprobs, row i holds the logits that predict token i, and targets[i] is token i. Equal logits are listed
+    by ascending id. Rows are independent, bit for bit.
     """
     num_rows, vocab_size = logits.shape
     logprobs = exact.log_softmax(logits)
@@ -49,7 +50,7 @@ def token_logprobs(logits: jax.Array, targets: jax.Array, num_top: int) -> Token
 
 
 def no_logprobs(num_rows: int, num_top: int, vocab_size: int) -> TokenLogprobs:
-    """What stands where nobody asked: log-probability 0 at rank 0, no top tokens."""
+    """Placeholder where no log-probabilities were requested: log-probability 0, rank 0, no top tokens."""
     return TokenLogprobs(
         logprob=jnp.zeros(num_rows, jnp.float32),
         rank=jnp.zeros(num_rows, jnp.int32),

@@ -1,6 +1,5 @@
-"""What a request asks of the sampler. Plain Python: nothing here imports JAX."""
+"""Sampling parameters of a request. Plain Python: nothing here imports JAX."""
 
-import difflib
 import itertools
 import math
 import reprlib
@@ -8,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
+
+from jaxinfer.checks import did_you_mean
 
 MAX_N = 16
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 100.0
@@ -23,7 +24,7 @@ MAX_TOKENS = 2**24
 
 
 class SamplingParamsError(ValueError):
-    """A sampling parameter was refused. `parameter` is the name of the field, for an API's error body."""
+    """An invalid sampling parameter. `parameter` is the name of the field, for an API's error body."""
 
     def __init__(self, parameter: str, message: str):
         super().__init__(message)
@@ -32,34 +33,34 @@ class SamplingParamsError(ValueError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose the tokens of one request: vLLM's names, defaults and meanings.
+    """Sampling parameters of one request: vLLM's names, defaults and meanings.
 
-    Every field is checked; what we do not do raises `SamplingParamsError` with the field, the value and the limit.
-    No value is silently changed. Equal meanings are stored alike: `top_k=-1` as 0, one `stop` string and every list
-    as a tuple without repeats, None in place of an empty list as ().
+    Every field is checked; an unsupported value raises `SamplingParamsError` with the field, the value and the limit.
+    Equivalent values are normalized: `top_k=-1` to 0, one `stop` string and every list to a tuple without duplicates,
+    None in place of an empty list to ().
 
     Attributes:
-      n: answers to return for one prompt, 1..16. Answer 0 is the one that n=1 gives; see `seeds.sample_seed`.
+      n: answers to return for one prompt, 1..16. Answer 0 is the same as with n=1; see `seeds.sample_seed`.
       temperature: 0 for greedy, else 1e-5..100; divides the logits.
-      top_p: keep the smallest set of most probable tokens whose mass reaches top_p, in (0, 1].
+      top_p: keep the smallest set of most probable tokens whose probability reaches top_p, in (0, 1].
       top_k: keep the k most probable tokens; 0 or -1 keeps all.
       min_p: drop tokens less probable than min_p times the most probable one, 0..1.
       seed: 0..2**64-1, or None for one derived from the engine's seed.
       stop: a string or strings that end the answer, at most 16 of 1..1024 characters.
       stop_token_ids: ids that end the answer, at most 64.
-      ignore_eos: go on after the model's end-of-sequence token.
-      max_tokens: tokens to generate at most; None is as many as the model's length allows.
-      min_tokens: stop and end-of-sequence ids cannot be chosen before this many tokens.
-      logprobs: report the log-probability of the chosen token and of this many most probable ones, 0..20.
-        They are of the model's raw logits, before any processor.
+      ignore_eos: continue after the model's end-of-sequence token.
+      max_tokens: most tokens to generate; None is as many as the model's length allows.
+      min_tokens: stop and end-of-sequence ids are forbidden before this many tokens.
+      logprobs: report the log-probability of the sampled token and of this many most probable ones, 0..20, under the
+        model's raw logits, before any processor.
       prompt_logprobs: the same for each token of the prompt.
       presence_penalty: subtracted once from the logit of each token already generated, -2..2.
       frequency_penalty: subtracted once per time the token was generated, -2..2.
       repetition_penalty: divides a positive and multiplies a negative logit of each token of the prompt or the
         answer, 1e-5..10.
       logit_bias: token id to a number in -100..100 added to its logit, at most 1024 entries. Treat it as read-only.
-      allowed_token_ids: only these ids can be chosen.
-      bad_words: strings whose token sequence cannot be completed, at most 128.
+      allowed_token_ids: only these ids can be generated.
+      bad_words: strings whose token sequences cannot be generated, at most 128.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: leave the stop string in the text.
     """
@@ -105,23 +106,22 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "SamplingParams":
-        """Builds from names and values, such as a JSON object. A name that is no field raises, with the nearest one.
+        """Builds parameters from a mapping such as a JSON object. An unknown name raises, with the nearest field.
 
-        The keys of `logit_bias` may be decimal strings, as JSON has no other.
+        The keys of `logit_bias` may be decimal strings, as in JSON.
         """
         names = [f.name for f in fields(cls)]
         for name in mapping:
             if name not in names:
-                near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(names)}"
-                raise SamplingParamsError(str(name), f"{name!r} is not a sampling parameter; {hint}")
+                hint = did_you_mean(name, names, cutoff=0.5, otherwise=f"; the fields are {', '.join(names)}")
+                raise SamplingParamsError(str(name), f"{name!r} is not a sampling parameter{hint}")
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = {_decimal(token): bias for token, bias in values["logit_bias"].items()}
         return cls(**values)
 
     def validate_for_model(self, vocab_size: int, max_model_len: int) -> None:
-        """Raises where an id is not in the vocabulary or a length exceeds the model's (both in tokens)."""
+        """Raises for an id outside the vocabulary or a length above the model's (both in tokens)."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 if token >= vocab_size:
@@ -142,13 +142,13 @@ def _decimal(token: Any) -> Any:
     return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
 
 
-def _refuse(name: str, value: Any, limit: str) -> SamplingParamsError:
+def _error(name: str, value: Any, limit: str) -> SamplingParamsError:
     return SamplingParamsError(name, f"{name} must be {limit}, got {reprlib.repr(value)}")
 
 
 def _to_int(name: str, value: Any, limit: str) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise _refuse(name, value, limit)
+        raise _error(name, value, limit)
     return int(value)
 
 
@@ -160,7 +160,7 @@ def _integer(low: int, high: int, *, optional: bool = False):
             return None
         number = _to_int(name, value, limit)
         if not low <= number <= high:
-            raise _refuse(name, value, limit)
+            raise _error(name, value, limit)
         return number
 
     return check
@@ -168,13 +168,13 @@ def _integer(low: int, high: int, *, optional: bool = False):
 
 def _to_float(name: str, value: Any, limit: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise _refuse(name, value, limit)
+        raise _error(name, value, limit)
     try:
         number = float(value)
     except OverflowError:
-        raise _refuse(name, value, limit) from None
+        raise _error(name, value, limit) from None
     if not math.isfinite(number):
-        raise _refuse(name, value, limit)
+        raise _error(name, value, limit)
     return number
 
 
@@ -184,7 +184,7 @@ def _real(low: float, high: float, *, includes_low: bool = True):
     def check(name: str, value: Any) -> float:
         number = _to_float(name, value, limit)
         if not low <= number <= high or (number == low and not includes_low):
-            raise _refuse(name, value, limit)
+            raise _error(name, value, limit)
         return number
 
     return check
@@ -194,7 +194,7 @@ def _temperature(name: str, value: Any) -> float:
     limit = f"0 (greedy) or a finite number in [{MIN_TEMPERATURE:g}, {MAX_TEMPERATURE:g}]"
     number = _to_float(name, value, limit)
     if number != 0 and not MIN_TEMPERATURE <= number <= MAX_TEMPERATURE:
-        raise _refuse(name, value, limit)
+        raise _error(name, value, limit)
     return abs(number)
 
 
@@ -205,14 +205,14 @@ def _top_k(name: str, value: Any) -> int:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _refuse(name, value, "True or False")
+        raise _error(name, value, "True or False")
     return value
 
 
 def _items(name: str, value: Any, what: str, max_items: int) -> list[Any]:
     limit = f"at most {max_items} {what}"
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise _refuse(name, value, limit)
+        raise _error(name, value, limit)
     items = list(itertools.islice(value, max_items + 1))
     if len(items) > max_items:
         raise SamplingParamsError(name, f"{name} must be {limit}, got {_length(value)}")
@@ -230,9 +230,9 @@ def _strings(max_items: int, max_chars: int):
         items = _items(name, [value] if isinstance(value, str) else value, "strings", max_items)
         for item in items:
             if not isinstance(item, str):
-                raise _refuse(name, item, "strings")
+                raise _error(name, item, "strings")
             if not 1 <= len(item) <= max_chars:
-                raise _refuse(name, item, f"strings of 1..{max_chars} characters, not {len(item)}")
+                raise _error(name, item, f"strings of 1..{max_chars} characters, not {len(item)}")
         return tuple(dict.fromkeys(items))
 
     return check
@@ -247,9 +247,9 @@ def _token_ids(max_items: int, *, none_is_all: bool = False):
         ids = [_to_int(name, item, limit) for item in _items(name, value, "token ids", max_items)]
         for token in ids:
             if not 0 <= token < MAX_VOCAB_SIZE:
-                raise _refuse(name, token, limit)
+                raise _error(name, token, limit)
         if none_is_all and not ids:
-            raise _refuse(name, value, "at least one token id, or None to allow all")
+            raise _error(name, value, "at least one token id, or None to allow all")
         return tuple(dict.fromkeys(ids))
 
     return check
@@ -260,7 +260,7 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
         return None
     limit = f"a mapping of at most {MAX_LOGIT_BIAS_ENTRIES} token ids to numbers in +-{MAX_LOGIT_BIAS:g}"
     if not isinstance(value, Mapping):
-        raise _refuse(name, value, limit)
+        raise _error(name, value, limit)
     if len(value) > MAX_LOGIT_BIAS_ENTRIES:
         raise SamplingParamsError(name, f"{name} must be {limit}, got {len(value)} entries")
     _token_ids(MAX_LOGIT_BIAS_ENTRIES)(name, list(value))

@@ -1,4 +1,4 @@
-"""The one sampler: greedy and sampled rows of any parameters, in one batch and one program."""
+"""The sampler: greedy and sampled rows of any parameters, in one batch and one program."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +24,10 @@ class SampleOutput:
     """The next token of S rows.
 
     Attributes:
-      tokens: int32[S]; 0 where not `ok`, which no caller may use.
-      ok: bool[S], false where the raw logits hold a NaN or +inf, or where no token can be chosen.
+      tokens: int32[S]; 0, which must not be used, where not `ok`.
+      ok: bool[S], false if the raw logits have a NaN or +inf, or if no token is possible.
       logprob, rank, top_ids, top_logprobs: of the raw logits, as in `TokenLogprobs` with K = 20. Computed for all rows
-        if any row asks, else rank is 0.
+        if any row requests them, else rank is 0.
     """
 
     tokens: jax.Array
@@ -46,15 +46,15 @@ def sample(
     state: SamplingState,
     draw: Draw | None = None,
 ) -> SampleOutput:
-    """Chooses a token of each row from float32[S, V].
+    """Samples a token of each row from logits float32[S, V].
 
-    `positions` int32[S] is the absolute index, in prompt plus answer, of the token being chosen. A token is a function
-    of its row's logits, parameters, history, seed and position: neighbours, the row's place and S do not matter. The
-    caller advances the state, `advance(state, output.tokens, is_active & output.ok)`.
+    `positions` int32[S] is the absolute index, in prompt plus answer, of the token being sampled. A token is a function
+    of its row's logits, parameters, history, seed and position, and of nothing else. The caller advances the state with
+    `advance(state, output.tokens, is_active & output.ok)`.
 
-    `draw` may choose the tokens of sampled rows otherwise, from the logits that went through `transform`.
+    `draw` replaces the choice of tokens in sampled rows; it gets the transformed logits.
     """
-    # Nothing of [S, V] leaves the branches: a step in which all rows are plain makes no copy of the logits.
+    # No [S, V] array leaves the branches: a step in which no row needs a transform does not copy the logits.
     tokens, best = lax.cond(
         jnp.any(is_transformed(batch, state)),
         lambda: _choose(transform(logits, batch, state), positions, batch, draw),
@@ -78,19 +78,19 @@ def sample(
 
 
 def choose(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch) -> jax.Array:
-    """Tokens int32[S] from logits that went through `transform`: the argmax for greedy rows, and for sampled rows the
-    argmax after adding the Gumbel noise of (seed, position), which is a draw from their softmax. The lowest id wins a
-    tie. A row without any token to choose gives one past the end or an arbitrary id; `sample` is what flags it."""
+    """Tokens int32[S] from transformed logits float32[S, V]: the argmax in greedy rows; in sampled rows the argmax
+    after adding the Gumbel noise of (seed, position), a sample of their softmax. The lowest id wins a tie. A row
+    without a possible token gets an undefined id in 0..V; `sample` reports it."""
     return _choose(transformed, positions, batch, None)[0]
 
 
 def choose_several(
     transformed: jax.Array, positions: jax.Array, batch: SamplingBatch, width: int, *, stream: int | None = None
 ) -> jax.Array:
-    """The `width` best tokens int32[S, width] as `choose` compares them, the best first; always ids of the vocabulary.
+    """The `width` best tokens int32[S, width] in the order of `choose`, best first; always valid ids.
 
-    For sampled rows that is `width` draws without replacement (Kool et al. 2019, Stochastic beams). `stream` names
-    other noise than that of plain sampling.
+    In sampled rows these are `width` samples without replacement (Kool et al. 2019, Stochastic beams). `stream` selects
+    noise independent of plain sampling.
     """
     noisy = _add_noise(transformed, positions, batch, stream)
     if width == 1:
@@ -99,20 +99,20 @@ def choose_several(
 
 
 def processed_logprobs(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> jax.Array:
-    """Log-probabilities float32[S, V] of the distribution that `sample` draws from; a greedy row's is not one-hot but
-    that of its logits after the processors."""
+    """Log-probabilities float32[S, V] of the distribution that `sample` samples from. In a greedy row it is the softmax
+    of the logits after the processors, not one-hot."""
     return exact.log_softmax(transform(logits, batch, state))
 
 
 def is_stop(tokens: jax.Array, batch: SamplingBatch) -> jax.Array:
-    """bool[S]: whether each row's token ends its answer."""
+    """bool[S]: whether tokens int32[S] are stop ids of their rows."""
     return jnp.any(tokens[:, None] == batch.stop_ids, axis=-1)
 
 
 def _choose(
     transformed: jax.Array, positions: jax.Array, batch: SamplingBatch, draw: Draw | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Tokens int32[S] and the values float32[S] at which they won, -inf where there was nothing to choose."""
+    """Tokens int32[S] and their scores float32[S], -inf in rows without a possible token."""
     if draw is None:
         return exact.largest(_add_noise(transformed, positions, batch, None))
     tokens, best = exact.largest(transformed)
@@ -121,7 +121,7 @@ def _choose(
 
 
 def _add_noise(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch, stream: int | None) -> jax.Array:
-    """Sampled rows with the noise of their seed and position; greedy ones as they are."""
+    """Adds the noise of seed and position to sampled rows; greedy rows are unchanged."""
 
     def add(x: jax.Array) -> jax.Array:
         noise = gumbel_noise(batch.seed, positions, transformed.shape[1], stream=stream)

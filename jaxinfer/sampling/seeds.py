@@ -2,15 +2,15 @@
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_SAMPLES = 0x73616D706C6573  # "samples": keeps the seeds of answers apart from those of requests
+_SAMPLES = 0x73616D706C6573  # "samples": separates the seeds of answers from those of requests
 
 
 def derive_seed(seed: int, *path: int) -> int:
-    """A 64-bit seed that belongs to `path` under `seed`, such as (row number) or (epoch, row number).
+    """A 64-bit seed derived from `seed` for a path of indices, such as (row number) or (epoch, row number).
 
-    A pure function of its arguments, the same on every machine. Each step takes output i of the SplitMix64 generator
-    (Steele, Lea and Flood, OOPSLA 2014) seeded with the mixed parent, so for one parent all i in 0..2**64-1 give
-    different seeds, and the order of a path matters.
+    A pure function, the same on every machine. Each index i selects output i of the SplitMix64 generator (Steele, Lea
+    and Flood, OOPSLA 2014) seeded with the mixed parent, so all i in 0..2**64-1 give different seeds, and the order of
+    a path matters.
     """
     for index in (seed, *path):
         if not 0 <= index <= _MASK:
@@ -21,8 +21,8 @@ def derive_seed(seed: int, *path: int) -> int:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """The seed of answer `index` of the n that one request asks for. Answer 0 has the request's own seed, so asking
-    for more answers never changes the first."""
+    """The seed of answer `index` of a request's n answers. Answer 0 has the request's own seed, so it does not depend
+    on n."""
     return seed if index == 0 else derive_seed(seed, _SAMPLES, index)
 
 

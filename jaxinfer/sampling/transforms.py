@@ -1,4 +1,4 @@
-"""From the model's logits to those that are sampled from: one chain for every request and every caller.
+"""The chain of logit transforms, from the model's logits to those that are sampled: the same for every caller.
 
 The order is vLLM V1's (`vllm/v1/sample/sampler.py`): allowed ids, bad words, min_tokens, logit bias, repetition,
 frequency and presence penalties; then, for sampled rows, temperature, min-p, top-k, top-p.
@@ -17,12 +17,11 @@ from jaxinfer.sampling.state import SamplingState
 
 
 def transform(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> jax.Array:
-    """The logits float32[S, V] whose softmax is the distribution that each row samples from.
+    """Applies all processors and filters to logits float32[S, V]; each row samples from the softmax of the result.
 
-    A greedy row gets the processors before temperature and nothing else; its token is the argmax. Rows do not see one
-    another, and the result is the same bit for bit whatever S is. A step that no row needs is skipped at run time, in
-    the same program. A token that cannot be chosen has -inf; a row may end with nothing else (`sample` flags it).
-    Raises when traced, if the logits are not float32 or of another shape than the batch.
+    A greedy row gets only the processors before temperature; its token is the argmax. Rows are independent, bit for
+    bit. A step that no row needs is skipped at run time, in the same program. Impossible tokens have -inf; `sample`
+    reports a row in which all have. Raises ValueError while tracing if dtype or shape do not match the batch.
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")
@@ -31,7 +30,7 @@ def transform(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> 
 
 
 def is_transformed(batch: SamplingBatch, state: SamplingState) -> jax.Array:
-    """bool[S]: the rows whose logits `transform` may change."""
+    """bool[S]: whether `transform` may change a row."""
     return _has_processors(batch, state) | batch.is_sampled
 
 
@@ -58,7 +57,7 @@ def _filter(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
 
 
 def _where_any(is_needed: jax.Array, step: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
-    """Runs `step` if any row needs it. The step itself must leave the other rows as they are, bit for bit."""
+    """Runs `step` if any row needs it. `step` must not change the other rows."""
     return lax.cond(jnp.any(is_needed), step, lambda x: x, logits)
 
 
@@ -72,9 +71,9 @@ def _forbid(logits: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _completions(batch: SamplingBatch, state: SamplingState) -> jax.Array:
-    """int32[S, 256]: last tokens of the bad words whose beginning was just generated, else V.
+    """int32[S, 256]: the last tokens of the bad words whose other tokens were just generated, else V.
 
-    As in vLLM the beginning is looked for in the answer only, not in the prompt.
+    As in vLLM, only the answer is matched, not the prompt.
     """
     beginning, last = batch.bad_words[:, :, :-1], batch.bad_words[:, :, -1]
     matches = (beginning == batch.vocab_size) | (beginning == state.recent[:, None, :])
@@ -91,8 +90,8 @@ def _penalize(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> 
 
 
 def _scale(logits: jax.Array, temperature: jax.Array, is_scaled: jax.Array) -> jax.Array:
-    """Divides the distance to the row's largest logit: the same distribution as dividing the logits, without the
-    rounding of large quotients that would swallow the noise at low temperatures."""
+    """Divides the distance to the row's largest logit by the temperature: the same distribution as dividing the logits,
+    without large quotients, whose rounding would exceed the noise at low temperatures."""
     largest = exact.finite_max(logits)
     divisor = jnp.where(is_scaled, temperature, 1)[:, None]
     return jnp.where(is_scaled[:, None], (logits - largest) / divisor, logits)

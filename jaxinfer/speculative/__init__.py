@@ -1,4 +1,4 @@
-"""Speculative decoding: what is drafted, and what of it the target keeps."""
+"""Speculative decoding: draft proposers, verification by the target model, adaptive draft length."""
 
 from jaxinfer.speculative.acceptance import Walk, walk
 from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController

@@ -1,13 +1,13 @@
-"""How many tokens to draft: as many as pay now, none where drafting does not pay.
+"""Adaptive draft length: the number of draft tokens that currently gives the most tokens per second, or 0.
 
-Plain Python, no JAX. The host asks before each dispatch and reports after it. What is known is measured: how often
-drafted tokens are accepted, row by row, and what a round of K drafted tokens takes next to a plain decode step, for
-each slot bucket (the number of rows that a program computes).
+Plain Python, no JAX. The engine calls `choose` before each dispatch and reports acceptance and time after it. The
+decision rests on two measurements: the acceptance rate of each row, and the time of a round of K draft tokens relative
+to a plain decode step, for each slot bucket (the number of rows that a program computes).
 
-A purse for each load keeps it safe whatever the model of time and acceptance says: it loses what speculation took
-longer than plain decoding would have, and gets SHARE of all decoding. Where it is empty, decoding is plain. So the
-whole loss stays about SHARE of the time and ALLOWANCE plain steps of each load (compare Wu et al. 2016, Conservative
-Bandits).
+Each slot bucket has a budget, in plain steps, that bounds the loss if these estimates are wrong: time by which
+speculation was slower than plain decoding is subtracted, and SHARE of all decoding is added. While the budget is spent,
+decoding is plain. The total loss is therefore about SHARE of the time plus ALLOWANCE plain steps per bucket (compare
+Wu et al. 2016, Conservative Bandits).
 """
 
 from collections import deque
@@ -15,55 +15,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-MARGIN = 0.03  # expected gain below which drafting is not worth it
-SHARE, ALLOWANCE = 0.005, 32.0  # of the purse; the allowance in plain steps
-RESERVE = 8.0  # plain steps that trials leave in the purse for what is known to pay
-TRIAL_ROUNDS = 2  # of a dispatch that only finds something out
-MANY_BEHIND = 32  # tokens that take the draft noticeable time
-MAX_SKIPPED = 4  # measurements in a row in which the draft caught up; where it always does, they count
-IN_FLIGHT = 2  # dispatches after which the outcome of one is known
-FIRST_INTERVAL, LAST_INTERVAL = 32, 512  # dispatches between trials of what is not chosen
-CLOSE_INTERVAL = 8  # of plain decoding, where it may be as good, which costs nothing, or is little known
-WELL_KNOWN = 9  # samples
-TOLERANCE = 0.8  # a time measured earlier may be by so much shorter now
-MIN_SAMPLES = 2  # one measurement may be a hiccup
-WINDOW = 25  # measurements that count
-HICCUP = 2.0  # of what the dispatch usually takes: what catching up takes beyond its own usual time and this
-OUTLIER_FACTOR = 10.0  # a measurement that many times the estimate, such as one that compiled, must be seen twice
+MARGIN = 0.03  # minimum expected gain of drafting
+SHARE, ALLOWANCE = 0.005, 32.0  # budget: share of decoding added to it, and its initial and largest size in plain steps
+RESERVE = 8.0  # plain steps of the budget that trials leave for lengths measured to be faster
+TRIAL_ROUNDS = 2  # rounds of a dispatch whose only purpose is a measurement
+MIN_CATCH_UP_TOKENS = 32  # tokens missing in the draft's cache that take noticeable time to store
+MAX_SKIPPED = 4  # consecutive measurements skipped because the draft caught up; then they count
+IN_FLIGHT = 2  # dispatches until the result of one is reported
+FIRST_INTERVAL, LAST_INTERVAL = 32, 512  # dispatches between trials of other lengths
+CLOSE_INTERVAL = 8  # dispatches between trials of plain decoding while it is nearly as fast or has few samples
+MANY_SAMPLES = 9
+TOLERANCE = 0.8  # an older measurement may be too long by this factor
+MIN_SAMPLES = 2  # a single measurement may be an outlier
+WINDOW = 25  # measurements kept
+CATCH_UP_EXCESS = 2.0  # usual dispatch times by which a catch-up may exceed its own usual time; more is an outlier
+OUTLIER_FACTOR = 10.0  # a measurement this many times the estimate (a compilation, for example) must occur twice
 
-PRIOR_RATE, PRIOR_ROUNDS = 0.7, 4.0  # what an engine begins with, and how many rounds that counts for
-ROW_DECAY, OVERALL_DECAY = 0.96, 0.995  # per round of a row: some 25 rounds of it count, some 200 of all rows'
+PRIOR_RATE, PRIOR_ROUNDS = 0.7, 4.0  # initial acceptance rate, and the number of rounds it weighs
+ROW_DECAY, OVERALL_DECAY = 0.96, 0.995  # per round: about the last 25 rounds of a row count, and 200 of all rows
 
 
 class AcceptanceEstimate:
-    """The chances that a drafted token is accepted given that those before it were: of the first token of a round,
-    and of later ones. They differ where a draft finds either the right place or nothing, as n-grams do.
+    """Acceptance rates of a row: the probability that a draft token is accepted, given that those before it were.
 
-    Recent rounds count most. With few rounds the estimate leans on `overall`, that of all rows.
+    The first token of a round and later ones have separate rates: with n-grams, a draft either finds the right
+    continuation or nothing. Recent rounds weigh most. With few rounds the estimate is close to `overall`, that of all
+    rows.
     """
 
     def __init__(self, overall: "AcceptanceEstimate | None" = None, prior_rate: float = PRIOR_RATE):
         self._overall = overall
         self._prior_rate = prior_rate
         self._decay = OVERALL_DECAY if overall is None else ROW_DECAY
-        self._first = self._later = (0.0, 0.0)  # accepted and all, both decayed
+        self._first = self._later = (0.0, 0.0)  # decayed counts: accepted, total
         self.num_rounds = 0
-        self.num_behind = 0  # tokens that the draft has not seen
+        self.num_behind = 0  # tokens that the draft model has not stored
 
-    def observe(self, num_asked: int, num_accepted: int) -> None:
-        """A round that was asked for `num_asked` tokens. A draft that had fewer to offer gains as little as one that
-        was rejected there, so it counts the same."""
-        if not 0 <= num_accepted <= num_asked:
-            raise ValueError(f"{num_accepted} of {num_asked} drafted tokens cannot be accepted")
-        if num_asked == 0:
+    def observe(self, num_requested: int, num_accepted: int) -> None:
+        """Records a round of `num_requested` draft tokens. A draft that proposed fewer counts as rejected from there
+        on."""
+        if not 0 <= num_accepted <= num_requested:
+            raise ValueError(f"{num_accepted} of {num_requested} draft tokens cannot be accepted")
+        if num_requested == 0:
             return
         if self._overall is not None:
-            self._overall.observe(num_asked, num_accepted)
+            self._overall.observe(num_requested, num_accepted)
         self.num_rounds += 1
         is_first = num_accepted > 0
         self._first = self._add(self._first, is_first, 1)
-        if is_first and num_asked > 1:
-            self._later = self._add(self._later, num_accepted - 1, min(num_accepted, num_asked - 1))
+        if is_first and num_requested > 1:
+            self._later = self._add(self._later, num_accepted - 1, min(num_accepted, num_requested - 1))
 
     def _add(self, counts: tuple[float, float], num_accepted: int, num_all: int) -> tuple[float, float]:
         return counts[0] * self._decay + num_accepted, counts[1] * self._decay + num_all
@@ -80,14 +81,16 @@ class AcceptanceEstimate:
 
     @property
     def rate(self) -> float:
-        """Of any drafted token, given those before it."""
+        """Mean acceptance rate of first and later tokens."""
         num_first, num_later = self._first[1] + PRIOR_ROUNDS, self._later[1] + PRIOR_ROUNDS
         return (self.first_rate * num_first + self.later_rate * num_later) / (num_first + num_later)
 
 
 def expected_tokens(first_rate: float, later_rate: float, num_draft_tokens: int) -> float:
-    """Of a round, the target's own token included: 1 + a (1 + b + ... + b^(k-1)), which for a = b is
-    (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
+    """Expected tokens of a round, the target's own included: 1 + a (1 + b + ... + b^(k-1)).
+
+    For a = b this is (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1).
+    """
     if num_draft_tokens == 0:
         return 1.0
     if later_rate >= 1:
@@ -97,9 +100,11 @@ def expected_tokens(first_rate: float, later_rate: float, num_draft_tokens: int)
 
 @dataclass(frozen=True)
 class LengthChoice:
-    """Attributes:
-    num_draft_tokens: of the dispatch's program, K; 0 for plain decoding. lengths: of each row, at most K. max_rounds:
-      rounds, or plain steps, that the dispatch should not exceed, None for any number.
+    """The draft length of a dispatch.
+
+    Attributes:
+      num_draft_tokens: draft tokens per round, K; 0 for plain decoding. lengths: draft tokens of each row, at most K.
+      max_rounds: largest number of rounds, or plain steps, in the dispatch; None for no limit.
     """
 
     num_draft_tokens: int
@@ -108,20 +113,20 @@ class LengthChoice:
 
 
 class LengthController:
-    """Chooses the number of drafted tokens with the most expected tokens per second of the whole batch.
+    """Chooses the number of draft tokens with the most expected tokens per second of the whole batch.
 
     Args:
-      choices: numbers of drafted tokens that programs exist for.
-      cost_ratio: what drafting a token takes next to a plain step, as far as is known; times that nobody has measured
-        yet are taken as if verifying were free, so that every promising choice is tried.
-      prior_rate: the acceptance rate to begin with.
+      choices: numbers of draft tokens for which programs are compiled.
+      cost_ratio: estimated time to draft a token, relative to a plain step. Times not measured yet are estimated from
+        it as if verification were free, so that every promising length is tried.
+      prior_rate: initial acceptance rate.
 
-    Every row drafts all K tokens, or as many as it may still need: the rows of a program are computed whether they are
-    used or not, so a shorter draft saves nothing, and rounds of poor rows keep their estimates fresh.
+    Every row drafts all K tokens, or as many as it may still need: a program computes all its rows anyway, so a shorter
+    draft saves no time, and rounds of rows with low acceptance keep their estimates up to date.
     """
 
     def __init__(self, choices: Sequence[int], cost_ratio: float = 0.1, prior_rate: float = PRIOR_RATE):
-        if not choices or any(not isinstance(one, int) or isinstance(one, bool) or one < 1 for one in choices):
+        if not choices or any(not isinstance(k, int) or isinstance(k, bool) or k < 1 for k in choices):
             raise ValueError(f"choices must be positive numbers of draft tokens, got {choices!r}")
         if not cost_ratio >= 0:
             raise ValueError(f"cost_ratio must be at least 0, got {cost_ratio!r}")
@@ -134,7 +139,7 @@ class LengthController:
         self._catch_ups: deque[float] = deque(maxlen=WINDOW)  # seconds per token
 
     def new_estimate(self, num_tokens: int = 0) -> AcceptanceEstimate:
-        """For a sequence that begins with so many tokens, which the draft has not seen."""
+        """The estimate of a new sequence of `num_tokens` tokens, which the draft model has not stored."""
         estimate = AcceptanceEstimate(self.overall)
         estimate.num_behind = num_tokens
         return estimate
@@ -142,9 +147,9 @@ class LengthController:
     def choose(
         self, num_slots: int, estimates: Sequence[AcceptanceEstimate], limits: Sequence[int] | None = None
     ) -> LengthChoice:
-        """What the next dispatch of a program of `num_slots` rows should do for the rows with these estimates.
+        """The draft length of the next dispatch, of a program of `num_slots` rows, for rows with these estimates.
 
-        `limits` is how many drafted tokens each row can use at most: one less than its answer may still have.
+        `limits` is the largest number of draft tokens each row can use: one less than the tokens it may still generate.
         """
         if limits is not None and len(limits) != len(estimates):
             raise ValueError(f"{len(limits)} limits for {len(estimates)} rows")
@@ -153,7 +158,7 @@ class LengthController:
         if not estimates or len(bucket.times(0).samples) < MIN_SAMPLES:
             return LengthChoice(0, (0,) * len(estimates))
         plain = self.seconds(num_slots, 0)
-        # A round does more than a plain step, so where it seems to take less, one of the two was mismeasured.
+        # A round does more than a plain step: a shorter time is a measurement error.
         ratios = {k: max(self.seconds(num_slots, k) / plain, 1.0) for k in self.choices}
         tokens = _mean_tokens(estimates, limits, self.choices)
         best = max(self.choices, key=lambda k: tokens[k] / ratios[k])
@@ -161,35 +166,35 @@ class LengthController:
             best = 0
         if best != bucket.best:
             bucket.best, bucket.interval = best, FIRST_INTERVAL
-        choice, bucket.again = bucket.again, None
-        is_again = choice is not None
+        choice, bucket.pending_trial = bucket.pending_trial, None
+        is_continued = choice is not None
         if choice is None:
             choice = self._trial(bucket, estimates, ratios, tokens)
         choice = best if choice is None else choice
         is_trial = choice != best or (choice > 0 and len(bucket.times(choice).samples) < MIN_SAMPLES)
         is_pending = is_trial and 0 <= bucket.num_dispatches - bucket.times(choice).used_at <= IN_FLIGHT
-        num_behind = sum(one.num_behind for one in estimates)
-        reserve = RESERVE + num_behind * self._catch_up_seconds(plain) / plain if is_trial and not is_again else 0.0
-        is_too_dear = bucket.budget <= reserve
-        if choice > 0 and (is_too_dear or (is_pending and not is_again)):
+        num_behind = sum(estimate.num_behind for estimate in estimates)
+        reserve = RESERVE + num_behind * self._catch_up_seconds(plain) / plain if is_trial and not is_continued else 0.0
+        is_over_budget = bucket.budget <= reserve
+        if choice > 0 and (is_over_budget or (is_pending and not is_continued)):
             choice, is_trial = 0, False
         max_rounds = TRIAL_ROUNDS if is_trial else None
-        if is_trial and choice > 0 and not is_again and num_behind >= MANY_BEHIND:
-            max_rounds, bucket.again = 1, choice  # first the draft catches up, then comes what is measured
+        if is_trial and choice > 0 and not is_continued and num_behind >= MIN_CATCH_UP_TOKENS:
+            max_rounds, bucket.pending_trial = 1, choice  # the draft catches up first, then the trial is measured
         bucket.times(choice).used_at = bucket.num_dispatches
-        lengths = [choice] * len(estimates) if limits is None else [max(min(choice, one), 0) for one in limits]
+        lengths = [choice] * len(estimates) if limits is None else [max(min(choice, limit), 0) for limit in limits]
         return LengthChoice(choice, tuple(lengths), max_rounds)
 
     def start(self, estimates: Sequence[AcceptanceEstimate], num_draft_tokens: int, num_rounds: int) -> int:
-        """To be told of every dispatch in which these sequences decode. Returns how many tokens, that came without it,
-        the draft must catch up with."""
+        """Records that a dispatch in which these sequences decode is launched. Returns the number of tokens that the
+        draft model has to store first, because they were generated without it."""
         if num_draft_tokens == 0:
-            for one in estimates:
-                one.num_behind += num_rounds
+            for estimate in estimates:
+                estimate.num_behind += num_rounds
             return 0
-        num_behind = sum(one.num_behind for one in estimates)
-        for one in estimates:
-            one.num_behind = 0
+        num_behind = sum(estimate.num_behind for estimate in estimates)
+        for estimate in estimates:
+            estimate.num_behind = 0
         return num_behind
 
     def observe_time(
@@ -202,12 +207,12 @@ class LengthController:
         *,
         num_behind: int = 0,
     ) -> None:
-        """A dispatch took `seconds` for `num_rounds` rounds, or plain steps, in each of which a row that took part made
-        `tokens_per_round` tokens on average. `num_behind` is what `start` said."""
+        """Records that a dispatch took `seconds` for `num_rounds` rounds, or plain steps, in each of which an active
+        row generated `tokens_per_round` tokens on average. `num_behind` is the result of `start`."""
         if num_draft_tokens != 0 and num_draft_tokens not in self.choices:
             raise ValueError(f"{num_draft_tokens} draft tokens are not among {self.choices}")
         if not seconds > 0 or num_rounds < 1:
-            raise ValueError(f"{num_rounds} rounds in {seconds!r} s are no measurement")
+            raise ValueError(f"{num_rounds} rounds in {seconds!r} s are not a measurement")
         bucket = self._bucket(num_slots)
         times, per_round = bucket.times(num_draft_tokens), seconds / num_rounds
         if not bucket.times(0).samples:
@@ -215,66 +220,70 @@ class LengthController:
                 times.samples.append(per_round)
             return
         usual = self.seconds(num_slots, num_draft_tokens)
-        is_first, times.is_known = not times.is_known, True
-        is_catching_up = num_draft_tokens > 0 and num_behind >= MANY_BEHIND
-        times.is_strange = (
-            per_round > OUTLIER_FACTOR * usual and not times.is_strange and (is_first or not is_catching_up)
+        is_first, times.has_measurement = not times.has_measurement, True
+        is_catching_up = num_draft_tokens > 0 and num_behind >= MIN_CATCH_UP_TOKENS
+        times.was_outlier = (
+            per_round > OUTLIER_FACTOR * usual and not times.was_outlier and (is_first or not is_catching_up)
         )
-        if times.is_strange:
+        if times.was_outlier:
             return
-        caught_up = 0.0
+        catch_up_time = 0.0
         if is_catching_up and times.num_skipped < MAX_SKIPPED:
             times.num_skipped += 1
-            caught_up = max(seconds - num_rounds * usual, 0.0)
-            self._catch_ups.append(caught_up / num_behind)
-            caught_up = min(caught_up, num_behind * median_low(self._catch_ups) + HICCUP * num_rounds * usual)
+            catch_up_time = max(seconds - num_rounds * usual, 0.0)
+            self._catch_ups.append(catch_up_time / num_behind)
+            catch_up_time = min(
+                catch_up_time, num_behind * median_low(self._catch_ups) + CATCH_UP_EXCESS * num_rounds * usual
+            )
         else:
             times.num_skipped = 0
             times.samples.append(per_round)
-        num_plain = num_rounds * (tokens_per_round if num_draft_tokens else 1)  # steps that it stands for
+        num_plain = num_rounds * (tokens_per_round if num_draft_tokens else 1)  # plain steps for as many tokens
         bucket.budget += SHARE * num_plain
         if num_draft_tokens:
-            # By what is usual, not by this measurement: a hiccup would have hit plain decoding as well. What a draft
-            # caught up with differs, so that counts as measured, but for hiccups: one could empty the purse, and
-            # drafting would stop for thousands of steps.
-            bucket.budget += num_plain - (num_rounds * usual + caught_up) / self.seconds(num_slots, 0)
+            # The estimate is charged, not this measurement: an outlier would have slowed plain decoding as well. The
+            # catch-up differs each time and is charged as measured, but capped: one outlier could spend the budget and
+            # stop drafting for thousands of steps.
+            bucket.budget += num_plain - (num_rounds * usual + catch_up_time) / self.seconds(num_slots, 0)
         bucket.budget = min(max(bucket.budget, -ALLOWANCE), ALLOWANCE)
 
     def seconds(self, num_slots: int, num_draft_tokens: int) -> float:
-        """The estimate for a round, or for a plain step, which must have been measured."""
+        """Estimated seconds of a round, or of a plain step, which must have been measured."""
         samples = self._bucket(num_slots).times(num_draft_tokens).samples
         if num_draft_tokens == 0:
             if not samples:
-                raise ValueError(f"no plain step of {num_slots} slots was measured")
+                raise ValueError(f"no plain step of {num_slots} slots has been measured")
             return median_low(samples)
-        # The guess is one of the values, so that a single measurement that was too long does not stand.
-        return median_low([self._guess(num_slots, num_draft_tokens), *samples])
+        # The extrapolated value is one of the samples, so that a single long measurement does not decide.
+        return median_low([self._extrapolate(num_slots, num_draft_tokens), *samples])
 
     def budget(self, num_slots: int) -> float:
-        """Plain steps of this load that may still be lost."""
+        """Plain steps of this slot bucket that may still be lost."""
         return self._bucket(num_slots).budget
-
-    # What is not measured.
 
     def _bucket(self, num_slots: int) -> "_Bucket":
         return self._buckets.setdefault(num_slots, _Bucket())
 
-    def _guess(self, num_slots: int, num_draft_tokens: int) -> float:
-        """From other lengths at this load: between two of them, or with only the drafting added to a shorter one. And
-        no smaller a ratio to plain decoding than at a lower load, for verifying takes more of a busier chip."""
-        known = {k: median_low(times.samples) for k, times in self._bucket(num_slots).all.items() if times.samples}
+    def _extrapolate(self, num_slots: int, num_draft_tokens: int) -> float:
+        """Seconds of a round, from other lengths in this bucket: interpolated, or a shorter one plus the time to draft.
+
+        Its ratio to a plain step is at least that of a smaller bucket, since verification costs more on a busier chip.
+        """
+        known = {
+            k: median_low(times.samples) for k, times in self._bucket(num_slots).by_length.items() if times.samples
+        }
         plain = known[0]
         below = max(k for k in known if k < num_draft_tokens)
         above = min((k for k in known if k > num_draft_tokens), default=None)
         if above is not None:
             part = (num_draft_tokens - below) / (above - below)
             return known[below] + part * (known[above] - known[below])
-        guess = known[below] + (num_draft_tokens - below) * self.cost_ratio * plain
+        estimate = known[below] + (num_draft_tokens - below) * self.cost_ratio * plain
         lower = (self._measured_ratio(size, num_draft_tokens) for size in self._buckets if size < num_slots)
-        return max(guess, plain * max(lower, default=0.0))
+        return max(estimate, plain * max(lower, default=0.0))
 
     def _catch_up_seconds(self, plain: float) -> float:
-        """Of a token that the draft has missed; a guess to begin with."""
+        """Seconds to store a token that the draft model lacks."""
         return median_low(self._catch_ups) if self._catch_ups else self.cost_ratio * plain / 16
 
     def _measured_ratio(self, num_slots: int, num_draft_tokens: int) -> float:
@@ -288,17 +297,17 @@ class LengthController:
         ratios: dict[int, float],
         tokens: dict[int, float],
     ) -> int | None:
-        """What to do instead of the best, now and then, to see whether that is still the best."""
+        """A length other than the best to measure in this dispatch, or None."""
         best = bucket.best
-        is_new = best == 0 and 2 * sum(one.num_rounds == 0 for one in estimates) >= len(estimates)
+        is_new = best == 0 and 2 * sum(estimate.num_rounds == 0 for estimate in estimates) >= len(estimates)
         is_due = bucket.num_dispatches - bucket.tried_at >= bucket.interval
         plain = bucket.times(0)
-        is_close = best > 0 and (tokens[best] * TOLERANCE < ratios[best] or len(plain.samples) < WELL_KNOWN)
+        is_close = best > 0 and (tokens[best] * TOLERANCE < ratios[best] or len(plain.samples) < MANY_SAMPLES)
         if is_close and bucket.num_dispatches - plain.used_at >= CLOSE_INTERVAL:
             return 0
         if not (is_new or is_due):
             return None
-        if best == 0:  # nothing was seen of acceptance for a while: it may have risen half the way to 1
+        if best == 0:  # acceptance was not measured for a while: assume it rose half the way to 1
             rate = (1 + self.overall.rate) / 2
             tokens = {k: max(tokens[k], expected_tokens(rate, rate, k)) for k in self.choices}
             needed = 1 + MARGIN if is_new and not is_due else (1 + MARGIN) * TOLERANCE
@@ -309,7 +318,7 @@ class LengthController:
         candidates = [k for k in candidates if k != best]
         if is_due:
             bucket.tried_at = bucket.num_dispatches
-            if best == 0:  # where speculation pays, a look at what is nearly as good costs next to nothing
+            if best == 0:  # otherwise trials of nearly equal lengths cost next to nothing, and the interval stays
                 bucket.interval = min(2 * bucket.interval, LAST_INTERVAL)
             return min(candidates, key=lambda k: bucket.times(k).used_at, default=None)
         return min(candidates, key=lambda k: ratios[k], default=None)
@@ -317,36 +326,36 @@ class LengthController:
 
 @dataclass
 class _Times:
-    """Seconds of rounds of one length at one load."""
+    """Measurements of rounds of one length in one slot bucket."""
 
     samples: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     used_at: int = -1 - IN_FLIGHT
     num_skipped: int = 0
-    is_known: bool = False
-    is_strange: bool = False  # the last one was
+    has_measurement: bool = False
+    was_outlier: bool = False  # the last measurement
 
 
 @dataclass
 class _Bucket:
-    """What is known of one load."""
+    """Measurements and trials of one slot bucket."""
 
-    all: dict[int, _Times] = field(default_factory=dict)
+    by_length: dict[int, _Times] = field(default_factory=dict)
     num_dispatches: int = 0
     tried_at: int = 0
     interval: int = FIRST_INTERVAL
     best: int = 0
-    again: int | None = None
+    pending_trial: int | None = None  # a length to measure once the draft has caught up
     budget: float = ALLOWANCE  # plain steps
 
     def times(self, num_draft_tokens: int) -> _Times:
-        return self.all.setdefault(num_draft_tokens, _Times())
+        return self.by_length.setdefault(num_draft_tokens, _Times())
 
 
 def _mean_tokens(
     estimates: Sequence[AcceptanceEstimate], limits: Sequence[int] | None, choices: Sequence[int]
 ) -> dict[int, float]:
-    """Expected tokens of a row's round, for each choice."""
-    rates = [(one.first_rate, one.later_rate) for one in estimates]
+    """Expected tokens of a round, averaged over the rows, for each choice."""
+    rates = [(estimate.first_rate, estimate.later_rate) for estimate in estimates]
     if limits is None:
         return {k: sum(expected_tokens(*pair, k) for pair in rates) / len(rates) for k in choices}
     lengths = [max(limit, 0) for limit in limits]

@@ -1,4 +1,4 @@
-"""What may draft: a model, the sequence's own past, or the target's first layers."""
+"""Kinds of drafts: a smaller model, n-grams of the sequence itself, or the target's first layers."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,12 @@ from jaxinfer.quantization.on_cpu import Copies
 
 @dataclass(frozen=True, eq=False)
 class ModelDraft:
-    """A smaller model of the same tokens, with pages of its own in the target's page table. `kv_scales` are its
-    checkpoint's, for an fp8 cache; `copies` say which of its quantized weights are float32 in `params`."""
+    """A smaller model with the same vocabulary. It has its own cache, under the target's page table.
+
+    Attributes:
+      kv_scales: scales of its checkpoint for an fp8 cache.
+      copies: how many of its quantized weights `params` holds as float32.
+    """
 
     name: str
     config: ModelConfig
@@ -21,11 +25,11 @@ class ModelDraft:
 
 @dataclass(frozen=True)
 class NgramDraft:
-    """Prompt lookup (Saxena 2023): what followed the longest earlier match of the newest tokens, the latest of equal
-    ones.
+    """Prompt lookup (Saxena 2023): drafts the continuation of the longest earlier match of the newest tokens, the
+    latest of equally long ones.
 
     Attributes:
-      min_match: tokens that must match. max_match: more do not count.
+      min_match, max_match: shortest and longest match, in tokens.
     """
 
     min_match: int = 2
@@ -34,8 +38,10 @@ class NgramDraft:
 
 @dataclass(frozen=True)
 class LayersDraft:
-    """The target's first layers with its final norm and head (Elhoushi et al. 2024, LayerSkip, section 4.3). They share
-    the target's pages: what they store there, the target's own pass writes again."""
+    """The target's first layers with its final norm and head (Elhoushi et al. 2024, LayerSkip, section 4.3).
+
+    They write to the target's own pages; the target's pass overwrites those keys and values with equal ones.
+    """
 
     num_layers: int
 
@@ -44,14 +50,17 @@ Draft = ModelDraft | NgramDraft | LayersDraft
 
 
 def draft_name(draft: Draft) -> str:
-    """As users name it."""
+    """The name of a draft in options and reports: a model's name, "ngram" or "layers:N"."""
     if isinstance(draft, ModelDraft):
         return draft.name
     return "ngram" if isinstance(draft, NgramDraft) else f"layers:{draft.num_layers}"
 
 
 def first_layers(config: ModelConfig, params: Params, num_layers: int) -> tuple[ModelConfig, Params]:
-    """The model that the first layers make, over the same arrays. Raises ValueError unless 1 <= num_layers < all."""
+    """Configuration and parameters of a model of the first layers; arrays are shared, not copied.
+
+    Raises ValueError unless 1 <= num_layers < config.num_layers.
+    """
     if not 1 <= num_layers < config.num_layers:
         raise ValueError(f"draft='layers:{num_layers}': the target has {config.num_layers} layers, use 1 to one less")
     layers = {name: params["layers"][name] for name in map(str, range(num_layers))}

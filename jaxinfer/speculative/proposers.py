@@ -1,8 +1,8 @@
 """Drafting, inside the jitted round. Shapes use the legend of jaxinfer/README.md; N is the nodes of the token tree.
 
-The newest token of a sequence is the tree's root, node 0: it is chosen already, but not stored. Drafted tokens are the
-other nodes. A proposer returns `Proposal`s and keeps to one rule in the default, exact mode: at each node it drafts
-what the target would choose if the draft's logits were the target's, by the same transforms, penalties and noise.
+The newest token of a sequence is the tree's root, node 0: it is sampled already, but not in the cache. Draft tokens are
+the other nodes. In the default, exact mode, a proposer samples a node's children exactly as the target would from the
+same logits: with the same transforms, penalties and noise.
 """
 
 from dataclasses import dataclass, replace
@@ -29,17 +29,16 @@ from jaxinfer.speculative.maximal import DRAFT_STREAM
 from jaxinfer.speculative.slots import DraftSlots
 from jaxinfer.speculative.tree import TokenTree
 
-CATCH_UP_TOKENS = 128  # of one pass that stores what the draft has missed
+CATCH_UP_TOKENS = 128  # tokens per pass that stores what the draft's cache lacks
 
 
 class DraftRows(NamedTuple):
-    """The slots of a round.
+    """The rows of a round: S slots.
 
     Attributes:
-      positions: int32[S], of the root, which is the number of tokens stored. is_active: bool[S].
-      num_nodes: int32[S], nodes of the tree that the row may use, the root included; the tree is in breadth-first
-        order, so the first ones are a tree, too.
-      page_table: int32[S, P]. batch, history: the sampling parameters, and the tokens up to the root.
+      positions: int32[S], position of the root, which equals the number of tokens in the target's cache.
+      is_active: bool[S]. num_nodes: int32[S], leading nodes of the tree that the row may use, the root included.
+      page_table: int32[S, P]. batch: sampling parameters. history: sampling state, up to the root.
     """
 
     positions: jax.Array
@@ -51,10 +50,12 @@ class DraftRows(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """Attributes:
-    tokens: int32[S, N], the root first. num_nodes: int32[S], how many of them are there, 1 for the root alone.
-    scores: the draft's transformed logits float32[S, I, V] at the first I nodes, all that have children, in the
-      maximal mode; None where the drafts are certain, or the mode is exact.
+    """A draft of each row.
+
+    Attributes:
+      tokens: int32[S, N], starting with the root. num_nodes: int32[S], valid nodes, 1 for the root alone.
+      scores: float32[S, I, V], in maximal mode the draft's transformed logits at the I nodes that have children; None
+        in exact mode, and for deterministic drafts.
     """
 
     tokens: jax.Array
@@ -64,7 +65,7 @@ class Proposal(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftDecoder:
-    """A bound draft model: `decoder` over its own vocabulary, on `mesh`, for a target of `vocab_size` tokens."""
+    """A bound draft model: `decoder`, on `mesh`, for a target with a vocabulary of `vocab_size` tokens."""
 
     decoder: Decoder
     vocab_size: int
@@ -72,28 +73,28 @@ class DraftDecoder:
     mesh: Mesh | None = None
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """float32[S, V] over the target's vocabulary: tokens that the draft lacks are impossible, others of its own
-        are left out."""
+        """float32[S, V] over the target's vocabulary: -inf for tokens that only the target has; those that only the
+        draft has are cut off."""
         logits = self.decoder.logits(hidden)[:, : self.vocab_size]
         missing = self.vocab_size - logits.shape[1]
         return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf) if missing else logits
 
 
 def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: DraftRows, tree: TokenTree) -> Proposal:
-    """What followed the longest earlier match. A match near the end goes on with what it has proposed itself, so that
-    a short period is repeated as often as there is room."""
+    """Drafts the continuation of the longest earlier match. Where that reaches the end of the sequence it continues
+    with the draft itself, so that a short period is repeated up to the length of the draft."""
     sequence, count = draft.sequence, tree.num_nodes - 1
     num_slots, length = sequence.shape
-    places = jnp.arange(length)
+    indices = jnp.arange(length)
     matched, is_alike = jnp.zeros((num_slots, length), jnp.int32), jnp.ones((num_slots, length), bool)
     for back in range(settings.max_match):
         newest = jnp.take_along_axis(sequence, jnp.maximum(rows.positions - back, 0)[:, None], axis=1)
         earlier = jnp.pad(sequence, ((0, 0), (back, 0)))[:, :length]
-        is_alike &= (earlier == newest) & (places >= back) & (rows.positions >= back)[:, None]
+        is_alike &= (earlier == newest) & (indices >= back) & (rows.positions >= back)[:, None]
         matched += is_alike
-    matched = jnp.where(places < rows.positions[:, None], matched, 0)
+    matched = jnp.where(indices < rows.positions[:, None], matched, 0)
     best = jnp.max(matched, axis=1)
-    place = jnp.max(jnp.where(matched == best[:, None], places, 0), axis=1)
+    place = jnp.max(jnp.where(matched == best[:, None], indices, 0), axis=1)
     period = jnp.maximum(rows.positions - place, 1)
     following = place[:, None] + 1 + jnp.arange(count) % period[:, None]
     tokens = jnp.take_along_axis(sequence, jnp.minimum(following, length - 1), axis=1)
@@ -105,11 +106,11 @@ def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: DraftRows, tree
 def catch_up(
     model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows
 ) -> tuple[PagedCache, DraftSlots]:
-    """Stores what the draft has missed, where that is more than one token, `CATCH_UP_TOKENS` of all rows at a time.
+    """Stores the tokens that the draft's cache lacks, if more than one, `CATCH_UP_TOKENS` of all rows at a time.
 
-    Rows that share pages may store the same keys there twice.
+    Rows that share pages may write the same keys twice. Donate `cache` and `draft`.
     """
-    places = jnp.arange(CATCH_UP_TOKENS)
+    indices = jnp.arange(CATCH_UP_TOKENS)
 
     def missing(draft: DraftSlots) -> jax.Array:
         return jnp.where(rows.is_active, rows.positions - draft.num_drafted, 0)
@@ -119,8 +120,8 @@ def catch_up(
         wanted = jnp.maximum(missing(draft), 0)
         ends = jnp.minimum(jnp.cumsum(wanted), CATCH_UP_TOKENS)
         starts = jnp.minimum(jnp.cumsum(wanted) - wanted, CATCH_UP_TOKENS)
-        slot = jnp.minimum(jnp.searchsorted(ends, places, side="right"), wanted.shape[0] - 1)
-        positions = jnp.where(places < ends[-1], draft.num_drafted[slot] + places - starts[slot], 0)
+        slot = jnp.minimum(jnp.searchsorted(ends, indices, side="right"), wanted.shape[0] - 1)
+        positions = jnp.where(indices < ends[-1], draft.num_drafted[slot] + indices - starts[slot], 0)
         lengths = ends - starts
         stored = draft.num_drafted + lengths
         attend = PagedAttention(cache, rows.page_table, starts, lengths, stored, mesh=model.mesh)
@@ -133,13 +134,13 @@ def catch_up(
 def propose_chain(
     model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows, tree: TokenTree
 ) -> tuple[PagedCache, DraftSlots, Proposal]:
-    """Drafts a chain, a token at a time. A row that misses its last stored token starts with that, in the same loop.
+    """Drafts a chain, one token at a time. A row whose draft cache lacks one token stores that first, in the same loop.
 
-    Afterwards the draft has stored the root and all drafts but the last.
+    Afterwards the draft's cache holds the root and all draft tokens but the last.
     """
     num_slots, vocab_size = rows.batch.num_slots, rows.batch.vocab_size
     row, length = jnp.arange(num_slots), draft.sequence.shape[1]
-    # A row without drafts stores its root all the same, lest it falls behind.
+    # A row without draft tokens stores its root, too: otherwise it would have to catch up.
     ends = rows.positions + jnp.maximum(rows.num_nodes - 1, 1)
     scores = jnp.zeros((num_slots, tree.num_nodes - 1, vocab_size), jnp.float32) if model.is_maximal else None
 
@@ -148,14 +149,14 @@ def propose_chain(
 
     def feed(carry):
         cache, draft, history, scores = carry
-        takes_part, position = is_feeding(draft), draft.num_drafted
-        lengths = takes_part.astype(jnp.int32)
+        is_running, position = is_feeding(draft), draft.num_drafted
+        lengths = is_running.astype(jnp.int32)
         attend = PagedAttention(
             cache, rows.page_table, row, lengths, position + lengths, max_query_length=1, mesh=model.mesh
         )
-        place = jnp.where(takes_part, position, 0)
+        place = jnp.where(is_running, position, 0)
         hidden = model.decoder(draft.sequence[row, place], place, attend)
-        is_drafting = takes_part & (position >= rows.positions) & (rows.num_nodes > 1)
+        is_drafting = is_running & (position >= rows.positions) & (rows.num_nodes > 1)
 
         def choose(scores):
             tokens, found = _children(
@@ -166,7 +167,7 @@ def propose_chain(
                 scores = scores.at[row, node].set(found, mode="drop")
             return tokens[:, 0], scores
 
-        # While all rows catch up, there is nothing to choose.
+        # Nothing is sampled while all rows catch up.
         tokens, scores = lax.cond(
             jnp.any(is_drafting), choose, lambda scores: (jnp.zeros((num_slots,), jnp.int32), scores), scores
         )
@@ -186,10 +187,11 @@ def propose_chain(
 def propose_tree(
     model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows, tree: TokenTree
 ) -> tuple[PagedCache, DraftSlots, Proposal]:
-    """Drafts a tree, a depth at a time: each pass stores all nodes so far, as one ragged call in which a node sees its
-    ancestors only (Miao et al. 2024, SpecInfer, section 4.2).
+    """Drafts a tree, one depth at a time: each pass stores all nodes so far in one ragged call, in which a node attends
+    to its ancestors only (Miao et al. 2024, SpecInfer, section 4.2).
 
-    Afterwards the draft has stored the nodes that have children, node i at position + i; `keep_path` puts them right.
+    Afterwards the draft's cache holds the nodes that have children, node i at position + i; `keep_path` moves the
+    accepted ones to their final positions.
     """
     num_slots = rows.batch.num_slots
     row = jnp.arange(num_slots)
@@ -217,7 +219,7 @@ def propose_tree(
         for node in level:
             children = [int(child) for child in tree.children[node] if child < tree.num_nodes]
             is_drafting = rows.is_active & (rows.num_nodes > children[0])
-            # The node's history is the root's and the tokens on the way to it, taken back afterwards.
+            # The node's history is the root's plus the tokens on the path; `rewind` removes these afterwards.
             path = _path(tree, node)
             for ancestor in path:
                 history = advance(history, tokens[:, ancestor], is_drafting)
@@ -235,8 +237,8 @@ def propose_tree(
 def keep_path(
     cache: PagedCache, rows: DraftRows, path: jax.Array, num_kept: jax.Array, mesh: Mesh | None = None
 ) -> PagedCache:
-    """Moves the stored nodes on the accepted path int32[S, D + 1] (the root first; `num_kept` int32[S] of them) from
-    where the tree has them, position + node, to where the sequence has them, position + depth."""
+    """Moves the keys and values of the accepted path int32[S, D + 1] (the root first, `num_kept` int32[S] nodes) from
+    the tree's positions, position + node, to the sequence's, position + depth. Donate the cache."""
     depths = jnp.arange(path.shape[1])
     end = rows.page_table.shape[1] * cache.page_size
     is_kept = (depths < num_kept[:, None]) & rows.is_active[:, None]
@@ -246,7 +248,7 @@ def keep_path(
 
 
 def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows):
-    """Stores the one token before the root where the draft misses it."""
+    """Stores the token before the root in the rows whose draft cache lacks it."""
     row = jnp.arange(rows.batch.num_slots)
 
     def is_behind(draft: DraftSlots) -> jax.Array:
@@ -273,16 +275,16 @@ def _children(
     history: SamplingState,
     width: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The `width` best tokens int32[S, width] of one node of each row, best first, and the transformed logits
-    float32[S, V]. For sampled rows the best after adding the noise of their position: the target's own, or in the
-    maximal mode another, which makes them draws without replacement (Kool et al. 2019)."""
+    """The `width` best tokens int32[S, width] at one node of each row, best first, and the transformed logits
+    float32[S, V]. Sampled rows add the noise of their position: the target's own in exact mode, an independent one in
+    maximal mode, which draws without replacement (Kool et al. 2019)."""
     transformed = transform(model.logits(hidden), batch, history)
     stream = DRAFT_STREAM if model.is_maximal else None
     return choose_several(transformed, positions, batch, width, stream=stream), transformed
 
 
 def _path(tree: TokenTree, node: int) -> list[int]:
-    """The nodes from below the root to `node`."""
+    """The nodes from the root, which is left out, to `node`."""
     path: list[int] = []
     while node > 0:
         path.insert(0, node)

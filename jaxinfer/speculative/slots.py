@@ -1,4 +1,4 @@
-"""What drafting carries from step to step for each slot, on the device."""
+"""Per-slot state of drafting, carried on the device from step to step."""
 
 from dataclasses import dataclass, replace
 
@@ -10,12 +10,12 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftSlots:
-    """Of S slots.
+    """Drafting state of S slots: a pytree. Programs take it donated and return it.
 
     Attributes:
-      sequence: int32[S, L], the tokens of prompt and answer, a slot's newest at its position; beyond that, anything.
-      num_drafted: int32[S], how many leading tokens the draft model has stored. It may be less than what the target
-        has stored, where the slot was decoded without drafts or reused pages that the draft never saw.
+      sequence: int32[S, L], tokens of prompt and answer; entries after a slot's newest token are unspecified.
+      num_drafted: int32[S], leading tokens in the draft model's cache. It may be less than in the target's cache, where
+        a slot was decoded without drafts or reused pages that the draft model did not write.
     """
 
     sequence: jax.Array
@@ -23,12 +23,12 @@ class DraftSlots:
 
 
 def init_draft_slots(num_slots: int, length: int) -> DraftSlots:
-    """Empty slots for sequences of up to `length` tokens, as NumPy arrays."""
+    """The state of empty slots for sequences of up to `length` tokens, as NumPy arrays."""
     return DraftSlots(np.zeros((num_slots, length), np.int32), np.zeros((num_slots,), np.int32))  # pyright: ignore
 
 
 def record(draft: DraftSlots | None, positions: jax.Array, tokens: jax.Array, is_new: jax.Array) -> DraftSlots | None:
-    """Notes tokens int32[S] at positions int32[S] where bool[S] says so; nothing where nobody drafts."""
+    """Writes tokens int32[S] at positions int32[S] of the sequences where `is_new` bool[S]; None stays None."""
     if draft is None:
         return None
     rows, length = jnp.arange(tokens.shape[0]), draft.sequence.shape[1]

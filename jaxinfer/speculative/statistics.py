@@ -1,4 +1,4 @@
-"""What came of speculation, and what it should gain. Plain Python, no JAX."""
+"""Acceptance statistics of speculative decoding, and its expected speedup. Plain Python, no JAX."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,14 @@ MAX_LENGTH = 16
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """Counts; those of several requests add up with +.
+    """Counts of rounds and tokens; + adds those of several requests.
 
     Attributes:
-      num_rounds: rounds of rows, so a round of a batch of 8 counts 8 times. proposed, accepted: drafted tokens.
-      proposed_at, accepted_at: the same by place in the round, the first drafted token first.
-      num_full: rounds that drafted something of which everything was accepted.
-      num_tokens: made in rounds, the target's own included. num_plain_tokens: made without a draft.
+      num_rounds: rounds of each row: a round of a batch of 8 counts 8 times.
+      proposed, accepted: draft tokens. proposed_at, accepted_at: the same by index in the round.
+      num_full: rounds with at least one draft token in which all were accepted.
+      num_tokens: tokens generated in rounds, the target's own included.
+      num_plain_tokens: tokens generated without a draft.
     """
 
     num_rounds: int = 0
@@ -36,15 +37,16 @@ class SpeculationStats:
         depth: int | None = None,
         num_cut: int = 0,
     ) -> "SpeculationStats":
-        """From how often a round drafted and accepted so many tokens, by (drafted, accepted).
+        """From the number of rounds for each (drafted, accepted) pair of token counts.
 
-        Of a token tree, which drafts several tokens for one place, `depth` is its number of places. `num_cut` tokens
-        came after the end of an answer.
+        Args:
+          depth: depth of the token tree, where several tokens are drafted for one position; None for a chain.
+          num_cut: generated tokens that were dropped because they follow the end of an answer.
         """
         pairs = [(drafted if depth is None else min(drafted, depth), got, n) for (drafted, got), n in rounds.items()]
         for drafted, got, count in pairs:
             if not 0 <= got <= drafted or count < 0:
-                raise ValueError(f"{count} rounds in which {got} of {drafted} drafted tokens were accepted")
+                raise ValueError(f"{count} rounds in which {got} of {drafted} draft tokens were accepted")
         longest = max((drafted for drafted, _, _ in pairs), default=0)
         num_rounds, accepted = sum(n for *_, n in pairs), sum(got * n for _, got, n in pairs)
         return cls(
@@ -62,7 +64,7 @@ class SpeculationStats:
         return self._combined(other, 1) if isinstance(other, SpeculationStats) else NotImplemented
 
     def __sub__(self, other: "SpeculationStats") -> "SpeculationStats":
-        """What came since `other`, an earlier state of the same totals."""
+        """The counts since `other`, an earlier value of the same totals."""
         return self._combined(other, -1) if isinstance(other, SpeculationStats) else NotImplemented
 
     def _combined(self, other: "SpeculationStats", sign: int) -> "SpeculationStats":
@@ -79,38 +81,38 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted of all drafted tokens, those after a rejected one included; 0 with none drafted."""
+        """Accepted share of all draft tokens, those after a rejected one included; 0 if none was drafted."""
         return _ratio(self.accepted, self.proposed)
 
     @property
     def conditional_rate(self) -> float:
-        """The chance that a drafted token is accepted given that those before it were: alpha of Leviathan et al."""
+        """Probability that a draft token is accepted given that those before it were: alpha of Leviathan et al."""
         num_rejected = (self.proposed_at[0] if self.proposed_at else 0) - self.num_full
         return _ratio(self.accepted, self.accepted + num_rejected)
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:
-        """For each place in the round, how many of the tokens drafted for it were accepted."""
+        """Accepted share of the tokens drafted for each index in the round."""
         return tuple(_ratio(got, all_) for got, all_ in zip(self.accepted_at, self.proposed_at, strict=True))
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens of a round, the target's own included; 0 with no rounds."""
+        """Mean tokens per round, the target's own included; 0 without rounds."""
         return _ratio(self.num_rounds + self.accepted, self.num_rounds)
 
 
 def mean_tokens(rate: float, num_draft_tokens: int) -> float:
-    """Expected tokens of a round, the target's own included, where each drafted token is accepted with chance `rate`
-    given those before it: (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, equation 1)."""
+    """Expected tokens of a round, the target's own included: (1 - a^(k+1)) / (1 - a) for an acceptance rate of a
+    (Leviathan et al. 2023, equation 1)."""
     _check(rate, num_draft_tokens)
-    # As a sum it is exact near 1 too.
+    # The sum is accurate near a = 1, too.
     return sum(rate**place for place in range(num_draft_tokens + 1))
 
 
 def expected_speedup(rate: float, num_draft_tokens: int, cost_ratio: float, verify_ratio: float = 1.0) -> float:
-    """How many times faster than plain decoding: E / (v + k c) (Leviathan et al. 2023, theorem 3.8, where v = 1).
+    """Expected speed relative to plain decoding: E / (v + k c) (Leviathan et al. 2023, theorem 3.8, where v = 1).
 
-    `cost_ratio` is the time to draft a token, `verify_ratio` that to verify a round, both next to a plain step.
+    `cost_ratio` is the time to draft a token, `verify_ratio` the time to verify a round, both relative to a plain step.
     """
     if not cost_ratio >= 0 or not verify_ratio > 0:
         raise ValueError(f"cost_ratio must be >= 0 and verify_ratio > 0, got {cost_ratio!r} and {verify_ratio!r}")
@@ -124,9 +126,9 @@ def best_length(
     *,
     verify_ratios: Mapping[int, float] | Sequence[float] | None = None,
 ) -> int:
-    """The number of drafted tokens with the greatest expected speedup, the least of several; 0 where none gains.
+    """The number of draft tokens with the greatest expected speedup, the smallest of equals; 0 if none is faster.
 
-    `verify_ratios[k]` is what verifying k drafted tokens takes next to a plain step; by default 1 for all.
+    `verify_ratios[k]` is the time to verify k draft tokens relative to a plain step; 1 for all by default.
     """
     if max_length < 0:
         raise ValueError(f"max_length must be at least 0, got {max_length}")
@@ -154,5 +156,5 @@ def _ratio(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _combined(one: tuple[int, ...], other: tuple[int, ...], sign: int) -> tuple[int, ...]:
-    return tuple(a + sign * b for a, b in zip_longest(one, other, fillvalue=0))
+def _combined(counts: tuple[int, ...], other: tuple[int, ...], sign: int) -> tuple[int, ...]:
+    return tuple(a + sign * b for a, b in zip_longest(counts, other, fillvalue=0))

@@ -1,4 +1,4 @@
-"""The static shape of a drafted token tree, as constants of the program that verifies it."""
+"""The static shape of a draft token tree: constants of the program that verifies it."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,14 +10,14 @@ from pallas_kernels.paged_attention import MAX_TREE_TOKENS
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A tree in which every node of depth d has `widths[d]` children: equal widths are equal, hashable and static.
+    """A tree in which every node of depth d has `widths[d]` children. Hashable, and static in jitted programs.
 
-    Nodes are counted breadth first. Node 0 is the root, a sequence's newest token, which is not drafted; the children
-    of a node are adjacent and in the order in which they were drawn. A parent comes before its children, so the first
-    n nodes are a tree for every n, whose arrays are the first n rows of these; children of n and above are not in it.
-    `TokenTree(())` is the root alone. Arrays are NumPy's and cannot be written.
+    Nodes are numbered breadth first. Node 0 is the root: a sequence's newest token, which is not a draft token. The
+    children of a node are adjacent, in the order in which they were drawn. The first n nodes are a tree for every n;
+    its arrays are the first n rows of these, without children numbered n and above. `TokenTree(())` is the root alone.
+    Arrays are NumPy's and read-only.
 
-    Raises ValueError where a width is not a positive integer, or for more nodes than a mask of ancestors has bits, 32.
+    Raises ValueError if a width is not a positive integer, or for more than 32 nodes, the bits of an ancestor mask.
     """
 
     widths: tuple[int, ...]
@@ -37,12 +37,12 @@ class TokenTree:
 
     @property
     def depth(self) -> int:
-        """The depth of the leaves: as many drafted tokens can be kept."""
+        """The depth of the leaves, which is the largest number of draft tokens that can be accepted."""
         return len(self.widths)
 
     @property
     def max_width(self) -> int:
-        """The most children of a node."""
+        """The largest number of children of a node."""
         return max(self.widths, default=0)
 
     @property
@@ -51,7 +51,7 @@ class TokenTree:
 
     @cached_property
     def level_sizes(self) -> tuple[int, ...]:
-        """The number of nodes of each depth, from the root's on."""
+        """The number of nodes of each depth, starting with the root's."""
         sizes = [1]
         for width in self.widths:
             sizes.append(sizes[-1] * width)
@@ -59,19 +59,19 @@ class TokenTree:
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """int32[N]: the edges between each node and the root."""
+        """int32[N]: the depth of each node."""
         return _constant(np.repeat(np.arange(self.depth + 1, dtype=np.int32), self.level_sizes))
 
     @cached_property
     def parents(self) -> np.ndarray:
-        """int32[N]; the root's is -1."""
+        """int32[N]: the parent of each node, -1 for the root."""
         # In breadth-first order the nodes from 1 on are the children of node 0, then those of node 1, and so on.
         num_children = np.array([*self.widths, 0])[self.depths]
         return _constant(np.concatenate([[-1], np.repeat(np.arange(self.num_nodes), num_children)]).astype(np.int32))
 
     @cached_property
     def children(self) -> np.ndarray:
-        """int32[N, max_width]: the children of each node in order, N where there are fewer."""
+        """int32[N, max_width]: the children of each node in order, padded with N."""
         children = np.full((self.num_nodes, self.max_width), self.num_nodes, np.int32)
         nodes = np.arange(1, self.num_nodes)
         parents = self.parents[1:]
@@ -79,14 +79,8 @@ class TokenTree:
         return _constant(children)
 
     @cached_property
-    def first_child(self) -> np.ndarray:
-        """int32[N]: the first child of each node, N for a leaf."""
-        padding = np.full((self.num_nodes, 1), self.num_nodes, np.int32)
-        return _constant(np.concatenate([self.children, padding], axis=1)[:, 0])
-
-    @cached_property
     def ancestors(self) -> np.ndarray:
-        """uint32[N]: bit j of a node's is set if node j is an ancestor of it or itself, as in `paged_attention`."""
+        """uint32[N]: ancestor masks of `paged_attention`: bit j of mask i is set if j is i or an ancestor of i."""
         masks = np.uint32(1) << np.arange(self.num_nodes, dtype=np.uint32)
         for node, parent in enumerate(self.parents[1:], start=1):
             masks[node] |= masks[parent]
@@ -94,7 +88,7 @@ class TokenTree:
 
 
 def chain(length: int) -> TokenTree:
-    """The tree of `length` drafted tokens one after another."""
+    """A tree without branches: `length` draft tokens in a row."""
     return TokenTree((1,) * length)
 
 

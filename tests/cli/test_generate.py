@@ -121,7 +121,7 @@ def test_some_prompts_failing_is_exit_code_3_and_all_is_1(jaxinfer, json_lines, 
     ("line", "message"),
     [
         ('{"prompt": "a", "temperature": -1}', "line 2: temperature must be"),
-        ('{"prompt": "a", "temprature": 1}', "line 2: 'temprature' is not a sampling parameter; did you mean"),
+        ('{"prompt": "a", "temprature": 1}', "line 2: 'temprature' is not a sampling parameter: did you mean"),
         ('{"text": "a"}', "line 2 has no 'prompt'"),
         ('{"prompt": 3}', "line 2: prompt must be a text or a list of token ids, got 3"),
         ('{"prompt": "a"', "line 2 is not JSON"),

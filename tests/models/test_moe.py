@@ -212,7 +212,7 @@ def test_forms_by_platform_and_number_of_tokens():
     ("options", "message"),
     [
         ({"num_experts": 0}, "num_experts must be a positive integer"),
-        ({"num_groups": 3}, "8 experts cannot stand in 3 groups"),
+        ({"num_groups": 3}, "8 experts cannot form 3 groups"),
         ({"num_groups": 4, "num_chosen_groups": 5}, "num_chosen_groups=5 of only 4"),
         ({"num_groups": 8}, "num_experts_per_token=3 of only 1"),
         ({"num_groups": 8, "num_chosen_groups": 8, "group_score": "top2_sum"}, "no best two"),

@@ -190,7 +190,7 @@ def test_the_callers_mapping_is_copied():
     [("max_token", "max_tokens"), ("max_new_tokens", "max_tokens"), ("temprature", "temperature"), ("topp", "top_p")],
 )
 def test_unknown_names_raise_with_the_nearest(name, hint):
-    with pytest.raises(SamplingParamsError, match=f"'{name}' is not a sampling parameter; did you mean '{hint}'"):
+    with pytest.raises(SamplingParamsError, match=f"'{name}' is not a sampling parameter: did you mean '{hint}'"):
         SamplingParams.from_dict({name: 1})
 
 

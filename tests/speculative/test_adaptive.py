@@ -281,7 +281,7 @@ def test_reports_that_cannot_be():
     controller = LengthController((2, 4))
     with pytest.raises(ValueError, match=r"3 draft tokens are not among \(2, 4\)"):
         controller.observe_time(1, 3, 1.0)
-    with pytest.raises(ValueError, match="no measurement"):
+    with pytest.raises(ValueError, match="not a measurement"):
         controller.observe_time(1, 2, 0.0)
     with pytest.raises(ValueError, match="no plain step of 4 slots"):
         controller.seconds(4, 0)

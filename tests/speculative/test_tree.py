@@ -41,14 +41,13 @@ def test_arrays_follow_the_definition(tree):
         children = [other for other, (parent, _) in enumerate(nodes) if parent == node]
         padding = [count] * (tree.max_width - len(children))
         assert list(tree.children[node]) == children + padding
-        assert tree.first_child[node] == (children[0] if children else count)
         line, up = 0, node
         while up >= 0:
             line, up = line | 1 << up, nodes[up][0]
         assert tree.ancestors[node] == line
         assert line.bit_count() == tree.depths[node] + 1
     assert tree.children.shape == (count, tree.max_width)
-    kinds = {name: getattr(tree, name).dtype for name in ("parents", "depths", "children", "first_child", "ancestors")}
+    kinds = {name: getattr(tree, name).dtype for name in ("parents", "depths", "children", "ancestors")}
     assert kinds.pop("ancestors") == np.uint32
     assert set(kinds.values()) == {np.dtype(np.int32)}
 
