@@ -1,4 +1,4 @@
-"""Where keys and values live."""
+"""Caches of keys and values: contiguous rows or pages, and their dtypes."""
 
 from jaxinfer.cache.contiguous import (
     CachedAttention,

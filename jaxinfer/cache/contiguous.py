@@ -1,4 +1,4 @@
-"""A preallocated cache: every row owns `max_length` slots, whether it fills them or not."""
+"""Contiguous cache: `max_length` preallocated token slots per row."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.cache.kv_dtype import KVScales, scaled, unscaled
+from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales
 from jaxinfer.models import ModelConfig
 from pallas_kernels import flash_attention
 from pallas_kernels.paged_attention import (
@@ -33,12 +33,15 @@ RowPages = SeparatePages | BitPages
 )
 @dataclass(frozen=True)
 class ContiguousCache:
-    """Keys and values of B rows, per layer [B, L, Hkv, K]; no values where keys hold them (latent attention). Jitted
-    programs take it donated and return it.
+    """Keys and values of B rows: a pytree. Programs take it donated and return it.
 
-    What lies at and beyond a row's length is unspecified and never read. A row lies as one page of L tokens would:
-    `dtype` is what is stored, which on a CPU may be kept as bits (`BitPages`). int8 has `key_scales` and
-    `value_scales`, per layer float32 [B, Hkv, L]; `scales` are a checkpoint's, of fp8.
+    Entries at and beyond a row's length are unspecified and never read. A row has the layout of one page of L tokens.
+
+    Attributes:
+      keys, values: per layer [B, L, Hkv, K]; no values in latent attention, where keys include them.
+      key_scales, value_scales: of int8, per layer float32 [B, Hkv, L].
+      scales: static scales of a checkpoint, for fp8.
+      dtype: the stored dtype; on a CPU its bits may be stored as integers (`BitPages`).
     """
 
     keys: tuple[jax.Array, ...]
@@ -58,7 +61,7 @@ class ContiguousCache:
 
     @property
     def layers(self) -> list[RowPages]:
-        """Each layer's rows, as pages."""
+        """The rows of each layer, as pages of L tokens."""
         columns = (column or (None,) * len(self.keys) for column in (self.values, self.key_scales, self.value_scales))
         arrays = zip(self.keys, *columns, strict=True)
         if self.keys[0].dtype != self.dtype:
@@ -66,11 +69,11 @@ class ContiguousCache:
         return [SeparatePages(*layer) for layer in arrays]
 
     def with_layers(self, layers: Sequence[RowPages]) -> "ContiguousCache":
-        """The cache with other contents."""
+        """The cache with the contents of `layers`."""
 
         def column(name: str) -> tuple[jax.Array, ...]:
-            found = (getattr(pages, name, None) for pages in layers)
-            return tuple(array for array in found if array is not None)
+            arrays = (getattr(pages, name, None) for pages in layers)
+            return tuple(array for array in arrays if array is not None)
 
         return replace(
             self,
@@ -84,7 +87,7 @@ class ContiguousCache:
 def init_cache(
     config: ModelConfig, num_rows: int, max_length: int, dtype, scales: KVScales | None = None
 ) -> ContiguousCache:
-    """Zeros: num_rows * max_length * 2 * Hkv * K * num_layers elements of `dtype`, and int8's scales."""
+    """A zeroed cache: num_rows * max_length * 2 * Hkv * K * num_layers elements of `dtype`, and the scales of int8."""
     name = jnp.dtype(dtype).name
     layout = "bits" if platform_layout(current_platform(), name) == "bits" else "separate"
     shape = (num_rows, max_length, config.num_kv_heads, config.head_dim)
@@ -94,12 +97,11 @@ def init_cache(
 
 
 class CachedAttention:
-    """`attend` for a forward pass that appends to a contiguous cache and reads it back.
+    """`attend` for a forward pass that appends to a contiguous cache and attends to the stored keys and values.
 
-    Rows `rows` of the cache take tokens [B, T] whose positions are `starts + arange(T)`, of which the first
-    `lengths` are real. Padding is written nowhere: its index is one past the end and the scatter drops it. What is
-    attended to is what is stored, converted to the queries' dtype a layer at a time.
-    After the pass, `cache` is the updated cache.
+    Tokens [B, T] at positions `starts + arange(T)`, of which the first `lengths` are valid, go to the cache rows
+    `rows`. Padding gets an index one past the end, which the scatter drops. Stored keys and values are converted to the
+    dtype of the queries one layer at a time. After the pass, `cache` is the updated cache.
     """
 
     def __init__(self, cache: ContiguousCache, rows: jax.Array, starts: jax.Array, lengths: jax.Array, num_tokens: int):
@@ -108,12 +110,12 @@ class CachedAttention:
         steps = jnp.arange(num_tokens)
         is_real = steps < lengths[:, None]
         self._slots = jnp.where(is_real, starts[:, None] + steps, cache.max_length + steps)
-        self._takes_all_rows = rows.shape[0] == cache.num_rows
+        self._has_all_rows = rows.shape[0] == cache.num_rows
 
     def __call__(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any
     ) -> jax.Array:
-        q, k, v = scaled(self._before.scales, layer, q, k, v)
+        q, k, v = divide_by_scales(self._before.scales, layer, q, k, v)
         row = jnp.repeat(self._rows, self._slots.shape[1])
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
         pages = _rows(append(self._layers[layer], k, v, row, self._slots.reshape(-1), is_unique=True))
@@ -129,11 +131,11 @@ class CachedAttention:
             window=window,
             **options,
         )[..., :value_dim]
-        return unscaled(self._before.scales, layer, out)
+        return multiply_by_scales(self._before.scales, layer, out)
 
     def _read(self, pages: RowPages, dtype) -> tuple[jax.Array, jax.Array | None]:
-        """Keys and values [B, L, Hkv, K] of the rows; None where keys hold the values."""
-        if not self._takes_all_rows:
+        """Keys and values [B, L, Hkv, K] of the rows; values are None if keys include them."""
+        if not self._has_all_rows:
             pages = jax.tree.map(lambda leaf: leaf[self._rows], pages)
         stored = unpack(pages, pages.k.shape[2], pages.k.shape[3])
         k_scales, v_scales = (
@@ -156,22 +158,22 @@ def _rows(pages: Pages) -> RowPages:
 def attend_without_cache(
     layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any
 ) -> jax.Array:
-    """`attend` for training and scoring: whole sequences [B, T], nothing kept, differentiable. Values may be narrower
-    than keys."""
+    """`attend` for training and scoring: causal attention over full sequences [B, T], without a cache, differentiable.
+    Values may be narrower than keys."""
     missing = k.shape[-1] - v.shape[-1]
-    wide = v if missing == 0 else jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)])
-    return flash_attention(q, k, wide, window=window, **options)[..., : v.shape[-1]]
+    padded = v if missing == 0 else jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)])
+    return flash_attention(q, k, padded, window=window, **options)[..., : v.shape[-1]]
 
 
 def attend_as_stored(dtype: str, scales: KVScales | None = None) -> Callable[..., jax.Array]:
-    """`attend_without_cache` over the keys and values that a cache of `dtype` would give back."""
+    """`attend_without_cache` over keys and values rounded as a cache of `dtype` stores them."""
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any) -> jax.Array:
-        q, k, v = scaled(scales, layer, q, k, v)
+        q, k, v = divide_by_scales(scales, layer, q, k, v)
         width = v.shape[-1]
         k, v = (from_stored(*to_stored(x, dtype), q.dtype) for x in (k, v))
         if width < k.shape[-1]:
-            v = k[..., :width]  # keys hold the values
-        return unscaled(scales, layer, attend_without_cache(layer, q, k, v, window, **options))
+            v = k[..., :width]  # keys include the values
+        return multiply_by_scales(scales, layer, attend_without_cache(layer, q, k, v, window, **options))
 
     return attend

@@ -1,4 +1,4 @@
-"""What keys and values may be stored as, and the scales that a checkpoint may bring for them."""
+"""Dtypes of stored keys and values, and the static scales of fp8 caches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ import numpy as np
 from jaxinfer.models import ModelConfig
 
 AUTO = "auto"
-# By the name that users give; int8 has a float32 scale for each token and head, the others have none of their own.
-STORED = {
+# Stored dtype by option name. int8 has a float32 scale for each token and head; the others have none.
+KV_DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
     "float16": "float16",
@@ -23,27 +23,27 @@ STORED = {
 
 
 def check_kv_dtype(name: Any, option: str = "kv_dtype") -> str:
-    """The name, where it is one. Raises ValueError with those that are."""
-    if name != AUTO and name not in STORED:
-        raise ValueError(f"{option}={name!r} is not one of {', '.join((AUTO, *STORED))}")
+    """Returns the name. Raises ValueError, with the known ones, for an unknown name."""
+    if name != AUTO and name not in KV_DTYPES:
+        raise ValueError(f"{option}={name!r} is not one of {', '.join((AUTO, *KV_DTYPES))}")
     return name
 
 
 def stored_dtype(name: str, compute_dtype: Any) -> str:
-    """The dtype of a cache, by JAX's name; "auto" is the one that the model computes in."""
-    return jnp.dtype(compute_dtype).name if check_kv_dtype(name) == AUTO else STORED[name]
+    """JAX's name of the stored dtype; "auto" is `compute_dtype`."""
+    return jnp.dtype(compute_dtype).name if check_kv_dtype(name) == AUTO else KV_DTYPES[name]
 
 
 def kv_dtype_name(dtype: Any) -> str:
-    """A stored dtype as users name it."""
+    """The option name of a stored dtype."""
     name = jnp.dtype(dtype).name
-    return next((known for known, stored in STORED.items() if stored == name), name)
+    return next((known for known, stored in KV_DTYPES.items() if stored == name), name)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVScales:
-    """Static scales of an fp8 cache: what is stored, times its scale, is the key or value. Others have no use for them.
+    """Static scales of an fp8 cache: a key or value is the stored number times its scale. A pytree.
 
     Attributes:
       keys, values: float32 [layers, Hkv], a checkpoint's k_scale and v_scale.
@@ -54,22 +54,24 @@ class KVScales:
 
     @classmethod
     def of_layers(cls, config: ModelConfig, keys: Sequence[Any], values: Sequence[Any]) -> "KVScales":
-        """From each layer's scales: a number, [1] or [Hkv]. Raises ValueError with the layer of those that do not fit,
-        or are not finite and positive."""
+        """From the scales of each layer: a number, [1] or [Hkv].
+
+        Raises ValueError, with the layer, for another size or a scale that is not finite and positive.
+        """
         return cls(_rows(config, keys, "k_scale"), _rows(config, values, "v_scale"))
 
     def first(self, num_layers: int) -> "KVScales":
-        """Those of the first layers."""
+        """The scales of the first layers."""
         return KVScales(self.keys[:num_layers], self.values[:num_layers])
 
 
 def is_scaled(dtype: Any) -> bool:
-    """Whether static scales apply to a cache of this dtype."""
+    """Whether a cache of this dtype uses static scales."""
     return jnp.dtype(dtype).name.startswith("float8")
 
 
 def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> KVScales | None:
-    """The scales, where a cache of this dtype has a use for them. Raises ValueError for those of another model."""
+    """The scales if a cache of this dtype uses them, else None. Raises ValueError for scales of another model."""
     if scales is None or not is_scaled(dtype):
         return None
     if not config.caches_values:
@@ -83,10 +85,11 @@ def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> 
     return scales
 
 
-def scaled(
+def divide_by_scales(
     scales: KVScales | None, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q [..., Hq, K], k and v [..., Hkv, K] for a cache that holds k / k_scale and v / v_scale: scores are the same."""
+    """q [..., Hq, K] times k_scale, k and v [..., Hkv, K] divided by their scales: what an fp8 cache stores, and
+    queries with the same scores."""
     if scales is None:
         return q, k, v
     keys, values = scales.keys[layer][:, None], scales.values[layer][:, None]
@@ -94,8 +97,8 @@ def scaled(
     return (q * repeated).astype(q.dtype), (k / keys).astype(k.dtype), (v / values).astype(v.dtype)
 
 
-def unscaled(scales: KVScales | None, layer: int, out: jax.Array) -> jax.Array:
-    """Attention's output [..., Hq, K] over values that were stored divided by their scale."""
+def multiply_by_scales(scales: KVScales | None, layer: int, out: jax.Array) -> jax.Array:
+    """The output [..., Hq, K] of attention over values that are stored divided by their scale, times that scale."""
     if scales is None:
         return out
     values = scales.values[layer][:, None]

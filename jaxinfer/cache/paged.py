@@ -1,4 +1,4 @@
-"""A cache of pages that sequences own a few of: no memory is held for tokens that may never come."""
+"""Paged cache: a pool of pages, of which a sequence owns as many as its tokens need."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache.kv_dtype import KVScales, scaled, unscaled
+from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales
 from jaxinfer.models import ModelConfig, check_divides
 from pallas_kernels.paged_attention import (
     InterleavedPages,
@@ -30,10 +30,10 @@ from pallas_kernels.platform import current_platform
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of all layers; page i of a sequence is the same page in each. Programs take it donated.
+    """Keys and values of all layers, which share page ids: a pytree. Programs take it donated and return it.
 
-    The bytes' layout belongs to the platform's kernel. Page 0 is the null page: tables point there where they have no
-    page, and nothing is ever written to it. `scales` are a checkpoint's, of an fp8 cache.
+    The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
+    to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache.
     """
 
     layers: tuple[Pages, ...]
@@ -41,11 +41,11 @@ class PagedCache:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return jax.tree.leaves(self.layers[0])[0].shape[1]
 
     def first(self, num_layers: int) -> "PagedCache":
-        """The first layers' part."""
+        """The cache of the first layers."""
         return PagedCache(self.layers[:num_layers], None if self.scales is None else self.scales.first(num_layers))
 
     def with_first(self, part: "PagedCache") -> "PagedCache":
@@ -54,7 +54,7 @@ class PagedCache:
 
 
 def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str, mesh: Mesh | None = None) -> int:
-    """Bytes of one page in all layers, padding of the layout included; of a mesh, on each device."""
+    """Bytes of one page in all layers, including padding of the layout; with a mesh, per device."""
     leaves = jax.tree.leaves(abstract_paged_cache(config, 1, page_size, dtype, layout, mesh))
     shapes = (leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape) for leaf in leaves)
     return sum(math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shapes, leaves, strict=True))
@@ -69,40 +69,40 @@ def init_paged_cache(
     mesh: Mesh | None = None,
     scales: KVScales | None = None,
 ) -> PagedCache:
-    """Zeroed pages of every layer, in the layout of the platform unless named, each device of a mesh with its own
-    heads; `scales` go to all devices. Raises ValueError as `models.check_divides`."""
+    """A zeroed cache, in the platform's layout by default. On a mesh each device holds its own heads, and `scales` are
+    replicated. Raises ValueError as `models.check_divides`."""
     layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
     cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        place = leaf.sharding
-        if isinstance(place, NamedSharding):
-            place = NamedSharding(place.mesh, parallel.shortest(place.spec))
-        return jnp.zeros(leaf.shape, leaf.dtype, device=place)
+        sharding = leaf.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, parallel.shortest(sharding.spec))
+        return jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
     cache = jax.tree.map(zeros, cache)
-    on_all = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return cache if scales is None else replace(cache, scales=jax.device_put(scales, on_all))
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return cache if scales is None else replace(cache, scales=jax.device_put(scales, replicated))
 
 
 def abstract_paged_cache(
     config: ModelConfig, num_pages: int, page_size: int, dtype, layout: str, mesh: Mesh | None = None
 ) -> PagedCache:
-    """The cache as `jax.ShapeDtypeStruct`s, with their shardings where there is a mesh.
+    """The cache as `jax.ShapeDtypeStruct`s, with shardings if a mesh is given.
 
-    Each device holds its heads as a kernel for just these lays them out, and the array is their concatenation.
+    Each device has the kernel's layout for its own heads; the array is their concatenation.
     """
     heads = (config.num_kv_heads, config.head_dim)
-    whole = PageShape(num_pages, page_size, *heads, jnp.dtype(dtype).name, config.caches_values)
+    shape = PageShape(num_pages, page_size, *heads, jnp.dtype(dtype).name, config.caches_values)
     if mesh is None:
-        return PagedCache((whole.abstract(layout),) * config.num_layers)
+        return PagedCache((shape.abstract(layout),) * config.num_layers)
     check_divides(mesh, config)
     num_parts = parallel.axis_size(mesh, "kv_heads") if config.caches_values else 1
-    local = replace(whole, num_kv_heads=config.num_kv_heads // num_parts).abstract(layout)
+    local = replace(shape, num_kv_heads=config.num_kv_heads // num_parts).abstract(layout)
 
     def concatenated(leaf, spec: PartitionSpec):
-        shape = tuple(size * num_parts if axis else size for size, axis in zip(leaf.shape, spec, strict=True))
-        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        sizes = tuple(size * num_parts if axis else size for size, axis in zip(leaf.shape, spec, strict=True))
+        return jax.ShapeDtypeStruct(sizes, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     return PagedCache((jax.tree.map(concatenated, local, parallel.page_specs(mesh, local)),) * config.num_layers)
 
@@ -110,29 +110,29 @@ def abstract_paged_cache(
 def move_tokens(
     cache: PagedCache, page_table: jax.Array, sources: jax.Array, destinations: jax.Array, *, mesh: Mesh | None = None
 ) -> PagedCache:
-    """Copies the tokens at positions `sources` to positions `destinations` int32 [S, N] of the same sequences, in all
-    layers, as `pallas_kernels.paged_attention.move_tokens`; page_table int32 [S, P]. Pad with P * page. Donate the
-    cache: it is updated in place. On a mesh each device moves what it holds."""
+    """Copies tokens from positions `sources` to positions `destinations` int32 [S, N] of the same sequences, in all
+    layers, as `pallas_kernels.paged_attention.move_tokens`. page_table int32 [S, P]; pad with P * page size. Donate the
+    cache: it is updated in place. On a mesh each device moves its own heads."""
 
     def move(pages: Pages) -> Pages:
         if mesh is None:
             return _move_tokens(pages, page_table, sources, destinations)
-        # Left to the compiler, devices would exchange tokens.
+        # Without shard_map, the compiler would exchange tokens between devices.
         specs = parallel.page_specs(mesh, pages)
-        whole = (PartitionSpec(),) * 3
-        moved = jax.shard_map(_move_tokens, mesh=mesh, in_specs=(specs, *whole), out_specs=specs)
+        replicated = (PartitionSpec(),) * 3
+        moved = jax.shard_map(_move_tokens, mesh=mesh, in_specs=(specs, *replicated), out_specs=specs)
         return moved(pages, page_table, sources, destinations)
 
     return replace(cache, layers=tuple(move(pages) for pages in cache.layers))
 
 
 class PagedAttention:
-    """`attend` for tokens [T] of S sequences side by side: appends to the pages and reads them back.
+    """`attend` for a ragged batch of tokens [T] of S sequences: appends to the pages and attends to them.
 
     Arguments as in `pallas_kernels.paged_attention`: page_table int32 [S, P]; query_starts, query_lengths and
-    kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh each
-    device attends with its own heads: the compiler cannot cut a kernel, so `jax.shard_map` does. After the pass,
-    `cache` is the updated one.
+    kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh,
+    `jax.shard_map` runs the kernel on each device's own heads, since the compiler cannot partition it. After the pass,
+    `cache` is the updated cache.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PagedAttention:
     ):
         self._before, self._layers = cache, list(cache.layers)
         self._mesh = mesh
-        self._rows = _Rows(page_table, query_lengths, kv_lengths, query_starts, ancestors)
+        self._inputs = _RaggedInputs(page_table, query_lengths, kv_lengths, query_starts, ancestors)
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
         self._schedules: dict[PagedSpec, Schedule] = {}
 
@@ -167,7 +167,7 @@ class PagedAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         scales, pages = self._before.scales, self._layers[layer]
-        q, k, v = scaled(scales, layer, q, k, v)
+        q, k, v = divide_by_scales(scales, layer, q, k, v)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
         attend, operands = partial(_attend, options), (q, k, v, pages, sinks)
         if self._mesh is None:
@@ -180,18 +180,18 @@ class PagedAttention:
                 mesh=self._mesh,
                 in_specs=(*specs, PartitionSpec(), PartitionSpec()),
                 out_specs=(specs[0], specs[3]),
-                check_vma=False,  # a Pallas call does not say over which axes its results vary
+                check_vma=False,  # a Pallas call does not declare over which axes its results vary
             )
-        out, self._layers[layer] = attend(*operands, self._rows, schedule)
-        return unscaled(scales, layer, out)
+        out, self._layers[layer] = attend(*operands, self._inputs, schedule)
+        return multiply_by_scales(scales, layer, out)
 
     def _schedule(self, options: dict[str, Any], q: Any, k: Any, v: Any, pages: Any, sinks: Any) -> Schedule:
-        """The schedule that layers of these options share, from the shapes of what one device holds."""
-        rows = self._rows
-        spec = make_spec(q, k, v, pages, rows.page_table, sinks=sinks, ancestors=rows.ancestors, **options)
+        """The schedule shared by layers with these options, from the shapes on one device."""
+        inputs = self._inputs
+        spec = make_spec(q, k, v, pages, inputs.page_table, sinks=sinks, ancestors=inputs.ancestors, **options)
         if spec not in self._schedules:
             self._schedules[spec] = make_schedule(
-                spec, rows.page_table, rows.query_lengths, rows.kv_lengths, query_starts=rows.query_starts
+                spec, inputs.page_table, inputs.query_lengths, inputs.kv_lengths, query_starts=inputs.query_starts
             )
         return self._schedules[spec]
 
@@ -200,8 +200,8 @@ class PagedAttention:
         return replace(self._before, layers=tuple(self._layers))
 
 
-class _Rows(NamedTuple):
-    """What each device knows of all sequences."""
+class _RaggedInputs(NamedTuple):
+    """Arrays of the ragged batch, replicated on a mesh."""
 
     page_table: jax.Array
     query_lengths: jax.Array
@@ -210,27 +210,27 @@ class _Rows(NamedTuple):
     ancestors: jax.Array | None = None
 
 
-def _attend(options: dict[str, Any], q, k, v, pages: Pages, sinks, rows: _Rows, schedule: Schedule):
+def _attend(options: dict[str, Any], q, k, v, pages: Pages, sinks, inputs: _RaggedInputs, schedule: Schedule):
     return paged_attention(
         q,
         k,
         v,
         pages,
-        rows.page_table,
-        rows.query_lengths,
-        rows.kv_lengths,
-        query_starts=rows.query_starts,
+        inputs.page_table,
+        inputs.query_lengths,
+        inputs.kv_lengths,
+        query_starts=inputs.query_starts,
         sinks=sinks,
-        ancestors=rows.ancestors,
+        ancestors=inputs.ancestors,
         schedule=schedule,
         **options,
     )
 
 
 def _specs(mesh: Mesh, pages: Pages, sinks: jax.Array | None) -> tuple[Any, ...]:
-    """How q, k, v, the pages of a layer and its sinks are cut."""
+    """`PartitionSpec`s of q, k, v, the pages of a layer, and its sinks."""
     has_values = isinstance(pages, InterleavedPages) or pages.v is not None
     names = ("heads", "kv_heads" if has_values else None)
     queries, keys = (parallel.spec(mesh, (None, name, None)) for name in names)
-    of_sinks = None if sinks is None else parallel.spec(mesh, ("heads",))
-    return queries, keys, keys, parallel.page_specs(mesh, pages), of_sinks
+    sink_spec = None if sinks is None else parallel.spec(mesh, ("heads",))
+    return queries, keys, keys, parallel.page_specs(mesh, pages), sink_spec

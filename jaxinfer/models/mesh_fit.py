@@ -1,7 +1,6 @@
-"""Models whose sizes a mesh does not divide, made to fit: key-value heads repeated, the rest padded with zeros.
+"""Adapts models to meshes that do not divide their sizes: repeats key-value heads, pads other dimensions with zeros.
 
-What a model answers does not change: a repeated head serves fewer query heads with the same keys and values, and what
-is padded adds zero.
+Outputs do not change: a repeated head has the same keys and values for fewer query heads, and padding adds zero.
 """
 
 import math
@@ -21,17 +20,18 @@ from jaxinfer.parallel import AnyMesh, axis_size
 from jaxinfer.quantization import NestedScales, QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 
-PAD = -1  # in an index: nothing of the model, a zero
+PAD = -1  # in an index: padding with zero
 
 
 @dataclass(frozen=True)
 class MeshFit:
-    """A model as a mesh runs it.
+    """The sizes and parameters of a model on a mesh.
 
     Attributes:
-      mesh: may be abstract, where nothing is placed. original: the model's own configuration. config: its sizes on the
-        mesh; the vocabulary keeps its size there, and only parameters are padded.
-      heads, kv_heads: which of the model's heads stand in each place, or PAD; None where all stay where they are.
+      mesh: the mesh; may be abstract if no parameters are placed.
+      original: the model's configuration. config: its configuration on the mesh, with the original vocabulary size, of
+        which only the parameters are padded.
+      heads, kv_heads: index of the original head, or PAD, for each head on the mesh; None for no change.
     """
 
     mesh: AnyMesh
@@ -46,22 +46,23 @@ class MeshFit:
 
     @cached_property
     def changes(self) -> dict[str, str]:
-        """What is repeated or padded, in words, by field."""
-        found = {}
+        """Text that describes each changed size, by field."""
+        changes = {}
         for field in ("num_kv_heads", "num_heads", "intermediate_size"):
             before, after = getattr(self.original, field), getattr(self.config, field)
             if before != after:
-                found[field] = f"{before} become {after}"
+                changes[field] = f"{before} become {after}"
         moe, own = self.config.moe, self.original.moe
         if moe is not None and own is not None and moe.shared_size != own.shared_size:
-            found["shared_size"] = f"{own.shared_size} become {moe.shared_size}"
+            changes["shared_size"] = f"{own.shared_size} become {moe.shared_size}"
         vocabulary = _rounded(self.config.vocab_size, axis_size(self.mesh, "vocab"))
         if vocabulary != self.config.vocab_size:
-            found["vocab_size"] = f"{self.config.vocab_size} become {vocabulary}"
-        return found
+            changes["vocab_size"] = f"{self.config.vocab_size} become {vocabulary}"
+        return changes
 
     def index(self, name: str | None, length: int) -> np.ndarray | None:
-        """Where each place along a dimension of this logical name and length comes from; None for no change."""
+        """The original index, or PAD, of each entry along a dimension of this logical name and length; None for no
+        change."""
         if name in ("heads", "kv_heads"):
             chosen, count = (
                 (self.heads, self.original.num_heads)
@@ -79,41 +80,41 @@ class MeshFit:
         return None if padded == length else np.concatenate([np.arange(length), np.full(padded - length, PAD)])
 
     def shape(self, axes: Sequence[str | None], shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape on the mesh of an array of these logical axes."""
+        """The shape on the mesh of an array with these logical axes."""
         indices = [self.index(name, length) for name, length in zip(axes, shape, strict=True)]
         return tuple(length if index is None else len(index) for index, length in zip(indices, shape, strict=True))
 
     def part_shape(self, path: tuple[str, ...], shape: Sequence[int]) -> tuple[int, ...]:
-        """What a device holds of a parameter of this shape, once it fits the mesh."""
+        """The shape of a device's shard of a parameter with this original shape."""
         return self._shardings[path].shard_shape(self.shape(_at(self.axes, path), shape))
 
     def places(self, path: tuple[str, ...], shape: Sequence[int]) -> tuple[np.ndarray | None, ...]:
-        """For each dimension of a parameter on the mesh, of this shape, where the model's own entries lie (the first of
-        those that are repeated); None where they lie as in the model, as they all do in one that is not fitted yet."""
-        axes, found = _at(self.axes, path), []
+        """For each dimension of a parameter with this shape, the indices of the original entries (the first of repeated
+        ones); None if unchanged, as in all dimensions of a parameter that is not resized yet."""
+        axes, indices = _at(self.axes, path), []
         for name, length, own in zip(axes, shape, self._own_shapes[path], strict=True):
             index = self.index(name, own)
             if index is None or length != len(index):
-                found.append(None)
+                indices.append(None)
                 continue
             entries, first = np.unique(index, return_index=True)
-            found.append(first[entries != PAD])
-        return tuple(found)
+            indices.append(first[entries != PAD])
+        return tuple(indices)
 
     def own_config(self, config: ModelConfig) -> ModelConfig:
-        """The mesh's configuration, or one derived from it, with the model's own sizes."""
+        """The configuration on the mesh, or one derived from it, with the original sizes."""
         names = ("num_heads", "num_kv_heads", "intermediate_size", "moe")
         return replace(config, **{name: getattr(self.original, name) for name in names})
 
     def own_kv_scales(self, scales: Any) -> np.ndarray:
-        """Scales [layers, heads] of the model's own key-value heads, of those that `kv_scales` made."""
+        """Inverse of `kv_scales`: scales [layers, heads] of the original key-value heads."""
         scales = np.asarray(scales)
         if self.kv_heads is None:
             return scales
         return scales[:, [self.kv_heads.index(head) for head in range(self.original.num_kv_heads)]]
 
     def kv_scales(self, scales: Any) -> np.ndarray:
-        """Scales [layers, heads] of the model's key-value heads for those of the mesh; 1 for what is added."""
+        """Scales [layers, heads] of the key-value heads on the mesh, from those of the original ones; 1 for padding."""
         scales = np.asarray(scales)
         if self.kv_heads is None:
             return scales
@@ -121,13 +122,13 @@ class MeshFit:
         return np.where(heads == PAD, np.float32(1), scales[:, np.maximum(heads, 0)])
 
     def resize(self, params: Params) -> Params:
-        """The parameters of the model in their shapes on the mesh, wherever they lie. Raises as `place`."""
+        """The parameters with their shapes on the mesh, not moved between devices. Raises as `place`."""
         return jax.tree_util.tree_map_with_path(
             lambda path, leaf: self.resized(tuple(key.key for key in path), leaf), params, is_leaf=is_quantized
         )
 
     def place(self, params: Params) -> Params:
-        """The parameters of the model on the mesh, by the rules. Those that lie there already stay.
+        """The parameters, resized and placed on the mesh by the sharding rules. Those already there are not copied.
 
         Raises ValueError, naming the parameter, for a quantized one whose blocks cannot be padded.
         """
@@ -136,7 +137,7 @@ class MeshFit:
         )
 
     def place_leaf(self, path: tuple[str, ...], leaf: Any) -> Any:
-        """One parameter of the model, by the keys that lead to it; raises as `place`."""
+        """`place` for one parameter, given its path."""
         sharding = self._shardings[path]
         shape = jax.eval_shape(partial(self.resized, path), leaf)
         if shape.shape == leaf.shape:
@@ -144,13 +145,13 @@ class MeshFit:
         return jax.jit(partial(self.resized, path), out_shardings=leaf_shardings(shape, sharding))(leaf)
 
     def resized(self, path: tuple[str, ...], leaf: Any) -> Any:
-        """One parameter of the model in its shape on the mesh; itself where that is its own. Raises as `place`."""
+        """`resize` for one parameter, given its path."""
         axes = _at(self.axes, path)
         indices = [self.index(name, length) for name, length in zip(axes, leaf.shape, strict=True)]
         if all(index is None for index in indices):
             return leaf
         try:
-            return _taken_quantized(leaf, indices) if is_quantized(leaf) else _taken(leaf, indices)
+            return _resize_quantized(leaf, indices) if is_quantized(leaf) else _resize_array(leaf, indices)
         except ValueError as error:
             raise ValueError(
                 f"{'.'.join(path)}: {error}; choose a mesh axis 'model' that divides "
@@ -167,13 +168,13 @@ class MeshFit:
 
 
 def fit_to_mesh(mesh: AnyMesh, config: ModelConfig) -> MeshFit:
-    """How a mesh runs a model.
+    """Adapts a model to a mesh.
 
-    Key-value heads that are fewer than the devices are repeated, each for its own share of the query heads; odd numbers
-    of heads, inner widths and vocabularies are padded.
+    Key-value heads, if fewer than the devices, are repeated, each for a share of its query heads; numbers of heads,
+    inner widths and vocabularies that the mesh does not divide are padded.
 
-    Raises ValueError, with the numbers, where that would change the model: experts, which are cut as a whole, and norms
-    over all heads together, which padded heads would change.
+    Raises ValueError, with the numbers, if that would change the outputs: experts, which cannot be padded, and norms
+    over all heads, which padded heads would change.
     """
     moe = config.moe
     if moe is not None and moe.num_experts % (parts := axis_size(mesh, "expert")):
@@ -205,8 +206,8 @@ def fit_to_mesh(mesh: AnyMesh, config: ModelConfig) -> MeshFit:
 
 
 def _grouped_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Query and key-value heads for an equal share on each of `parts` devices, each key-value head beside query heads
-    of its own: heads repeated, or padded, whichever gives fewer query heads, then fewer key-value heads."""
+    """Query and key-value heads on the mesh: an equal share for each of `parts` devices, each key-value head with its
+    own query heads. Heads are repeated or padded, whichever gives fewer query heads, then fewer key-value heads."""
     group = num_heads // num_kv_heads
     times = math.lcm(num_kv_heads, parts) // num_kv_heads
     padded_group = _rounded(group, times)
@@ -223,7 +224,7 @@ def _grouped_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[tuple
     return min(repeated, padded, key=lambda pair: (len(pair[0]), len(pair[1])))
 
 
-def _taken(array: jax.Array, indices: Sequence[np.ndarray | None]) -> jax.Array:
+def _resize_array(array: jax.Array, indices: Sequence[np.ndarray | None]) -> jax.Array:
     for axis, index in enumerate(indices):
         if index is not None:
             array = _take(array, index, axis)
@@ -231,15 +232,15 @@ def _taken(array: jax.Array, indices: Sequence[np.ndarray | None]) -> jax.Array:
 
 
 def _take(array: jax.Array, index: np.ndarray, axis: int) -> jax.Array:
-    found = jnp.take(array, np.where(index == PAD, 0, index), axis=axis)
+    taken = jnp.take(array, np.where(index == PAD, 0, index), axis=axis)
     if not (index == PAD).any():
-        return found
-    is_real = (index != PAD).reshape([-1 if number == axis else 1 for number in range(found.ndim)])
-    return jnp.where(is_real, found, jnp.zeros((), found.dtype))
+        return taken
+    is_real = (index != PAD).reshape([-1 if number == axis else 1 for number in range(taken.ndim)])
+    return jnp.where(is_real, taken, jnp.zeros((), taken.dtype))
 
 
-def _taken_quantized(array: QuantizedArray, indices: Sequence[np.ndarray | None]) -> QuantizedArray:
-    """Raises ValueError for inputs that are not only padded at their end, or experts."""
+def _resize_quantized(array: QuantizedArray, indices: Sequence[np.ndarray | None]) -> QuantizedArray:
+    """Raises ValueError for stacks, and for inputs that are not just padded at the end."""
     *stacks, inputs, outputs = indices
     if any(index is not None for index in stacks):
         raise ValueError("a stack of quantized matrices cannot be repeated or padded")
@@ -250,16 +251,16 @@ def _taken_quantized(array: QuantizedArray, indices: Sequence[np.ndarray | None]
     return array if inputs is None else _with_inputs(array, inputs)
 
 
-def _numbers(array: QuantizedArray) -> Mapping[str, jax.Array]:
-    """The arrays with an entry for each block."""
-    found = {name: getattr(array, name) for name in ("scales", "zeros", "minima")}
-    return {name: part for name, part in found.items() if part is not None}
+def _block_arrays(array: QuantizedArray) -> Mapping[str, jax.Array]:
+    """The arrays with one entry per block: scales, zeros and minima."""
+    arrays = {name: getattr(array, name) for name in ("scales", "zeros", "minima")}
+    return {name: part for name, part in arrays.items() if part is not None}
 
 
 def _with_outputs(array: QuantizedArray, index: np.ndarray) -> QuantizedArray:
-    """A scale of zero makes an output zero, whatever its values."""
+    """Repeats or pads outputs. Padding has a scale of zero."""
     rows, columns = array.scheme.block
-    numbers = _numbers(array)
+    numbers = _block_arrays(array)
     if columns > 1:
         block_of = np.arange(array.shape[-1]) // columns
         numbers = {name: jnp.take(part, block_of, axis=-1) for name, part in numbers.items()}
@@ -269,18 +270,18 @@ def _with_outputs(array: QuantizedArray, index: np.ndarray) -> QuantizedArray:
 
 
 def _with_inputs(array: QuantizedArray, index: np.ndarray) -> QuantizedArray:
-    """Inputs that are padded at the end: nothing but zeros comes in there."""
+    """Pads inputs at the end, where activations are zero."""
     length, (rows, columns) = array.shape[-2], array.scheme.block
     if not np.array_equal(index[:length], np.arange(length)):
         raise ValueError("quantized inputs lie in blocks, between which nothing can be put")
     extra = len(index) - length
-    rows = len(index) if rows >= length else rows  # one block stays one
+    rows = len(index) if rows >= length else rows  # a single block is extended
     blocks = -(-len(index) // rows)
 
     def padded(part: jax.Array, count: int) -> jax.Array:
         return jnp.pad(part, [(0, 0)] * (part.ndim - 2) + [(0, count), (0, 0)])
 
-    numbers = {name: padded(part, blocks - part.shape[-2]) for name, part in _numbers(array).items()}
+    numbers = {name: padded(part, blocks - part.shape[-2]) for name, part in _block_arrays(array).items()}
     permutation = array.permutation
     if permutation is not None:
         last = jnp.arange(length, length + extra, dtype=permutation.dtype)

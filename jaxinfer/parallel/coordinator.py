@@ -1,8 +1,8 @@
-"""JAX's coordination service in a process of its own, beside host 0.
+"""JAX's coordination service in a separate process on host 0.
 
-Inside host 0, as `jax.distributed.initialize` starts it, the service would end with that process, and XLA aborts every
-other process at once, with a stack trace and before any of our code runs. Here it outlives host 0 for `GRACE` seconds,
-in which the others notice the loss by themselves and say so.
+`jax.distributed.initialize` starts the service inside host 0's process. If that process ends, XLA aborts all other
+processes at once, with a stack trace and before any of our code runs. In a separate process the service outlives host 0
+by `GRACE` seconds, in which the other hosts detect the loss and report it.
 """
 
 import contextlib
@@ -14,38 +14,38 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-GRACE = 40.0  # seconds; more than it takes to notice a lost host
+GRACE = 40.0  # seconds; more than the time to detect a lost host
 _START = "get_distributed_runtime_service"
 
 
 class ServiceProcess:
-    """The service, started with the arguments of jaxlib's own; it ends with `shutdown`, or `GRACE` seconds after the
-    process that started it.
+    """The coordination service, with the arguments of jaxlib's; ends at `shutdown`, or `GRACE` seconds after its
+    parent.
 
-    Raises RuntimeError, with what it said, where it does not start.
+    Raises RuntimeError, with the service's message, if it does not start.
     """
 
     def __init__(self, address: str, num_nodes: int, **options: Any):
         known = {name: value for name, value in options.items() if value is not None}
         self._process = subprocess.Popen(
-            # As a file: importing the package would take seconds.
+            # Run as a file: importing the package would take seconds.
             [sys.executable, "-P", __file__, json.dumps([address, num_nodes, known])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for those whom it serves
+            start_new_session=True,  # Ctrl-C goes to its clients only
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
         )
         stdout = self._process.stdout
         assert stdout is not None
-        said = stdout.readline().decode().strip()
+        reply = stdout.readline().decode().strip()
         stdout.close()
-        if said != "ready":
+        if reply != "ready":
             self._process.kill()
             self._process.wait()
-            raise RuntimeError(f"the coordinator cannot listen on {address}: {said or 'it ended'}")
+            raise RuntimeError(f"the coordinator cannot listen on {address}: {reply or 'it ended'}")
 
     def shutdown(self) -> None:
-        """Ends the service; once all hosts have left it."""
+        """Ends the service, after all hosts have disconnected."""
         stdin = self._process.stdin
         if stdin is not None and not stdin.closed:
             with contextlib.suppress(OSError):
@@ -60,8 +60,8 @@ class ServiceProcess:
 
 @contextlib.contextmanager
 def in_own_process() -> Iterator[None]:
-    """While it lasts, `jax.distributed.initialize` starts the service as a `ServiceProcess`. A JAX that starts it
-    otherwise is left alone."""
+    """Context in which `jax.distributed.initialize` starts the service as a `ServiceProcess`. No effect with a JAX that
+    starts it in another way."""
     from jax._src import distributed
 
     library = getattr(distributed, "_jax", None)
@@ -89,7 +89,7 @@ def _serve(address: str, num_nodes: int, options: dict[str, Any]) -> None:
         service.shutdown()
     else:
         time.sleep(GRACE)
-    os._exit(0)  # whoever still calls, nobody waits for an answer
+    os._exit(0)  # pending calls need no answer
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Several hosts: the same program on each, host 0 says what to run, the others follow.
+"""Several hosts that run the same program: host 0 publishes what to run, the others follow.
 
-What host 0 says goes through the key-value store of JAX's coordination service, not through the devices, where it would
-queue behind the steps in flight.
+Messages go through the key-value store of JAX's coordination service, not through the devices, where they would queue
+behind the steps in flight.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jaxinfer.parallel.coordinator import in_own_process
 from jaxinfer.parallel.meshes import replicas
 from jaxinfer.parallel.sharding import DATA
-from jaxinfer.parallel.watchdog import LOST_SECONDS, Judge, Watchdog
+from jaxinfer.parallel.watchdog import LOST_SECONDS, LossDetector, Watchdog
 from jaxinfer.parallel.wire import Codec
 
 _PREFIX = "jaxinfer"
@@ -34,8 +34,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Which host this is. None leaves it to the environment: JAXINFER_COORDINATOR (host:port), JAXINFER_NUM_PROCESSES
-    and JAXINFER_PROCESS_ID, else what JAX finds on TPU pods, Slurm and Open MPI."""
+    """Address of the coordinator, number of processes, and this process's index. None reads the environment:
+    JAXINFER_COORDINATOR (host:port), JAXINFER_NUM_PROCESSES and JAXINFER_PROCESS_ID, else JAX's detection of TPU pods,
+    Slurm and Open MPI."""
 
     coordinator: str | None = None
     num_processes: int | None = None
@@ -43,7 +44,7 @@ class HostOptions:
 
     @classmethod
     def of_environment(cls) -> "HostOptions":
-        """Raises ValueError for a number that is none."""
+        """From environment variables. Raises ValueError for a value that is not a number."""
         numbers: dict[str, int | None] = {}
         for name in ("NUM_PROCESSES", "PROCESS_ID"):
             text = os.environ.get(f"JAXINFER_{name}")
@@ -58,23 +59,25 @@ class HostOptions:
 
 
 class Hosts:
-    """This host among `count`: an ordered log that host 0 writes and the others read.
+    """Connection of this host to the others: an ordered log that host 0 writes and the others read, and gathers.
 
     Attributes:
-      index: this host's number. count: how many there are.
+      index: this host's index. count: number of hosts.
     """
 
     def __init__(self, client: Any, index: int, count: int):
         self._client, self.index, self.count = client, index, count
-        self._num_waiting = 0  # calls in which this host needs the others
+        self._num_waiting = 0  # running calls that need the other hosts
         self._num_gathered = 0
-        self._next, self._frames = 0, []  # of the log: the next entry to read, and what was read of the last one
+        self._next, self._frames = 0, []  # of the log: next entry to read, and unread messages of the last one
         self._deleted = 0
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender: threading.Thread | None = None
         self._send_error: Exception | None = None
-        judge = Judge(index, count, is_needed=lambda: self._num_waiting > 0)
-        self._watchdog = Watchdog(client, judge, f"{_PREFIX}/beat", lambda: {"read": self._next}, self._forget_read)
+        detector = LossDetector(index, count, is_waiting=lambda: self._num_waiting > 0)
+        self._watchdog = Watchdog(
+            client, detector, f"{_PREFIX}/beat", lambda: {"read": self._next}, self._delete_read_entries
+        )
         if self.is_leader:
             self._sender = threading.Thread(target=self._send, name="jaxinfer log", daemon=True)
             self._sender.start()
@@ -86,14 +89,14 @@ class Hosts:
     # The log.
 
     def publish(self, message: bytes) -> None:
-        """Host 0: appends to the log, and does not wait."""
+        """Appends a message to the log, without waiting. Host 0 only."""
         if self._send_error is not None:
             self.await_verdict(self._send_error)
-            raise RuntimeError(f"the other hosts cannot be told what to run: {self._send_error}")
+            raise RuntimeError(f"cannot send to the other hosts: {self._send_error}")
         self._outgoing.put(message)
 
     def receive(self) -> bytes:
-        """The others: the next message. Waits for it as long as host 0 lives."""
+        """The next message of the log; waits for it while host 0 is alive. Not on host 0."""
         while not self._frames:
             entry = self._get(f"{_PREFIX}/log/{self._next}")
             self._next += 1
@@ -104,12 +107,12 @@ class Hosts:
         number = 0
         while (message := self._outgoing.get()) is not None:
             batch, is_last = [message], False
-            while not self._outgoing.empty():  # what piled up meanwhile goes together
+            while not self._outgoing.empty():  # messages queued meanwhile form one entry
                 if (message := self._outgoing.get()) is None:
                     is_last = True
                     break
                 batch.append(message)
-            entry = b"".join(len(one).to_bytes(8, "little") + one for one in batch)
+            entry = b"".join(len(message).to_bytes(8, "little") + message for message in batch)
             try:
                 self._client.key_value_set_bytes(f"{_PREFIX}/log/{number}", entry)
             except Exception as error:
@@ -119,8 +122,8 @@ class Hosts:
             if is_last:
                 return
 
-    def _forget_read(self, beats: dict[int, dict[str, Any]]) -> None:
-        """Host 0: deletes what all have read."""
+    def _delete_read_entries(self, beats: dict[int, dict[str, Any]]) -> None:
+        """Deletes the log entries that all hosts have read. Host 0 only."""
         if not self.is_leader or len(beats) < self.count:
             return
         read = min(beat["read"] for host, beat in beats.items() if host != self.index)
@@ -128,10 +131,10 @@ class Hosts:
             self._client.key_value_delete(f"{_PREFIX}/log/{self._deleted}")
             self._deleted += 1
 
-    # All together.
+    # Collective calls.
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Every host's value, by number. All hosts call it in the same order."""
+        """The values of all hosts, by index. All hosts must make the same sequence of calls."""
         number, self._num_gathered = self._num_gathered, self._num_gathered + 1
         self._client.key_value_set_bytes(f"{_PREFIX}/gather/{number}/{self.index}", value)
         with self.needing():
@@ -141,9 +144,9 @@ class Hosts:
             ]
 
     def least(self, value: int | None) -> int | None:
-        """The least of all hosts' values; None where one has none."""
+        """The minimum of all hosts' values; None if any host's is None."""
         values = [int(text) if text else None for text in self.gather(b"" if value is None else str(value).encode())]
-        known = [one for one in values if one is not None]
+        known = [value for value in values if value is not None]
         return min(known) if len(known) == len(values) else None
 
     def _get(self, key: str, until: float | None = None) -> bytes:
@@ -157,27 +160,27 @@ class Hosts:
             if until is not None and time.monotonic() > until:
                 raise RuntimeError(f"{key} did not come within {_GATHER_SECONDS} s: do all hosts run the same program?")
 
-    # Losing one.
+    # Lost hosts.
 
     def needing(self) -> "_Needing":
-        """A `with` block in which this host cannot go on without the others."""
+        """Context in which this host waits for the others: a host that has ended then counts as lost."""
         return _Needing(self)
 
     def await_verdict(self, error: BaseException) -> None:
-        """After an error that a lost host may have caused: gives the watchdog time to find out, which then ends the
-        process. Returns where no host is lost."""
+        """Waits, after an error that a lost host may have caused, for the watchdog to detect the loss and end this
+        process. Returns if no host is lost."""
         with self.needing():
             time.sleep(LOST_SECONDS + 5)
 
     def end(self, error: str | None = None) -> None:
-        """Says that this process ends, after all was sent."""
+        """Announces that this process ends, after all messages are sent; `error` is the reason if it failed."""
         if self._sender is not None and self._sender.is_alive():
             self._outgoing.put(None)
             self._sender.join(_FLUSH_SECONDS)
         self._watchdog.end(error)
 
     def close(self) -> None:
-        """Waits until all hosts end, and ends the threads. After `end`."""
+        """Waits until all hosts have ended, and stops the threads. Called after `end`."""
         self._watchdog.await_others()
         self._watchdog.close()
 
@@ -197,26 +200,26 @@ _current: Hosts | None = None
 
 
 def current() -> Hosts | None:
-    """The hosts that this one is among; None for a single one."""
+    """The connection to the other hosts; None on a single host."""
     if _current is None and jax.process_count() > 1:
-        _adopt()
+        _connect()
     return _current
 
 
 def initialize_hosts(
     coordinator: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> Hosts | None:
-    """Joins the other hosts, before anything else uses JAX: the same program runs on each.
+    """Connects to the other hosts, which run the same program. Must be called before any other use of JAX.
 
     Args:
-      coordinator: "host:port" of host 0, with a free port there. num_processes: how many hosts. process_id: which one
-        this is, from 0. None takes them from JAXINFER_COORDINATOR, JAXINFER_NUM_PROCESSES and JAXINFER_PROCESS_ID, else
-        from the environment of a TPU pod, Slurm or Open MPI.
+      coordinator: "host:port" of host 0, with a free port. num_processes: number of hosts. process_id: index of this
+        one, from 0. None reads JAXINFER_COORDINATOR, JAXINFER_NUM_PROCESSES and JAXINFER_PROCESS_ID, else the
+        environment of a TPU pod, Slurm or Open MPI.
 
-    Returns what connects them, None where there is one host only. A host that is lost ends the processes of all others
-    within 30 seconds, with one line on standard error and exit code 1.
+    Returns the connection, or None for a single host. When a host is lost, the processes of all others end within 30
+    seconds, with one line on standard error and exit code 1.
 
-    Raises RuntimeError where JAX has been used before or a host does not come, ValueError for flags that do not fit.
+    Raises RuntimeError if JAX is already in use or a host does not join, ValueError for inconsistent arguments.
     """
     given, stored = HostOptions(coordinator, num_processes, process_id), HostOptions.of_environment()
     options = {**vars(stored), **{name: value for name, value in vars(given).items() if value is not None}}
@@ -233,7 +236,7 @@ def initialize_hosts(
         raise RuntimeError("hosts join before JAX is used: call initialize_hosts before anything that asks for devices")
     if count == 1:
         return None
-    # XLA:CPU may otherwise run two programs at once, and meet the other host's collectives in another order.
+    # XLA:CPU could otherwise run two programs at once, whose collectives would be in a different order on other hosts.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_enable_preemption_service", False)
     bind = {"coordinator_bind_address": address} if address is not None and _is_loopback(address) else {}
@@ -241,15 +244,15 @@ def initialize_hosts(
         with in_own_process():
             jax.distributed.initialize(address, count, index, **bind)
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-        place = f"host {index} of {count}" if index is not None else "this host"
-        raise RuntimeError(f"{place} cannot join at {address}: {str(error).partition(chr(10))[0]}") from error
+        host = f"host {index} of {count}" if index is not None else "this host"
+        raise RuntimeError(f"{host} cannot join at {address}: {str(error).partition(chr(10))[0]}") from error
     except ValueError as error:
         raise ValueError(f"{error} Give --coordinator HOST:PORT, --num-processes and --process-id") from error
     return current()
 
 
 def check_mesh(hosts: Hosts, mesh: Mesh | None) -> None:
-    """Raises ValueError for a mesh that several hosts cannot run together."""
+    """Raises ValueError for a mesh that does not use devices of all hosts in each replica."""
     count = jax.device_count()
     if mesh is None:
         raise ValueError(
@@ -271,7 +274,7 @@ def check_mesh(hosts: Hosts, mesh: Mesh | None) -> None:
 
 
 def needing(method: Callable[P, R]) -> Callable[P, R]:
-    """A function in which this host cannot go on without the others, where there are any."""
+    """Decorator of a function in which this host waits for the others, if there are any; see `Hosts.needing`."""
 
     @functools.wraps(method)
     def run(*arguments: P.args, **keywords: P.kwargs) -> R:
@@ -287,8 +290,8 @@ def needing(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _adopt() -> None:
-    """Makes `Hosts` of what `jax.distributed.initialize` joined, ours or the caller's own."""
+def _connect() -> None:
+    """Creates `Hosts` from the client of `jax.distributed.initialize`, called by us or by the user."""
     global _current
     from jax._src import distributed
 
@@ -334,9 +337,10 @@ def _frames(entry: bytes) -> list[bytes]:
 def fetch(
     hosts: Hosts | None, wanted: Sequence[tuple[jax.Array, Sequence[tuple[int | slice, ...]]]]
 ) -> list[list[np.ndarray]]:
-    """Small parts of arrays that lie on several hosts' devices, on the host; an index is an integer or a slice with
-    start and stop for each dimension. All hosts, if several, call it together, and no program runs, so that every bit
-    stays."""
+    """Copies small parts of arrays on several hosts' devices to every host, without running a program.
+
+    An index has an integer, or a slice with start and stop, for each dimension. All hosts must call it together.
+    """
     codec = Codec()
     own = [[_parts(array, index) for index in indices] for array, indices in wanted]
     everyone = [own] if hosts is None else [codec.decode(text) for text in hosts.gather(codec.encode(own))]
@@ -344,20 +348,20 @@ def fetch(
     for number, (array, indices) in enumerate(wanted):
         found.append([])
         for place, index in enumerate(indices):
-            ranges = [_range(one) for one in index]
+            ranges = [_range(part) for part in index]
             whole = np.zeros([stop - start for start, stop in ranges], array.dtype)
             for host in everyone:
                 for starts, part in host[number][place]:
                     at = (slice(start, start + size) for start, size in zip(starts, part.shape, strict=True))
                     whole[tuple(at)] = part
-            kept = tuple(0 if isinstance(one, int) else slice(None) for one in index)
+            kept = tuple(0 if isinstance(part, int) else slice(None) for part in index)
             found[-1].append(whole[kept])
     return found
 
 
 def _parts(array: jax.Array, index: tuple[int | slice, ...]) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """What of it lies on this host: where in the part, and the values."""
-    wanted, parts = [_range(one) for one in index], []
+    """The shards of `array[index]` on this host: their start within the part, and their values."""
+    wanted, parts = [_range(part) for part in index], []
     for shard in array.addressable_shards:
         held = [part.indices(size)[:2] for part, size in zip(shard.index, array.shape, strict=True)]
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held, strict=True)]

@@ -1,4 +1,4 @@
-"""Meshes as users name them, such as "data=2,model=4", and the replicas that their data axis makes."""
+"""Meshes from text such as "data=2,model=4", and their replicas along the data axis."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,17 +32,17 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def make_mesh(mesh: str | Mapping[str, int] | Mesh, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over the first devices, all of them unless given; a `jax.sharding.Mesh` is checked and taken.
+    """A mesh over the first of `devices`, all by default; a `jax.sharding.Mesh` is checked and returned.
 
-    Neighbours along the last axis, "model", are neighbours among the devices: they exchange most.
+    Neighbours along the last axis, "model", which communicates most, are neighbouring devices.
 
-    Raises ValueError for a form or an axis that is not known, and for more devices than there are, with both numbers.
+    Raises ValueError for an invalid text, an unknown axis, or, with both numbers, too few devices.
     """
     if isinstance(mesh, Mesh):
         unknown = [name for name in mesh.axis_names if name not in AXES]
         if unknown:
             raise ValueError(f"the mesh has an axis {unknown[0]!r}, which is not one of {', '.join(AXES)}")
-        # Rules decide where arrays lie, and the compiler where collectives are.
+        # Without explicit axis types: rules place the arrays, and the compiler inserts collectives.
         return Mesh(mesh.devices, mesh.axis_names)
     sizes = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
     devices = jax.devices() if devices is None else list(devices)
@@ -59,8 +59,8 @@ def make_mesh(mesh: str | Mapping[str, int] | Mesh, devices: Sequence[Any] | Non
 
 
 def on_replica(tree: Any, mesh: Mesh) -> Any:
-    """The arrays of a pytree, which lie on a mesh with a data axis that cuts none of them, as arrays on one of its
-    `replicas`. Copies nothing."""
+    """The arrays of a pytree as arrays on `mesh`, one of the `replicas` of their mesh, whose data axis shards none of
+    them. Copies nothing."""
     devices = set(mesh.local_devices)
 
     def part(array: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ def on_replica(tree: Any, mesh: Mesh) -> Any:
 
 
 def replicas(mesh: Mesh) -> list[Mesh]:
-    """The meshes along the data axis, each of which runs the whole model; the mesh alone where it has no such axis."""
+    """The meshes along the data axis, each with a complete model; only the mesh itself if it has no data axis."""
     if DATA not in mesh.axis_names:
         return [mesh]
     axis = mesh.axis_names.index(DATA)

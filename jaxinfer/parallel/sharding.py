@@ -1,7 +1,7 @@
-"""The rules: which mesh axis cuts which logical dimension, for parameters, pages and slots alike.
+"""The sharding rules: which mesh axis shards which logical dimension, for parameters, pages and slots.
 
-Rows of a step are whole on every device; heads, the inner width of the MLP and the vocabulary are cut (Shoeybi et al.
-2019, Megatron-LM), so a layer sums twice over the devices, and logits stay where they were computed.
+Heads, the inner width of the MLP and the vocabulary are sharded, rows of a step are replicated (Shoeybi et al. 2019,
+Megatron-LM): a layer has two all-reduces, and logits stay sharded.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,7 @@ from pallas_kernels.paged_attention import InterleavedPages, Pages
 MODEL = "model"
 EXPERT = "expert"
 DATA = "data"
-# Logical dimension: the mesh axes that may cut it, of which the first that a mesh has does; none for a dimension that
-# is whole on every device.
+# Mesh axes that may shard each logical dimension; the first one that the mesh has is used. None: replicated.
 RULES = {
     "vocab": (MODEL,),
     "positions": (),
@@ -30,29 +29,28 @@ RULES = {
     "expert_ffn": (),
 }
 
-Axes = tuple[str | None, ...]  # the logical name of each dimension of an array, None for one that is never cut
+Axes = tuple[str | None, ...]  # logical name of each dimension of an array, None for one that is never sharded
 AnyMesh = Mesh | AbstractMesh
 
 
 def axis_of(mesh: AnyMesh, name: str) -> str | None:
-    """The mesh axis that cuts a logical dimension; None where no axis does."""
+    """The mesh axis that shards a logical dimension, or None."""
     return next((axis for axis in RULES[name] if axis in mesh.shape), None)
 
 
 def axis_size(mesh: AnyMesh, name: str) -> int:
-    """The number of equal parts that a logical dimension is cut into."""
+    """The number of shards of a logical dimension."""
     axis = axis_of(mesh, name)
     return 1 if axis is None else mesh.shape[axis]
 
 
 def spec(mesh: AnyMesh, axes: Axes) -> PartitionSpec:
-    """How an array of these dimensions is cut. An axis that the mesh does not have cuts nothing."""
+    """The `PartitionSpec` of an array with these logical dimensions."""
     return PartitionSpec(*(None if name is None else axis_of(mesh, name) for name in axes))
 
 
 def spec_of_shape(mesh: AnyMesh, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
-    """As `spec`, but a dimension that does not fall into equal parts is whole on every device, and in the form in which
-    programs return it."""
+    """As `spec`, in the form that programs return, with dimensions replicated that the mesh does not divide."""
     return shortest(
         PartitionSpec(
             *(
@@ -64,14 +62,14 @@ def spec_of_shape(mesh: AnyMesh, axes: Axes, shape: Sequence[int]) -> PartitionS
 
 
 def array_shardings(mesh: AnyMesh, arrays: Any, axes: Any) -> Any:
-    """A `NamedSharding`, as `spec_of_shape` says, for every array of a pytree; `axes` has their `Axes`."""
+    """`NamedSharding`s, by `spec_of_shape`, of the arrays of a pytree; `axes` is a pytree of their `Axes`."""
     return jax.tree.map(lambda leaf, names: NamedSharding(mesh, spec_of_shape(mesh, names, leaf.shape)), arrays, axes)
 
 
-def shortest(cut: PartitionSpec) -> PartitionSpec:
-    """The same without what it says of last dimensions that are whole: as programs return it. JAX takes P(None) and P()
-    for different, and traces a program for each."""
-    names = list(cut)
+def shortest(spec: PartitionSpec) -> PartitionSpec:
+    """The spec without trailing None, as programs return it. JAX treats P(None) and P() as different, and traces a
+    program for each."""
+    names = list(spec)
     while names and names[-1] is None:
         names.pop()
     return PartitionSpec(*names)
@@ -83,8 +81,8 @@ def shardings(mesh: AnyMesh, axes: Any) -> Any:
 
 
 def page_specs(mesh: AnyMesh, pages: Pages) -> Pages:
-    """How one layer's pages are cut: by key heads, which are dimension 2 of keys and values and 1 of scales. Keys that
-    hold the values are of one head, and whole on every device."""
+    """`PartitionSpec`s of one layer's pages: sharded by key heads, dimension 2 of keys and values and 1 of scales.
+    Pages without values (latent attention) have one head and are replicated."""
     if not isinstance(pages, InterleavedPages) and pages.v is None:
         return jax.tree.map(lambda leaf: PartitionSpec(*(None,) * leaf.ndim), pages)
     return jax.tree.map(
@@ -98,7 +96,7 @@ def page_specs(mesh: AnyMesh, pages: Pages) -> Pages:
 
 
 def local_shapes(mesh: AnyMesh, arrays: Any, specs: Any) -> Any:
-    """What one device holds of each array of a pytree, as `jax.ShapeDtypeStruct`s."""
+    """Shapes of the shards of one device, as `jax.ShapeDtypeStruct`s, for each array of a pytree."""
 
     def local(array, spec):
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(array.shape), array.dtype)

@@ -1,4 +1,4 @@
-"""Values as bytes between hosts: JSON for what is small, raw bytes for arrays. Never pickle."""
+"""Serialization of messages between hosts: JSON, with raw bytes for arrays. No pickle."""
 
 import dataclasses
 import json
@@ -8,33 +8,33 @@ from typing import Any
 
 import numpy as np
 
-MIN_DEFLATED = 2**14  # bytes; rows over a vocabulary are nearly all zeros
+MIN_DEFLATED = 2**14  # bytes of an array to compress: rows over a vocabulary are mostly zeros
 _TAG = "$"
 
 
 class WireError(ValueError):
-    """Bytes that `encode` did not make, or a value that it cannot carry."""
+    """An invalid message, or a value of an unsupported type."""
 
 
 class Codec:
-    """Carries None, booleans, numbers, strings, lists, tuples, dicts, NumPy arrays and scalars, and instances of the
-    dataclasses that it is made with.
+    """Encodes None, booleans, numbers, strings, lists, tuples, dicts, NumPy arrays and scalars, and instances of the
+    dataclasses given to the constructor.
 
-    A message is the header's length (8 bytes, little-endian), the header as JSON, and the arrays' bytes, one after the
-    other, those of `MIN_DEFLATED` and more deflated.
+    A message is the length of the header (8 bytes, little-endian), the header as JSON, and the bytes of the arrays;
+    arrays of at least `MIN_DEFLATED` bytes are compressed.
     """
 
     def __init__(self, classes: Sequence[type] = ()):
-        self._classes = {one.__name__: one for one in classes}
+        self._classes = {cls.__name__: cls for cls in classes}
 
     def encode(self, value: Any) -> bytes:
-        """Raises WireError for a value of another type."""
+        """Raises WireError for a value of an unsupported type."""
         parts: list[bytes] = []
         header = json.dumps(self._packed(value, parts), separators=(",", ":")).encode()
         return b"".join([len(header).to_bytes(8, "little"), header, *parts])
 
     def decode(self, message: bytes) -> Any:
-        """Raises WireError for bytes that are no message."""
+        """Inverse of `encode`. Raises WireError for an invalid message."""
         try:
             end = 8 + int.from_bytes(message[:8], "little")
             return self._unpacked(json.loads(message[8:end]), memoryview(message)[end:])
@@ -49,7 +49,7 @@ class Codec:
         if isinstance(value, tuple):
             return {_TAG: "tuple", "items": [self._packed(item, parts) for item in value]}
         if isinstance(value, dict):
-            return {_TAG: "dict", "items": [[self._packed(one, parts) for one in pair] for pair in value.items()]}
+            return {_TAG: "dict", "items": [[self._packed(item, parts) for item in pair] for pair in value.items()]}
         if isinstance(value, (np.ndarray, np.generic)):
             return self._packed_array(np.asarray(value), isinstance(value, np.generic), parts)
         name = type(value).__name__
@@ -59,7 +59,7 @@ class Codec:
         return {
             _TAG: "class",
             "name": name,
-            "fields": {one: self._packed(getattr(value, one), parts) for one in fields},
+            "fields": {name: self._packed(getattr(value, name), parts) for name in fields},
         }
 
     def _packed_array(self, array: np.ndarray, is_scalar: bool, parts: list[bytes]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Weights of few bits: the leaf, the schemes, and what makes them."""
+"""Quantized weights: the array type, its schemes, and quantization methods."""
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme, check
 from jaxinfer.quantization.recipes import RECIPES, Recipe, recipe

@@ -1,4 +1,4 @@
-"""`QuantizedArray`: the leaf that stands where a weight stood."""
+"""`QuantizedArray`: a quantized weight, as a leaf of the parameters."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,17 +21,17 @@ STORED = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the values of a `QuantizedArray` are read.
+    """Static description of the values of a `QuantizedArray`.
 
     Attributes:
       kind: "int": (value - zero) * scale; "affine": code * scale + minimum, where a minimum need not be a multiple of
         the scale (GGUF's Q4_1, Q5_1, Q4_K, Q5_K) and the code is value + 8 in int4, value in int8; "codebook":
         codebook[value + 8] * scale (NF4, FP4, MXFP4); "float": value * scale (FP8).
-      bits: of a value as it was quantized, 2 to 8; a value of 2 or 3 bits is stored in 4.
-      block: (inputs, outputs) that share a scale: (K, 1) per output channel, (128, 1) group-wise, (128, 128) a block,
-        (1, D) a row of an embedding, (K, N) the whole. The last block of an axis may be cut off.
-      activations: None multiplies by floating-point activations; "int8" and "fp8" quantize each token on the way
-        (W8A8), and multiply in that type.
+      bits: bits of a quantized value, 2 to 8; values of 2 or 3 bits are stored in 4.
+      block: (inputs, outputs) that share a scale: (K, 1) per output channel, (128, 1) group-wise, (128, 128)
+        block-wise, (1, D) per row of an embedding, (K, N) per tensor. The last block of an axis may be smaller.
+      activations: None for floating-point activations; "int8" and "fp8" quantize the activations of each token at run
+        time (W8A8), and multiply in that type.
     """
 
     kind: Kind
@@ -51,10 +51,10 @@ class Scheme:
 @partial(jax.tree_util.register_dataclass, data_fields=["codes", "table", "outer", "offset"], meta_fields=["inner"])
 @dataclass(frozen=True)
 class NestedScales:
-    """Scales that are quantized themselves (Dettmers et al. 2023, QLoRA, section 3: double quantization).
+    """Quantized scales (Dettmers et al. 2023, QLoRA, section 3: double quantization).
 
     scale[k, n] = table[codes[k, n]] * outer[(n * codes.shape[-2] + k) // inner] + offset: blocks of `inner` scales run
-    along the inputs of one output, then on to the next output.
+    along the inputs of one output, then of the next.
 
     Attributes:
       codes: uint8 [..., K blocks, N blocks]. table: float32 [256]. outer: float32 [..., ceil(blocks / inner)].
@@ -76,8 +76,8 @@ class NestedScales:
         rows, columns = self.codes.shape[-2:]
         index = (jnp.arange(columns) * rows + jnp.arange(rows)[:, None]) // self.inner
         products = self.table[self.codes] * self.outer[..., index]
-        # Compilers make one operation of product and sum, which rounds once where the formula rounds twice. A maximum
-        # that changes nothing keeps them apart (XLA:CPU 0.10 looks through optimization_barrier and reduce_precision).
+        # Compilers contract product and sum to one operation, which rounds once instead of twice. A maximum without
+        # effect keeps them apart (XLA:CPU 0.10 looks through optimization_barrier and reduce_precision).
         products = jnp.maximum(products, jnp.finfo(products.dtype).min)
         return products + self.offset[..., None, None]
 
@@ -89,7 +89,7 @@ class NestedScales:
 )
 @dataclass(frozen=True)
 class QuantizedArray:
-    """A weight [..., K, N] (inputs, outputs) of few bits; leading axes are experts.
+    """A quantized weight [..., K, N] (inputs, outputs); leading axes are experts. A pytree.
 
     Invariants, which `check` verifies:
       values [..., K, N]: int4 or int8 where the kind is "int" or "affine" (int4 up to 4 bits), signed: unsigned codes
@@ -121,11 +121,11 @@ class QuantizedArray:
 
     @property
     def num_bytes(self) -> int:
-        """On a TPU or GPU, where two 4-bit values share a byte."""
+        """Bytes on a TPU or GPU, where two 4-bit values share a byte."""
         return sum(-(-leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8) for leaf in jax.tree.leaves(self))
 
     def dequantize(self, dtype=jnp.float32) -> jax.Array:
-        """The weight [..., K, N], its rows in the order of the inputs; computed in float32, then rounded to `dtype`."""
+        """The weight [..., K, N], with rows in the order of the inputs, computed in float32 and rounded to `dtype`."""
         scales = self.scales.dequantize() if isinstance(self.scales, NestedScales) else self.scales
         weight = dequantize(self.values, scales, self.zeros, self.codebook, self.minima, block=self.scheme.block)
         if self.permutation is not None:
@@ -169,4 +169,4 @@ def check(array: QuantizedArray, name: str) -> None:
     if array.permutation is not None:
         order = np.sort(np.asarray(array.permutation), axis=-1)
         if order.shape[-1] != values.shape[-2] or not (order == np.arange(values.shape[-2])).all():
-            raise ValueError(f"{name}: the permutation does not hold each of {values.shape[-2]} inputs once")
+            raise ValueError(f"{name}: the permutation does not contain each of {values.shape[-2]} inputs once")

@@ -1,4 +1,4 @@
-"""AWQ: inputs that carry large activations are scaled up before rounding, and weights are clipped where that pays."""
+"""AWQ: scales up inputs with large activations before rounding, and clips weights where that reduces the error."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,31 +29,31 @@ def candidate_scales(mean_absolute: jax.Array, relative: jax.Array | None = None
     scaling"). The geometric middle of the largest and the smallest is 1.
 
     Args:
-      mean_absolute: mean of |x| over tokens, [K]. relative: what `relative_sizes` finds.
+      mean_absolute: mean of |x| over tokens, [K]. relative: result of `relative_sizes`.
     """
-    found = [jnp.ones(len(mean_absolute))]
+    scales = [jnp.ones(len(mean_absolute))]
     for ratio in (step / _NUM_RATIOS for step in range(_NUM_RATIOS)):
         scale = mean_absolute**ratio
         if relative is not None:
             scale = scale / (relative ** (1 - ratio) + 1e-4)
         scale = jnp.maximum(scale, 1e-4)
         scale = scale / jnp.sqrt(scale.max() * scale.min())
-        found.append(jnp.where(jnp.isfinite(scale), scale, 1.0))
-    return found
+        scales.append(jnp.where(jnp.isfinite(scale), scale, 1.0))
+    return scales
 
 
 def search_scale(candidates: Sequence[jax.Array], losses: Callable[[jax.Array], Sequence[float]]) -> jax.Array:
-    """The candidate with the least sum of losses, each relative to the first candidate's, of those with which no loss
-    is larger than the first candidate's. The first is the identity, so no layer gets worse for another's sake."""
+    """The candidate with the smallest sum of losses relative to the first candidate's, among those for which no loss is
+    larger than the first's. The first is the identity, so no layer gets worse."""
     return best_scale(candidates, [losses(scale) for scale in candidates])
 
 
 def best_scale(candidates: Sequence[jax.Array], losses: Sequence[Sequence[float]]) -> jax.Array:
-    """As `search_scale`, of the losses with each candidate."""
+    """As `search_scale`, with `losses` of each candidate already computed."""
     first = losses[0]
     best, least = candidates[0], float(len(first))
-    for scale, found in zip(candidates[1:], losses[1:], strict=True):
-        ratios = [(loss + 1e-30) / (reference + 1e-30) for loss, reference in zip(found, first, strict=True)]
+    for scale, scale_losses in zip(candidates[1:], losses[1:], strict=True):
+        ratios = [(loss + 1e-30) / (reference + 1e-30) for loss, reference in zip(scale_losses, first, strict=True)]
         if max(ratios) <= 1 and sum(ratios) < least:
             best, least = scale, sum(ratios)
     return best
@@ -67,14 +67,14 @@ def squared_outputs(weight: jax.Array, hessian: jax.Array) -> jax.Array:
 
 @jax.jit
 def output_error(weight: jax.Array, approximation: jax.Array, hessian: jax.Array) -> jax.Array:
-    """Squared error of the outputs over their squares, for the tokens in `hessian`, the sum of x x^T."""
+    """Relative squared error of the outputs, for the tokens in `hessian`, the sum of x x^T."""
     return squared_outputs(approximation - weight, hessian) / jnp.maximum(squared_outputs(weight, hessian), 1e-30)
 
 
 @partial(jax.jit, static_argnames="grid")
 def scaled_error(weight: jax.Array, scale: jax.Array, hessian: jax.Array, grid: IntegerGrid) -> jax.Array:
-    """Squared error of the outputs of a weight [K, N] that is multiplied by scale [K], rounded to the grid, and divided
-    again; `hessian` as in `output_error`."""
+    """Squared error of the outputs of a weight [K, N] that is multiplied by scale [K], rounded to the grid and divided
+    by the scale; `hessian` as in `output_error`."""
     groups = in_groups(weight * scale[:, None], grid.group(len(weight)))
     rounded = _rounded(groups, grid).reshape(-1, weight.shape[1])[: len(weight)]
     return squared_outputs(rounded / scale[:, None] - weight, hessian)
@@ -82,10 +82,11 @@ def scaled_error(weight: jax.Array, scale: jax.Array, hessian: jax.Array, grid: 
 
 @partial(jax.jit, static_argnames="grid")
 def clip(weight: jax.Array, hessian: jax.Array, grid: IntegerGrid) -> jax.Array:
-    """The weight [K, N] with each group of each output cut off where its own share of the output errs least.
+    """The weight [K, N] with each group of each output clipped where its contribution to the output has the least
+    error.
 
-    Ten limits are tried, from the largest weight of the group down to 0.55 of it (llm-awq, auto_clip.py). The error
-    of a group's share is exact: it follows from the group's block of the Hessian.
+    Tries ten limits, from the largest weight of the group down to 0.55 of it (llm-awq, auto_clip.py). The error is
+    exact: it follows from the group's block of the Hessian.
     """
     size = grid.group(len(weight))
     groups = in_groups(weight, size)
@@ -109,6 +110,6 @@ def clip(weight: jax.Array, hessian: jax.Array, grid: IntegerGrid) -> jax.Array:
 
 
 def _rounded(groups: jax.Array, grid: IntegerGrid) -> jax.Array:
-    """The nearest weights on their grid, of groups [G, g, N]."""
-    scales, zeros = (found[:, None] for found in find_params(groups, grid))
+    """Groups of weights [G, g, N] rounded to the grid."""
+    scales, zeros = (params[:, None] for params in find_params(groups, grid))
     return (to_values(groups, scales, zeros, grid) - zeros) * scales

@@ -1,8 +1,8 @@
-"""The sixteen values of NF4, FP4 and MXFP4, and the 256 of nested scales."""
+"""Codebooks of NF4, FP4 and MXFP4 (16 values), and of nested scales (256 values)."""
 
 import numpy as np
 
-# Dettmers et al. 2023 (QLoRA), appendix E: quantiles of a normal distribution, 0 and both ends among them. By code.
+# Dettmers et al. 2023 (QLoRA), appendix E: quantiles of a normal distribution, including 0, -1 and 1. By code.
 NF4 = np.array(
     [
         -1.0,
@@ -33,8 +33,11 @@ E2M1 = np.concatenate([_E2M1_MAGNITUDES, -_E2M1_MAGNITUDES])
 
 
 def dynamic_map() -> np.ndarray:
-    """float32 [256] between -1 and 1, in order: 2^i steps in the decade that ends at 10^(i-6), for i up to 6, of either
-    sign, with 0 and 1 (Dettmers et al. 2021, 8-bit optimizers, section 2.1: dynamic tree quantization)."""
+    """Dynamic tree quantization (Dettmers et al. 2021, 8-bit optimizers, section 2.1): float32 [256], ascending in [-1,
+    1].
+
+    For i = 0..6 and either sign, 2^i values in the decade that ends at 10^(i-6); also 0 and 1.
+    """
     magnitudes = []
     for exponent in range(7):
         ends = np.linspace(0.1, 1, 2**exponent + 1, dtype=np.float32)

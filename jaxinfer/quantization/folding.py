@@ -1,4 +1,4 @@
-"""Scales of activations, moved into what comes before a linear layer, so that nothing is computed for them."""
+"""Folds scales of activations into the preceding norm or linear layer, so that they cost nothing at run time."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,14 @@ import jax.numpy as jnp
 def fold_into_norm(
     norm: jax.Array, scale: jax.Array, *, zero_centred: bool = False, dtype: str = "float32"
 ) -> tuple[jax.Array, jax.Array]:
-    """A norm's weight [D] whose output is divided by `scale` [D], rounded to the `dtype` it is stored in.
-
-    Returns it with the scale that it then really divides by, rounding included, which is what to multiply the next
-    weights by; 1 where the norm's weight is 0 or would be.
+    """Divides the output of a norm with weight [D] by `scale` [D].
 
     Args:
       zero_centred: the norm multiplies by 1 + weight (Gemma, Qwen3-Next).
+      dtype: dtype in which the weight is stored.
+
+    Returns: the new weight, rounded to `dtype`, and the effective scale after rounding, by which the following weights
+      are to be multiplied; 1 where the norm's weight is, or would become, 0.
     """
     factor = norm.astype(jnp.float32) + zero_centred
     stored = (factor / scale - zero_centred).astype(dtype).astype(jnp.float32)
@@ -24,5 +25,5 @@ def fold_into_norm(
 
 
 def fold_into_outputs(weight: jax.Array, bias: jax.Array | None, scale: jax.Array):
-    """Weight [K, N] and bias [N] of a linear layer whose outputs are divided by `scale` [N]."""
+    """Weight [K, N] and bias [N] of a linear layer with outputs divided by `scale` [N]."""
     return weight / scale, None if bias is None else bias / scale

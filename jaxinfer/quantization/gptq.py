@@ -1,4 +1,4 @@
-"""GPTQ: values chosen one input after another, each error made up for by the inputs that are still free."""
+"""GPTQ: rounds one input after another; the remaining inputs compensate for each rounding error."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,19 +10,21 @@ from jax import lax
 from jaxinfer.quantization.array import QuantizedArray
 from jaxinfer.quantization.grid import IntegerGrid, assemble, find_params, in_groups, to_values
 
-_BLOCK = 128  # inputs whose corrections are applied to the rest at once
+_BLOCK = 128  # inputs per block; later inputs are corrected once per block
 _MAX_DAMPING = 10.0
 _PRECISION = lax.Precision.HIGHEST
 
 
 @dataclass(frozen=True)
 class GptqOptions:
-    """Attributes:
-    damping: added to the Hessian's diagonal, in units of its mean; raised tenfold while the Hessian is singular.
-    act_order: inputs with the largest activations first.
-    static_groups: with act_order, scales are those of the original weight's groups, so that inputs keep their
-      order in memory; without, groups are of inputs as they are visited, and the result has a permutation.
-    search: scales by search for the least error instead of from the largest weight.
+    """Options of `gptq`.
+
+    Attributes:
+      damping: added to the Hessian's diagonal, in units of its mean; multiplied by ten while the Hessian is singular.
+      act_order: visit inputs with the largest activations first.
+      static_groups: with act_order, groups are of inputs in memory order, with the scales of the original weight.
+        Otherwise groups are of inputs in the order of visits, and the result has a permutation.
+      search: search for the scales with the least error, instead of deriving them from the largest weight.
     """
 
     damping: float = 0.01
@@ -38,11 +40,11 @@ class GptqOptions:
 def gptq(
     weight: jax.Array, hessian: jax.Array, grid: IntegerGrid, options: GptqOptions = GptqOptions()
 ) -> tuple[QuantizedArray, float]:
-    """Quantizes a weight [K, N] so that the error of its outputs is small; also returns the damping that was needed.
+    """Quantizes a weight [K, N] with a small error of its outputs; also returns the damping used.
 
-    Frantar et al. 2022, algorithm 1. As in its published code, the scales of a group are found from the weights as
-    they are when the block of 128 inputs begins, the block's own corrections not yet in them. Inputs the Hessian has
-    never seen are rounded, not zeroed.
+    Frantar et al. 2022, algorithm 1. As in its published code, the scales of a group come from the weights at the start
+    of the block of 128 inputs, before the block's own corrections. Inputs with a Hessian of zero are rounded, not
+    zeroed.
 
     Args:
       hessian: float32 [K, K], proportional to the sum of x x^T over the inputs x.
@@ -76,7 +78,7 @@ def gptq(
 
 @partial(jax.jit, static_argnames="act_order")
 def _inverse_factor(hessian: jax.Array, damping: jax.Array, act_order: bool) -> tuple[jax.Array, jax.Array]:
-    """The upper Cholesky factor of the inverse of the damped Hessian, with the order of its inputs; NaN if singular."""
+    """The upper Cholesky factor of the inverse of the damped Hessian, NaN if singular, and the order of its inputs."""
     diagonal = jnp.diagonal(hessian)
     mean = jnp.mean(diagonal)
     mean = jnp.where(mean > 0, mean, 1.0)
@@ -84,7 +86,7 @@ def _inverse_factor(hessian: jax.Array, damping: jax.Array, act_order: bool) -> 
     hessian = jnp.fill_diagonal(hessian, diagonal + damping * mean, inplace=False)
     order = jnp.argsort(-diagonal, stable=True) if act_order else jnp.arange(len(diagonal))
     hessian = hessian[order][:, order]
-    # With inputs in reverse, H = L L^T; in their order L is upper triangular, and the factor sought its inverse.
+    # With inputs reversed, H = L L^T. In original order L is upper triangular, and its inverse is the factor.
     reverse = jnp.linalg.cholesky(hessian[::-1, ::-1])
     inverse = lax.linalg.triangular_solve(reverse, jnp.eye(len(diagonal)), left_side=True, lower=True)
     return inverse[::-1, ::-1], order
@@ -98,30 +100,30 @@ def _quantize(
     grid: IntegerGrid,
     options: GptqOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Values [K, N] in the order of the visit, scales and zeros [G, N]."""
+    """Values [K, N] in the order of visits, scales and zeros [G, N]."""
     num_inputs, num_outputs = weight.shape
     group = grid.group(num_inputs)
-    if group == num_inputs:  # the only group may be taken for a longer one
+    if group == num_inputs:  # a single group may be extended
         group = -(-group // _BLOCK) * _BLOCK
     block = _block_size(group)
     size = -(-num_inputs // block) * block
     find = partial(find_params, grid=grid, search=options.search)
-    finds = not (options.static_groups and options.act_order)
-    if not finds:
+    has_dynamic_groups = not (options.static_groups and options.act_order)
+    if not has_dynamic_groups:
         scales, zeros = find(in_groups(weight, group))
         groups = order // group
     else:
         num_groups = max(grid.num_groups(num_inputs), -(-size // group))
         scales, zeros = jnp.ones((num_groups, num_outputs)), jnp.zeros((num_groups, num_outputs))
         groups = jnp.arange(num_inputs) // group
-    # Inputs up to a whole block are zeros that touch nothing: their factor is that of the unit matrix.
+    # Padding up to a full block is zeros with the factor of the unit matrix, and has no effect.
     weight = jnp.zeros((max(size, -(-size // group) * group), num_outputs)).at[:num_inputs].set(weight[order])
     factor = jnp.eye(size).at[:num_inputs, :num_inputs].set(factor)
     groups = jnp.zeros(size, jnp.int32).at[:num_inputs].set(groups).at[num_inputs:].set(groups[-1])
 
     def visit_block(carry, start):
         weight, scales, zeros = carry
-        if finds:
+        if has_dynamic_groups:
             scales, zeros = _params_from(weight, scales, zeros, start, group, block, find)
         rows = lax.dynamic_slice(weight, (start, 0), (block, num_outputs))
         right = lax.dynamic_slice(factor, (start, 0), (block, size))
@@ -148,9 +150,9 @@ def _quantize(
 
 
 def _params_from(weight, scales, zeros, start, group: int, block: int, find):
-    """The scales and zeros with those of the groups that begin in the block at `start`."""
+    """The scales and zeros, updated for the groups that begin in the block at `start`."""
 
-    def renewed(size: int):
+    def update(size: int):
         rows = lax.dynamic_slice(weight, (start, 0), (size, weight.shape[1]))
         found = find(rows.reshape(-1, group, weight.shape[1]))
         return tuple(
@@ -159,12 +161,12 @@ def _params_from(weight, scales, zeros, start, group: int, block: int, find):
         )
 
     if group <= block:
-        return renewed(block)
-    return lax.cond(start % group == 0, lambda: renewed(group), lambda: (scales, zeros))
+        return update(block)
+    return lax.cond(start % group == 0, lambda: update(group), lambda: (scales, zeros))
 
 
 def _block_size(group: int) -> int:
-    """Inputs of a block, near 128, so that no block begins inside a group it does not hold, nor ends in one."""
+    """Inputs per block, near 128: groups consist of complete blocks, or blocks of complete groups."""
     if group <= _BLOCK:
         return _BLOCK // group * group
     return next(size for size in range(_BLOCK, 0, -1) if group % size == 0)

@@ -1,4 +1,4 @@
-"""The grid of a group-wise integer scheme: scales and zeros of a weight, and its values on them."""
+"""Group-wise integer grids: scales and zeros of a weight, and rounding to the grid."""
 
 import math
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ _SEARCH_NORM = 2.4
 
 @dataclass(frozen=True)
 class IntegerGrid:
-    """How a weight [K, N] becomes integers.
+    """Integer quantization of a weight [K, N].
 
     Attributes:
-      bits: 2 to 8. group_size: inputs that share a scale; None for all of an output's.
-      symmetric: the range is centred on 0; otherwise it is what the group holds, 0 included.
-      scale_dtype: scales are rounded to it before values are chosen, so that what is stored is what was optimised.
+      bits: 2 to 8. group_size: inputs that share a scale; None for all inputs of an output.
+      symmetric: the range is centred on 0; otherwise it is the range of the group, including 0.
+      scale_dtype: dtype of the stored scales, to which they are rounded before values are computed.
     """
 
     bits: int
@@ -42,19 +42,19 @@ class IntegerGrid:
         return 2 ** (self.bits - 1) - 1
 
     def group(self, num_inputs: int) -> int:
-        """Inputs of a group of a weight with that many inputs."""
+        """Inputs per group of a weight with `num_inputs` inputs."""
         return min(self.group_size or num_inputs, num_inputs)
 
     def num_groups(self, num_inputs: int) -> int:
         return math.ceil(num_inputs / self.group(num_inputs))
 
     def scheme(self, num_inputs: int, activations=None) -> Scheme:
-        """The scheme of a weight with that many inputs."""
+        """The scheme of a weight with `num_inputs` inputs."""
         return Scheme("int", self.bits, (self.group(num_inputs), 1), activations)
 
 
 def in_groups(weight: jax.Array, size: int) -> jax.Array:
-    """[K, N] as [ceil(K / size), size, N]; the last group is filled up with zeros."""
+    """[K, N] as [ceil(K / size), size, N]; the last group is padded with zeros."""
     missing = -len(weight) % size
     return jnp.pad(weight, ((0, missing), (0, 0))).reshape(-1, size, weight.shape[1])
 
@@ -64,10 +64,9 @@ def find_params(
 ) -> tuple[jax.Array, jax.Array]:
     """float32 scales and zeros [G, N] of float32 groups [G, g, N].
 
-    Symmetric: scale = 2 absmax / (2^bits - 1), zero 0, the rule of Frantar et al. 2022 (GPTQ, quant.py) and of
-    compressed-tensors; asymmetric: scale = (max - min) / (2^bits - 1), the zero is where min falls. With `search`,
-    the range is shrunk in 80 steps to where the sum of |error|^2.4 is least (same file), each input counted by its
-    `importance` [G, g].
+    Symmetric: scale = 2 absmax / (2^bits - 1), zero 0, as Frantar et al. 2022 (GPTQ, quant.py) and compressed-tensors.
+    Asymmetric: scale = (max - min) / (2^bits - 1), and the zero maps min to the lowest value. `search` shrinks the
+    range in 80 steps to the least sum of |error|^2.4 (same file), with inputs weighted by `importance` [G, g].
     """
     lowest = jnp.minimum(groups.min(axis=1), 0)
     highest = jnp.maximum(groups.max(axis=1), 0)
@@ -91,10 +90,10 @@ def find_params(
 
     def try_step(step, best):
         scales, zeros = at(1 - step / 100)
-        found = loss(scales, zeros)
-        is_better = found < best[0]
+        error = loss(scales, zeros)
+        is_better = error < best[0]
         return tuple(
-            jnp.where(is_better, new, old) for new, old in zip((found, scales, zeros), best, strict=True)
+            jnp.where(is_better, new, old) for new, old in zip((error, scales, zeros), best, strict=True)
         )  # fmt: skip
 
     scales, zeros = at(1.0)
@@ -104,7 +103,7 @@ def find_params(
 
 
 def to_values(weight: jax.Array, scales: jax.Array, zeros: jax.Array, grid: IntegerGrid) -> jax.Array:
-    """Integers, as float32, of weights with their scales and zeros, all of one shape."""
+    """Integers, as float32, of weights with their scales and zeros, all of the same shape."""
     return jnp.clip(jnp.round(weight / scales) + zeros, grid.lowest, grid.highest)
 
 
@@ -117,7 +116,7 @@ def assemble(
     permutation: jax.Array | None = None,
     activations=None,
 ) -> QuantizedArray:
-    """The leaf of values [K, N], scales and zeros [G, N], all float32."""
+    """A `QuantizedArray` of values [K, N], scales and zeros [G, N], all float32."""
     return QuantizedArray(
         values=values.astype(jnp.int4 if grid.bits <= 4 else jnp.int8),
         scales=scales.astype(grid.scale_dtype),

@@ -1,4 +1,4 @@
-"""What a CPU multiplies by: float32 copies of quantized weights, as far as a stated budget of memory goes."""
+"""Quantized weights on a CPU: float32 copies, within a memory budget."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jaxinfer.quantization.array import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 
-# A constant, so that the same model computes the same way on every machine with a CPU.
+# A constant, so that a model computes alike on every machine with a CPU.
 COPY_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
 class Copies:
-    """How many weights were copied, and their bytes; of how many that could have been, and the budget."""
+    """Statistics of `float32_copies`: weights copied and their bytes, weights that could be copied, and the budget in
+    bytes."""
 
     num_copied: int
     num_bytes: int
@@ -31,12 +32,12 @@ class Copies:
 
 
 def float32_copies(params: Any, budget: int = COPY_BYTES) -> tuple[Any, Copies]:
-    """The parameters with quantized weights as float32, in their order, while their bytes are within `budget`.
+    """The parameters with quantized weights replaced by float32 ones, in order, up to `budget` bytes.
 
-    XLA:CPU fuses no conversion into a product: it converts a whole weight on every call, which makes a decode step 3
-    times slower than float32 from int8, and 7 times from int4. Weights that multiply quantized activations stay, for
-    their products are others; so do an embedding, of which a step reads few rows, and all in models that do not compute
-    in float32.
+    XLA:CPU does not fuse the conversion into a product: it converts the full weight on every call, which makes a decode
+    step 3 times slower than float32 with int8, and 7 times with int4. Not copied are weights with quantized
+    activations, whose products would change, an embedding, of which a step reads few rows, and models that do not
+    compute in float32.
     """
     spent, num_copied, num_copyable = 0, 0, 0
 

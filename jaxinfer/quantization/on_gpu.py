@@ -1,4 +1,4 @@
-"""Where a GPU's kernel wants the values of group-wise weights: those of each output side by side in memory."""
+"""Memory layout of group-wise weights for the GPU kernel: the values of an output are contiguous."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ from jax.experimental.layout import Format, Layout
 from jaxinfer.quantization.array import QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 
-# [K, N] with the inputs running fastest, so that an output's weights, seen transposed, are a row.
+# [K, N] with inputs as the minor dimension: the transposed array is row-major.
 OUTPUTS_TOGETHER = Layout(major_to_minor=(1, 0))
 
 
 def outputs_together(params: Any, *, donate: bool = False) -> Any:
-    """The parameters with the integers of group-wise weights laid out so; shapes and values are the same.
+    """The parameters with the integers of group-wise weights in the layout `OUTPUTS_TOGETHER`; shapes and values stay.
 
-    A program takes its arguments as they lie, so what is transposed once here is not transposed on every call. With
-    `donate` the arrays that are moved are freed one by one.
+    Programs keep the layout of their arguments, so the transposition here saves one on every call. `donate` frees the
+    original arrays one by one.
     """
 
     def placed(leaf: Any) -> Any:
@@ -29,7 +29,7 @@ def outputs_together(params: Any, *, donate: bool = False) -> Any:
 
 
 def is_laid_out(leaf: QuantizedArray) -> bool:
-    """Whether the kernel multiplies by this weight; XLA takes others as they are."""
+    """Whether a weight is multiplied by the kernel, and therefore needs the layout; XLA multiplies by the others."""
     if leaf.ndim != 2 or leaf.scheme.kind != "int" or leaf.scheme.block[1] != 1:
         return False
     return leaf.scheme.block[0] < leaf.shape[0] and leaf.scheme.activations is None

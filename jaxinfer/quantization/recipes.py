@@ -1,21 +1,22 @@
-"""The named ways to quantize a weight."""
+"""Recipes: named ways to quantize a weight."""
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
+
+from jaxinfer.checks import did_you_mean
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a weight [K, N] is quantized, whatever its size.
+    """How to quantize a weight [K, N] of any size.
 
     Attributes:
-      format: "int", "fp8", or a codebook's name.
+      format: "int", "fp8", or the name of a codebook.
       bits: 2 to 8. Values of 2 and 3 bits are stored in 4.
       block: inputs and outputs that share a scale; None for all of them.
-      symmetric: of integers, whether zero is in the middle of the range.
-      has_nested_scales: whether the scales are quantized too, to 8 bits in blocks of 256 (QLoRA's double quantization).
-      activations: what activations are quantized to on the way, None for not at all.
+      symmetric: whether the range of integers is centred on zero.
+      has_nested_scales: whether scales are quantized to 8 bits in blocks of 256 (QLoRA's double quantization).
+      activations: type to which activations are quantized at run time, None for none.
     """
 
     format: Literal["int", "nf4", "fp4", "mxfp4", "fp8"]
@@ -27,13 +28,13 @@ class Recipe:
 
 
 def _integers() -> dict[str, Recipe]:
-    found = {}
+    recipes = {}
     for bits in (8, 4, 3, 2):
         for group in (None, 128, 64, 32):
             for symmetric in (True, False):
                 name = f"int{bits}" + (f"-g{group}" if group else "") + ("" if symmetric else "-asym")
-                found[name] = Recipe("int", bits, (group, 1), symmetric)
-    return found
+                recipes[name] = Recipe("int", bits, (group, 1), symmetric)
+    return recipes
 
 
 RECIPES = {
@@ -53,11 +54,10 @@ RECIPES = {
 
 
 def recipe(name: str | Recipe) -> Recipe:
-    """The recipe of that name. Raises ValueError for an unknown one, with the nearest that is known."""
+    """The recipe with this name. Raises ValueError for an unknown name, with the nearest known one."""
     if isinstance(name, Recipe):
         return name
     if name not in RECIPES:
-        near = difflib.get_close_matches(str(name), RECIPES, n=1)
-        hint = f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(RECIPES)}"
+        hint = did_you_mean(name, RECIPES, otherwise=f"; known are {', '.join(RECIPES)}")
         raise ValueError(f"no way to quantize is called {name!r}{hint}")
     return RECIPES[name]

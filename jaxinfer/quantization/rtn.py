@@ -1,4 +1,4 @@
-"""Round-to-nearest: weights of few bits from the weights alone."""
+"""Round-to-nearest quantization, from the weights alone."""
 
 import fnmatch
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from jaxinfer.quantization.tree import is_quantized
 FP8_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 CODEBOOKS = {"nf4": NF4, "fp4": FP4, "mxfp4": E2M1}
 NESTED_BLOCK = 256
-# Routers decide in float32; the matrices of latent attention are used from both sides, so no axis suits their scales.
-PLAIN = ("router", "k_up", "v_up")
+# Never quantized: routers compute in float32, and the matrices of latent attention are also used transposed.
+UNQUANTIZED = ("router", "k_up", "v_up")
 
 
 def quantize(weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None) -> QuantizedArray:
-    """The weight [..., K, N], each value rounded to the nearest that the format has; leading axes are experts.
+    """The weight [..., K, N] with each value rounded to the nearest one of the format; leading axes are experts.
 
-    Integers: scale = 2 max|w| / (2^bits - 1) of a group, or (max - min) / (2^bits - 1) with the zero where min falls,
-    as compressed-tensors observes them. NF4, FP4: scale = max|w| (Dettmers et al. 2023, QLoRA, section 3). MXFP4: the
-    scale is the power of two with max|w| / scale in [4, 8) (OCP Microscaling 1.0, section 6.3). FP8: scale =
-    max|w| / 448, and values are clipped before the cast, which makes NaN of what is too large.
+    Integers: scale = 2 max|w| / (2^bits - 1) of a group, or (max - min) / (2^bits - 1) with a zero that maps min to the
+    lowest value, as in compressed-tensors. NF4, FP4: scale = max|w| (Dettmers et al. 2023, QLoRA, section 3). MXFP4:
+    the scale is the power of two with max|w| / scale in [4, 8) (OCP Microscaling 1.0, section 6.3). FP8: scale =
+    max|w| / 448; values are clipped before the cast, which would turn larger ones into NaN.
 
     Args:
       how: a `Recipe` or its name, such as "int4-g128".
@@ -42,32 +42,32 @@ def quantize(weight: jax.Array, how: str | Recipe, *, scale_dtype: Any = None) -
     """
     rule = recipe(how)
     if weight.ndim < 2:
-        raise ValueError(f"a weight has inputs and outputs, this one is of shape {weight.shape}")
+        raise ValueError(f"a weight needs at least two axes, inputs and outputs, got shape {weight.shape}")
     return _quantize(weight, rule, jnp.dtype(scale_dtype or weight.dtype).name)
 
 
 def quantize_params(params: Any, how: str | Recipe, *, keep: Sequence[str] = (), also: Sequence[str] = ()) -> Any:
-    """The parameters with the weights of their linear layers quantized; embedding, head, norms, biases
-    and what is in `PLAIN` stay.
+    """The parameters with quantized linear layers; embedding, head, norms, biases and `UNQUANTIZED` weights stay.
 
     Args:
       how: a `Recipe` or its name.
-      keep: names of weights that stay as they are, with shell wildcards: "layers.0.*", "*.down_proj.weight".
-      also: "embed" and "lm_head", quantized along D, one scale or group of scales for each token.
+      keep: names of weights that stay unchanged, with shell wildcards: "layers.0.*", "*.down_proj.weight".
+      also: "embed" and "lm_head", quantized along D, with one scale or group of scales per token.
 
     Raises:
-      ValueError: an unknown name; a pattern that fits no weight; weights that are quantized already.
+      ValueError: an unknown name; a pattern that matches no weight; weights that are already quantized.
     """
-    chosen = Selection(how, keep, also)
-    found = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: chosen(tuple(str(key.key) for key in path), leaf), params, is_leaf=is_quantized
+    selection = Selection(how, keep, also)
+    quantized = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: selection(tuple(str(key.key) for key in path), leaf), params, is_leaf=is_quantized
     )
-    chosen.check_all_used()
-    return found
+    selection.check_all_used()
+    return quantized
 
 
 class Selection:
-    """Which parameters are quantized, and how; called with each in turn, so that a model need not be held twice."""
+    """Selects the parameters to quantize. Called with one parameter at a time, so that a model need not be held
+    twice."""
 
     def __init__(self, how: str | Recipe, keep: Sequence[str] = (), also: Sequence[str] = ()):
         self.recipe, self.keep, self.also = recipe(how), tuple(keep), tuple(also)
@@ -79,8 +79,8 @@ class Selection:
     def __call__(self, path: tuple[str, ...], leaf: Any) -> Any:
         name = ".".join(path)
         is_weight = path[0] == "layers" and path[-1] == "weight" and leaf.ndim >= 2
-        # A norm has a row for each head in some models.
-        is_linear = is_weight and path[-2] not in PLAIN and not path[-2].endswith("norm")
+        # Some models have a norm with a row for each head.
+        is_linear = is_weight and path[-2] not in UNQUANTIZED and not path[-2].endswith("norm")
         if not is_linear and name not in self.also:
             return leaf
         if is_quantized(leaf):
@@ -92,7 +92,7 @@ class Selection:
         return transposed(quantize(leaf.T, self.recipe)) if name == "embed" else quantize(leaf, self.recipe)
 
     def check_all_used(self) -> None:
-        """Raises ValueError for a pattern that fitted nothing."""
+        """Raises ValueError for a pattern that matched no weight."""
         if self._unused:
             raise ValueError(f"no weight fits {', '.join(sorted(self._unused))}")
 
@@ -100,8 +100,8 @@ class Selection:
 @partial(jax.jit, static_argnums=(1, 2))
 def _quantize(weight: jax.Array, rule: Recipe, scale_dtype: str) -> QuantizedArray:
     if weight.ndim > 2:
-        found = jax.vmap(lambda one: _quantize(one, rule, scale_dtype))(weight)
-        # Tables are of the format, the same for all.
+        found = jax.vmap(lambda expert: _quantize(expert, rule, scale_dtype))(weight)
+        # Tables belong to the format: one for all experts.
         if isinstance(found.scales, NestedScales):
             found = replace(found, scales=replace(found.scales, table=found.scales.table[0]))
         return found if found.codebook is None else replace(found, codebook=found.codebook[0])
@@ -154,7 +154,7 @@ def _codes(weight: jax.Array, rule: Recipe) -> QuantizedArray:
 
 
 def _nearest(x: jax.Array, codebook: np.ndarray) -> jax.Array:
-    """int32 codes of the nearest entries; halfway between two, the lower."""
+    """int32 codes of the nearest entries; ties go to the lower entry."""
     order = np.argsort(codebook, kind="stable")
     entries = codebook[order]
     between = (entries[:-1] + entries[1:]) / np.float32(2)
@@ -162,7 +162,7 @@ def _nearest(x: jax.Array, codebook: np.ndarray) -> jax.Array:
 
 
 def _round_to_e2m1(x: jax.Array) -> jax.Array:
-    """int32 codes; halfway between two magnitudes, the even code (OCP Microscaling 1.0, section 5.3.3)."""
+    """int32 codes of the nearest values; ties go to the even code (OCP Microscaling 1.0, section 5.3.3)."""
     magnitudes = E2M1[:8]
     between = (magnitudes[:-1] + magnitudes[1:]) / 2
     size = jnp.abs(x)
@@ -172,7 +172,7 @@ def _round_to_e2m1(x: jax.Array) -> jax.Array:
 
 
 def _nested(scales: jax.Array) -> NestedScales:
-    """Scales less their mean, in blocks of 256, each nearest in the dynamic map times the block's largest."""
+    """Scales minus their mean, rounded to the dynamic map times the largest magnitude of each block of 256."""
     table = dynamic_map()
     offset = jnp.mean(scales)
     flat = (scales - offset).T.reshape(-1)
@@ -184,6 +184,6 @@ def _nested(scales: jax.Array) -> NestedScales:
 
 
 def _blocks(weight: jax.Array, block: tuple[int, ...]) -> jax.Array:
-    """[K, N] as [K blocks, block[0], N blocks, block[1]], filled up with zeros."""
+    """[K, N] as [K blocks, block[0], N blocks, block[1]], padded with zeros."""
     padded = jnp.pad(weight, [(0, -length % size) for length, size in zip(weight.shape, block, strict=True)])
     return lax.reshape(padded, (padded.shape[0] // block[0], block[0], padded.shape[1] // block[1], block[1]))

@@ -1,4 +1,4 @@
-"""SmoothQuant: outliers of activations move into the weights, so that both fit 8 bits."""
+"""SmoothQuant: moves outliers of activations into the weights, so that both fit 8 bits."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 
 def smoothing_scale(largest: jax.Array, weights: Sequence[jax.Array], alpha: float) -> jax.Array:
-    """What to divide an input [K] by, and multiply the rows of the weights [K, N] it goes into.
+    """The scale [K] by which to divide an input, and to multiply the rows of the weights [K, N] that it enters.
 
-    Xiao et al. 2022, equation 4: max|x|^alpha / max|w|^(1 - alpha), at least 1e-5; the maximum of the weights is over
-    all of them. 1 for an input or a row that is always 0.
+    Xiao et al. 2022, equation 4: max|x|^alpha / max|w|^(1 - alpha), at least 1e-5, with the maximum over all weights. 1
+    where the input or the rows are always 0.
 
     Args:
-      largest: the largest |x| seen, [K]. alpha: how much of the difficulty moves, 0..1.
+      largest: the largest |x| observed, [K]. alpha: migration strength, 0..1.
     """
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must be 0 to 1, got {alpha}")

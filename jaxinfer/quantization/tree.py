@@ -1,4 +1,4 @@
-"""Walking parameters of which some are quantized."""
+"""Traversal and description of parameters that may be quantized."""
 
 import math
 from collections import Counter
@@ -14,12 +14,12 @@ def is_quantized(leaf: Any) -> bool:
 
 
 def weights(params: Any) -> list[Any]:
-    """The leaves as the model sees them, a `QuantizedArray` as one."""
+    """The leaves of the parameters, a `QuantizedArray` as one leaf."""
     return jax.tree.leaves(params, is_leaf=is_quantized)
 
 
 def check_plain(params: Any, purpose: str) -> None:
-    """Raises ValueError, with `purpose` and the first of them, where weights are quantized."""
+    """Raises ValueError, with `purpose` and the first quantized weight, if there is one."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized):
         if is_quantized(leaf):
             name = ".".join(str(key.key) for key in path)
@@ -27,25 +27,24 @@ def check_plain(params: Any, purpose: str) -> None:
 
 
 def num_parameters(params: Any) -> int:
-    """Of the model: scales and the like are not counted."""
+    """Number of parameters of the model; scales, zeros and codebooks are not counted."""
     return sum(leaf.values.size if is_quantized(leaf) else leaf.size for leaf in weights(params))
 
 
 def num_bytes(params: Any) -> int:
-    """On each device that holds them: a CPU gives a 4-bit value a byte, a TPU or GPU half of one. Abstract arrays count
-    as packed."""
+    """Bytes per device: a 4-bit value takes a byte on a CPU, half a byte on a TPU or GPU and in abstract arrays."""
     return sum(_num_bytes(leaf) for leaf in jax.tree.leaves(params))
 
 
 def describe(params: Any) -> str:
-    """How many weights are quantized, and how, for people; empty where none is."""
+    """Text that counts quantized matrices by scheme; empty if none is quantized."""
     matrices = [leaf for leaf in weights(params) if leaf.ndim > 1]
     names = Counter(describe_scheme(leaf) for leaf in matrices if is_quantized(leaf))
     return "; ".join(f"{count} of {len(matrices)} matrices in {name}" for name, count in names.items())
 
 
 def describe_scheme(array: QuantizedArray) -> str:
-    """Such as "int4, 128 inputs a scale"."""
+    """Text such as "int4, 128 inputs a scale"."""
     scheme, (inputs, outputs) = array.scheme, array.shape[-2:]
     rows, columns = min(scheme.block[0], inputs), min(scheme.block[1], outputs)
     named = {"codebook": "4-bit codebook", "float": array.values.dtype.name}

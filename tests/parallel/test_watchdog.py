@@ -2,16 +2,16 @@
 
 import pytest
 
-from jaxinfer.parallel.watchdog import LOST_SECONDS, Judge
+from jaxinfer.parallel.watchdog import LOST_SECONDS, LossDetector
 
 
 class Scene:
-    """A judge on one host of three, with seconds that pass as told."""
+    """The loss detector of one host of three, on a simulated clock."""
 
     def __init__(self, index: int = 0, is_needed: bool = True):
         self.is_needed, self.now, self.beats = is_needed, 100.0, {}
-        self.judge = Judge(index, 3, lambda: self.is_needed)
-        self.judge.start(self.now)
+        self.detector = LossDetector(index, 3, lambda: self.is_needed)
+        self.detector.start(self.now)
 
     def passes(self, seconds: float, *alive: int, hears: bool = True, **state: dict) -> str | None:
         for _ in range(int(seconds)):
@@ -20,8 +20,8 @@ class Scene:
                 self.beats[host] = {"number": self.now}
             self.beats |= {int(name.removeprefix("host")): {"number": 0, **beat} for name, beat in state.items()}
             if hears:
-                self.judge.hear(dict(self.beats), self.now)
-            if message := self.judge.verdict(self.now):
+                self.detector.record(dict(self.beats), self.now)
+            if message := self.detector.failure(self.now):
                 return message
         return None
 
@@ -60,9 +60,9 @@ def test_an_end_is_no_loss_unless_one_is_needed():
 def test_all_have_ended_once_each_other_host_says_so():
     scene = Scene(is_needed=False)
     assert scene.passes(5, 0, 2, host1={"ended": True}) is None
-    assert not scene.judge.have_ended
+    assert not scene.detector.have_ended
     assert scene.passes(5, 0, host2={"ended": True}) is None
-    assert scene.judge.have_ended
+    assert scene.detector.have_ended
 
 
 def test_what_another_host_says_is_taken_over():
