@@ -88,7 +88,7 @@ def cached_logits(config: ModelConfig, params: Params, tokens: jax.Array, chunk:
 
 def engine(config: ModelConfig, params: Params, case: Case, **options: Any) -> LLM:
     """Two slots; every step the same program unless `deterministic=False`, so that one is compiled and not four."""
-    if any(rope.stretches for rope in config.ropes):  # the length of these answers, not of the long prompt
+    if any(rope.depends_on_length for rope in config.ropes):  # the length of these answers, not of the long prompt
         rope, *local = (replace(rope, sequence_length=None) for rope in config.ropes)
         config = replace(config, rope=rope, local_rope=local[0] if local else None)
     options = {"max_seqs": 2, "deterministic": True, **options}
