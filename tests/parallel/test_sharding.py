@@ -69,6 +69,9 @@ def test_each_device_holds_the_pages_of_its_own_heads(layout, dtype):
     of_half = abstract_paged_cache(replace(CONFIG, num_heads=4, num_kv_heads=2), 3, 4, dtype, layout).layers[0]
     held = jax.tree.map(lambda leaf: leaf.sharding.shard_shape(leaf.shape), cut)
     assert held == jax.tree.map(lambda leaf: leaf.shape, of_half)
+    for whole, half in zip(jax.tree.leaves(cut), jax.tree.leaves(of_half), strict=True):
+        cut_axes = [axis for axis in range(half.ndim) if whole.shape[axis] != half.shape[axis]]
+        assert cut_axes == ([2] if half.ndim > 3 else [1])  # heads: of keys and values, and of scales
     assert parallel.local_shapes(mesh(2), cut, parallel.page_specs(mesh(2), cut)) == of_half
 
 
