@@ -1,9 +1,11 @@
-"""Options described once: a dataclass field with its help, from which flags and tables in docs/ are made."""
+"""Options described once: dataclass fields with a description, from which flags and tables of the docs are made."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any
+
+__all__ = ["MISSING", "Description", "argument", "describe", "option"]
 
 
 @dataclass(frozen=True)
@@ -11,13 +13,15 @@ class Description:
     """What an option is.
 
     Attributes:
-      help: one or two sentences; a unit, or the meaning of None, where the type does not say it.
-      metavar: what stands for the value in help texts, such as "N"; "" for a switch.
-      flags: how the command line writes it, such as ("--model", "-m"); () is made from the field's name.
-      group: the heading of its part of a help text.
+      help: one or two sentences, with the unit, and with the meaning of None.
+      metavar: the placeholder of the value in help texts, such as "N".
+      flags: its spellings on the command line, such as ("--model", "-m"); () is "--" and the field's name.
+      group: the heading in help texts.
       min, max: limits that the command line checks.
-      parse: reads the text of the command line where that is not a value of the field's type.
-      is_argument: whether the command line takes it by its position.
+      parse: reads the text of the command line, for values that are not plain numbers or texts. With `is_repeated` it
+        reads a list of texts.
+      is_repeated: whether the flag may be repeated.
+      is_argument: whether the command line takes it by position.
     """
 
     help: str
@@ -27,29 +31,32 @@ class Description:
     min: float | None = None
     max: float | None = None
     parse: Callable[[Any], Any] | None = None
+    is_repeated: bool = False
     is_argument: bool = False
 
 
 def option(
-    default: Any, help: str, metavar: str | None = None, *, flag: str = "", hash: bool | None = None, **more: Any
+    default: Any, help: str, metavar: str | None = None, flag: str = "", *, hash: bool | None = None, **more: Any
 ) -> Any:
-    """A dataclass field with its description. `default` MISSING makes it required.
+    """A dataclass field with a description. `default` MISSING makes it required.
 
     Args:
-      flag: flags with spaces between, such as "--model -m" or "--copying/--no-copying". more: of `Description`.
+      flag: flags separated by spaces, such as "--model -m" or "--copying/--no-copying".
+      hash: as of `dataclasses.field`. more: fields of `Description`.
     """
     description = Description(help, metavar, tuple(flag.split()), **more)
     return dataclasses.field(default=default, hash=hash, metadata={"option": description})
 
 
 def argument(default: Any, help: str, metavar: str, **more: Any) -> Any:
-    """As `option`, for what the command line takes by its position."""
+    """As `option`, for what the command line takes by position."""
     return option(default, help, metavar, is_argument=True, **more)
 
 
-def describe_fields(options: type) -> dict[str, Description]:
-    """The described fields of a dataclass by name, in order."""
-    return {field.name: field.metadata["option"] for field in dataclasses.fields(options) if "option" in field.metadata}
-
-
-__all__ = ["MISSING", "Description", "argument", "describe_fields", "option"]
+def describe(options: type, names: Sequence[str] | None = None) -> dict[str, Description]:
+    """Descriptions of a dataclass's options, all or those of `names`, by field name."""
+    return {
+        field.name: field.metadata["option"]
+        for field in dataclasses.fields(options)
+        if "option" in field.metadata and (names is None or field.name in names)
+    }

@@ -1,6 +1,6 @@
-"""Offline batches: a file of requests in, a file of answers out; killed at any point, they resume.
+"""Offline batches: a file of requests in, a file of answers out, resumable after a kill at any point.
 
-Plain Python, no JAX: a job drives whatever has `generate_each`, which `LLM` does.
+Plain Python without JAX: a job runs on any model with `generate_each`, such as `LLM`.
 """
 
 from jaxinfer.batch.errors import BatchError, BatchWriteError, RowError

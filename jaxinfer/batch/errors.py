@@ -1,8 +1,8 @@
-"""What can go wrong: with a row, with the whole job, with the disk."""
+"""Errors of a row, of the whole job, and of the disk."""
 
 
 class RowError(ValueError):
-    """A row cannot be served. `parameter` names the field at fault, if one is."""
+    """A row is invalid. `parameter` is the name of the field, if one is the reason."""
 
     def __init__(self, message: str, parameter: str | None = None):
         super().__init__(message)
@@ -10,8 +10,8 @@ class RowError(ValueError):
 
 
 class BatchError(ValueError):
-    """The job cannot run; nothing was changed."""
+    """The job cannot run; no file was changed."""
 
 
 class BatchWriteError(RuntimeError):
-    """Results could not be written; the rows written before are whole and the job can be resumed."""
+    """Results could not be written; the rows written before are complete, and the job can be resumed."""

@@ -1,22 +1,38 @@
-"""A digest of a model, the same wherever it runs: on one device, or cut and padded for a mesh."""
+"""A digest of a model that does not depend on where it runs: on one device, or sharded and padded for a mesh."""
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jaxinfer.llm import LLM
+from typing import Any, Protocol
 
 _NUM_SAMPLED = 16  # values of each of three rows of each array
 _PROBE = "Ünïcode, 12345  spaces\n\ttabs; <|endoftext|> 你好"
 
 
-def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
+class LoadedModel(Protocol):
+    """The attributes of an `LLM` that the fingerprint reads."""
+
+    @property
+    def engine(self) -> Any: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def params(self) -> Any: ...
+    @property
+    def fit(self) -> Any: ...
+    @property
+    def mesh(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def eos_token_ids(self) -> Any: ...
+
+
+def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     """SHA-256 over the configuration, every parameter's name, shape, dtype and some of its values, and the tokenizer.
 
-    Three rows' first values of each array tell checkpoints of one architecture apart without reading all weights. Where
-    a mesh repeats heads or pads, they are the values of the model's own rows and columns.
+    The first values of three rows of each array distinguish checkpoints of one architecture without reading all
+    weights. If a mesh repeats heads or pads, only the values of the model's own rows and columns are taken.
     """
     import jax
     import numpy as np
@@ -28,7 +44,7 @@ def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
     engine, fit = llm.engine, llm.fit
     config = llm.config if fit is None else fit.own_config(llm.config)
     digest.update(repr((config, sorted(llm.eos_token_ids), max_model_len)).encode())
-    if engine.kv_dtype != engine.dtype.name:  # what is stored is not what was computed
+    if engine.kv_dtype != engine.dtype.name:  # the cache rounds
         digest.update(f"kv_dtype={engine.kv_dtype}".encode())
         for scales in jax.tree.leaves(engine.kv_scales):
             own = scales if fit is None else fit.own_kv_scales(scales)
@@ -47,7 +63,7 @@ def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
         else:
             digest.update(f"{name} {shape} {leaf.dtype}".encode())
             samples += _samples(leaf, shape, places, (1, 1))
-    # Several hosts read theirs all at once.
+    # On several hosts, each host's values are fetched in one exchange.
     if llm.mesh is not None:
         found = hosts.fetch(hosts.current(), [(one.array, [one.index]) for one in samples])
         parts = [part for (part,) in found]
@@ -63,7 +79,7 @@ def model_fingerprint(llm: "LLM", max_model_len: int) -> str:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Of an array, by an index that ends in a slice, and of these values those that are `chosen`; None is all."""
+    """Values of an array: those of an index that ends in a slice, and of these the `chosen` ones; None is all."""
 
     array: Any
     index: tuple[int | slice, ...]
@@ -75,7 +91,7 @@ def _own_shape(shape: tuple[int, ...], places: tuple[Any, ...]) -> tuple[int, ..
 
 
 def _samples(array: Any, shape: tuple[int, ...], places: tuple[Any, ...], block: tuple[int, int]) -> Iterator[_Sample]:
-    """Of an array with an entry for each block of a parameter of this shape."""
+    """Samples of an array that has an entry for each block of a parameter of this shape."""
     if not shape:
         yield _Sample(array, (), None)
         return

@@ -1,21 +1,18 @@
-"""The job: rows to the model as it takes them, answers to the files as they finish."""
+"""A batch job: rows go to the model as it has room, and answers to the files as they finish."""
 
 import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxinfer.batch.defaults import Defaults
 from jaxinfer.batch.errors import BatchWriteError, RowError
-from jaxinfer.batch.identity import Identity
-from jaxinfer.batch.ledger import Ledger
-from jaxinfer.batch.requests import Prompt
+from jaxinfer.batch.input import BadRow, BatchRow, Scan, scan
+from jaxinfer.batch.ledger import Identity, Ledger
+from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, Prompt
 from jaxinfer.batch.responses import error_line, result_line, usage
-from jaxinfer.batch.rows import BadRow, BatchRow
-from jaxinfer.batch.scan import Scan, scan
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
 
@@ -25,11 +22,12 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import RequestOutput
     from jaxinfer.text import Tokenizer
 
+
 Key = tuple[int, int]  # line, number of the prompt among the row's
 
 
 class Model(Protocol):
-    """What a job needs of an `LLM`."""
+    """The part of `LLM` that a job uses."""
 
     name: str
     seed: int
@@ -55,13 +53,13 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """How a job stands.
+    """The state of a job.
 
     Attributes:
-      rows, ok, failed: of the whole job. resumed: how many of them were there before this run.
-      prompt_tokens, output_tokens: of all rows that went well.
-      seconds, tokens_per_second: of this run; output tokens.
-      out, errors: the two files; the second exists only where rows failed.
+      rows, ok, failed: numbers of rows of the whole job. resumed: rows that were written before this run.
+      prompt_tokens, output_tokens: of all successful rows.
+      seconds, tokens_per_second: of this run; tokens are output tokens.
+      out, errors: paths of the two files; the second exists only if rows failed.
     """
 
     rows: int
@@ -86,15 +84,15 @@ def open_job(
     overwrite: bool = False,
     retry_errors: bool = False,
 ) -> Iterator["Job"]:
-    """Reads the input and what earlier runs left; no model is needed yet, and no results change before `Job.run`.
+    """Reads the input and the results of earlier runs. No model is needed, and no results change before `Job.run`.
 
     Args:
-      errors: where rows that fail go; by default beside the results: OUT.errors.jsonl.
-      resume: go on where earlier results end; False refuses them.
-      overwrite: start anew and drop what the files hold. retry_errors: try rows again that failed.
+      errors: the file for failed rows; by default OUT.errors.jsonl beside the results.
+      resume: continue after earlier results; False raises if there are any.
+      overwrite: discard earlier results. retry_errors: retry rows that failed.
 
     Raises:
-      BatchError: two rows with one custom_id; results of another job; files that another process writes.
+      BatchError: two rows with the same custom_id; results of another job; files that another process has locked.
     """
     path_errors = None if errors is None else Path(errors)
     rows = scan(Path(path_in))
@@ -128,7 +126,7 @@ class Job:
 
     @property
     def num_done(self) -> int:
-        """Rows written, whether they went well or failed."""
+        """Number of rows written, successful and failed."""
         return self._ledger.num_done
 
     def run(
@@ -138,19 +136,19 @@ class Job:
         *,
         use_tqdm: bool | None = None,
     ) -> BatchSummary:
-        """Serves the rows that are left.
+        """Serves the remaining rows.
 
         Args:
-          params: for what rows do not say themselves, whole or only some fields. Its seed is the job's: a row without
-            one gets its own, derived from that and from its line number.
-          use_tqdm: a progress bar; None shows one on a terminal, unless JAXINFER_PROGRESS=0.
+          params: sampling parameters for fields that a row does not give: all of them, or some by name. The seed is
+            that of the job: the seed of a row without one is derived from it and from the line number.
+          use_tqdm: whether to show a progress bar; None shows one on a terminal, unless JAXINFER_PROGRESS=0.
 
         Raises:
-          BatchError: the files have results of another job. BatchWriteError: the disk is full, or the like.
-          ValueError: a model with acceptance="maximal", under which answers depend on what else runs.
+          BatchError: the files have results of another job. BatchWriteError: for example, the disk is full.
+          ValueError: a model with acceptance="maximal", whose answers depend on what else runs.
         """
         if getattr(model, "acceptance", "exact") != "exact":
-            raise ValueError("acceptance='maximal' gives a row other tokens when it is resumed: a batch needs 'exact'")
+            raise ValueError("acceptance='maximal' gives other tokens after a resume: a batch needs acceptance='exact'")
         self._model = model
         self._defaults = Defaults.of(model.default_params, params, model.seed)
         self._identity = Identity(
@@ -171,8 +169,8 @@ class Job:
             self._ledger.sync()
         except BatchWriteError as error:
             raise BatchWriteError(
-                f"{error}; {self.num_done} of {self.num_rows} rows are written and whole. "
-                "Make room and run the same again: it goes on from there"
+                f"{error}; {self.num_done} of {self.num_rows} rows are written completely. "
+                "Free some space and run the same again: it continues from there"
             ) from error
         seconds = time.monotonic() - started
         return BatchSummary(
@@ -198,7 +196,7 @@ class Job:
             results.close()  # type: ignore[attr-defined]
 
     def _requests(self, bar: "tqdm") -> Iterator[tuple[Key, Prompt, SamplingParams]]:
-        """What is left, read from the input as the model takes it. Rows that cannot be tried are told on the way."""
+        """The requests of the remaining rows, read from the input as needed. Invalid rows are written as errors."""
         for row in self.scan.rows(self._ledger.done):
             if isinstance(row, BadRow):
                 self._fail(row, row.error, bar)
@@ -210,19 +208,19 @@ class Job:
                 continue
             self._pending[row.line] = _Pending(row, params, [None] * len(prompts), len(prompts))
             for index, prompt in enumerate(prompts):
-                yield (row.line, index), prompt, _with_noise_of_its_own(row, params, index)
+                yield (row.line, index), prompt, _with_own_seed(row, params, index)
 
     def _prompts(self, row: BatchRow) -> tuple[SamplingParams, Sequence[Prompt]]:
         request = row.request
         if request.model is not None and request.model != self.scan.model:
-            raise RowError(f"model is {request.model!r:.80}, but the job's is {self.scan.model!r:.80}", "model")
+            raise RowError(f"model is {request.model!r:.80}, but the job has {self.scan.model!r:.80}", "model")
         params = self._defaults.params(row)
         if request.messages is None:
             return params, request.prompts
         return params, [self._model.chat_prompt(request.messages, tools=request.tools, **request.template_kwargs)]
 
     def _take(self, line: int, index: int, result: "RequestOutput | ValueError", bar: "tqdm") -> None:
-        """One prompt's result; the row is written with its last one."""
+        """Takes the result of one prompt; the row is written with its last one."""
         pending = self._pending[line]
         pending.num_left -= 1
         if isinstance(result, ValueError):
@@ -268,13 +266,67 @@ class Job:
         from tqdm.auto import tqdm
 
         is_off = use_tqdm is False or (use_tqdm is None and os.environ.get("JAXINFER_PROGRESS") == "0")
-        # None leaves it to tqdm, which shows nothing where stderr is not a terminal.
+        # None: tqdm shows nothing if stderr is not a terminal.
         disable = True if is_off else None if use_tqdm is None else False
         return tqdm(total=self.num_rows, initial=self.num_done, unit="row", disable=disable)
 
 
-def _with_noise_of_its_own(row: BatchRow, params: SamplingParams, index: int) -> SamplingParams:
-    """Several prompts of a row share its seed only where the row gives one."""
+def _with_own_seed(row: BatchRow, params: SamplingParams, index: int) -> SamplingParams:
+    """Prompts of one row share a seed only if the row gives one."""
     if index == 0 or row.request.sampling.get("seed") is not None:
         return params
     return replace(params, seed=derive_seed(params.seed or 0, index))
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The sampling parameters of rows: from the row, the job, the form, the checkpoint.
+
+    Attributes:
+      checkpoint: from generation_config. given: fields of `SamplingParams` given for the whole job.
+      seed: of the job; a row without a seed has `derive_seed(seed, row.number)`.
+    """
+
+    checkpoint: SamplingParams
+    given: Mapping[str, Any]
+    seed: int
+
+    @classmethod
+    def of(cls, checkpoint: SamplingParams, params: SamplingParams | Mapping[str, Any] | None, seed: int) -> "Defaults":
+        """`params` are complete, or some fields by name; their seed is the job's. Raises SamplingParamsError."""
+        given = _values(params) if isinstance(params, SamplingParams) else dict(params or {})
+        SamplingParams.from_dict({"max_tokens": None, **given})
+        own_seed = given.pop("seed", None)
+        return cls(checkpoint, given, seed if own_seed is None else own_seed)
+
+    def params(self, row: BatchRow) -> SamplingParams:
+        """The sampling parameters of one row, with its seed. Raises SamplingParamsError."""
+        values = {**_values(self.checkpoint), "seed": None}
+        if row.request.form == "chat":
+            values["max_tokens"] = None
+        elif row.request.form == "completions":
+            values["max_tokens"] = COMPLETIONS_MAX_TOKENS
+        values |= {**self.given, **row.request.sampling}
+        if row.request.echo and values["prompt_logprobs"] is None:
+            values["prompt_logprobs"] = values["logprobs"]  # the text starts with the prompt
+        if values["seed"] is None:
+            values["seed"] = derive_seed(self.seed, row.number)
+        return SamplingParams.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What answers depend on, as JSON values."""
+        return {"checkpoint": _json_values(_values(self.checkpoint)), "given": _json_values(self.given)}
+
+
+def _values(params: SamplingParams) -> dict[str, Any]:
+    return {field.name: getattr(params, field.name) for field in fields(params)}
+
+
+def _json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _json_value(value) for name, value in sorted(values.items())}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    return list(value) if isinstance(value, (list, tuple)) else value

@@ -1,22 +1,65 @@
-"""What is written: the results and the errors of one job, which rows they hold, and whose they are."""
+"""The files of a job: results, errors, and a small file that identifies the job, compared before it is resumed."""
 
 import contextlib
+import hashlib
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxinfer.batch.errors import BatchError, BatchWriteError
-from jaxinfer.batch.identity import Identity, read_identity
+from jaxinfer.batch.input import Scan
 from jaxinfer.batch.responses import usage_of_line
-from jaxinfer.batch.results import ResultsFile, sync_folder
-from jaxinfer.batch.scan import Scan
+from jaxinfer.batch.results import ResultsFile, write_atomically
+from jaxinfer.files import sync
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that the answers depend on, and the path of the errors relative to the results."""
+
+    input_sha256: str
+    rows: int
+    errors: str
+    model_sha256: str
+    seed: int
+    params: dict[str, Any]
+    format: int = FORMAT
+
+    @property
+    def job_id(self) -> str:
+        """The part of the answers' ids that identifies the job."""
+        return hashlib.sha256(json.dumps({**asdict(self), "errors": ""}, sort_keys=True).encode()).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values as they are read from a file."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def write(self, path: Path, model: str) -> None:
+        """Writes the identity, with the model's name for people. Raises BatchWriteError."""
+        write_atomically(path, json.dumps({**asdict(self), "model": model, "job_id": self.job_id}, indent=2) + "\n")
+
+
+def read_identity(path: Path) -> dict[str, Any] | None:
+    """The content that `write` wrote, None if there is no such file. Raises BatchError if it cannot be read."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise BatchError(f"{path} cannot be read: {error}") from None
+    if not isinstance(stored, dict) or "format" not in stored:
+        raise BatchError(f"{path} is not the job file of a batch")
+    return stored
 
 
 @dataclass
 class Counts:
-    """Rows, and tokens of those that went well."""
+    """Numbers of rows, and of tokens of the successful ones."""
 
     ok: int = 0
     failed: int = 0
@@ -30,12 +73,12 @@ class Counts:
 
 
 class Ledger:
-    """Both files, locked until `close`. A row is one line in one of them, so no crash can leave it in both.
+    """The files of results and errors, locked until `close`. Each row is one line in one of them.
 
-    Opening reads; nothing that exists is changed before `begin`, when the model is known.
+    Opening reads the files; they are not changed before `begin`, when the model is known.
 
     Raises:
-      BatchError: results of another job, or of none; files that another process writes, or that are damaged.
+      BatchError: results of another job or without a job file; files that are locked or damaged.
     """
 
     def __init__(
@@ -65,7 +108,7 @@ class Ledger:
             self._stored = None if overwrite or all(file.is_empty for file in self._files) else self._read_stored()
             if self._stored is not None:
                 if not resume:
-                    raise BatchError(f"{path_out} has results of an earlier run: resume them, or overwrite them")
+                    raise BatchError(f"{path_out} has results of an earlier run: resume or overwrite them")
                 self._check_same(self._known())
                 self._recover()
         except BaseException:
@@ -77,7 +120,7 @@ class Ledger:
         return self.counts.ok + self.counts.failed
 
     def begin(self, identity: Identity, model: str) -> None:
-        """Makes the files ready to go on, or to start anew. Raises BatchError where they are another job's."""
+        """Prepares the files for resuming or for a new start. Raises BatchError if they belong to another job."""
         if self._stored is not None:
             self._check_same(identity.to_dict())
             for file in self._files:
@@ -88,26 +131,26 @@ class Ledger:
             for file in reversed(self._files):
                 file.clear()
             identity.write(self._path_job, model)
-            sync_folder(self.path_errors)
+            sync(self.path_errors.parent)
         self._has_begun = True
 
     def add_result(self, record: dict[str, Any], used: Mapping[str, int]) -> None:
-        """Writes a row that went well, with the tokens it took. Raises BatchWriteError."""
+        """Writes a successful row; `used` are its numbers of tokens. Raises BatchWriteError."""
         self._out.append(record)
         self.counts.add(used)
 
     def add_error(self, record: dict[str, Any]) -> None:
-        """Writes a row that failed. Raises BatchWriteError."""
+        """Writes a failed row. Raises BatchWriteError."""
         self._errors.append(record)
         self.counts.failed += 1
 
     def sync(self) -> None:
-        """Waits until all is on the disk. Raises BatchWriteError."""
+        """Waits until everything is on the disk. Raises BatchWriteError."""
         for file in self._files:
             file.sync()
 
     def close(self) -> None:
-        """Syncs as far as can be, and unlocks. Files that were only made to be locked go again."""
+        """Syncs as far as possible, and unlocks. Removes empty files that were created only for locking."""
         with contextlib.ExitStack() as closing:
             for file in self._files:
                 closing.callback(file.close, keep_if_empty=self._has_begun and file is self._files[0])
@@ -115,7 +158,7 @@ class Ledger:
                 self.sync()
 
     def relative_errors(self) -> str:
-        """Where the errors are, from where the results are."""
+        """The path of the errors relative to the folder of the results."""
         return os.path.relpath(self.path_errors.resolve(), self.path_out.resolve().parent)
 
     def _check_paths(self) -> None:
@@ -131,20 +174,20 @@ class Ledger:
         if stored is None:
             held = self.path_errors if self._out.is_empty else self.path_out
             raise BatchError(
-                f"{held} exists without a {self._path_job.name}, so it is no batch's of ours: "
+                f"{held} exists without a {self._path_job.name}, so it is not the result of a batch: "
                 "choose another file, or overwrite it"
             )
         return stored
 
     def _known(self) -> dict[str, Any]:
-        """The part of the identity that needs no model: told before one is loaded."""
+        """The part of the identity that is known before the model is loaded."""
         return {"input_sha256": self._scan.sha256, "rows": self._scan.num_rows, "errors": self.relative_errors()}
 
     def _check_same(self, values: Mapping[str, Any]) -> None:
         changed = differences(self._stored or {}, values)
         if changed:
             raise BatchError(
-                f"{self.path_out} has results of another job; what differs: {'; '.join(changed)}. "
+                f"{self.path_out} has results of another job; differences: {'; '.join(changed)}. "
                 "Choose another file, or overwrite it"
             )
 
@@ -159,7 +202,7 @@ class Ledger:
                 if file is self._errors and self._retry_errors:
                     continue
                 if line in self.done:
-                    raise BatchError(f"{where} is there a second time: remove one of the two lines")
+                    raise BatchError(f"{where} occurs twice: remove one of the two lines")
                 self.done.add(line)
                 if file is self._errors:
                     self.counts.failed += 1
@@ -173,7 +216,7 @@ def _beside(path_out: Path) -> Path:
 
 
 def differences(stored: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:
-    """In words, which of `values` are not as they are stored."""
+    """Sentences about those `values` that differ from the stored ones."""
     return [_difference(name, stored.get(name), value) for name, value in values.items() if stored.get(name) != value]
 
 
@@ -193,6 +236,8 @@ def _changed_params(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
         before, after = was.get(part, {}), now[part]
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name):
-                told = "" if part == "given" else f" of the {part}"
-                changed.append(f"{name}{told} (was {before.get(name, 'not given')}, is {after.get(name, 'not given')})")
+                where = "" if part == "given" else f" of the {part}"
+                changed.append(
+                    f"{name}{where} (was {before.get(name, 'not given')}, is {after.get(name, 'not given')})"
+                )
     return changed

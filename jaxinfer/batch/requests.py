@@ -1,18 +1,18 @@
-"""What a row asks for: bodies of OpenAI's two endpoints, and the plain form. Every field is applied or refused."""
+"""Requests of rows: bodies of OpenAI's two endpoints, and the plain form. Every field is applied or rejected."""
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from jaxinfer.batch.errors import RowError
+from jaxinfer.checks import did_you_mean
 from jaxinfer.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int]
 Form = Literal["chat", "completions", "plain"]
 
 FORMS_BY_URL: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
-COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; in chat it is as many as fit
+COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; chat has no limit
 
 _SAMPLING = tuple(one.name for one in fields(SamplingParams))
 _CHAT = ("messages", "tools", "chat_template_kwargs")
@@ -20,7 +20,7 @@ _CHAT_BODY = (*_CHAT, "max_completion_tokens", "top_logprobs", "tool_choice", "r
 _COMPLETIONS_BODY = ("prompt", "echo", "best_of")
 _EVERY_BODY = ("model", "user", "return_token_ids")
 
-# Fields of OpenAI's that we do not serve, with the values that change nothing; null never does.
+# Fields of OpenAI's API that are not supported, with the values that have no effect, besides null.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": (),
@@ -42,11 +42,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """One row's wish, checked as far as can be without the model.
+    """The request of one row, checked as far as possible without the model.
 
     Attributes:
-      form: which kind of answer is written. model: the name a body gives.
-      prompts: texts or token ids; empty where there are `messages`.
+      form: the form of the answer. model: the name in the body.
+      prompts: texts or token ids; empty if there are `messages`.
       messages, tools, template_kwargs: for the chat template.
       sampling: the fields of `SamplingParams` that the row gives.
       echo: the answer's text starts with the prompt's. return_token_ids: bodies list token ids too.
@@ -113,12 +113,12 @@ def read_plain(record: Mapping[str, Any]) -> BatchRequest:
 
 
 def _known(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """The given fields: null is not given, as OpenAI has it."""
+    """The given fields; null means not given, as in OpenAI's API."""
     _check_known(body, (*known, *_NEUTRAL))
     for name, neutral in _NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
-            reason = "a batch does not stream" if name == "stream" else "it cannot be honoured"
+            reason = "a batch does not stream" if name == "stream" else "the option has no implementation"
             raise RowError(f"{name}={value!r:.60} is not supported: {reason}", name)
     return {name: value for name, value in body.items() if value is not None and name not in _NEUTRAL}
 
@@ -126,9 +126,8 @@ def _known(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
 def _check_known(record: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in record:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(sorted(known))}"
-            raise RowError(f"unknown field {name!r:.60}; {hint}", name)
+            hint = did_you_mean(name, known, cutoff=0.5, otherwise=f"; the fields are {', '.join(sorted(known))}")
+            raise RowError(f"unknown field {name!r:.60}{hint}", name)
 
 
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def _tools(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
 
 
 def _chosen_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """With "none" the model does not see the tools; with "auto" its calls stay text, as the model writes them."""
+    """The tools for the chat template: none with "none"; with "auto", calls of tools are left in the text."""
     tools, choice = _tools(body), body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise RowError(f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced", "tool_choice")
@@ -194,7 +193,7 @@ def _chat_max_tokens(body: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     value = body["max_completion_tokens"]
     if body.get("max_tokens", value) != value:
-        raise RowError("max_tokens and max_completion_tokens are one limit and differ", "max_completion_tokens")
+        raise RowError("max_tokens and max_completion_tokens are the same limit and differ", "max_completion_tokens")
     return {"max_tokens": value}
 
 
@@ -205,7 +204,7 @@ def _chat_logprobs(body: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     wanted = body["logprobs"]
     if not isinstance(wanted, bool):
-        raise RowError("logprobs is true or false in chat; top_logprobs says how many", "logprobs")
+        raise RowError("logprobs is true or false in chat; top_logprobs is their number", "logprobs")
     if not wanted and body.get("top_logprobs", 0) != 0:
         raise RowError('top_logprobs needs "logprobs": true', "top_logprobs")
     return {"logprobs": body.get("top_logprobs", 0) if wanted else None}

@@ -1,4 +1,4 @@
-"""What is written for a row: OpenAI's objects in OpenAI's batch form, a plain one for plain rows, and error lines."""
+"""Lines of the results: OpenAI's objects for rows in OpenAI's batch form, plain ones for plain rows, and errors."""
 
 import hashlib
 import time
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.batch.errors import RowError
+from jaxinfer.batch.input import BatchRow
 from jaxinfer.batch.requests import BatchRequest
-from jaxinfer.batch.rows import BatchRow
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
@@ -27,7 +27,7 @@ def result_line(
     fingerprint: str,
     tokenizer: "Tokenizer | None",
 ) -> dict[str, Any]:
-    """The line of a row that went well; `outputs` are one for each of its prompts."""
+    """The line of a successful row; `outputs` has one entry for each of its prompts."""
     request = row.request
     if request.form == "plain":
         return _plain_line(row, outputs[0], params)
@@ -55,23 +55,23 @@ def result_line(
 
 
 def error_line(line: int, custom_id: str, error: Exception, *, job_id: str, status_code: int = 400) -> dict[str, Any]:
-    """The line of a row that failed, in OpenAI's form whatever the row's."""
+    """The line of a failed row, in OpenAI's form for all rows."""
     parameter = error.parameter if isinstance(error, RowError) else getattr(error, "parameter", None)
     kind = "invalid_request_error" if status_code < 500 else "server_error"
     body = {"error": {"message": str(error), "type": kind, "param": parameter, "code": None}}
-    told = {"code": kind, "message": str(error), "line": line}
-    return _line(custom_id, _hashed(job_id, custom_id), status_code, body, told)
+    summary = {"code": kind, "message": str(error), "line": line}
+    return _line(custom_id, _hashed(job_id, custom_id), status_code, body, summary)
 
 
 def usage(outputs: Sequence["RequestOutput"]) -> dict[str, int]:
-    """Tokens, counted as OpenAI does: a prompt once, however many answers it has."""
+    """Numbers of tokens, counted as by OpenAI: a prompt once, for any number of answers."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(answer.token_ids) for output in outputs for answer in output.outputs)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
 def usage_of_line(record: Mapping[str, Any]) -> Mapping[str, int]:
-    """The usage in a line of either form; empty where it has none."""
+    """The usage in a line of either form; {} if it has none."""
     if "outputs" in record:
         return record.get("usage") or {}
     return ((record.get("response") or {}).get("body") or {}).get("usage") or {}
@@ -88,7 +88,7 @@ def _hashed(job_id: str, custom_id: str) -> str:
 
 def _plain_line(row: BatchRow, output: "RequestOutput", params: "SamplingParams") -> dict[str, Any]:
     request = row.request
-    asked = {"prompt": request.prompts[0]} if request.messages is None else {"messages": request.messages}
+    source = {"prompt": request.prompts[0]} if request.messages is None else {"messages": request.messages}
     answers = []
     for one in output.outputs:
         answer = {name: value for name, value in vars(one).items() if name not in ("logprobs", "error")}
@@ -98,7 +98,7 @@ def _plain_line(row: BatchRow, output: "RequestOutput", params: "SamplingParams"
         else:
             del answer["cumulative_logprob"]
         answers.append(answer)
-    record = {"custom_id": row.custom_id, **asked, "outputs": answers, "usage": usage([output])}
+    record = {"custom_id": row.custom_id, **source, "outputs": answers, "usage": usage([output])}
     if output.prompt_logprobs is not None:
         record["prompt_logprobs"] = _prompt_entries(output, params)
     return {**record, "error": None}
@@ -159,7 +159,7 @@ def _decoded(ids: Sequence[int], tokenizer: "Tokenizer | None", skip_special_tok
 
 
 def _token_entry(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
-    """A token as OpenAI's chat shows it, with its id and rank; `top_logprobs` are the `num_top` best ones in order."""
+    """A token as in OpenAI's chat API, with its id and rank; `top_logprobs` are the `num_top` most probable ones."""
     every = [
         {
             "token": _text(token, one.decoded_token),
@@ -186,7 +186,7 @@ def _completions_logprobs(
     echo: bool,
     tokenizer: "Tokenizer | None",
 ) -> dict[str, Any]:
-    """OpenAI's four lists; with echo they start with the prompt's tokens, the first of which has no probability."""
+    """OpenAI's four lists; with echo they begin with the prompt's tokens, of which the first has no log-probability."""
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
     top_logprobs: list[dict[str, float] | None] = []
@@ -222,10 +222,10 @@ def _add_entry(
     tokens.append(shown["token"])
     token_logprobs.append(shown["logprob"])
     best: dict[str, float] = {}
-    for one in [*shown["top_logprobs"], shown]:  # the chosen token is always among them, as OpenAI has it
+    for one in [*shown["top_logprobs"], shown]:  # OpenAI includes the chosen token
         if one is shown and any(other["token_id"] == shown["token_id"] for other in shown["top_logprobs"]):
             continue
-        # Two ids can have the same text: halves of characters.
+        # Two ids can have the same text, if they are parts of characters.
         best[one["token"] if one["token"] not in best else _text(one["token_id"], None)] = one["logprob"]
     top_logprobs.append(best)
 
@@ -235,7 +235,7 @@ def _text(token: int, decoded: str | None) -> str:
 
 
 def _bytes(decoded: str | None) -> list[int] | None:
-    """None where the token is not whole characters: its text does not say which bytes it is."""
+    """The bytes of a token's text; None if the token is not made of complete characters."""
     return None if decoded is None or "�" in decoded else list(decoded.encode())
 
 

@@ -1,4 +1,4 @@
-"""A file of results: one JSON line for each row, appended whole, synced to the disk, held by one process."""
+"""A file of results: one JSON line per row, appended completely, synced to the disk, locked by one process."""
 
 import contextlib
 import errno
@@ -11,21 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.batch.errors import BatchError, BatchWriteError
+from jaxinfer.files import write_text_atomically
 
 SYNC_SECONDS = 0.5
-_SYNC_SHARE = 20  # on a slow disk, sync no more often than costs a twentieth of the time
+_SYNC_SHARE = 20  # on a slow disk, syncing takes at most a twentieth of the time
 
 
 class ResultsFile:
-    """Opened for appending, and locked, until `close`.
+    """A file opened for appending, and locked until `close`.
 
-    `read` finds where the last whole line ends; nothing is changed on the disk before `trim`, `clear` or `append`.
-    After a kill the file is whole lines and at most one torn one; after a power loss it may lack, or have garbage in
-    place of, the last lines that were not synced. Both are cut off by `trim`, and those rows are redone.
+    `read` finds the end of the last complete line; the file is not changed before `trim`, `clear` or `append`.
+    After a kill the file has complete lines and at most one partial line. After a power loss the last lines that were
+    not synced may be missing or damaged. `trim` removes both, and their rows are served again.
     """
 
     def __init__(self, path: Path):
-        """Creates the file if it is missing. Raises BatchError where it is no file or another process writes it."""
+        """Creates the file if it is missing. Raises BatchError if it is not a file or another process has locked it."""
         self.path = path
         if path.exists() and not path.is_file():
             raise BatchError(f"{path} must be a file: a batch is resumed from it")
@@ -42,7 +43,7 @@ class ResultsFile:
         """Line numbers, from 1, with the records.
 
         Raises:
-          BatchError: a damaged line that whole ones follow: no crash does that, so it is not ours to cut.
+          BatchError: a damaged line before complete ones, which no crash leaves behind, so it is not removed.
         """
         damaged = None
         self._end = 0
@@ -54,14 +55,14 @@ class ResultsFile:
                     continue
                 if damaged is not None:
                     raise BatchError(
-                        f"{self.path} line {damaged} is not a result, and whole ones follow it: "
-                        "remove that line, and its row is done again"
+                        f"{self.path} line {damaged} is not a result, and complete ones follow it: "
+                        "remove that line, and its row is served again"
                     )
                 self._end += len(data)
                 yield number, record
 
     def trim(self) -> int:
-        """Cuts off what follows the last whole line that `read` found; returns how many bytes that was."""
+        """Removes what follows the last complete line that `read` found; returns the number of removed bytes."""
         num_cut = self._size() - self._end
         if num_cut:
             self._cut(self._end)
@@ -74,10 +75,10 @@ class ResultsFile:
             self._cut(0)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Adds one line; what was written of it is removed again if the disk does not take all of it.
+        """Adds one line, or none if it cannot be written completely.
 
         Raises:
-          BatchWriteError: the disk is full, or the like.
+          BatchWriteError: for example, the disk is full.
         """
         data = memoryview(json.dumps(record, allow_nan=False).encode() + b"\n")
         try:
@@ -109,7 +110,7 @@ class ResultsFile:
         self._next_sync = ended + max(SYNC_SECONDS, _SYNC_SHARE * (ended - started))
 
     def close(self, *, keep_if_empty: bool = True) -> None:
-        """Lets go of the file; closing twice is harmless."""
+        """Closes and unlocks the file; closing twice is harmless."""
         if self._fd < 0:
             return
         try:
@@ -135,28 +136,11 @@ class ResultsFile:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file has its old content or the new one, whole, whenever the machine stops. Raises BatchWriteError."""
-    part = path.with_name(f".{path.name}.part")
+    """Replaces the file's content; after a crash it has the old or the new one. Raises BatchWriteError."""
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_folder(path)
+        write_text_atomically(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
         raise BatchWriteError(f"{path}: {error.strerror or error}") from error
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the name of a new file last."""
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _open_locked(path: Path) -> int:
@@ -170,7 +154,7 @@ def _open_locked(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # another process removed it between our opening and our locking
+        os.close(fd)  # another process removed the file between opening and locking
 
 
 def _lock(fd: int, path: Path) -> None:
@@ -178,8 +162,8 @@ def _lock(fd: int, path: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise BatchError(f"{path} cannot be locked ({error.strerror}): use a file system that has locks") from error
-        raise BatchError(f"{path} is being written by another process: wait for it, or end it") from None
+            raise BatchError(f"{path} cannot be locked ({error.strerror}): use a file system with locks") from error
+        raise BatchError(f"{path} is being written by another process: wait for it or end it") from None
 
 
 def _read_record(data: bytes) -> dict[str, Any] | None:

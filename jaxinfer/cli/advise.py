@@ -1,28 +1,21 @@
-"""`jaxinfer advise`: which options pay for a model, measured here, or planned for chips that are not here."""
+"""`jaxinfer advise`: which options pay for a model, measured on this machine or planned for other chips."""
 
 import contextlib
 import json
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.advise_options import (
-    CPU_SIZES,
-    DEFAULT_MINUTES,
-    LATER,
-    OWN,
-    SIZES,
-    AdviseOptions,
-    draft_names,
-    read_goal,
-    read_requests,
-    read_sizes,
-)
-from jaxinfer.cli.command import is_interrupt
-from jaxinfer.cli.options import llm_arguments
-from jaxinfer.cli.output import console, plain_cell, shows_progress, write_text
+from jaxinfer.cli.bench import WorkloadOptions, read_workload, results_option, workload_option
+from jaxinfer.cli.command import UsageError, is_interrupt
+from jaxinfer.cli.options import ServingOptions, llm_arguments, model_argument
+from jaxinfer.cli.output import console, shows_progress, write_text
+from jaxinfer.options import option
+from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
     from jaxinfer.measure.advise.goals import Goal
@@ -30,37 +23,124 @@ if TYPE_CHECKING:
     from jaxinfer.measure.advise.search import Findings
     from jaxinfer.measure.bench.workload import Workload
 
+_goal = partial(option, group="Goal")
+_trials = partial(option, group="Trials")
+CPU_SIZES, SIZES = "1,4,16,32", "1,16,64,128,256"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviseOptions(WorkloadOptions, ServingOptions):
+    """The engine's options, which every trial keeps, and those of the search."""
+
+    model: str = model_argument()
+    answer_tokens: str = workload_option("64", "Lengths of answers, which nothing else ends.", "N|A:B|log:A:B")
+    goal: str = _goal("cost", "cost, latency, users or quality.", "GOAL")
+    on: str | None = _goal(None, "Plan for chips, such as v5e:2x2 or h200x1, without running anything.", "PLACE")
+    max_kl: float | None = _goal(None, "Nats per token that quantization may cost; default: 0.05.", "X", min=0)
+    memory: float | None = _goal(None, "Limit for weights, cache and temporaries.", "GIB")
+    goodput: str | None = results_option(
+        None,
+        "For --goal users: limits of ttft, tpot and e2el; without them, tokens of cache count.",
+        "ttft:MS,...",
+    )
+    texts: list[Path] | None = workload_option(
+        None, "Text for measuring the KL, and for prompts; may be repeated.", "FILE"
+    )
+    shared_prefix: int = workload_option(0, "Number of tokens that all prompts begin with.", "N", min=0)
+    requests: int | None = workload_option(
+        None, "Number of requests at a time; default: the largest batch size.", "N", min=1
+    )
+    draft: list[str] | None = _trials(
+        None, "A draft to try beside ngram: a model or layers:N; may be repeated.", "DRAFT"
+    )
+    acceptance: float | None = _trials(
+        None, "With --on: probability that a draft token is accepted.", "X", min=0, max=1
+    )
+    sizes: str | None = _trials(None, f"Batch sizes to try; default: {CPU_SIZES} on a CPU, else {SIZES}.", "N,N,...")
+    repeats: int = _trials(3, "Number of repeats of each measurement.", "N", min=2)
+    minutes: float | None = _trials(None, "Begin no trial after this time; default: 30.", "N", min=0)
+    resume: bool = results_option(False, "Keep the trials that --json FILE has.")
+
+
+# Options of the command that are no arguments of `LLM`.
+OWN = ("goal", "on", "max_kl", "memory", "goodput", "price_per_hour", "prompt_tokens", "answer_tokens", "dataset")
+OWN += ("texts", "shared_prefix", "requests", "temperature", "seed", "draft", "acceptance", "sizes", "repeats")
+OWN += ("minutes", "json", "resume")
+# Options that change no trial's figures: with others, a file can still be resumed.
+LATER = ("json", "resume", "minutes", "goal", "max_kl", "price_per_hour")
+# Options of running a trial, which a plan does not use. Its sequences are as long as prompt and answer.
+RUNS = ("max_kl", "dataset", "texts", "shared_prefix", "requests", "temperature", "seed", "goodput", "minutes")
+RUNS += ("repeats", "resume", "tokenizer", "memory", "prefix_cache", "max_model_len")
+DEFAULT_MINUTES = 30.0
 PLANNED_MAX_SEQS = 64
-# What `jaxinfer plan` takes by the same names.
+# Options that `jaxinfer plan` has under the same names.
 OF_PLAN = ("quantize", "kv_dtype", "max_seqs", "draft", "num_draft_tokens", "mesh", "page_size", "prefill_chunk")
 OF_PLAN += ("memory_fraction", "dtype", "requantize", "revision")
 
 
 def advise(options: AdviseOptions) -> None:
-    """Try what is known to help, and recommend a command line.
+    """Try the options that are known to help, and recommend a command line.
 
-    Measures the model as it is, then weights of 8 and 4 bits, an 8-bit cache, batch sizes, drafts and prefix reuse,
-    each alone, then those that helped the goal together. Options of the engine that you give are kept and not tried.
-    With --on nothing runs: the figures are the roofline's.
+    The model is measured as it is, then with weights of 8 and 4 bits, an 8-bit cache, other batch sizes, drafts and
+    without prefix reuse, each alone, then with those together that helped. Engine options that you give are kept and
+    not tried. With --on nothing runs: the figures are the roofline's.
 
-    The goal is cost (tokens a second of many requests), latency (the time of one request), users (requests a second
-    within --goodput, or tokens of cache that fit) or quality (the least KL that fits --memory).
+    The goal is cost (tokens/s of many requests), latency (the time of one request), users (requests/s within
+    --goodput, or tokens of cache that fit) or quality (the least KL that fits --memory).
     """
     goal = read_goal(options)
     workload = read_requests(options)
     arguments = {name: value for name, value in llm_arguments(options).items() if name not in OWN}
     if arguments.get("dtype") == "auto":
         del arguments["dtype"]
-    if options.on is not None:
-        _planned(options, goal, workload, arguments)
-    else:
-        _measured(options, goal, workload, arguments)
+    run = _planned if options.on is not None else _measured
+    run(options, goal, workload, arguments)
+
+
+def read_goal(options: AdviseOptions) -> "Goal":
+    """Raises UsageError for options that exclude each other."""
+    from jaxinfer.measure.advise.goals import DEFAULT_MAX_KL, GOALS, Goal
+
+    if options.goal not in GOALS:
+        raise UsageError(f"--goal: {options.goal!r} is none of {', '.join(GOALS)}")
+    if options.memory is not None and not options.memory > 0:
+        raise UsageError(f"--memory must be positive, got {options.memory:g} GiB")
+    if options.resume and options.json is None:
+        raise UsageError("--resume needs --json FILE with the trials that are done")
+    if options.goodput is not None and options.goal != "users":
+        raise UsageError(f"--goodput is for --goal users, not {options.goal}")
+    defaults = {field.name: field.default for field in fields(options)}
+    for name in RUNS if options.on is not None else ("acceptance",):
+        if getattr(options, name) != defaults[name]:
+            what = "nothing runs with --on" if options.on is not None else "it is measured, unless --on PLACE is given"
+            raise UsageError(f"--{name.replace('_', '-')}: {what}")
+    memory = None if options.memory is None else int(options.memory * 2**30)
+    return Goal(
+        options.goal, DEFAULT_MAX_KL if options.max_kl is None else options.max_kl, memory, options.on is not None
+    )
+
+
+def read_requests(options: AdviseOptions) -> "Workload":
+    """Raises as `read_workload`."""
+    if options.dataset is not None and options.shared_prefix:
+        raise UsageError("--shared-prefix is for prompts cut from texts, and --dataset gives the prompts")
+    return read_workload(options)
+
+
+def read_sizes(options: AdviseOptions, default: str) -> list[int]:
+    from jaxinfer.measure.bench.workload import parse_numbers
+
+    return [int(size) for size in parse_numbers(options.sizes or default, "--sizes", integers=True)]
+
+
+def draft_names(options: AdviseOptions) -> list[str]:
+    own = ["demo-draft"] if options.model == "demo" and not options.draft else []
+    return list(dict.fromkeys(["ngram", *own, *(options.draft or ())]))
 
 
 def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
-    from jaxinfer.measure.advise.candidates import ModelFacts, candidates
     from jaxinfer.measure.advise.planned import Planner
-    from jaxinfer.measure.advise.search import search
+    from jaxinfer.measure.advise.search import ModelFacts, candidates, search
 
     max_seqs = options.max_seqs or PLANNED_MAX_SEQS
     planner = Planner.open(
@@ -72,7 +152,7 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
         max_seqs=max_seqs,
         acceptance=options.acceptance,
     )
-    about = ModelFacts(
+    facts = ModelFacts(
         given=arguments,
         is_quantized=planner.is_quantized,
         caches_values=planner.config.caches_values,
@@ -81,189 +161,159 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
         drafts=draft_names(options),
         shared=None,
     )
-    trials, left_out = candidates(goal, about)
+    trials, left_out = candidates(goal, facts)
     found = search(goal, trials, planner, repeats_baseline=False)
-    result = _new_result(options, {"planned_for": str(options.on)})
-    _finish(options, result, goal, found, left_out, arguments, workload)
+    report = _Report(options, goal, workload, arguments, {"planned_for": str(options.on)})
+    report.finish(found, left_out)
 
 
 def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
     import jax
 
-    from jaxinfer.cli.distill import read_documents
     from jaxinfer.llm import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
-    from jaxinfer.measure.advise import results
-    from jaxinfer.measure.advise.candidates import ModelFacts, candidates
-    from jaxinfer.measure.advise.measure import AdviseRequest, TrialRunner
-    from jaxinfer.measure.advise.search import Findings, search
+    from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
+    from jaxinfer.measure.advise.report import earlier_findings
+    from jaxinfer.measure.advise.search import Findings, candidates, search
+    from jaxinfer.measure.advise.trials import flags
     from jaxinfer.measure.bench.metrics import parse_goodput
     from jaxinfer.measure.bench.model import machine
     from jaxinfer.measure.bench.runs import RunOptions
-    from jaxinfer.quantization.tree import describe
 
     is_cpu = jax.default_backend() == "cpu"
     sizes = read_sizes(options, CPU_SIZES if is_cpu else SIZES)
-    documents, about = _documents(options, read_documents)
-    result = _new_result(options, machine())
+    documents, source = _documents(options)
+    report = _Report(options, goal, workload, arguments, machine(), source)
     found = Findings([], [], [])
     if options.resume and options.json is not None:
-        found = results.earlier(options.json, result, draft_names(options)) or found
-    num_requests = options.requests or max(*sizes, options.max_seqs or 1)
-    how = RunOptions(options.temperature, options.seed, parse_goodput(options.goodput))
-    asked = AdviseRequest(
+        found = earlier_findings(options.json, report.result, draft_names(options)) or found
+    settings = TrialSettings(
         options.model,
         arguments,
         workload,
         documents,
-        num_requests,
-        options.repeats,
-        options.shared_prefix,
-        how,
+        num_requests=options.requests or max(*sizes, options.max_seqs or 1),
+        repeats=options.repeats,
+        num_shared=options.shared_prefix,
+        run_options=RunOptions(options.temperature, options.seed, parse_goodput(options.goodput)),
     )
-    minutes = DEFAULT_MINUTES if options.minutes is None else options.minutes
-    end = time.monotonic() + 60 * minutes
-    left_out: dict[str, str] = {}
-    with contextlib.ExitStack() as stack, _progress() as told:
-        lab = TrialRunner(asked, told.detail)
-        stack.callback(lab.close)
-        lab.limit_memory(goal.memory)
-        told.trial("loading")
-        lab.prepare()
-        model = lab.model
-        kind = ModelFacts(
-            given=arguments,
-            is_quantized=bool(describe(model.params)),
-            caches_values=model.config.caches_values,
-            sizes=sizes,
-            default_size=CPU_MAX_SEQS if is_cpu else DEFAULT_MAX_SEQS,
-            drafts=draft_names(options),
-            shared=lab.shared,
-            has_limits=bool(how.limits),
-        )
-        trials, left_out = candidates(goal, kind)
+    end = time.monotonic() + 60 * (DEFAULT_MINUTES if options.minutes is None else options.minutes)
+    with _progress() as progress, contextlib.closing(TrialRunner(settings, progress.detail)) as runner:
+        runner.limit_memory(goal.memory)
+        progress.trial("loading")
+        runner.prepare()
+        facts = runner.facts(sizes, CPU_MAX_SEQS if is_cpu else DEFAULT_MAX_SEQS, draft_names(options))
+        trials, left_out = candidates(goal, facts)
 
         def measure(arguments: dict[str, Any]) -> Any:
-            from jaxinfer.measure.advise.trials import flags
-
-            told.trial(flags(arguments) or "baseline", len(found.rows) + len(found.base), len(trials) + 2)
-            return lab(arguments)
-
-        def save(found: Findings) -> None:
-            _write(options, result, found)
+            progress.trial(flags(arguments) or "baseline", len(found.rows) + len(found.base), len(trials) + 2)
+            return runner(arguments)
 
         try:
-            search(goal, trials, measure, is_over=lambda: time.monotonic() > end, found=found, told=save)
+            search(goal, trials, measure, is_over=lambda: time.monotonic() > end, found=found, report=report.write)
         except BaseException as error:
             if found.base and is_interrupt(error):
-                told.stop()
-                _finish(options, result, goal, found, left_out, arguments, workload, about)
+                progress.stop()
+                report.finish(found, left_out)
             raise
-    _finish(options, result, goal, found, left_out, arguments, workload, about)
+    report.finish(found, left_out)
 
 
-def _documents(options: AdviseOptions, read: Any) -> tuple[tuple[str, ...], str]:
-    """Texts, and a word on what they are."""
+def _documents(options: AdviseOptions) -> tuple[tuple[str, ...], str]:
+    """Texts, and a sentence on where they are from."""
+    from jaxinfer.cli.distill import read_documents
+
     if options.texts:
-        return tuple(read(options.texts, "--texts")), "KL and prompts: your --texts"
+        return tuple(read_documents(options.texts, "--texts")), "KL and prompts: your --texts"
     if options.model in ("demo", "demo-draft"):
-        from jaxinfer.measure.advise.texts import NUM_TEXTS
+        from jaxinfer.measure.advise.measure import NUM_TEXTS
         from jaxinfer.training.corpus import held_out_files
 
-        return tuple(text for _, text in held_out_files(NUM_TEXTS)), (
-            "KL and prompts: Python files that the embedded model was not trained on"
-        )
-    return (), "KL and prompts: text that the model itself made at temperature 1; --texts FILE takes yours"
+        texts = tuple(text for _, text in held_out_files(NUM_TEXTS))
+        return texts, "KL and prompts: Python files that the embedded model was not trained on"
+    return (), "KL and prompts: text sampled from the model at temperature 1; --texts FILE uses yours"
 
 
-def _new_result(options: AdviseOptions, machine: dict[str, Any]) -> dict[str, Any]:
-    from jaxinfer.measure.advise import results
-    from jaxinfer.measure.bench.model import public_name
+class _Report:
+    """The result of the command: a file that is written after each trial, and what is printed at the end."""
 
-    said = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
-    said = {name: value for name, value in said.items() if value not in (None, [])}
-    for name in ("tokenizer", "dataset"):
-        if name in said:
-            said[name] = public_name(str(said[name]))
-    for name in ("texts", "draft"):
-        if name in said:
-            said[name] = [public_name(str(one)) for one in said[name]]
-    return results.new(public_name(options.model), json.loads(json.dumps(said)), machine)
+    def __init__(
+        self,
+        options: AdviseOptions,
+        goal: "Goal",
+        workload: "Workload",
+        arguments: dict[str, Any],
+        machine: dict[str, Any],
+        source: str | None = None,
+    ):
+        from jaxinfer.measure.advise.report import new_result
+        from jaxinfer.measure.bench.model import public_name
 
+        self.options, self.goal, self.workload, self.arguments = options, goal, workload, arguments
+        self.source = source
+        values = {name: value for name, value in vars(options).items() if name not in LATER and name != "model"}
+        values = {name: value for name, value in values.items() if value not in (None, [])}
+        for name in ("tokenizer", "dataset"):
+            if name in values:
+                values[name] = public_name(str(values[name]))
+        for name in ("texts", "draft"):
+            if name in values:
+                values[name] = [public_name(str(one)) for one in values[name]]
+        self.result = new_result(public_name(options.model), json.loads(json.dumps(values)), machine)
 
-def _write(options: AdviseOptions, result: dict[str, Any], found: "Findings") -> None:
-    if options.json is not None:
-        from jaxinfer.measure.advise.results import with_findings
-        from jaxinfer.measure.bench.results import write
+    def write(self, found: "Findings") -> None:
+        if self.options.json is not None:
+            from jaxinfer.measure.advise.report import with_findings
+            from jaxinfer.measure.bench.results import write_result
 
-        write(options.json, with_findings(result, found))
+            write_result(self.options.json, with_findings(self.result, found))
 
+    def finish(self, found: "Findings", left_out: dict[str, str]) -> None:
+        """Prints everything, and writes it with the advice."""
+        from jaxinfer.measure.advise.report import advice, public, sections, table
 
-def _finish(
-    options: AdviseOptions,
-    result: dict[str, Any],
-    goal: "Goal",
-    found: "Findings",
-    left_out: dict[str, str],
-    arguments: dict[str, Any],
-    workload: "Workload",
-    about: str | None = None,
-) -> None:
-    """Prints all, and writes it with the advice."""
-    from rich.table import Table
+        found_advice = advice(self.goal, found, self.options.model, self.arguments)
+        row = found_advice.row
+        shared = found_advice if row is None else replace(found_advice, row=public(row))
+        self.result |= {"goal": self.goal.name, "advice": shared.to_dict(), "not_tried": left_out}
+        self.write(found)
+        target = console()
+        write_text("\n".join(self._head()) + "\n\n")
+        target.print(make_table(*table(self.goal, found)))
+        lines = sections(self.goal, found, found_advice, left_out, price_per_hour=self.options.price_per_hour)
+        if self.options.on is not None:
+            lines += ["", *self._about_plans(found_advice)]
+        target.print()
+        target.print("\n".join(lines), markup=False, soft_wrap=True)
 
-    from jaxinfer.measure.advise.report import advice, sections, table
-    from jaxinfer.measure.advise.results import public
+    def _head(self) -> list[str]:
+        options, workload = self.options, self.workload
+        where = f"planned for {options.on}" if options.on is not None else "measured on this machine"
+        return [
+            f"{options.model}, {where}, for {options.goal}",
+            f"prompts of {workload.prompt_tokens} tokens, answers of {workload.answer_tokens}",
+            *([] if self.source is None else [self.source]),
+        ]
 
-    its = advice(goal, found, options.model, arguments)
-    open_to_all = its if its.row is None else replace(its, row=public(its.row))
-    _write(options, {**result, "goal": goal.name, "advice": open_to_all.to_dict(), "not_tried": left_out}, found)
-    columns, cells = table(goal, found)
-    grid = Table(box=None, pad_edge=False)
-    for number, title in enumerate(columns):
-        grid.add_column(title, justify="right" if number else "left", overflow="fold")
-    for row in cells:
-        grid.add_row(*map(plain_cell, row))
-    target = console()
-    write_text(_head(options, workload, about) + "\n\n")
-    target.print(grid)
-    lines = sections(goal, found, its, left_out, price_per_hour=options.price_per_hour)
-    if options.on is not None:
-        lines += ["", *_about_plans(options, its, workload)]
-    target.print()
-    target.print("\n".join(lines), markup=False, soft_wrap=True)
-
-
-def _about_plans(options: AdviseOptions, its: "Advice", workload: "Workload") -> list[str]:
-    lines = [
-        "Nothing ran: times are the least that the chips' rates allow, memory is counted, no KL is measured.",
-        "Measure the KL of rounded weights before use: jaxinfer advise on a machine that runs the model.",
-    ]
-    if its.row is not None:
+    def _about_plans(self, found_advice: "Advice") -> list[str]:
         from jaxinfer.measure.advise.trials import flags
 
-        arguments = {"max_seqs": PLANNED_MAX_SEQS, **its.arguments}
-        arguments = {name: value for name, value in arguments.items() if name in OF_PLAN}
-        length = workload.prompt_tokens.high + workload.answer_tokens.high
-        lines.append(
-            f"Memory as the compiler sees it: jaxinfer plan {shlex.quote(options.model)} --on {options.on} "
-            f"--context {length} {flags(arguments)}"
-        )
-    return lines
+        lines = [
+            "Nothing ran: times are lower bounds from the chips' rates, memory is counted, no KL is measured.",
+            "Measure the KL of quantized weights before use: jaxinfer advise on a machine that runs the model.",
+        ]
+        if found_advice.row is not None:
+            arguments = {"max_seqs": PLANNED_MAX_SEQS, **found_advice.arguments}
+            arguments = {name: value for name, value in arguments.items() if name in OF_PLAN}
+            length = self.workload.prompt_tokens.high + self.workload.answer_tokens.high
+            lines.append(
+                f"Memory by the compiler's analysis: jaxinfer plan {shlex.quote(self.options.model)} "
+                f"--on {self.options.on} --context {length} {flags(arguments)}"
+            )
+        return lines
 
 
-def _head(options: AdviseOptions, workload: "Workload", about: str | None) -> str:
-    where = f"planned for {options.on}" if options.on is not None else "measured here"
-    lines = [
-        f"{options.model}, {where}, for {options.goal}",
-        f"prompts of {workload.prompt_tokens} tokens, answers of {workload.answer_tokens}",
-    ]
-    if about is not None:
-        lines.append(about)
-    return "\n".join(lines)
-
-
-class _Told:
-    """What is under way, on a terminal."""
+class _Progress:
+    """The current trial, shown on a terminal."""
 
     def __init__(self, status: Any):
         self.status, self.name = status, ""
@@ -282,9 +332,9 @@ class _Told:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[_Told]:
+def _progress() -> Iterator[_Progress]:
     if not shows_progress():
-        yield _Told(None)
+        yield _Progress(None)
         return
     with console(stderr=True).status("loading") as status:
-        yield _Told(status)
+        yield _Progress(status)

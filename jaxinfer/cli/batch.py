@@ -1,125 +1,99 @@
 """`jaxinfer batch`: a file of requests in, a file of answers out."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, is_interrupt, say
 from jaxinfer.cli.options import (
     DraftedServingOptions,
     HostsOptions,
     SamplingOptions,
+    as_json,
     follow,
     join_hosts,
     llm_arguments,
     open_llm,
     sampling_values,
 )
-from jaxinfer.cli.output import note, write_json
+from jaxinfer.cli.output import note, waiting, write_json
+from jaxinfer.options import MISSING, argument, option
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary, Job
     from jaxinfer.fleet import RayPool
 
-_FILES = "Files"
-_RAY = "A fleet"
+_files = partial(option, group="Files")
+_fleet = partial(option, group="A fleet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchOptions:
+    path_in: Path = argument(MISSING, "Requests, one JSON object per line.", "IN")
+    path_out: Path = argument(MISSING, "Answers, one JSON object per line, as they finish.", "OUT")
+    errors: Path | None = _files(None, "File for failed rows; default: OUT with .errors.jsonl.", "PATH")
+    resume: bool = _files(
+        True, "Continue OUT if it belongs to the same job; or refuse an existing OUT.", flag="--resume/--no-resume"
+    )
+    retry_errors: bool = _files(False, "Retry rows that failed before.")
+    overwrite: bool = _files(False, "Discard what OUT holds and start again.")
+    ray: bool = _fleet(False, "Run on a pool of engines in Ray actors.")
+    workers: int | None = _fleet(None, "Number of engines; default: 2.", "N", min=1)
+    ray_address: str | None = _fleet(None, "A running cluster, such as auto; default: this machine.", "ADDRESS")
+    worker_resources: str | None = _fleet(
+        None, "What Ray reserves for each engine, such as '{\"num_gpus\": 1}'; default: one CPU.", "JSON"
+    )
+    as_json: bool = as_json("Print a summary as JSON at the end.")
 
 
 def batch(
     model_options: DraftedServingOptions,
     hosts_options: HostsOptions,
     sampling_options: SamplingOptions,
-    path_in: Annotated[Path, typer.Argument(metavar="IN", help="Requests, one JSON object a line.")],
-    path_out: Annotated[Path, typer.Argument(metavar="OUT", help="Answers, one JSON object a line, as they finish.")],
-    errors: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH", help="Where rows that fail go; default: OUT with .errors.jsonl.", rich_help_panel=_FILES
-        ),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume/--no-resume",
-            metavar="",
-            help="Go on where OUT ends, if it is of the same job; or refuse an OUT that exists.",
-            rich_help_panel=_FILES,
-        ),
-    ] = True,
-    retry_errors: Annotated[
-        bool,
-        typer.Option("--retry-errors", metavar="", help="Try rows again that failed before.", rich_help_panel=_FILES),
-    ] = False,
-    overwrite: Annotated[
-        bool,
-        typer.Option("--overwrite", metavar="", help="Start anew and drop what OUT holds.", rich_help_panel=_FILES),
-    ] = False,
-    ray: Annotated[
-        bool, typer.Option("--ray", metavar="", help="Run on a pool of engines in Ray actors.", rich_help_panel=_RAY)
-    ] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Engines; default: 2.", rich_help_panel=_RAY)
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS", help="A running cluster, such as auto; default: this machine.", rich_help_panel=_RAY
-        ),
-    ] = None,
-    worker_resources: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="What Ray reserves for each engine, such as '{\"num_gpus\": 1}'; default: a CPU.",
-            rich_help_panel=_RAY,
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="A summary as JSON, at the end.")] = False,
+    options: BatchOptions,
 ) -> int:
     """Serve a file of requests.
 
-    A line of IN is OpenAI's batch form, with custom_id, url (/v1/chat/completions or /v1/completions) and body; or
-    [bold]{"prompt": "...", "temperature": 0.7}[/bold], or the same with "messages". Sampling options given here are
-    for what a line does not say; --seed is the whole job's, and each line gets its own from it. Without a length, as
-    with OpenAI, chat may take all that fits and completions 16 tokens.
+    A line of IN has OpenAI's batch form, with custom_id, url (/v1/chat/completions or /v1/completions) and body; or it
+    is [bold]{"prompt": "...", "temperature": 0.7}[/bold], or the same with "messages". Sampling options given here
+    apply where a line has none of its own. --seed is that of the whole job, from which each line's seed is derived.
+    The default length is OpenAI's: what fits for chat, 16 tokens for completions.
 
-    Run the same command again after a kill, Ctrl-C or a full disk: it goes on where it was, every line is answered
-    once, and with the same tokens. The exit code is 3 where some lines failed, 1 where all did.
+    After a kill, Ctrl-C or a full disk, run the same command again: it continues where it stopped, every line is
+    answered once, with the same tokens. The exit code is 3 if some lines failed, 1 if all did.
     """
     from jaxinfer.batch import open_job
 
-    if overwrite and retry_errors:
-        raise UsageError("--overwrite starts anew, so there is nothing to retry: leave --retry-errors out")
+    if options.overwrite and options.retry_errors:
+        raise UsageError("--overwrite discards earlier results, so there is nothing to retry: omit --retry-errors")
     values = sampling_values(sampling_options)
-    for name, value in (("workers", workers), ("ray-address", ray_address), ("worker-resources", worker_resources)):
-        if value is not None and not ray:
-            raise UsageError(f"--{name} is for a fleet: say --ray too")
-    resources = _resources(worker_resources)
-    if ray and hosts_options.is_given:
-        raise UsageError("--ray starts workers by itself, so leave --coordinator and the like out")
+    for name in ("workers", "ray_address", "worker_resources"):
+        if getattr(options, name) is not None and not options.ray:
+            raise UsageError(f"--{name.replace('_', '-')} is for a fleet: add --ray")
+    resources = _resources(options.worker_resources)
+    if options.ray and hosts_options.is_given:
+        raise UsageError("--ray starts workers by itself, so omit --coordinator and the like")
     if not join_hosts(hosts_options):
         return follow(model_options)
-    with open_job(
-        path_in, path_out, errors=errors, resume=resume, overwrite=overwrite, retry_errors=retry_errors
-    ) as job:
-        _tell_start(job)
+    flags = {name: getattr(options, name) for name in ("errors", "resume", "overwrite", "retry_errors")}
+    with open_job(options.path_in, options.path_out, **flags) as job:
+        _print_start(job)
         try:
-            if ray:
-                with _open_fleet(model_options, workers or 2, resources, ray_address) as fleet:
+            if options.ray:
+                with _open_fleet(model_options, options.workers or 2, resources, options.ray_address) as fleet:
                     summary = job.run(fleet, values)
             else:
                 with open_llm(model_options) as llm:
                     summary = llm.on_leader(lambda: job.run(llm, values))
         except BaseException as error:
             if is_interrupt(error):
-                say(f"\n{job.num_done:,} of {job.num_rows:,} rows are written; the same command goes on from there")
+                say(f"\n{job.num_done:,} of {job.num_rows:,} rows are written; the same command continues from there")
             raise
     assert summary is not None  # this is host 0
-    _tell_end(summary)
-    if as_json:
+    _print_end(summary)
+    if options.as_json:
         write_json(asdict(summary))
     if summary.failed == 0:
         return OK
@@ -141,24 +115,23 @@ def _resources(text: str | None) -> dict[str, Any]:
 def _open_fleet(
     options: DraftedServingOptions, num_workers: int, resources: dict[str, Any], address: str | None
 ) -> "RayPool":
-    from jaxinfer.cli.output import waiting
     from jaxinfer.fleet import RayPool
 
     with waiting(f"starting {num_workers} workers"):
         return RayPool(options.model, num_workers, options=llm_arguments(options), resources=resources, address=address)
 
 
-def _tell_start(job: "Job") -> None:
+def _print_start(job: "Job") -> None:
     for row in job.scan.bad_rows:
         say(f"{job.scan.path} line {row.line}: {row.error}")
     num_more = job.scan.num_bad - len(job.scan.bad_rows)
     if num_more:
-        say(f"and {num_more:,} more lines that cannot be served")
+        say(f"and {num_more:,} more invalid lines")
     if job.num_done:
         note(f"{job.num_done:,} of {job.num_rows:,} rows are done")
 
 
-def _tell_end(summary: "BatchSummary") -> None:
+def _print_end(summary: "BatchSummary") -> None:
     parts = [f"{summary.rows:,} rows: {summary.ok:,} ok, {summary.failed:,} failed"]
     if summary.resumed == summary.rows:
         parts.append("all were done before")

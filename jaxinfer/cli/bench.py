@@ -1,132 +1,157 @@
-"""`jaxinfer bench`: latency, throughput and load of a model on this machine, beside the roofline measured with them."""
+"""`jaxinfer bench`: latency, throughput and load of a model on this machine, beside the measured roofline."""
 
 import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from jaxinfer.cli.command import UsageError, command
-from jaxinfer.cli.options import DraftedServingOptions, ModelArgument, llm_arguments
+from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, shows_progress, waiting, write_text
-from jaxinfer.cli.workload_options import WorkloadOptions, check_folder, read_workload
+from jaxinfer.options import MISSING, argument, option
+from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
     from jaxinfer.measure.bench.model import Bench
     from jaxinfer.measure.bench.runs import RunOptions
+    from jaxinfer.measure.bench.workload import Workload
 
 WARM_UP_REQUESTS = 2
-# Where a name may be a path: results have its last part only.
+# Options that may be paths: results have only their last part.
 PATHS = ("tokenizer", "draft", "dataset")
+PICTURES = (".png", ".svg", ".pdf")
+
+workload_option = partial(option, group="Workload")
+results_option = partial(option, group="Results")
+seed_option = partial(workload_option, 0, "The same seed gives the same requests.", "N", min=0)
+json_file_option = partial(results_option, None, "Write all results to this file.", "FILE", "--json")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """Requests, and the limits and prices for judging their times."""
+
+    prompt_tokens: str = workload_option("128", "Lengths of prompts, unless --dataset gives prompts.", "N|A:B|log:A:B")
+    answer_tokens: str = workload_option("128", "Lengths of answers, which nothing else ends.", "N|A:B|log:A:B")
+    dataset: Path | None = workload_option(None, 'JSON lines with "prompt" and optionally "output_tokens".', "FILE")
+    temperature: float = workload_option(0.0, "0 takes the most probable token.", "X", min=0)
+    seed: int = seed_option()
+    goodput: str | None = results_option(
+        None, "Also count the requests within these limits of ttft, tpot and e2el.", "ttft:MS,..."
+    )
+    price_per_hour: float | None = results_option(
+        None, "Price of the machine, for the cost per million tokens.", "X", min=0
+    )
+    json: Path | None = json_file_option()
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeasuredModelOptions(DraftedServingOptions):
-    """Those of serving, of a model that has no flag and may be a configuration alone."""
+    """Serving options of a model that is given by position and may be only a configuration."""
 
-    model: ModelArgument
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            metavar="",
-            help="Of MODEL take the configuration only; a config.json alone will do.",
-            rich_help_panel="Model",
-        ),
-    ] = False
+    model: str = model_argument()
+    random_weights: bool = option(
+        False, "Use only the configuration of MODEL (a config.json is enough), with random weights.", group="Model"
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BenchOptions(WorkloadOptions, MeasuredModelOptions):
-    """The model and the engine, and what is asked of it."""
+    """The model, the engine and the requests."""
 
-    steps_per_dispatch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Decode steps of a dispatch; default: 8, for load 1.", rich_help_panel="Engine"
-        ),
-    ] = None
+    steps_per_dispatch: int | None = option(
+        None, "Decode steps of a dispatch; default: 8, for load 1.", "N", min=1, group="Engine"
+    )
 
 
+# Options of the command that are no arguments of `LLM`.
 OWN = ("random_weights", "prompt_tokens", "answer_tokens", "dataset", "temperature", "seed", "goodput")
 OWN += ("price_per_hour", "json")
 
 
-def latency(
-    options: BenchOptions,
-    batch: Annotated[str, typer.Option(metavar="N,N,...", help="Requests at once.")] = "1",
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Batches of each size.")] = 5,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions(BenchOptions):
+    batch: str = option("1", "Batch sizes.", "N,N,...")
+    repeats: int = option(5, "Number of batches of each size.", "N", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions(BenchOptions):
+    requests: int = option(64, "Number of requests.", "N", min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(BenchOptions):
+    rate: str = option("1", "Requests per second; inf sends all at once.", "X,X,...")
+    requests: int = option(64, "Number of requests at each rate.", "N", min=1)
+    burstiness: float = option(1.0, "Of the arrivals: 1 is a Poisson process, less comes in bursts.", "X")
+    max_concurrency: int | None = option(None, "Maximum number of requests in flight; others wait.", "N", min=1)
+    resume: bool = option(False, "Keep the rates that --json FILE has already.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    files: list[Path] = argument(MISSING, "Files that --json wrote.", "FILE...")
+    out: Path = option(MISSING, "The picture, as .png, .svg or .pdf.", "FILE")
+
+
+def latency(options: LatencyOptions) -> None:
     """Measure batches of requests, one batch at a time.
 
-    Every program is compiled first, and a batch of each size runs before the ones that count.
+    All programs are compiled first, and one batch of each size runs before those that are measured.
     """
     from jaxinfer.measure.bench import runs
     from jaxinfer.measure.bench.workload import parse_numbers
 
-    sizes = [int(size) for size in parse_numbers(batch, "--batch", whole=True)]
+    sizes = [int(size) for size in parse_numbers(options.batch, "--batch", integers=True)]
     workload = read_workload(options)
-    arguments = {"max_seqs": max(sizes), **bench_arguments(options)}
-    result = new_result(options, "latency", arguments, {"repeats": repeats})
+    arguments = {"max_seqs": max(sizes), **bench_arguments(options, (*OWN, "batch", "repeats"))}
+    result = new_result(options, "latency", arguments, {"repeats": options.repeats})
     with session(options, result, arguments) as one:
         for size in sizes:
-            batches = [workload.asks(size, one.bench.vocab_size, part) for part in range(repeats + 1)]
-            with progress(f"batch {size}", size * (repeats + 1), options) as how:
-                one.save(runs.latency(one.bench, batches, how))
+            batches = [workload.requests(size, one.bench.vocab_size, part) for part in range(options.repeats + 1)]
+            with progress(f"batch {size}", size * (options.repeats + 1), options) as run_options:
+                one.save(runs.latency(one.bench, batches, run_options))
 
 
-def throughput(
-    options: BenchOptions,
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="Number of requests.")] = 64,
-) -> None:
-    """Measure many requests that come all at once."""
+def throughput(options: ThroughputOptions) -> None:
+    """Measure many requests that arrive at once."""
     from jaxinfer.measure.bench import runs
 
     workload = read_workload(options)
-    arguments = bench_arguments(options)
-    result = new_result(options, "throughput", arguments, {"requests": requests})
+    arguments = bench_arguments(options, (*OWN, "requests"))
+    result = new_result(options, "throughput", arguments, {"requests": options.requests})
     with session(options, result, arguments) as one:
-        warm = workload.asks(WARM_UP_REQUESTS, one.bench.vocab_size, part=1)
-        asks = workload.asks(requests, one.bench.vocab_size)
-        with progress("requests", requests + len(warm), options) as how:
-            one.save(runs.throughput(one.bench, asks, warm, how))
+        warm_up = workload.requests(WARM_UP_REQUESTS, one.bench.vocab_size, part=1)
+        requests = workload.requests(options.requests, one.bench.vocab_size)
+        with progress("requests", len(requests) + len(warm_up), options) as run_options:
+            one.save(runs.throughput(one.bench, requests, warm_up, run_options))
 
 
-def load(
-    options: BenchOptions,
-    rate: Annotated[str, typer.Option(metavar="X,X,...", help="Requests a second; inf sends all at once.")] = "1",
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="At each rate.")] = 64,
-    burstiness: Annotated[
-        float, typer.Option(metavar="X", help="Of the arrivals: 1 is a Poisson process, less comes in bursts.")
-    ] = 1.0,
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Requests sent at once; others wait to be sent.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", metavar="", help="Keep the rates that --json FILE has already.")
-    ] = False,
-) -> None:
-    """Measure requests that arrive while others run, through the path that streams to clients.
+def load(options: LoadOptions) -> None:
+    """Measure requests that arrive over time and are streamed to clients.
 
-    Time to first token counts from when a request was sent, so not what --max-concurrency made it wait.
+    The time to the first token counts from when a request is sent, so it excludes what --max-concurrency makes it wait.
     """
     from jaxinfer.measure.bench import results, runs
     from jaxinfer.measure.bench.workload import arrivals, parse_numbers
 
-    rates = parse_numbers(rate, "--rate")
-    arrivals(rates[0], 1, burstiness=burstiness)  # before a long start
-    if resume and options.json is None:
-        raise UsageError("--resume needs --json FILE, which has the rates that are done")
+    rates = parse_numbers(options.rate, "--rate")
+    arrivals(rates[0], 1, burstiness=options.burstiness)  # raises before a long start
+    if options.resume and options.json is None:
+        raise UsageError("--resume needs --json FILE with the rates that are done")
     workload = read_workload(options)
-    own = {"requests": requests, "burstiness": burstiness, "max_concurrency": max_concurrency}
-    arguments = bench_arguments(options)
+    own = {name: getattr(options, name) for name in ("requests", "burstiness", "max_concurrency")}
+    arguments = bench_arguments(options, (*OWN, *own, "rate", "resume"))
     result = new_result(options, "load", arguments, own)
-    if resume and options.json is not None:
-        result["runs"] = results.finished(options.json, result)
+    if options.resume and options.json is not None:
+        result["runs"] = results.earlier_runs(options.json, result)
     done = [run["rate"] for run in result["runs"]]
     left = [(one, name) for one in rates if (name := one if math.isfinite(one) else "inf") not in done]
     if not left:
@@ -134,38 +159,62 @@ def load(
         return
     with session(options, result, arguments, serves=True) as one:
         for number, name in left:
-            # The same requests at each rate, so that nothing but the load differs.
-            asks = workload.asks(requests, one.bench.vocab_size)
-            times = arrivals(number, requests, burstiness=burstiness, seed=options.seed)
-            with progress(f"{name} requests/s", requests, options) as how:
-                one.save({"rate": name, **runs.load(one.bench, asks, times, how, max_concurrency)})
+            # The same requests at each rate, so that only the load differs.
+            requests = workload.requests(options.requests, one.bench.vocab_size)
+            times = arrivals(number, options.requests, burstiness=options.burstiness, seed=options.seed)
+            with progress(f"{name} requests/s", options.requests, options) as run_options:
+                run = runs.load(one.bench, requests, times, run_options, options.max_concurrency)
+                one.save({"rate": name, **run})
 
 
-def plot(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What --json wrote.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The picture, as .png, .svg or .pdf.")],
-) -> None:
-    """Draw results: latency against load, tokens/s against batch with the roofline, acceptance, memory."""
+def plot(options: PlotOptions) -> None:
+    """Draw results: latency by load, tokens/s by batch size with the roofline, acceptance, memory."""
     from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.plot import draw
 
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UsageError(f"--out: {out} ends in neither .png, .svg nor .pdf")
-    check_folder(out, "--out")
-    titles = draw([results.read(file) for file in files], out)
-    write_text(f"{out}: {', '.join(titles)}\n")
+    check_picture(options.out, "--out")
+    titles = draw([results.read_result(file) for file in options.files], options.out)
+    write_text(f"{options.out}: {', '.join(titles)}\n")
 
 
-def bench_arguments(options: MeasuredModelOptions, own: Sequence[str] = OWN) -> dict[str, Any]:
-    """The arguments of `LLM` among the options: all but the command's own."""
+def read_workload(options: WorkloadOptions) -> "Workload":
+    """Raises UsageError or ValueError for an option that cannot be read."""
+    from jaxinfer.measure.bench.metrics import parse_goodput
+    from jaxinfer.measure.bench.workload import Lengths, Workload, read_dataset
+
+    parse_goodput(options.goodput)
+    check_folder(options.json, "--json")
+    return Workload(
+        Lengths.parse(options.prompt_tokens, "--prompt-tokens"),
+        Lengths.parse(options.answer_tokens, "--answer-tokens"),
+        () if options.dataset is None else read_dataset(options.dataset),
+        options.seed,
+    )
+
+
+def check_folder(file: Path | None, flag: str) -> None:
+    """Raises UsageError if the folder of a file to write does not exist."""
+    if file is not None and not file.resolve().parent.is_dir():
+        raise UsageError(f"{flag}: no folder {file.resolve().parent}")
+
+
+def check_picture(file: Path | None, flag: str) -> None:
+    """Raises UsageError, before anything is measured, for a picture that could not be written."""
+    if file is not None and file.suffix not in PICTURES:
+        raise UsageError(f"{flag}: {file} ends in neither .png, .svg nor .pdf")
+    check_folder(file, flag)
+
+
+def bench_arguments(options: MeasuredModelOptions, own: Sequence[str]) -> dict[str, Any]:
+    """The arguments of `LLM` among the options: all but those in `own`."""
     if options.random_weights and options.requantize is not None:
-        raise UsageError("--requantize is for a GGUF file's weights, and --random-weights takes none")
+        raise UsageError("--requantize is for a GGUF file's weights, which --random-weights does not read")
     return {name: value for name, value in llm_arguments(options).items() if name not in own}
 
 
 @dataclass(frozen=True)
 class Session:
-    """An open model, and the result that its runs are added to; each is written at once."""
+    """An open model, and the result that its runs are added to; each run is written to the file at once."""
 
     bench: "Bench"
     result: dict[str, Any]
@@ -176,26 +225,26 @@ class Session:
 
         self.result["runs"].append(run)
         if self.file is not None:
-            results.write(self.file, self.result)
+            results.write_result(self.file, self.result)
 
 
 def new_result(options: BenchOptions, name: str, arguments: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A result without runs. Its options are all that were given, without a path."""
+    """A result without runs. It has the given options, without paths."""
     from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.model import machine, public_name
 
-    said = {**arguments, **{one: getattr(options, one) for one in OWN if one != "json"}, **own}
-    said = {one: public_name(str(value)) if one in PATHS and value else value for one, value in said.items()}
-    said = {one: value for one, value in said.items() if value is not None}
-    return results.new(name, public_name(options.model), json.loads(json.dumps(said)), machine=machine())
+    values = {**arguments, **{one: getattr(options, one) for one in OWN if one != "json"}, **own}
+    values = {one: public_name(str(value)) if one in PATHS and value else value for one, value in values.items()}
+    values = {one: value for one, value in values.items() if value is not None}
+    return results.new_result(name, public_name(options.model), json.loads(json.dumps(values)), machine=machine())
 
 
 @contextlib.contextmanager
 def session(
     options: BenchOptions, result: dict[str, Any], arguments: dict[str, Any], *, serves: bool = False
 ) -> Iterator[Session]:
-    """Opens the model, and prints the tables when the block has ended."""
-    from jaxinfer.measure.bench import text
+    """Opens the model, and prints the tables when the block ends."""
+    from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.model import opened
 
     with contextlib.ExitStack() as stack:
@@ -205,49 +254,34 @@ def session(
             )
         result["start"], result["roofline"] = asdict(bench.start), bench.ideal.measured.to_dict()
         yield Session(bench, result, options.json)
-    show(text.header(result), *text.rows(result), text.details(result))
-
-
-def show(head: list[str], columns: list[str], cells: list[list[str]], details: list[str]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for number, title in enumerate(columns):
-        table.add_column(title, justify="right" if number else "left")
-    for row in cells:
-        table.add_row(*row)
     target = console()
-    target.print("\n".join(head), markup=False, soft_wrap=True)
-    target.print(table)
-    target.print("\n".join(details), markup=False, soft_wrap=True)
+    target.print("\n".join(results.header(result)), markup=False, soft_wrap=True)
+    target.print(make_table(*results.rows(result)))
+    target.print("\n".join(results.details(result)), markup=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def progress(title: str, total: int, options: BenchOptions) -> Iterator["RunOptions"]:
-    """How requests run, with a bar on a terminal that counts those that have ended."""
+    """Options of a run, with a progress bar on a terminal that counts finished requests."""
     from tqdm.auto import tqdm
 
     from jaxinfer.measure.bench.metrics import parse_goodput
     from jaxinfer.measure.bench.runs import RunOptions
 
     with tqdm(total=total, desc=title, unit="request", disable=not shows_progress()) as bar:
-
-        def told() -> None:
-            bar.update()
-
         yield RunOptions(
             temperature=options.temperature,
             seed=options.seed,
             limits=parse_goodput(options.goodput),
             price_per_hour=options.price_per_hour,
-            told=told,
+            progress=bar.update,
         )
 
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Measure a model here: latency, throughput, load; draw the results.",
+    help="Measure a model on this machine: latency, throughput, load; draw the results.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _function in {"latency": latency, "throughput": throughput, "load": load, "plot": plot}.items():

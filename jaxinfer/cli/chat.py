@@ -1,52 +1,213 @@
 """`jaxinfer chat`: a conversation, typed or piped in."""
 
 import contextlib
+import json
+import os
 import signal
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from jaxinfer.cli.chat_session import ChatSession, Turn, TurnError
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
-from jaxinfer.cli.options import DraftedModelOptions, SamplingOptions, merge_params, open_llm, sampling_values
+from jaxinfer.cli.options import (
+    DraftedModelOptions,
+    SamplingOptions,
+    as_json,
+    merge_params,
+    open_llm,
+    sampling_values,
+)
 from jaxinfer.cli.output import (
     console,
     describe,
     end_line,
+    json_ready,
     note,
+    open_output,
     print_logprobs,
     request_data,
     stream_answer,
     write_json,
     write_text,
 )
+from jaxinfer.options import option
+from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
+    from jaxinfer.engine.request import RequestOutput
     from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
+
+
+Message = dict[str, str]
+HELP = """\
+/help              this list
+/reset             clear the conversation; the system message stays
+/system TEXT       set the system message; without a text, remove it
+/save FILE         write the conversation as JSON
+/params            show the sampling parameters
+/set NAME VALUE    change one, such as /set temperature 0.7; none removes it
+/quit              leave, as Ctrl-D does"""
+
+
+class TurnError(ValueError):
+    """A turn cannot be answered; the conversation is unchanged."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer. `output` is None if the user stopped it; `is_out_of_room` is true if max_model_len ended it."""
+
+    text: str
+    output: "RequestOutput | None"
+    params: "SamplingParams"
+    num_prompt_tokens: int
+    is_out_of_room: bool
+
+
+class ChatSession:
+    """The state between turns. A turn that fails leaves it unchanged."""
+
+    def __init__(self, model: str, params: "SamplingParams", max_model_len: int, system: str | None = None):
+        self.model, self.params, self.max_model_len, self.system = model, params, max_model_len, system
+        self.turns: list[Message] = []
+        self._saved: set[Path] = set()
+
+    @property
+    def messages(self) -> list[Message]:
+        first = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return [*first, *self.turns]
+
+    def with_user(self, text: str) -> list[Message]:
+        """The messages with a new one, which is not kept yet."""
+        return [*self.messages, {"role": "user", "content": text}]
+
+    def keep(self, messages: list[Message], answer: str) -> None:
+        """Adds an answered message and its answer to the conversation."""
+        self.turns += [messages[-1], {"role": "assistant", "content": answer}]
+
+    def fit(self, num_prompt_tokens: int) -> tuple["SamplingParams", bool]:
+        """The parameters with max_tokens limited to the remaining length, and whether that is less than requested.
+
+        Raises TurnError, with both lengths, if no token fits.
+        """
+        room = self.max_model_len - num_prompt_tokens
+        wanted = self.params.max_tokens
+        if room < max(1, self.params.min_tokens):
+            least = "" if self.params.min_tokens <= 1 else f" and min_tokens={self.params.min_tokens} do not fit: that"
+            raise TurnError(
+                f"the conversation has {num_prompt_tokens} tokens{least or ', which'} leaves no room in "
+                f"max_model_len={self.max_model_len}: /reset starts a new one"
+            )
+        if wanted is not None and wanted <= room:
+            return self.params, False
+        return replace(self.params, max_tokens=room), True
+
+    def out_of_room(self, turn: Turn) -> str:
+        return (
+            f"the answer was cut: with {turn.num_prompt_tokens} tokens before it the conversation has reached "
+            f"max_model_len={self.max_model_len}; /reset starts a new one"
+        )
+
+    def command(self, line: str) -> str | None:
+        """Runs a /command; returns the text to show, or None to leave. Raises ValueError for a wrong command."""
+        name, _, rest = line[1:].partition(" ")
+        commands: dict[str, Callable[[str], str | None]] = {
+            "help": lambda _: HELP,
+            "reset": self._reset,
+            "system": self._set_system,
+            "save": self._save,
+            "params": lambda _: self._show_params(),
+            "set": self._set_param,
+            "quit": lambda _: None,
+            "exit": lambda _: None,
+        }
+        if name not in commands:
+            raise ValueError(f"/{name} is not a command: /help lists them")
+        return commands[name](rest.strip())
+
+    def _reset(self, _: str) -> str:
+        num_turns = len(self.turns) // 2
+        self.turns = []
+        return f"cleared {num_turns} {'turn' if num_turns == 1 else 'turns'}"
+
+    def _set_system(self, text: str) -> str:
+        self.system = text or None
+        return f"system message: {self.system}" if text else "no system message"
+
+    def _save(self, name: str) -> str:
+        if not name:
+            raise ValueError("/save needs the name of a file")
+        path = Path(os.path.expanduser(name))
+        if path.exists() and path.resolve() not in self._saved:
+            raise FileExistsError(f"{path} exists already: choose another name")
+        content = {"model": self.model, "params": self._params(), "messages": self.messages}
+        with open_output(path) as file:
+            file.write(json.dumps(json_ready(content), indent=2, ensure_ascii=False) + "\n")
+        self._saved.add(path.resolve())
+        return f"saved {len(self.messages)} messages in {path}"
+
+    def _params(self) -> dict[str, Any]:
+        return {field.name: getattr(self.params, field.name) for field in fields(self.params)}
+
+    def _show_params(self) -> str:
+        shown = {name: _readable(value) for name, value in self._params().items() if name != "n"}
+        shown["max_tokens"] = "none: as many as fit" if self.params.max_tokens is None else shown["max_tokens"]
+        return facts_text(shown).rstrip("\n")
+
+    def _set_param(self, text: str) -> str:
+        from jaxinfer.sampling.params import SamplingParams
+
+        name, _, value = text.partition(" ")
+        name = name.replace("-", "_")
+        if not name or not value.strip():
+            raise ValueError("/set needs a name and a value: /set temperature 0.7")
+        if name == "n":
+            raise ValueError("a chat has one answer per turn: n stays 1")
+        self.params = SamplingParams.from_dict({**self._params(), name: _parse(value.strip())})
+        return f"{name} = {_readable(getattr(self.params, name))}"
+
+
+def _parse(text: str) -> Any:
+    """A JSON value, with none, true and false in any case; anything else is a text."""
+    known = {"none": None, "null": None, "true": True, "false": False}
+    if text.lower() in known:
+        return known[text.lower()]
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _readable(value: Any) -> str:
+    if value is None or value == ():
+        return "none"
+    return ", ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
+
 
 PROMPT = ">>> "
 
 
-def chat(
-    model_options: DraftedModelOptions,
-    sampling_options: SamplingOptions,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="JSON lines: one object for each turn.")] = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    system: str | None = option(None, "The system message.", "TEXT")
+    as_json: bool = as_json("JSON lines: one object for each turn.")
+
+
+def chat(model_options: DraftedModelOptions, sampling_options: SamplingOptions, options: ChatOptions) -> int:
     """Talk with a model.
 
     In a pipe, each line is a turn. Lines that begin with / are commands; [bold]/help[/bold] lists them. Ctrl-C stops
     an answer, Ctrl-D ends the conversation.
 
-    Sampling options that are not given come from the checkpoint's generation_config. Where neither --max-tokens nor the
-    checkpoint limits an answer, it may fill what max_model_len leaves.
+    Sampling options that are not given come from the checkpoint's generation_config. If neither --max-tokens nor the
+    checkpoint limits an answer, max_model_len does.
     """
     values = sampling_values(sampling_options)
     if values.get("n", 1) != 1:
-        raise UsageError("a chat has one answer to each turn: --n is for jaxinfer generate")
+        raise UsageError("a chat has one answer per turn: --n is for jaxinfer generate")
     with open_llm(model_options, max_seqs=1) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError(
@@ -54,15 +215,15 @@ def chat(
                 "or add a chat_template.jinja to its folder"
             )
         params = merge_params(llm.default_params, {**_length_of_answers(llm.default_params), **values})
-        session = ChatSession(llm.name, params, llm.max_model_len, system)
-        is_interactive = sys.stdin.isatty() and not as_json
+        session = ChatSession(llm.name, params, llm.max_model_len, options.system)
+        is_interactive = sys.stdin.isatty() and not options.as_json
         if is_interactive:
             return _converse(llm, session)
-        return _read_turns(llm, session, as_json=as_json)
+        return _read_turns(llm, session, as_json=options.as_json)
 
 
 def _length_of_answers(defaults: "SamplingParams") -> dict[str, None]:
-    """A chat has no use for the 16 tokens that stand where the checkpoint sets no limit: answers may take what fits."""
+    """Removes the default limit of 16 tokens, unless the checkpoint sets a limit."""
     from jaxinfer.sampling.params import SamplingParams
 
     return {"max_tokens": None} if defaults.max_tokens == SamplingParams().max_tokens else {}
@@ -100,7 +261,7 @@ def _converse(llm: "LLM", session: ChatSession) -> int:
             _complain(sentence(error))
             continue
         if turn.output is None:
-            note("stopped; what was said stays in the conversation")
+            note("stopped; the partial answer stays in the conversation")
         else:
             note(describe(llm, turn.output))
         if turn.is_out_of_room:
@@ -108,7 +269,7 @@ def _converse(llm: "LLM", session: ChatSession) -> int:
 
 
 def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
-    """Every line of standard input is a turn; a turn that fails is told, and the next one goes on without it."""
+    """Each line of standard input is a turn; a failed turn is reported and left out of the conversation."""
     num_turns = num_failed = 0
     for line in sys.stdin:
         line = line.rstrip("\r\n")
@@ -143,7 +304,7 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
 
 
 def _answer(llm: "LLM", session: ChatSession, text: str, *, is_interactive: bool, is_quiet: bool = False) -> Turn:
-    """One turn: the answer is written as it comes and becomes part of the conversation."""
+    """One turn: the answer is streamed and added to the conversation."""
     messages = session.with_user(text)
     prompt = llm.chat_prompt(messages)
     params, is_cut = session.fit(len(prompt))
@@ -155,7 +316,7 @@ def _answer(llm: "LLM", session: ChatSession, text: str, *, is_interactive: bool
     if output is not None:
         answered = output.outputs[0]
         if answered.finish_reason == "error":
-            raise TurnError(answered.error or "the answer was not computed")
+            raise TurnError(answered.error or "the answer failed")
         if not is_quiet:
             _write_logprobs(output, params)
     session.keep(messages, answer)
@@ -194,7 +355,7 @@ def _complain(message: str) -> None:
 
 @contextlib.contextmanager
 def _stoppable(is_wanted: bool) -> Iterator:
-    """Within, Ctrl-C is noted, not raised, so that no step of the engine is cut in two; a second one is raised."""
+    """Within the block Ctrl-C sets a flag, so that no engine step is interrupted; a second Ctrl-C is raised."""
     pressed: list[int] = []
     if not is_wanted:
         yield lambda: False

@@ -1,4 +1,4 @@
-"""What every command shares: groups of options as dataclasses, and errors as one sentence with an exit code."""
+"""Shared by all commands: dataclasses of options as flags, and errors as one sentence with an exit code."""
 
 import contextlib
 import dataclasses
@@ -9,22 +9,24 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+from jaxinfer.options import Description
 
 OK, ERROR, USAGE, PARTIAL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 
 
 class UsageError(Exception):
-    """The command line cannot be understood; the message says what to write instead."""
+    """A wrong command line; the message says what to write instead."""
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
     """Makes a function a command for typer.
 
-    A parameter whose type is a dataclass becomes one option for each of its fields, so that commands share groups of
-    options. What the function returns is the exit code (None: 0); what it raises is told in a sentence.
+    A parameter whose type is a dataclass of `jaxinfer.options` becomes one flag for each field, so that commands share
+    groups of options. The function returns the exit code (None: 0); an exception is printed as one sentence.
     """
     hints = typing.get_type_hints(function, include_extras=True)
     groups: dict[str, type] = {}
@@ -52,7 +54,7 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def guarded(call: Callable[[], int | None]) -> int:
-    """Runs a command's body; returns the exit code after telling what went wrong."""
+    """Runs a command's body; prints an error and returns the exit code."""
     try:
         with _plain_warnings():
             code = call() or OK
@@ -62,7 +64,7 @@ def guarded(call: Callable[[], int | None]) -> int:
         raise
     except KeyboardInterrupt:
         return _interrupted()
-    except BrokenPipeError:  # the reader of our output has gone, as `head` does: nobody to tell
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
@@ -81,8 +83,8 @@ def _interrupted() -> int:
 
 
 def is_interrupt(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind an error: what it cuts short may fail in its turn, and JAX's compiler, interrupted in a
-    callback, raises an error of its own that only names it."""
+    """Whether Ctrl-C caused an error: directly, through another exception, or inside JAX's compiler, which raises an
+    error of its own whose text names KeyboardInterrupt."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt) or (
             type(error).__module__.startswith("jax") and "KeyboardInterrupt" in str(error)
@@ -93,7 +95,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, for people."""
+    """An error as one sentence."""
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
     message = str(error).strip()
@@ -105,22 +107,35 @@ def sentence(error: BaseException) -> str:
 
 
 def say(message: str) -> None:
-    """A line on standard error."""
+    """Prints a line to standard error."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 
 def _options_of(group: type) -> list[inspect.Parameter]:
+    """The parameters for typer that a dataclass of options stands for."""
     hints = typing.get_type_hints(group, include_extras=True)
     return [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
+            annotation=Annotated[hints[field.name], _typer_option(field, hints[field.name])],
         )
         for field in dataclasses.fields(group)
     ]
+
+
+def _typer_option(field: "dataclasses.Field[Any]", hint: Any) -> Any:
+    """What typer has to know; a switch that is off by default has no negative form."""
+    about: Description = field.metadata["option"]
+    text = about.help.removesuffix(".") + "; may be repeated." if about.is_repeated else about.help
+    texts: dict[str, Any] = {"help": text, "rich_help_panel": about.group, "min": about.min, "max": about.max}
+    if about.is_argument:
+        return typer.Argument(metavar=about.metavar, **texts)
+    is_switch = bool in (hint, *typing.get_args(hint))
+    flags = about.flags or (("--" + field.name.replace("_", "-"),) if is_switch and field.default is False else ())
+    return typer.Option(*flags, metavar="" if is_switch else about.metavar, **texts)
 
 
 def _unwrapped(text: str) -> str:

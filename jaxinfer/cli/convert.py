@@ -1,61 +1,58 @@
-"""`jaxinfer convert`: a checkpoint to the native form, back to Hugging Face's, or to another dtype."""
+"""`jaxinfer convert`: a checkpoint to the native format, back to Hugging Face's, or to another dtype."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.cli.command import INTERRUPTED, say
+from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import shows_progress, write_json, write_text
+from jaxinfer.options import MISSING, argument, option
+from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
     from checkpoints_convert import ConvertReport
 
 
-def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder, a GGUF file, or a hub id.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="Folder to write; it appears when it is whole.")],
-    to: Annotated[Literal["native", "huggingface"], typer.Option(help="The form to write.")] = "native",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Cast to this; auto keeps what is stored.")
-    ] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a checkpoint at DST.")] = False,
-    revision: Annotated[str | None, typer.Option(metavar="TEXT", help="Branch, tag or commit of a hub id.")] = None,
-    requantize: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="For a GGUF file's quantized weights: dense, or a format such as int4-g128; default: kept exactly.",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Folder with tokenizer files to write instead of SRC's own.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="The report as one JSON object.")] = False,
-) -> int | None:
+NAMES = ("to", "dtype", "overwrite", "revision", "requantize", "tokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    source: str = argument(MISSING, "A checkpoint's folder, a GGUF file, or a hub id.", "SRC")
+    destination: str = argument(MISSING, "Folder to write; it appears when it is complete.", "DST")
+    to: Literal["native", "huggingface"] = option("native", "The format to write.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "Cast to this type; auto does not cast.")
+    overwrite: bool = overwrite("Replace a checkpoint at DST.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.", "TEXT")
+    requantize: str | None = option(
+        None,
+        "Quantized weights of a GGUF file become dense, or a format such as int4-g128; default: unchanged.",
+        "NAME",
+    )
+    tokenizer: str | None = option(None, "Folder with tokenizer files to write instead of SRC's own.", "PATH")
+    as_json: bool = as_json("The report as one JSON object.")
+
+
+def convert(options: ConvertOptions) -> int | None:
     """Convert a checkpoint.
 
-    The native form has checksums, and a conversion to it that was interrupted goes on when it is repeated.
+    The native format has checksums, and an interrupted conversion to it continues when it is repeated.
     """
     import checkpoints_convert
 
     try:
         report = checkpoints_convert.convert(
-            source,
-            destination,
-            to=to,
-            dtype=dtype,
-            overwrite=overwrite,
-            revision=revision,
-            requantize=requantize,
-            tokenizer=tokenizer,
+            options.source,
+            options.destination,
             progress=True if shows_progress() else None,
+            **{name: getattr(options, name) for name in NAMES},
         )
     except KeyboardInterrupt:
-        if to != "native":
+        if options.to != "native":
             raise
-        say("interrupted; the same command goes on after the last whole layer")
+        say("interrupted; the same command continues after the last complete layer")
         return INTERRUPTED
-    if as_json:
+    if options.as_json:
         write_json(report.to_dict())
     else:
         write_text(_summary(report))
@@ -64,19 +61,19 @@ def convert(
 
 def _summary(report: "ConvertReport") -> str:
     config = report.config
-    lines = [
-        f"wrote       {report.destination}",
-        f"model       {config.architecture}, {config.num_layers} layers",
-        f"parameters  {report.num_bytes:,} bytes of {config.dtype}",
-        f"time        {report.seconds:.1f} s",
-    ]
+    facts = {
+        "wrote": report.destination,
+        "model": f"{config.architecture}, {config.num_layers} layers",
+        "parameters": f"{report.num_bytes:,} bytes of {config.dtype}",
+        "time": f"{report.seconds:.1f} s",
+    }
     if report.num_resumed_units:
-        lines.append(f"resumed     {report.num_resumed_units} of {report.num_units} units were written before")
+        facts["resumed"] = f"{report.num_resumed_units} of {report.num_units} units were written before"
     if report.cast_errors:
         name, error = max(report.cast_errors.items(), key=lambda item: item[1])
-        lines.append(f"cast        largest relative error {error:.3g}, in {name}")
+        facts["cast"] = f"largest relative error {error:.3g}, in {name}"
     if report.requantize_errors:
         from checkpoints_convert.load import requantize_summary
 
-        lines.append(f"rounded     {requantize_summary(report.requantize_errors, report.requantize or '')}")
-    return "\n".join(lines) + "\n"
+        facts["rounded"] = requantize_summary(report.requantize_errors, report.requantize or "")
+    return facts_text(facts)

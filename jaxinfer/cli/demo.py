@@ -1,20 +1,21 @@
 """`jaxinfer demo`: the embedded model writes Python, and how fast it does."""
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK, say
-from jaxinfer.cli.options import merge_params
+from jaxinfer.cli.options import as_json, merge_params
 from jaxinfer.cli.output import console, decode_rate, describe, end_line, stream_answer, waiting, write_json, write_text
+from jaxinfer.options import option
+from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import RequestOutput
     from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
 
-# Each ends with a whole token, as the model has seen it: a space or an indentation belongs to what follows.
+# Each ends at a token boundary: a space or an indentation belongs to the next token.
 PROMPTS = (
     "def read_lines(path):\n    with",
     "async def connect(host, port):",
@@ -22,30 +23,31 @@ PROMPTS = (
 )
 
 
-def demo(
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="Continue this instead; may be repeated."),
-    ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens for each prompt.")] = 64,
-    temperature: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="0 takes the most probable token. Default: the checkpoint's generation_config."),
-    ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same text.")] = 0,
-    model: Annotated[str, typer.Option("--model", "-m", help="demo, demo-draft, or any other model.")] = "demo",
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    prompt: list[str] | None = option(None, "Continue this text instead; may be repeated.", "TEXT", "--prompt -p")
+    max_tokens: int = option(64, "Tokens to generate for each prompt.", "N")
+    temperature: float | None = option(
+        None, "0 takes the most probable token. Default: the checkpoint's generation_config.", "X"
+    )
+    seed: int = option(0, "The same seed gives the same text.", "N")
+    model: str = option("demo", "demo, demo-draft, or any other model.", flag="--model -m")
+    as_json: bool = as_json("One JSON object.")
+
+
+def demo(options: DemoOptions) -> int:
     """Generate text with the model inside this package.
 
-    It completes Python code; nothing is downloaded and no accelerator is needed. Every program is compiled before the
-    clock starts.
+    The model completes Python code; nothing is downloaded and no accelerator is needed. All programs are compiled
+    before the time is measured.
     """
     from jaxinfer.sampling.params import SamplingParams
 
-    values = {"max_tokens": max_tokens, "seed": seed, **({} if temperature is None else {"temperature": temperature})}
-    SamplingParams.from_dict(values)  # refuses before the model is loaded
-    prompts = tuple(prompt or PROMPTS)
+    model, as_json = options.model, options.as_json
+    values = {name: getattr(options, name) for name in ("max_tokens", "seed", "temperature")}
+    values = {name: value for name, value in values.items() if value is not None}
+    SamplingParams.from_dict(values)  # raises before the model is loaded
+    prompts = tuple(options.prompt or PROMPTS)
     started = time.monotonic()
     with waiting(f"loading {model}"):
         from jaxinfer.llm import LLM
@@ -82,7 +84,7 @@ def demo(
 
 
 def _compile(llm: "LLM", prompts: tuple[str, ...], params: "SamplingParams") -> None:
-    """Runs every prompt for two tokens, which compiles exactly what the prompts need."""
+    """Generates two tokens for each prompt, which compiles exactly the programs that the prompts need."""
     from dataclasses import replace
 
     short = replace(params, max_tokens=min(2, params.max_tokens or 2))
@@ -120,7 +122,7 @@ def _measures(output: "RequestOutput") -> dict[str, Any]:
 
 
 def _totals(outputs: list["RequestOutput"]) -> dict[str, Any]:
-    """Over all prompts, which run one after the other. The first token of each counts as prefill, not as decoding."""
+    """Sums over all prompts, which run one after the other. First tokens count as prefill, not as decoding."""
     timings = [output.timings for output in outputs if output.timings is not None]
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     first = sum(one.time_to_first_token for one in timings)
@@ -135,11 +137,10 @@ def _totals(outputs: list["RequestOutput"]) -> dict[str, Any]:
 
 
 def _print_totals(total: dict[str, Any]) -> None:
-    """One measure a line."""
     rate = total["decode_tokens_per_second"]
     lines = {
         "decode": "too short to measure" if rate is None else f"{rate:,.0f} tokens/s",
         "first token": f"{1000 * total['mean_time_to_first_token_seconds']:,.0f} ms on average",
         "in total": f"{total['num_tokens']} tokens in {total['total_seconds']:.2f} s",
     }
-    write_text("\n" + "".join(f"{name:<14}{value}\n" for name, value in lines.items()))
+    write_text("\n" + facts_text(lines))

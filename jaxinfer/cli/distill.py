@@ -1,14 +1,16 @@
-"""`jaxinfer distill`: trains a small draft that chooses as its target does, for speculative decoding."""
+"""`jaxinfer distill`: trains a small draft model for speculative decoding."""
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import typer
+from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import note, waiting, write_json, write_text
+from jaxinfer.options import MISSING, option
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -16,154 +18,115 @@ if TYPE_CHECKING:
     from jaxinfer.training.acceptance import Acceptance
     from jaxinfer.training.distill import DistillOptions, DistillResult, Documents, TextRequest
 
-_DRAFT = "The draft"
-_TRAINING = "Training"
+_draft = partial(option, group="The draft")
+_training = partial(option, group="Training")
 
 
-def distill(
-    target: Annotated[
-        str,
-        typer.Option(metavar="MODEL", help="The model to speed up: a checkpoint's folder, a hub id, or demo."),
-    ],
-    data: Annotated[
-        list[Path],
-        typer.Option(metavar="PATH", help="A text file, or a folder of them; may be repeated. One document a file."),
-    ],
-    out: Annotated[Path, typer.Option(metavar="PATH", help="Folder for the draft; it appears when it is whole.")],
-    layers: Annotated[int, typer.Option(metavar="N", min=1, help="Its layers.", rich_help_panel=_DRAFT)] = 2,
-    width: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Its width, a multiple of the head width.", rich_help_panel=_DRAFT)
-    ] = 128,
-    inner: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Its MLP's width; default: 3 times the width.", rich_help_panel=_DRAFT),
-    ] = None,
-    copying: Annotated[
-        bool,
-        typer.Option(
-            "--copying/--no-copying",
-            metavar="",
-            help="Begin with heads that copy what was said before; 80 wider, two heads more in each layer.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = True,
-    init_layers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N",
-            help="Begin with these layers of the target, 0 the first, as they are; the width is the target's.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps.", rich_help_panel=_TRAINING)] = 1000,
-    loss: Annotated[
-        Literal["fkl", "rkl", "tv"],
-        typer.Option(
-            help="Distance of the draft from the target: forward or reverse KL, total variation.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = "fkl",
-    temperature: Annotated[
-        float,
-        typer.Option(
-            metavar="X",
-            help="Of the target in the loss; below 1 its first choice counts more.",
-            rich_help_panel=_TRAINING,
-        ),
-    ] = 0.6,
-    on_policy: Annotated[
-        float,
-        typer.Option(
-            metavar="X", help="Share of training text that the target writes, 0..1.", rich_help_panel=_TRAINING
-        ),
-    ] = 0.9,
-    texts: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Texts that the target writes.", rich_help_panel=_TRAINING)
-    ] = 3584,
-    length: Annotated[
-        int, typer.Option(metavar="N", min=4, help="Tokens of a training sequence.", rich_help_panel=_TRAINING)
-    ] = 256,
-    batch_size: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Sequences of a step.", rich_help_panel=_TRAINING)
-    ] = 12,
-    learning_rate: Annotated[
-        float, typer.Option(metavar="X", help="Its highest value.", rich_help_panel=_TRAINING)
-    ] = 1.5e-3,
-    seed: Annotated[int, typer.Option(metavar="N", help="Same seed, same draft.", rich_help_panel=_TRAINING)] = 0,
-    work_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="Keeps the target's texts and checkpoints. Default: OUT.training."),
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the weights that are written.")
-    ] = "bfloat16",
-    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a draft that is there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> None:
-    """Train a small draft for a model, for speculative decoding.
+@dataclass(frozen=True, kw_only=True)
+class DistillCommandOptions:
+    target: str = option(MISSING, "The model to speed up: a checkpoint's folder, a hub id, or demo.", "MODEL")
+    data: list[Path] = option(
+        MISSING, "A text file, or a folder of them; may be repeated. One document per file.", "PATH"
+    )
+    out: Path = option(MISSING, "Folder for the draft; it appears when it is complete.", "PATH")
+    layers: int = _draft(2, "Number of layers.", "N", min=1)
+    width: int = _draft(128, "Hidden size, a multiple of the head size.", "N", min=1)
+    inner: int | None = _draft(None, "Hidden size of the MLP; default: 3 times the width.", "N", min=1)
+    copying: bool = _draft(
+        True,
+        "Start with heads that copy earlier text; the draft is 80 wider and has two more heads in each layer.",
+        flag="--copying/--no-copying",
+    )
+    init_layers: str | None = _draft(
+        None, "Start with copies of these layers of the target, from 0; the width is the target's.", "N,N"
+    )
+    steps: int = _training(1000, "Optimizer steps.", "N", min=1)
+    loss: Literal["fkl", "rkl", "tv"] = _training(
+        "fkl", "Distance between draft and target: forward KL, reverse KL or total variation."
+    )
+    temperature: float = _training(
+        0.6, "Temperature of the target in the loss; below 1 its first choice gets more weight.", "X"
+    )
+    on_policy: float = _training(0.9, "Share of the training text that the target generates, 0..1.", "X")
+    texts: int = _training(3584, "Number of texts that the target generates.", "N", min=1)
+    length: int = _training(256, "Tokens of a training sequence.", "N", min=4)
+    batch_size: int = _training(12, "Sequences of a step.", "N", min=1)
+    learning_rate: float = _training(1.5e-3, "Peak learning rate.", "X")
+    seed: int = _training(0, "The same seed gives the same draft.", "N")
+    work_dir: Path | None = option(
+        None, "Folder for the generated texts and training checkpoints. Default: OUT.training.", "PATH"
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = option("bfloat16", "Type of the written weights.")
+    overwrite: bool = overwrite("Replace an existing draft.")
+    as_json: bool = as_json("One JSON object.")
 
-    The target writes texts after beginnings taken from the data, and the draft learns to choose each token as the
-    target would. Acceptance is measured on data that is held out: greedy drafts of 4 tokens, accepted while they are
-    the target's choice. A run that was interrupted goes on when the command is repeated.
+
+def distill(options: DistillCommandOptions) -> None:
+    """Train a small draft model for speculative decoding.
+
+    The target generates texts from beginnings taken from the data, and the draft learns to choose the tokens that the
+    target would choose. Acceptance is measured on held-out data: greedy drafts of 4 tokens, accepted up to the first
+    token that the target would not choose. An interrupted run continues when the command is repeated.
 
     Example: jaxinfer distill --target ./model --data ./texts --out ./draft
     """
-    if out.exists() and not overwrite:
+    out = options.out
+    if out.exists() and not options.overwrite:
         raise FileExistsError(f"{out} exists: --overwrite replaces it")
-    kept_layers = None if init_layers is None else _read_layers(init_layers)
-    documents = read_documents(data)
-    from jaxinfer.training.distill import DistillOptions
-
-    options = DistillOptions(
-        num_steps=steps,
-        learning_rate=learning_rate,
-        loss=loss,
-        temperature=temperature,
-        on_policy=on_policy,
-        batch_size=batch_size,
-        length=length,
-        num_texts=texts,
-        min_prompt=max(length // 8, 1),
-        max_prompt=length // 2,
-        seed=seed,
-    )
-    work_dir = work_dir or out.with_name(out.name + ".training")
-    with waiting(f"loading {target}"):
+    if options.init_layers is not None:
+        _read_layers(options.init_layers)
+    documents = read_documents(options.data)
+    training = _training_options(options)
+    work_dir = options.work_dir or out.with_name(out.name + ".training")
+    with waiting(f"loading {options.target}"):
         from jaxinfer.llm import LLM
 
-        llm = LLM(target, max_model_len=length)
+        llm = LLM(options.target, max_model_len=options.length)
     with llm:
         divided = _encoded(llm, documents)
-        draft, initial = _initial(llm, divided, kept_layers, layers, width, inner, options, copying=copying)
-        result = run(llm, draft, initial, divided, options, work_dir)
-        export(llm, result, options, out, dtype=dtype, overwrite=overwrite)
-    report = {"path": out, "num_steps": steps, "before": figures(result.before), "after": figures(result.after)}
-    if as_json:
-        write_json(report)
+        draft, initial = _initial(llm, divided, options)
+        result = run(llm, draft, initial, divided, training, work_dir)
+        export(llm, result, training, out, dtype=options.dtype, overwrite=options.overwrite)
+    if options.as_json:
+        before, after = figures(result.before), figures(result.after)
+        write_json({"path": out, "num_steps": options.steps, "before": before, "after": after})
         return
     for when, found in (("before", result.before), ("after", result.after)):
         write_text(
-            f"{when:7} agrees on {found.agreement:.1%}, accepted {found.rate:.1%} of the proposed, "
-            f"{found.tokens_per_round:.2f} tokens a round\n"
+            f"{when:7} agreement {found.agreement:.1%}, acceptance {found.rate:.1%}, "
+            f"{found.tokens_per_round:.2f} tokens per round\n"
         )
     write_text(f"{out}\n")
 
 
-def read_documents(paths: list[Path], option: str = "--data") -> list[str]:
-    """The texts of files and, by name, of the files below folders; there, hidden and binary ones are left out.
-    `option` is what the command calls them.
+def _training_options(options: DistillCommandOptions) -> "DistillOptions":
+    from jaxinfer.training.distill import DistillOptions
 
-    Raises UsageError for a path that is not there, a file that is not text, or no text at all.
+    same = ("learning_rate", "loss", "temperature", "on_policy", "batch_size", "length", "seed")
+    return DistillOptions(
+        num_steps=options.steps,
+        num_texts=options.texts,
+        min_prompt=max(options.length // 8, 1),
+        max_prompt=options.length // 2,
+        **{name: getattr(options, name) for name in same},
+    )
+
+
+def read_documents(paths: list[Path], flag: str = "--data") -> list[str]:
+    """The texts of files, and of the files in folders in the order of their names, except hidden and binary ones.
+    `flag` is for error messages.
+
+    Raises UsageError for a path that does not exist, a file that is not text, or no text at all.
     """
     documents = []
     for path in paths:
         if not path.exists():
-            raise UsageError(f"{option} {path}: there is no such file or folder")
+            raise UsageError(f"{flag} {path}: there is no such file or folder")
         if path.is_file():
             try:
                 documents.append(path.read_text(encoding="utf-8"))
             except UnicodeDecodeError:
-                raise UsageError(f"{option} {path} is not text in UTF-8") from None
+                raise UsageError(f"{flag} {path} is not text in UTF-8") from None
             continue
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             if any(part.startswith(".") for part in file.relative_to(path).parts):
@@ -171,14 +134,14 @@ def read_documents(paths: list[Path], option: str = "--data") -> list[str]:
             try:
                 documents.append(file.read_text(encoding="utf-8"))
             except UnicodeDecodeError:
-                note(f"{file} is not text and is left out")
+                note(f"{file} is not text and is skipped")
     if not any(documents):
-        raise UsageError(f"{option} {', '.join(map(str, paths))}: no text in it")
+        raise UsageError(f"{flag} {', '.join(map(str, paths))}: no text in it")
     return documents
 
 
 def writer(llm: "LLM") -> "Callable[[list[TextRequest]], list[list[int]]]":
-    """The target as the one who writes the texts."""
+    """Generates texts with the target."""
     from jaxinfer.sampling import SamplingParams
 
     def generate(requests: "list[TextRequest]") -> list[list[int]]:
@@ -189,7 +152,7 @@ def writer(llm: "LLM") -> "Callable[[list[TextRequest]], list[list[int]]]":
         outputs = llm.generate([list(one.prompt) for one in requests], params)
         for output in outputs:
             if output.outputs[0].error:
-                raise RuntimeError(f"the target could not write a text: {output.outputs[0].error}")
+                raise RuntimeError(f"the target failed to generate a text: {output.outputs[0].error}")
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return generate
@@ -203,7 +166,7 @@ def run(
     options: "DistillOptions",
     work_dir: Path,
 ) -> "DistillResult":
-    """Distils a draft from the model that `llm` serves."""
+    """Distils a draft from the model of `llm`."""
     from jaxinfer.training import distill as training
 
     return training.distill(
@@ -236,7 +199,7 @@ def export(
 
 
 def figures(acceptance: "Acceptance") -> dict[str, float]:
-    """What a report says of acceptance."""
+    """Acceptance as JSON values."""
     return {
         "agreement": acceptance.agreement,
         "acceptance": acceptance.rate,
@@ -249,41 +212,34 @@ def _encoded(llm: "LLM", documents: list[str]) -> "Documents":
 
     tokenizer = llm.tokenizer
     if tokenizer is None:
-        raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be read for it")
+        raise UsageError(f"{llm.name} has no tokenizer, so the data cannot be tokenized")
     encoded = [tokenizer.encode_content(text) for text in documents if text]
     return Documents.divide(encoded, llm.eos_token_ids[0] if llm.eos_token_ids else None)
 
 
-def _initial(
-    llm: "LLM",
-    documents: "Documents",
-    kept_layers: list[int] | None,
-    layers: int,
-    width: int,
-    inner: int | None,
-    options: "DistillOptions",
-    *,
-    copying: bool,
-) -> "tuple[ModelConfig, Params]":
+def _initial(llm: "LLM", documents: "Documents", options: DistillCommandOptions) -> "tuple[ModelConfig, Params]":
+    """The draft's configuration and initial parameters."""
     import jax
 
     from jaxinfer.training.copying import with_copying
     from jaxinfer.training.distill import draft_config, projected_draft, pruned_draft
 
-    if kept_layers is not None:
-        return pruned_draft(llm.config, llm.params, kept_layers)
-    config = draft_config(llm.config, num_layers=layers, hidden_size=width, intermediate_size=inner)
+    if options.init_layers is not None:
+        return pruned_draft(llm.config, llm.params, _read_layers(options.init_layers))
+    config = draft_config(
+        llm.config, num_layers=options.layers, hidden_size=options.width, intermediate_size=options.inner
+    )
     params = projected_draft(llm.config, llm.params, config, jax.random.key(options.seed))
-    if not copying:
+    if not options.copying:
         return config, params
     try:
         return with_copying(config, params, documents.stream()[None, : options.length], seed=options.seed)
     except ValueError as error:
-        raise UsageError(f"{error}; --no-copying does without") from None
+        raise UsageError(f"{error}; --no-copying omits these heads") from None
 
 
 def _read_layers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--init-layers: {text!r} is not layers with commas between, such as 0,5") from None
+        raise UsageError(f"--init-layers: {text!r} is not a list of layers, such as 0,5") from None

@@ -1,4 +1,4 @@
-"""`jaxinfer doctor`: what this machine has, and whether it works. Runs whatever is missing."""
+"""`jaxinfer doctor`: what this machine has, and whether it works. Runs with any part missing."""
 
 import contextlib
 import importlib
@@ -10,13 +10,15 @@ import stat
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from jaxinfer.checks import format_bytes
 from jaxinfer.cli.command import ERROR, OK, sentence
+from jaxinfer.cli.options import as_json
 from jaxinfer.cli.output import console, plain_cell, waiting, write_json
+from jaxinfer.tables import facts_text
 
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
@@ -40,17 +42,20 @@ EXTRAS = {
 }
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> int:
+@dataclass(frozen=True)
+class DoctorOptions:
+    as_json: bool = as_json("One JSON object.")
+
+
+def doctor(options: DoctorOptions) -> int:
     """Report what this machine has, and whether it works.
 
-    Versions, devices, kernels, caches, models; a small program is compiled and run. The exit code is 1 if something
-    that jaxinfer needs is missing or fails.
+    Lists versions, devices, kernels, caches and models, and compiles and runs a small program. The exit code is 1 if
+    something that jaxinfer needs is missing or fails.
     """
-    with waiting("looking around"):
+    with waiting("examining this machine"):
         report = examine()
-    if as_json:
+    if options.as_json:
         write_json(report)
     else:
         _print(report)
@@ -58,7 +63,7 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """The facts by group. A group that cannot be found out has an "error"; `problems` are those that matter."""
+    """Facts by group. A group that could not be examined has an "error"; `problems` lists what has to be fixed."""
     problems: list[str] = []
     report: dict[str, Any] = {"system": _system(), "packages": _packages(problems)}
     groups: dict[str, Callable[[], dict[str, Any]]] = {
@@ -70,7 +75,7 @@ def examine() -> dict[str, Any]:
     for name, find in groups.items():
         try:
             report[name] = find()
-        except Exception as error:  # any fault of an installation is a finding here
+        except Exception as error:  # any error of an installation is reported
             report[name] = {"error": sentence(error)}
             problems.append(f"{name}: {sentence(error)}")
     report["embedded models"] = _embedded_models()
@@ -126,15 +131,15 @@ def _devices() -> dict[str, Any]:
     if backend == "cpu":
         facts["accelerator"] = "none found: models run on the CPU, in float32"
         if Path("/dev/nvidiactl").exists():
-            facts["accelerator"] = "an NVIDIA GPU is here but JAX cannot use it: pip install 'jaxinfer[cuda12]'"
+            facts["accelerator"] = "an NVIDIA GPU is present, but JAX cannot use it: pip install 'jaxinfer[cuda12]'"
     return facts
 
 
 def _memory(device: Any) -> dict[str, int]:
-    """Bytes in use and at most, where the platform tells."""
+    """Bytes in use and the limit, if the platform reports them."""
     try:
         stats = device.memory_stats() or {}
-    except Exception:  # not every backend has it, and each says so with another exception
+    except Exception:  # backends without it raise different exceptions
         stats = {}
     names = {"bytes_limit": "memory bytes", "bytes_in_use": "memory bytes in use"}
     return {name: stats[key] for key, name in names.items() if key in stats}
@@ -150,11 +155,11 @@ def _run_program() -> dict[str, Any]:
     value = float(compiled(jnp.ones((8, 8))))
     if value != 512.0:
         raise ArithmeticError(f"a product of ones summed to {value}, not 512")
-    return {"result": "a small jitted product is right", "compile seconds": round(compile_seconds, 3)}
+    return {"result": "a small jitted product is correct", "compile seconds": round(compile_seconds, 3)}
 
 
 def _attention() -> dict[str, Any]:
-    """What a bfloat16 model of the Llama-3-8B shape (float32 on a CPU) would run here, and why not the others."""
+    """The attention kernels of a bfloat16 model (float32 on a CPU) of the Llama-3-8B shape, and why not others."""
     import jax
     import jax.numpy as jnp
 
@@ -204,41 +209,32 @@ def _embedded_models() -> dict[str, Any]:
     for name in EMBEDDED:
         path = embedded_path(name) or Path()
         sizes = [file.stat().st_size for file in path.rglob("*") if file.is_file()]
-        facts[name] = f"present, {_bytes(sum(sizes))}" if (path / "config.json").is_file() else "absent"
+        facts[name] = f"present, {format_bytes(sum(sizes))}" if (path / "config.json").is_file() else "absent"
     return facts
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} bytes"
 
 
 def _print(report: dict[str, Any]) -> None:
     out = console()
-    width = 24
     for group, facts in report.items():
         if group == "problems":
             continue
         out.print(group, style="bold")
-        for name, value in facts.items():
-            values = [_one_line(device) for device in value] if name == "devices" else [_readable(name, value)]
-            for line in values:
-                style = "red" if name == "error" or value == "missing" else None
-                out.print(plain_cell(f"  {name:<{width}}{line}"), style=style, soft_wrap=True)
+        lines = {name: _readable(name, value) for name, value in facts.items() if name != "devices"}
+        for number, device in enumerate(facts.get("devices", ())):
+            lines[f"device {number}"] = _one_line(device)
+        out.print(plain_cell(facts_text(lines, indent="  ")), end="", soft_wrap=True)
     out.print()
     for problem in report["problems"]:
         out.print(plain_cell(f"problem: {problem}"), style="red", soft_wrap=True)
     if not report["problems"]:
-        out.print("all well", style="green")
+        out.print("no problems found", style="green")
 
 
 def _readable(name: str, value: Any) -> str:
-    return _bytes(value) if "bytes" in name and isinstance(value, int) else str(value)
+    return format_bytes(value) if "bytes" in name and isinstance(value, int) else str(value)
 
 
 def _one_line(device: dict[str, Any]) -> str:
-    memory = ", ".join(f"{_bytes(value)} {name.removeprefix('memory bytes') or 'memory'}".strip()
+    memory = ", ".join(f"{format_bytes(value)} {name.removeprefix('memory bytes') or 'memory'}".strip()
                        for name, value in device.items() if name.startswith("memory"))  # fmt: skip
     return f"{device['platform']}:{device['id']} {device['kind']}" + (f", {memory}" if memory else "")

@@ -1,15 +1,15 @@
 """`jaxinfer generate`: answers to prompts from the command line, a file or a pipe."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
-
-import typer
+from typing import TYPE_CHECKING, TextIO
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, say
 from jaxinfer.cli.options import (
     DraftedServingOptions,
     HostsOptions,
     SamplingOptions,
+    as_json,
     follow,
     join_hosts,
     merge_params,
@@ -29,6 +29,7 @@ from jaxinfer.cli.output import (
     write_text,
 )
 from jaxinfer.cli.prompts import PromptLine, read_prompts
+from jaxinfer.options import argument, option
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import RequestOutput
@@ -36,58 +37,54 @@ if TYPE_CHECKING:
     from jaxinfer.sampling import SamplingParams
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    prompts: list[str] | None = argument(None, "Texts to continue; - reads one from standard input.", "PROMPT")
+    file: Path | None = option(
+        None,
+        'Prompts from a file (-: standard input), one per line; in .jsonl, {"prompt": "...", "seed": 1, ...} with '
+        "sampling parameters of its own.",
+        "PATH",
+        "--file -f",
+    )
+    output: Path | None = option(None, "Write to this file when all answers are complete.", "PATH", "--output -o")
+    as_json: bool = as_json("JSON lines, one for each prompt.")
+
+
 def generate(
     model_options: DraftedServingOptions,
     hosts_options: HostsOptions,
     sampling_options: SamplingOptions,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT", help="Texts to continue; - reads one from standard input, whole."),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="PATH",
-            help='Prompts from a file (-: standard input), one a line; in .jsonl, {"prompt": "...", "seed": 1, ...} '
-            "with sampling parameters of its own.",
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PATH", help="Write there, once all is generated.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="JSON lines, one for each prompt.")] = False,
+    options: GenerateOptions,
 ) -> int:
     """Continue prompts.
 
-    One prompt appears as it is generated; many are generated together and come in order. Prompts are given to the
-    model as they are: for conversations with an assistant there is [bold]chat[/bold]. Sampling options that are not
-    given come from the checkpoint's generation_config.
+    A single prompt is streamed; several are generated together and printed in order. Prompts reach the model
+    unchanged: for conversations with an assistant use [bold]chat[/bold]. Sampling options that are not given come from
+    the checkpoint's generation_config.
     """
     values = sampling_values(sampling_options)
     if not join_hosts(hosts_options):
         return follow(model_options)
-    lines = read_prompts(prompts or (), file)
-    can_stream = not as_json and output is None
-    with open_output(output) as target:
+    lines = read_prompts(options.prompts or (), options.file)
+    with open_output(options.output) as target:
         with open_llm(model_options) as llm:
-            outputs = llm.on_leader(lambda: _generate(llm, lines, values, target, as_json, can_stream))
-        return _tell_failures(lines, outputs or [])
+            outputs = llm.on_leader(lambda: _generate(llm, lines, values, target, options))
+        return _print_failures(lines, outputs or [])
 
 
 def _generate(
-    llm: "LLM", lines: list[PromptLine], values: dict, target: TextIO, as_json: bool, can_stream: bool
+    llm: "LLM", lines: list[PromptLine], values: dict, target: TextIO, options: GenerateOptions
 ) -> list["RequestOutput"]:
     params = _params(llm, lines, values)
-    if len(lines) == 1 and params[0].n == 1 and can_stream:
+    if len(lines) == 1 and params[0].n == 1 and not options.as_json and options.output is None:
         return [_stream(llm, lines[0], params[0], target)]
     outputs = llm.generate([line.prompt for line in lines], params)
-    for index, (one, its_params) in enumerate(zip(outputs, params, strict=True)):
-        if as_json:
-            write_json(request_data(index, one, its_params), target)
+    for index, (output, own_params) in enumerate(zip(outputs, params, strict=True)):
+        if options.as_json:
+            write_json(request_data(index, output, own_params), target)
         else:
-            _write_answers(one, its_params, target, heading=f"{index + 1}/{len(lines)}")
+            _write_answers(output, own_params, target, heading=f"{index + 1}/{len(lines)}")
     return outputs
 
 
@@ -131,8 +128,8 @@ def _write_logprobs(output: "RequestOutput", params: "SamplingParams", file: Tex
             print_logprobs(f"answer {answer.index + 1}", list(answer.logprobs), params.logprobs or 0, file)
 
 
-def _tell_failures(lines: list[PromptLine], outputs: list["RequestOutput"]) -> int:
-    """An answer that ended in an error is told; the exit code says whether any prompt was served."""
+def _print_failures(lines: list[PromptLine], outputs: list["RequestOutput"]) -> int:
+    """Prints the errors of failed answers; returns the exit code."""
     num_failed = 0
     for line, output in zip(lines, outputs, strict=True):
         failed = [answer for answer in output.outputs if answer.finish_reason == "error"]

@@ -1,30 +1,32 @@
-"""`jaxinfer models`: which models open, as a table made from the loader's own."""
+"""`jaxinfer models`: the supported model families, from the loader's catalogue."""
 
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-
+from jaxinfer.cli.options import as_json
 from jaxinfer.cli.output import console, plain_cell, write_json
 
 
-def models(
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> None:
-    """List the model families that open.
+@dataclass(frozen=True)
+class ModelsOptions:
+    as_json: bool = as_json("One JSON object.")
 
-    A checkpoint is known by the first of `architectures` in its config.json. What sets a family apart is what it does
-    otherwise than Llama.
+
+def models(options: ModelsOptions) -> None:
+    """List the supported model families.
+
+    The family of a checkpoint is the first of `architectures` in its config.json. The last column lists how a family
+    differs from Llama.
     """
     from checkpoints_convert.huggingface.families import supported_families
 
     families = supported_families()
-    if as_json:
+    if options.as_json:
         write_json({"families": [family.to_dict() for family in families]})
         return
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 1, 0))
-    for title in ("family", "architectures", "examples", "what sets it apart"):
+    for title in ("family", "architectures", "examples", "differences from Llama"):
         table.add_column(title, overflow="fold")
     for family in families:
         cells = (family.title, "\n".join(family.architectures), family.examples, ", ".join(family.differences))

@@ -1,4 +1,4 @@
-"""What goes to the terminal, to a pipe, or to a file: text as it comes, tables, JSON lines."""
+"""Output to a terminal, a pipe or a file: streamed text, tables, JSON lines."""
 
 import contextlib
 import json
@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from jaxinfer.tables import make_table
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
     from jaxinfer.sampling import SamplingParams
 
-# Control characters but tab and newline: shown, so that no generated text can drive the terminal.
+# Control characters except tab and newline are made visible, so that generated text cannot control the terminal.
 _VISIBLE = {code: chr(0x2400 + code) for code in range(0x20) if code not in (0x09, 0x0A)}
 _VISIBLE |= {0x7F: "\u2421"} | dict.fromkeys(range(128, 160), "�")
 
@@ -27,7 +29,7 @@ _VISIBLE |= {0x7F: "\u2421"} | dict.fromkeys(range(128, 160), "�")
 
 
 def console(file: TextIO | None = None, *, stderr: bool = False) -> "Console":
-    """For tables and colour, which rich leaves out of pipes and under NO_COLOR. Nothing is cut off in a pipe."""
+    """A rich console for tables and colour. In a pipe, or with NO_COLOR, there is no colour; lines have 160 columns."""
     from rich.console import Console
 
     class Quiet(Console):
@@ -40,7 +42,7 @@ def console(file: TextIO | None = None, *, stderr: bool = False) -> "Console":
 
 @contextlib.contextmanager
 def waiting(message: str) -> Iterator[None]:
-    """A spinner on standard error while the block runs; nothing where that is not a terminal."""
+    """Shows a spinner on standard error while the block runs, if that is a terminal."""
     if not shows_progress():
         yield
         return
@@ -52,14 +54,20 @@ def shows_progress() -> bool:
     return sys.stderr.isatty() and os.environ.get("JAXINFER_PROGRESS", "1") != "0"
 
 
+def report_step(step: str) -> None:
+    """A line on standard error about work that begins, if progress is shown."""
+    if shows_progress():
+        print(step, file=sys.stderr, flush=True)
+
+
 def note(message: str) -> None:
-    """A dim line on standard error, for people only: nothing where that is not a terminal."""
+    """Prints a dim line on standard error, if that is a terminal."""
     if sys.stderr.isatty():
         console(stderr=True).print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def write_text(text: str, file: TextIO | None = None) -> None:
-    """Generated text; control characters are made visible on a terminal and kept in a pipe or file."""
+    """Writes generated text; control characters are made visible on a terminal and kept in a pipe or file."""
     target = sys.stdout if file is None else file
     target.write(text.translate(_VISIBLE) if target.isatty() else text)
     target.flush()
@@ -74,9 +82,9 @@ def stream_answer(
     is_stopped: Callable[[], bool] = lambda: False,
     shows_waiting: bool = True,
 ) -> "tuple[str, RequestOutput | None]":
-    """Writes an answer as it is generated; returns its text, and the whole output unless it was stopped.
+    """Writes an answer as it is generated; returns its text, and the complete output unless it was stopped.
 
-    Until the first token a spinner may show; it takes the line the cursor is on, so that line must be empty.
+    Until the first token a spinner may use the current line, which must be empty.
     """
     deltas = llm.stream(prompt, params)
     texts: list[str] = []
@@ -97,13 +105,13 @@ def stream_answer(
 
 
 def end_line(text: str, file: TextIO | None = None) -> None:
-    """The newline after an answer that did not end with one."""
+    """Writes a newline after an answer that does not end with one."""
     if not text.endswith("\n"):
         write_text("\n", file)
 
 
 def decode_rate(output: "RequestOutput") -> float | None:
-    """Tokens per second after the first token, all answers together; None with nothing to measure."""
+    """Tokens per second of all answers after their first tokens; None if there are no such tokens."""
     timings = output.timings
     num_tokens = sum(max(len(answer.token_ids) - 1, 0) for answer in output.outputs)
     if timings is None or num_tokens == 0:
@@ -113,7 +121,7 @@ def decode_rate(output: "RequestOutput") -> float | None:
 
 
 def describe(llm: "LLM", output: "RequestOutput") -> str:
-    """One line on how a request went."""
+    """A request in one line: tokens, times, acceptance, why it ended."""
     answers = output.outputs
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     parts = [f"{num_tokens} tokens"]
@@ -132,7 +140,7 @@ def _describe_drafts(answers: "list[CompletionOutput]") -> str | None:
     if not stats:
         return None
     proposed, accepted = sum(one.proposed for one in stats), sum(one.accepted for one in stats)
-    return f"{accepted} of {proposed} drafted tokens accepted" if proposed else "no tokens drafted"
+    return f"{accepted} of {proposed} draft tokens accepted" if proposed else "no draft tokens"
 
 
 def _describe_end(llm: "LLM", answer: "CompletionOutput") -> str:
@@ -147,21 +155,14 @@ def _describe_end(llm: "LLM", answer: "CompletionOutput") -> str:
 
 
 def print_logprobs(title: str, entries: "list[TokenLogprob | None]", num_top: int, file: TextIO | None = None) -> None:
-    """A table of log-probabilities, one token a line."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table("token", "id", "logprob", "rank", title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    if num_top:
-        table.add_column("most probable", overflow="fold")
-    for entry in entries:
-        if entry is None:
-            continue
-        data = logprob_data(entry, num_top)
-        best = ", ".join(f"{_shown(one)} {one['logprob']:.3f}" for one in data.get("top", ()))
-        cells = [_shown(data), str(data["token_id"]), f"{data['logprob']:.4f}", str(data["rank"])]
-        table.add_row(*map(plain_cell, [*cells, best] if num_top else cells))
-    console(file).print(table)
+    """Prints a table of log-probabilities, one token per line."""
+    rows = []
+    for data in (logprob_data(entry, num_top) for entry in entries if entry is not None):
+        best = [", ".join(f"{_shown(one)} {one['logprob']:.3f}" for one in data["top"])] if num_top else []
+        rows.append([_shown(data), data["token_id"], f"{data['logprob']:.4f}", data["rank"], *best])
+    target = console(file)
+    target.print(f"\n{title}", style="bold", markup=False)
+    target.print(make_table(("token", "id", "logprob", "rank", *(["most probable"] if num_top else [])), rows))
 
 
 def _shown(data: Mapping[str, Any]) -> str:
@@ -177,7 +178,7 @@ def brief(text: Any, *, from_end: bool = False, limit: int = 40) -> str:
 
 
 def plain_cell(text: str) -> Any:
-    """A cell in which [brackets] are no markup."""
+    """Text for rich in which [brackets] are not markup."""
     from rich.text import Text
 
     return Text(text)
@@ -194,7 +195,7 @@ def write_json(value: Any, file: TextIO | None = None) -> None:
 
 
 def json_ready(value: Any) -> Any:
-    """JSON has no infinity: non-finite numbers become "Infinity", "-Infinity", "NaN", as in the JSON of protobuf."""
+    """A value for JSON: non-finite numbers become "Infinity", "-Infinity" and "NaN", as in the JSON of protobuf."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -205,7 +206,7 @@ def json_ready(value: Any) -> Any:
 
 
 def request_data(index: int, output: "RequestOutput", params: "SamplingParams") -> dict[str, Any]:
-    """A request as JSON."""
+    """A request as JSON values."""
     answers = []
     for answer in output.outputs:
         data = {name: value for name, value in vars(answer).items() if name != "logprobs"}
@@ -229,7 +230,7 @@ def request_data(index: int, output: "RequestOutput", params: "SamplingParams") 
 
 
 def logprob_data(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
-    """A token's log-probability, and under "top" the `num_top` best ones in order, which may include it."""
+    """A token's log-probability, and in "top" the `num_top` most probable tokens in order, which may include it."""
     every = [
         {"token_id": token, "token": one.decoded_token, "logprob": one.logprob, "rank": one.rank}
         for token, one in entry.items()
@@ -242,7 +243,7 @@ def logprob_data(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_output(path: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that appears whole when the block ends well and not at all otherwise."""
+    """Standard output, or a file that appears when the block ends without an exception."""
     if path is None:
         yield sys.stdout
         return

@@ -2,55 +2,43 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from jaxinfer.cli.bench import PATHS, MeasuredModelOptions, bench_arguments
-from jaxinfer.cli.command import UsageError, say
-from jaxinfer.cli.output import console, json_ready, shows_progress
-from jaxinfer.cli.workload_options import FIGURES, WORKLOAD, JsonFile, Seed, check_folder
+from jaxinfer.cli.bench import (
+    PATHS,
+    MeasuredModelOptions,
+    bench_arguments,
+    check_folder,
+    json_file_option,
+    results_option,
+    seed_option,
+    workload_option,
+)
+from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.output import console, json_ready, report_step
+from jaxinfer.options import option
+from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from jaxinfer.measure.profiling.phases import Workload
 
-STEPS_PER_DISPATCH, PREFILL_CHUNK = 8, 512  # those of `LLM`
+STEPS_PER_DISPATCH, PREFILL_CHUNK = 8, 512  # the defaults of `LLM`
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfileOptions(MeasuredModelOptions):
-    """The model and the engine, what is run, and what is kept of it."""
+    """The model and the engine, what runs, and what is kept of it."""
 
-    steps_per_dispatch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Decode steps of a dispatch.", rich_help_panel="Engine")
-    ] = STEPS_PER_DISPATCH
-    batch: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Requests at once, on each replica.", rich_help_panel=WORKLOAD)
-    ] = 1
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of each request, at random.", rich_help_panel=WORKLOAD)
-    ] = 128
-    steps: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Decode steps (or speculative rounds) to trace, and steps of prompts at most.",
-            rich_help_panel=WORKLOAD,
-        ),
-    ] = 16
-    phase: Annotated[
-        str | None,
-        typer.Option(metavar="prefill|decode", help="Only this one; default: both.", rich_help_panel=WORKLOAD),
-    ] = None
-    seed: Seed = 0
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Keep the traces, for Perfetto or XProf.", rich_help_panel=FIGURES),
-    ] = None
-    json: JsonFile = None
+    steps_per_dispatch: int = option(STEPS_PER_DISPATCH, "Decode steps of a dispatch.", "N", min=1, group="Engine")
+    batch: int = workload_option(1, "Concurrent requests on each replica.", "N", min=1)
+    prompt_tokens: int = workload_option(128, "Length of each prompt, of random tokens.", "N", min=1)
+    steps: int = workload_option(
+        16, "Number of decode steps or speculative rounds to trace, and the limit of prefill steps.", "N", min=1
+    )
+    phase: str | None = workload_option(None, "Profile only this phase; default: both.", "prefill|decode")
+    seed: int = seed_option()
+    trace: Path | None = results_option(None, "Keep the traces, for Perfetto or XProf.", "FOLDER")
+    json: Path | None = json_file_option()
 
 
 OWN = ("random_weights", "batch", "prompt_tokens", "steps", "phase", "seed", "trace", "json")
@@ -59,13 +47,12 @@ OWN = ("random_weights", "batch", "prompt_tokens", "steps", "phase", "seed", "tr
 def profile(options: ProfileOptions) -> None:
     """Show where a model's device time goes.
 
-    Prompts, then decoding of a full batch (speculative rounds where there is a draft) run under JAX's profiler, after
-    the same without it. Their time on the device by kind of operation and part of the model, what the host kept it
-    waiting, and the least that their bytes and products take at rates measured in the same run.
+    Prefill, then decoding of a full batch (speculative rounds with a draft), runs first without and then with JAX's
+    profiler. The report has the device time by kind of operation and part of the model, how long the device waited for
+    the host, and the roofline of the same work at rates measured in the same run.
     """
     from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.model import public_name
-    from jaxinfer.measure.profiling import text
     from jaxinfer.measure.profiling.phases import PHASES, Workload
     from jaxinfer.measure.profiling.run import profile as run
 
@@ -73,17 +60,12 @@ def profile(options: ProfileOptions) -> None:
         raise UsageError(f"--phase: {options.phase!r} is neither {' nor '.join(PHASES)}")
     check_folder(options.json, "--json")
     if options.trace is not None and options.trace.exists() and not options.trace.is_dir():
-        raise UsageError(f"--trace: {options.trace} is no folder")
+        raise UsageError(f"--trace: {options.trace} is not a folder")
     workload = Workload(options.batch, options.prompt_tokens, options.steps, options.seed)
     arguments = {"max_seqs": options.batch, **bench_arguments(options, OWN)}
     if arguments["max_seqs"] < options.batch:
         raise UsageError(f"--batch {options.batch} is more than --max-seqs {options.max_seqs}")
     arguments.setdefault("max_model_len", _max_model_len(options, workload, arguments))
-
-    def told(step: str) -> None:
-        if shows_progress():
-            say(step)
-
     result = run(
         options.model,
         arguments,
@@ -91,28 +73,21 @@ def profile(options: ProfileOptions) -> None:
         phases=PHASES if options.phase is None else (options.phase,),
         random_weights=options.random_weights,
         folder=options.trace,
-        told=told,
+        progress=report_step,
     )
     result["options"] = {name: public_name(str(value)) if name in PATHS else value for name, value in arguments.items()}
     if options.json is not None:
-        results.write(options.json, json_ready(result))
-    _show(result, text)
-    if options.trace is not None:
-        target = console()
-        target.print(
-            f"traces in {options.trace}: open a *.trace.json.gz of it at https://ui.perfetto.dev,", markup=False
-        )
-        target.print(f"or all with XProf: pip install xprof; xprof --logdir {options.trace}", markup=False)
+        results.write_result(options.json, json_ready(result))
+    _show(result, options.trace)
 
 
 def _max_model_len(options: ProfileOptions, workload: "Workload", arguments: dict[str, Any]) -> int:
-    """As long as the phases need, where the model allows it. Raises UsageError for prompts that leave it no room."""
+    """The length that the phases need, up to the model's limit. Raises UsageError if the prompts leave no room."""
     from jaxinfer.loading import load_shapes
 
     config, _ = load_shapes(options.model, dtype=options.dtype, revision=options.revision)
-    drafted = arguments.get("num_draft_tokens", "auto")
-    tree = arguments.get("draft_tree")
-    depth = 0 if options.draft is None else len(tree) if tree else 16 if drafted == "auto" else drafted
+    count, tree = arguments.get("num_draft_tokens", "auto"), arguments.get("draft_tree")
+    depth = 0 if options.draft is None else len(tree) if tree else 16 if count == "auto" else count
     answer = workload.answer_tokens(
         arguments.get("prefill_chunk", PREFILL_CHUNK), options.steps_per_dispatch, tokens_per_step=depth + 1
     )
@@ -124,27 +99,18 @@ def _max_model_len(options: ProfileOptions, workload: "Workload", arguments: dic
     return min(workload.prompt_tokens + answer, allowed)
 
 
-def _show(result: dict[str, Any], text: Any) -> None:
-    from jaxinfer.measure.bench.text import header
+def _show(result: dict[str, Any], traces: Path | None) -> None:
+    from jaxinfer.measure.bench.results import header
+    from jaxinfer.measure.profiling import text
 
     target = console()
     lines = [*header({**result, "start": None}), text.note(result["machine"]["platform"])]
     target.print("\n".join(lines), markup=False)
     for phase in result["phases"]:
+        target.print("\n" + "\n".join(text.headline(phase)) + "\n", markup=False)
+        target.print(make_table(*text.parts(phase)))
         target.print()
-        target.print("\n".join(text.headline(phase)), markup=False)
-        target.print()
-        target.print(_table(*text.parts(phase)))
-        target.print()
-        target.print(_table(*text.longest(phase), left=3))
-
-
-def _table(titles: list[str], rows: list[list[str]], left: int = 1) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="left" if number < left else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        target.print(make_table(*text.longest(phase), num_left=3))
+    if traces is not None:
+        target.print(f"traces in {traces}: open a *.trace.json.gz file at https://ui.perfetto.dev,", markup=False)
+        target.print(f"or all of them with XProf: pip install xprof; xprof --logdir {traces}", markup=False)

@@ -1,217 +1,226 @@
-"""`jaxinfer quantize`: a checkpoint with weights of few bits, made by looking at what goes through it."""
+"""`jaxinfer quantize`: writes a checkpoint with weights of few bits, calibrated on text."""
 
 import hashlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxinfer.cli.command import INTERRUPTED, UsageError, say
 from jaxinfer.cli.distill import read_documents
+from jaxinfer.cli.options import as_json, given_values, overwrite
 from jaxinfer.cli.output import shows_progress, waiting, write_json, write_text
-from jaxinfer.cli.quantize_checks import check_not_quantized, check_room, planned
-from jaxinfer.cli.quantize_report import report_of, summary
-from jaxinfer.cli.quantize_write import rest_of, unit_reader, write
+from jaxinfer.cli.quantize_files import check_not_quantized, check_room, planned, rest_of, unit_reader, write
+from jaxinfer.options import MISSING, argument, option
+from jaxinfer.tables import table_text
 
 if TYPE_CHECKING:
-    from checkpoints_convert.checkpoint import Checkpoint
-    from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult, FloatModel, LayerReport
+    from checkpoints_convert.checkpoint import Checkpoint, ParamPath
+    from jaxinfer.calibration import AutoResult, CalibrationOptions, CalibrationResult, FloatModel, Keep, LayerReport
     from jaxinfer.calibration.inputs import CalibrationRows
     from jaxinfer.calibration.journal import CalibrationJournal
+    from jaxinfer.quantization import QuantizedArray
 
-_TEXT = "The text"
-_GPTQ, _AWQ, _SMOOTHQUANT = "GPTQ and auto", "AWQ", "SmoothQuant"
+_NUM_NOTES = 6  # printed; --json has all
+_text = partial(option, None, group="The text")
+_gptq = partial(option, None, group="GPTQ and auto")
+_awq = partial(option, None, group="AWQ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions:
+    source: str = argument(MISSING, "A checkpoint's folder, a hub id, or demo.", "SRC")
+    destination: Path = argument(MISSING, "Folder to write; it appears when it is complete and checked.", "DST")
+    method: Literal["rtn", "gptq", "awq", "smoothquant", "auto"] = option(
+        "gptq", "rtn rounds to nearest, smoothquant makes W8A8, auto is gptq with bits chosen by --max-kl."
+    )
+    bits: int | None = option(None, "Bits of the weights; default: 4, and 8 for smoothquant.", "N", min=2, max=8)
+    group_size: int | None = option(
+        None, "Inputs that share a scale, -1 for all; default: 128, and all for 8 bits.", "N", min=-1
+    )
+    symmetric: bool = option(True, "Ranges centred on 0, or with a zero point each.", flag="--symmetric/--asymmetric")
+    calibration: list[Path] | None = _text("A text file, or a folder of them; may be repeated.", "PATH")
+    keep: list[str] | None = option(
+        None,
+        "Weights with other bits, by default 16; may be repeated: 'layers.0', '*.down_proj=8'.",
+        "PATTERN[=BITS]",
+    )
+    max_kl: float | None = option(None, "With auto: KL divergence that may be lost, in nats per token.", "X")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of scales and of what is not quantized; auto is the checkpoint's."
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.", "TEXT")
+    overwrite: bool = overwrite("Replace a checkpoint at DST.")
+    as_json: bool = as_json("The report as one JSON object.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Options of --calibration. None is not given."""
+
+    num_rows: int | None = _text("Number of samples of the text; default: 128.", "N", "--samples", min=2)
+    length: int | None = _text("Tokens of each sample; default: 512.", "N", min=2)
+    seed: int | None = _text("Selects the samples; default: 0.", "N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptqFlags:
+    """Options of GPTQ. None is not given."""
+
+    act_order: bool | None = _gptq(
+        "Quantize inputs with large activations first; default: yes.", flag="--act-order/--no-act-order"
+    )
+    static_groups: bool | None = _gptq(
+        "Groups of neighbouring inputs; default: yes. Without them activations are gathered at run time, and "
+        "compressed-tensors 0.20 does not open the result.",
+        flag="--static-groups/--no-static-groups",
+    )
+    damping: float | None = _gptq("Added to the Hessian's diagonal, as a multiple of its mean; default: 0.01.", "X")
+    search: bool | None = _gptq("Search for the scales of least error.", flag="--search-scales")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AwqFlags:
+    """Options of AWQ. None is not given."""
+
+    duo_scaling: bool | None = _awq(
+        "Scales depend on the weights too; default: yes.", flag="--duo-scaling/--no-duo-scaling"
+    )
+    clip: bool | None = _awq("Clip large weights; default: yes.", flag="--clip/--no-clip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothQuantFlags:
+    """Options of SmoothQuant. None is not given."""
+
+    alpha: float | None = option(
+        None, "Share of the range that moves to the weights, 0..1; default: 0.8.", "X", group="SmoothQuant"
+    )
 
 
 def quantize(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint's folder, a hub id, or demo.")],
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; it appears when it is checked.")],
-    method: Annotated[
-        Literal["rtn", "gptq", "awq", "smoothquant", "auto"],
-        typer.Option(help="rtn rounds to nearest, smoothquant makes W8A8, auto is gptq with bits chosen by --max-kl."),
-    ] = "gptq",
-    bits: Annotated[
-        int | None, typer.Option(metavar="N", min=2, max=8, help="Of the weights; 4, and 8 for smoothquant.")
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=-1, help="Inputs that share a scale, -1 for all; 128, and all for 8 bits."),
-    ] = None,
-    symmetric: Annotated[
-        bool,
-        typer.Option("--symmetric/--asymmetric", metavar="", help="Ranges centred on 0, or with a zero point each."),
-    ] = True,
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="PATH", help="A text file, or a folder of them; may be repeated.", rich_help_panel=_TEXT),
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Pieces of the text to look at; 128.", rich_help_panel=_TEXT)
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(metavar="N", min=2, help="Tokens of each piece; 512.", rich_help_panel=_TEXT)
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Which pieces they are; 0.", rich_help_panel=_TEXT)
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN[=BITS]",
-            help="Weights with other bits, 16 if not said; may be repeated: 'layers.0', '*.down_proj=8'.",
-        ),
-    ] = None,
-    max_kl: Annotated[
-        float | None, typer.Option(metavar="X", help="With auto: nats per token that may be lost.")
-    ] = None,
-    act_order: Annotated[
-        bool | None,
-        typer.Option(
-            "--act-order/--no-act-order", metavar="", help="Large activations first; yes.", rich_help_panel=_GPTQ
-        ),
-    ] = None,
-    static_groups: Annotated[
-        bool | None,
-        typer.Option(
-            "--static-groups/--no-static-groups",
-            metavar="",
-            help="Groups of neighbours; yes. Without, activations are gathered at run time, and "
-            "compressed-tensors 0.20 does not open the result.",
-            rich_help_panel=_GPTQ,
-        ),
-    ] = None,
-    damping: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Added to the Hessian's diagonal, times its mean; 0.01.", rich_help_panel=_GPTQ),
-    ] = None,
-    search_scales: Annotated[
-        bool | None,
-        typer.Option("--search-scales", metavar="", help="Scales of least error, by search.", rich_help_panel=_GPTQ),
-    ] = None,
-    duo_scaling: Annotated[
-        bool | None,
-        typer.Option(
-            "--duo-scaling/--no-duo-scaling", metavar="", help="Scales by weights too; yes.", rich_help_panel=_AWQ
-        ),
-    ] = None,
-    clip: Annotated[
-        bool | None,
-        typer.Option("--clip/--no-clip", metavar="", help="Cut off large weights; yes.", rich_help_panel=_AWQ),
-    ] = None,
-    alpha: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="How much moves to the weights, 0..1; 0.8.", rich_help_panel=_SMOOTHQUANT),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Of scales and of what is not quantized; auto is the checkpoint's."),
-    ] = "auto",
-    revision: Annotated[str | None, typer.Option(metavar="TEXT", help="Branch, tag or commit of a hub id.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace a checkpoint at DST.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="The report as one JSON object.")] = False,
+    options: QuantizeOptions, text: TextOptions, gptq: GptqFlags, awq: AwqFlags, smoothquant: SmoothQuantFlags
 ) -> int | None:
-    """Quantize a checkpoint's linear layers, and write it as compressed-tensors.
+    """Quantize a checkpoint's linear layers, and write them as compressed-tensors.
 
-    One layer at a time is read, calibrated on pieces of the text, and kept in DST.quantizing; a run that was
-    interrupted goes on when the command is repeated. An eighth of the pieces is held out to measure what was lost. The
-    checkpoint is loaded from the disk and its logits compared before DST appears.
+    Layers are read, calibrated on samples of the text and kept in DST.quantizing one at a time; an interrupted run
+    continues when the command is repeated. An eighth of the samples is held out to measure the loss of quality. Before
+    DST appears, the checkpoint is loaded from the disk and its logits are compared.
 
     Example: jaxinfer quantize ./model ./model-int4 --method awq --bits 4 --calibration texts.txt
     """
-    of_gptq = {
-        "damping": damping,
-        "act_order": act_order,
-        "static_groups": static_groups,
-        "search": search_scales,
-    }
-    of_awq = {"duo_scaling": duo_scaling, "clip": clip}
-    of_text = {"num_rows": samples, "length": length, "seed": seed}
-    _check_usage(method, bits, group_size, calibration, max_kl)
-    _check_belongs(method, "gptq and auto", method in ("gptq", "auto"), of_gptq)
-    _check_belongs(method, "awq", method == "awq", of_awq)
-    _check_belongs(method, "smoothquant", method == "smoothquant", {"alpha": alpha})
-    if not calibration and (given := _given(of_text)):
-        raise UsageError(f"--{_option(next(iter(given)))} is of --calibration, which is not given")
-    import checkpoints_convert
+    _check_usage(options)
+    _check_owner(options.method, "gptq and auto", ("gptq", "auto"), gptq)
+    _check_owner(options.method, "awq", ("awq",), awq)
+    _check_owner(options.method, "smoothquant", ("smoothquant",), smoothquant)
+    if not options.calibration and given_values(text):
+        raise UsageError(f"--{_first_flag(text)} is of --calibration, which is not given")
     from checkpoints_convert.load import open_checkpoint
     from checkpoints_convert.staging import check_destination
-    from jaxinfer.calibration import CalibrationOptions, Keep
     from jaxinfer.calibration.journal import CalibrationJournal
-    from jaxinfer.data import embedded_path
-    from jaxinfer.quantization.gptq import GptqOptions
 
-    try:
-        kept = tuple(Keep.parse(text) for text in keep or ())
-    except ValueError as error:
-        raise UsageError(f"--keep: {error}") from None
-    path = embedded_path(source) or checkpoints_convert.resolve(source, revision=revision)
-    if checkpoints_convert.tokenizer_files(path) is not None:
-        raise UsageError(f"{path} is a GGUF file: convert it first, jaxinfer convert {path} DIRECTORY")
-    check_destination(destination, overwrite=overwrite, source=path)
+    kept, path, destination = _kept(options), _source_path(options), options.destination
+    check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
     with open_checkpoint(path) as opened, CalibrationJournal(work / "layers") as journal:
         check_not_quantized(opened)
-        options = CalibrationOptions(
-            method="gptq" if method == "auto" else method,
-            bits=bits or (8 if method == "smoothquant" else 4),
-            group_size=None if group_size == -1 else group_size or "auto",
-            symmetric=symmetric,
-            keep=kept,
-            dtype=opened.config.dtype if dtype == "auto" else dtype,
-            gptq=GptqOptions(**_given(of_gptq)),
-            **_given(of_awq | {"alpha": alpha}),
-        )
-        check_room(opened, planned(opened, options), options.dtype, work)
-        rows = _read_rows(path, calibration, **{"num_rows": 128, "length": 512, "seed": 0} | _given(of_text))
+        calibration = _calibration_options(options, opened, kept, gptq, awq, smoothquant)
+        check_room(opened, planned(opened, calibration), calibration.dtype, work)
+        rows = _read_rows(path, options.calibration, text)
         try:
-            result, auto = _run(_model(opened), options, max_kl, rows, journal)
+            result, auto = _run(_model(opened), calibration, options.max_kl, rows, journal)
         except KeyboardInterrupt:
-            say("interrupted; the same command goes on after the last whole layer")
+            say("interrupted; the same command continues after the last complete layer")
             return INTERRUPTED
-        options = options if auto is None else auto.options
-        weights = planned(opened, options)
+        calibration = calibration if auto is None else auto.options
+        weights = planned(opened, calibration)
         held_out = None if rows is None else rows.held_out
-        difference = write(opened, weights, result, options.dtype, held_out, work, destination, overwrite=overwrite)
-        report = report_of(opened, options, weights, result, auto, destination, difference)
-    if as_json:
+        difference = write(
+            opened, weights, result, calibration.dtype, held_out, work, destination, overwrite=options.overwrite
+        )
+        report = report_of(opened, calibration, weights, result, auto, destination, difference)
+    if options.as_json:
         write_json(report)
     else:
         write_text(summary(report))
     return None
 
 
-def _check_usage(
-    method: str, bits: int | None, group_size: int | None, calibration: list[Path] | None, max_kl: float | None
-) -> None:
-    if group_size == 0:
+def _check_usage(options: QuantizeOptions) -> None:
+    method, max_kl = options.method, options.max_kl
+    if options.group_size == 0:
         raise UsageError("--group-size is a number of inputs, or -1 for all, not 0")
-    if method != "rtn" and not calibration:
-        raise UsageError(f"--method {method} needs --calibration PATH, the text to look at")
+    if method != "rtn" and not options.calibration:
+        raise UsageError(f"--method {method} needs --calibration PATH, the text to calibrate on")
     if (method == "auto") != (max_kl is not None):
         raise UsageError("--max-kl X is needed by --method auto, and by no other")
     if max_kl is not None and not max_kl > 0:
         raise UsageError(f"--max-kl must be positive, got {max_kl}")
-    if method == "smoothquant" and bits not in (None, 8):
-        raise UsageError(f"--method smoothquant makes weights of 8 bits, not {bits}")
+    if method == "smoothquant" and options.bits not in (None, 8):
+        raise UsageError(f"--method smoothquant makes weights of 8 bits, not {options.bits}")
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+def _check_owner(method: str, owner: str, methods: tuple[str, ...], flags: Any) -> None:
+    """Raises UsageError if a flag of other methods was given."""
+    if method not in methods and given_values(flags):
+        raise UsageError(f"--{_first_flag(flags)} is of --method {owner}, not of {method}")
 
 
-def _check_belongs(method: str, owner: str, is_owner: bool, options: dict[str, Any]) -> None:
-    if not is_owner and (given := _given(options)):
-        raise UsageError(f"--{_option(next(iter(given)))} is of --method {owner}, not of {method}")
+def _first_flag(flags: Any) -> str:
+    field = next(field for field in fields(flags) if getattr(flags, field.name) is not None)
+    names = field.metadata["option"].flags
+    return names[0].partition("/")[0].removeprefix("--") if names else field.name.replace("_", "-")
 
 
-def _option(name: str) -> str:
-    return {"num_rows": "samples", "search": "search-scales"}.get(name, name.replace("_", "-"))
+def _kept(options: QuantizeOptions) -> "tuple[Keep, ...]":
+    from jaxinfer.calibration import Keep
+
+    try:
+        return tuple(Keep.parse(pattern) for pattern in options.keep or ())
+    except ValueError as error:
+        raise UsageError(f"--keep: {error}") from None
 
 
-def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "CalibrationRows | None":
+def _source_path(options: QuantizeOptions) -> Path:
+    """The folder of the checkpoint. Raises UsageError for a GGUF file."""
+    import checkpoints_convert
+    from jaxinfer.data import embedded_path
+
+    path = embedded_path(options.source) or checkpoints_convert.resolve(options.source, revision=options.revision)
+    if checkpoints_convert.tokenizer_files(path) is not None:
+        raise UsageError(f"{path} is a GGUF file: convert it first, jaxinfer convert {path} DIRECTORY")
+    return path
+
+
+def _calibration_options(
+    options: QuantizeOptions,
+    source: "Checkpoint",
+    kept: "tuple[Keep, ...]",
+    gptq: GptqFlags,
+    awq: AwqFlags,
+    smoothquant: SmoothQuantFlags,
+) -> "CalibrationOptions":
+    from jaxinfer.calibration import CalibrationOptions
+    from jaxinfer.quantization.gptq import GptqOptions
+
+    return CalibrationOptions(
+        method="gptq" if options.method == "auto" else options.method,
+        bits=options.bits or (8 if options.method == "smoothquant" else 4),
+        group_size=None if options.group_size == -1 else options.group_size or "auto",
+        symmetric=options.symmetric,
+        keep=kept,
+        dtype=source.config.dtype if options.dtype == "auto" else options.dtype,
+        gptq=GptqOptions(**given_values(gptq)),
+        **given_values(awq),
+        **given_values(smoothquant),
+    )
+
+
+def _read_rows(path: Path, calibration: list[Path] | None, text: TextOptions) -> "CalibrationRows | None":
     from jaxinfer.calibration.inputs import split_rows
     from jaxinfer.text import Tokenizer
 
@@ -220,9 +229,11 @@ def _read_rows(path: Path, calibration: list[Path] | None, **pieces: int) -> "Ca
     documents = read_documents(calibration, "--calibration")
     with waiting("reading the text"):
         tokenizer = Tokenizer.from_dir(path)
-        encoded = [tokenizer.encode_content(text) for text in documents if text]
+        encoded = [tokenizer.encode_content(document) for document in documents if document]
     try:
-        return split_rows(encoded, tokenizer.eos_token_id, **pieces)
+        return split_rows(
+            encoded, tokenizer.eos_token_id, **{"num_rows": 128, "length": 512, "seed": 0, **given_values(text)}
+        )
     except ValueError as error:
         raise UsageError(f"--calibration: {error}") from None
 
@@ -287,3 +298,87 @@ def _reporter(bar: Any) -> Any:
         bar.update()
 
     return report
+
+
+def report_of(
+    source: "Checkpoint",
+    options: "CalibrationOptions",
+    weights: "dict[ParamPath, QuantizedArray]",
+    result: "CalibrationResult",
+    auto: "AutoResult | None",
+    destination: Path,
+    difference: float,
+) -> dict[str, Any]:
+    """Options, schemes, sizes in bytes, errors of each linear layer and quality.
+
+    Args:
+      weights: what is quantized, as written. difference: of logits, after loading.
+    """
+    from jaxinfer.quantization.tree import describe_scheme
+
+    report = {
+        "path": destination,
+        "method": options.method if auto is None else "auto",
+        "bits": options.bits,
+        "symmetric": options.symmetric,
+        "num_quantized": len(weights),
+        "schemes": dict(Counter(map(describe_scheme, weights.values()))),
+        "num_bytes": sum(file.stat().st_size for file in destination.glob("*.safetensors")),
+        "source_bytes": source.num_bytes(),
+        "num_resumed": sum(layer.is_resumed for layer in result.layers),
+        "max_logit_difference": difference,
+        "quality": None if result.quality is None else result.quality.to_dict(),
+        "layers": [
+            {
+                "layer": layer.number,
+                "divergence": layer.divergence,
+                "linears": {
+                    name: {"bits": error.bits, "error": error.error, "rounded": error.rounded}
+                    | ({"num_experts": error.num_experts, "num_few": error.num_few} if error.num_experts else {})
+                    for name, error in layer.errors.items()
+                },
+                "notes": layer.notes,
+            }
+            for layer in result.layers
+        ],
+    }
+    if auto is not None:
+        report["auto"] = {"bits": auto.bits, "kls": auto.kls, "counts": auto.counts()}
+    return report
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The report in a few lines."""
+    schemes = "; ".join(f"{count} {scheme}" for scheme, count in report["schemes"].items())
+    facts = {
+        "wrote": report["path"],
+        "weights": f"{report['method']}: {schemes or 'none quantized'}",
+        "bytes": f"{report['num_bytes']:,} of {report['source_bytes']:,}",
+    }
+    if report["num_resumed"]:
+        facts["resumed"] = f"{report['num_resumed']} layers were finished before"
+    if "auto" in report:
+        counts = ", ".join(f"{count} with {bits}" for bits, count in report["auto"]["counts"].items())
+        facts["bits"] = f"of half layers: {counts}"
+    errors = [
+        (linear["error"], linear["rounded"])
+        for layer in report["layers"]
+        for linear in layer["linears"].values()
+        if linear["error"] is not None
+    ]
+    if errors:
+        mean, nearest = (sum(values) / len(errors) for values in zip(*errors, strict=True))
+        facts["output error"] = f"{mean:.3g} of the outputs' squares; {nearest:.3g} rounded to nearest"
+    notes = [(f"layer {layer['layer']}", note) for layer in report["layers"] for note in layer["notes"]]
+    rows = [*facts.items(), *notes[:_NUM_NOTES]]
+    if len(notes) > _NUM_NOTES:
+        rows.append(("", f"and {len(notes) - _NUM_NOTES} more such notes, all of which --json gives"))
+    if (quality := report["quality"]) is not None:
+        rows += [
+            ("held out", f"{quality['num_tokens']:,} tokens"),
+            ("KL per token", f"{quality['kl']:.3g} nats"),
+            ("perplexity", f"{quality['perplexity']:.4g}, before {quality['float_perplexity']:.4g}"),
+            ("same top token", f"{100 * quality['top1_agreement']:.2f} % of positions"),
+        ]
+    rows.append(("loaded again", f"logits differ by at most {report['max_logit_difference']:.2g}"))
+    return table_text(("", ""), rows, num_left=2)

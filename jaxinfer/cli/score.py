@@ -1,14 +1,16 @@
 """`jaxinfer score`: how probable a model finds given continuations."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import LogitOptions, ServingOptions, open_llm, sampling_values
-from jaxinfer.cli.output import brief, console, open_output, plain_cell, write_json
+from jaxinfer.cli.options import LogitOptions, ServingOptions, as_json, open_llm, sampling_values
+from jaxinfer.cli.output import brief, console, open_output, write_json
 from jaxinfer.cli.prompts import read_records
+from jaxinfer.options import option
+from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import Score
@@ -17,56 +19,40 @@ if TYPE_CHECKING:
 Pair = tuple[Any, Any]
 
 
-def score(
-    model_options: ServingOptions,
-    logit_options: LogitOptions,
-    prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What comes before; may be repeated.")
-    ] = None,
-    continuation: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--continuation", "-c", metavar="TEXT", help="What is scored; one for each prompt, or all for one prompt."
-        ),
-    ] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="PATH",
-            help='JSON lines {"prompt": "...", "continuation": "..."}; -: standard input.',
-        ),
-    ] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", metavar="", help="Show each token of the continuations.")] = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PATH", help="Write there, once all is computed.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="JSON lines: one object for each pair.")] = False,
-) -> None:
-    """Show how probable a model finds given texts.
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
+    prompt: list[str] | None = option(None, "The text before the continuation; may be repeated.", "TEXT", "--prompt -p")
+    continuation: list[str] | None = option(
+        None, "The text to score; one for each prompt, or several for one prompt.", "TEXT", "--continuation -c"
+    )
+    file: Path | None = option(
+        None, 'JSON lines {"prompt": "...", "continuation": "..."}; -: standard input.', "PATH", "--file -f"
+    )
+    tokens: bool = option(False, "Show each token of the continuations.")
+    output: Path | None = option(None, "Write to this file when all scores are computed.", "PATH", "--output -o")
+    as_json: bool = as_json("JSON lines: one object for each pair.")
 
-    Log-probabilities of continuations after their prompts, in nats. Raw ones are the model's own. Processed ones
-    are under the sampling options given here; without any, the two agree. Nothing is taken from the checkpoint's
-    generation_config. Prompt and continuation are tokenized apart.
+
+def score(model_options: ServingOptions, logit_options: LogitOptions, options: ScoreOptions) -> None:
+    """Show how probable texts are under a model.
+
+    Prints log-probabilities of continuations after their prompts, in nats. Raw ones are the model's own. Processed ones
+    are computed under the sampling options given here; without any, both are the same. The checkpoint's
+    generation_config is not used. Prompt and continuation are tokenized separately.
     """
-    from jaxinfer.sampling.params import SamplingParams
-
     values = sampling_values(logit_options)
-    pairs = _pairs(prompt or [], continuation or [], file)
-    with open_output(output) as target, open_llm(model_options) as llm:
+    pairs = _pairs(options.prompt or [], options.continuation or [], options.file)
+    with open_output(options.output) as target, open_llm(model_options) as llm:
         scores = llm.score(
-            [before for before, _ in pairs],
-            [after for _, after in pairs],
-            SamplingParams.from_dict(values),
+            [before for before, _ in pairs], [after for _, after in pairs], SamplingParams.from_dict(values)
         )
         data = [_data(llm, index, pair, one) for index, (pair, one) in enumerate(zip(pairs, scores, strict=True))]
-        if as_json:
+        if options.as_json:
             for one in data:
                 write_json(one, target)
         else:
             _print_totals(data, target)
-            if tokens:
+            if options.tokens:
                 _print_tokens(data, target)
 
 
@@ -106,39 +92,34 @@ def _data(llm: "LLM", index: int, pair: Pair, score: "Score") -> dict[str, Any]:
 
 
 def _print_totals(data: list[dict[str, Any]], file: Any) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table("", "prompt", "continuation", box=box.SIMPLE_HEAD)
-    for name in ("tokens", "raw", "per token", "processed"):
-        table.add_column(name, justify="right")
-    table.add_column("greedy")
-    for one in data:
-        cells = [
-            str(one["index"] + 1),
+    titles = ("", "prompt", "continuation", "tokens", "raw", "per token", "processed", "greedy")
+    rows = [
+        (
+            one["index"] + 1,
             brief(one["prompt"], from_end=True),
             brief(one["continuation"]),
-            str(one["num_tokens"]),
+            one["num_tokens"],
             f"{one['raw_total']:.4f}",
             f"{one['raw_total'] / one['num_tokens']:.4f}",
             f"{one['processed_total']:.4f}",
             "yes" if one["is_greedy"] else "no",
-        ]
-        table.add_row(*map(plain_cell, cells))
-    console(file).print(table)
+        )
+        for one in data
+    ]
+    console(file).print(make_table(titles, rows, num_left=3))
 
 
 def _print_tokens(data: list[dict[str, Any]], file: Any) -> None:
-    from rich import box
-    from rich.table import Table
-
+    target = console(file)
     for one in data:
-        title = f"{one['index'] + 1}: {brief(one['continuation'])}"
-        table = Table("token", "id", title=plain_cell(title), title_justify="left", box=box.SIMPLE_HEAD)
-        table.add_column("raw", justify="right")
-        table.add_column("processed", justify="right")
-        for token in one["tokens"]:
-            text = repr(token["token"]) if token["token"] is not None else ""
-            cells = [text, str(token["token_id"]), f"{token['raw']:.4f}", f"{token['processed']:.4f}"]
-            table.add_row(*map(plain_cell, cells))
-        console(file).print(table)
+        target.print(f"\n{one['index'] + 1}: {brief(one['continuation'])}", markup=False)
+        rows = [
+            (
+                repr(token["token"]) if token["token"] is not None else "",
+                token["token_id"],
+                f"{token['raw']:.4f}",
+                f"{token['processed']:.4f}",
+            )
+            for token in one["tokens"]
+        ]
+        target.print(make_table(("token", "id", "raw", "processed"), rows))

@@ -1,18 +1,18 @@
-"""`jaxinfer speculate-report`: whether a draft pays on given prompts, how many tokens to draft, and what limits it."""
+"""`jaxinfer speculate-report`: the speedup of a draft on given prompts, the best draft length, and what limits it."""
 
 import importlib.util
 import statistics
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import ModelOptions, ServingOptions
-from jaxinfer.cli.output import console, note, plain_cell, waiting, write_json, write_text
+from jaxinfer.cli.options import ModelOptions, ServingOptions, as_json
+from jaxinfer.cli.output import console, note, waiting, write_json, write_text
 from jaxinfer.cli.prompts import PromptLine, read_prompts
+from jaxinfer.options import MISSING, argument, option
+from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -25,12 +25,12 @@ LENGTHS = "1,2,4,8"
 
 @dataclass(frozen=True)
 class Run:
-    """The prompts with one draft length, 0 for plain decoding.
+    """A run of the prompts with one draft length, 0 for plain decoding.
 
     Attributes:
-      seconds_per_token: after an answer's first, of its row. host_share: of the time, in which the host's thread
-        worked. answers: token ids. num_tokens: after the first ones, of all repeats. stats: of all repeats; plain
-        decoding has none.
+      seconds_per_token: of one answer, without its first token. host_share: share of the time in which the host's
+        thread worked. answers: token ids. num_tokens: tokens after the first ones, of all repeats. stats: of all
+        repeats; None for plain decoding.
     """
 
     num_draft_tokens: int
@@ -43,8 +43,12 @@ class Run:
 
 @dataclass(frozen=True)
 class LengthReport:
-    """One draft length next to plain decoding. `cost_ratio` is what drafting a token takes next to a plain step,
-    `verify_ratio` what the rest of a round takes; `if_perfect` the speedup if one thing cost or lost nothing."""
+    """One draft length compared with plain decoding.
+
+    Attributes:
+      cost_ratio: time of drafting one token, in plain decode steps. verify_ratio: likewise, of the rest of a round.
+      expected: speedup by Leviathan et al. (2023, theorem 3.8). measured: the measured speedup.
+    """
 
     num_draft_tokens: int
     stats: "SpeculationStats"
@@ -57,8 +61,9 @@ class LengthReport:
 
     @property
     def if_perfect(self) -> dict[str, float]:
+        """The speedup if one of the costs were zero, or if every draft token were accepted."""
         per_round, k = self.verify_ratio + self.num_draft_tokens * self.cost_ratio, self.num_draft_tokens
-        length = self.measured * per_round  # tokens of a round, as far as they came about
+        length = self.measured * per_round  # tokens per round
         return {
             "acceptance": (k + 1) / per_round,
             "draft cost": length / self.verify_ratio,
@@ -68,7 +73,7 @@ class LengthReport:
 
     @property
     def limit(self) -> str:
-        """Which of them would gain most."""
+        """The cost whose absence would gain most."""
         return max(self.if_perfect, key=lambda name: self.if_perfect[name])
 
     def data(self) -> dict[str, Any]:
@@ -89,112 +94,99 @@ class LengthReport:
         }
 
 
-def speculate_report(
-    model_options: ServingOptions,
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="PROMPTS", help='Prompts, one a line; in .jsonl, {"prompt": "...", ...}.'),
-    ],
-    draft: Annotated[
-        str,
-        typer.Option(
-            "--draft",
-            "-d",
-            metavar="DRAFT",
-            help="A checkpoint's folder, a hub id, demo-draft, ngram, or layers:N (the model's own first N layers).",
-        ),
-    ],
-    num_draft_tokens: Annotated[
-        str, typer.Option("--num-draft-tokens", metavar="K,K", help="Tokens drafted before each check.")
-    ] = LENGTHS,
-    max_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="Of each answer.")] = 128,
-    temperature: Annotated[float, typer.Option(metavar="X", help="0 takes the most probable token.")] = 0.0,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of every answer, where the temperature is not 0.")] = 0,
-    acceptance: Annotated[
-        str, typer.Option(metavar="RULE", help="exact: the answers of plain decoding; maximal: of their distribution.")
-    ] = "exact",
-    repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Times that each is measured; medians are shown.")
-    ] = 3,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Draw acceptance and speedup to this PNG file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    file: Path = argument(MISSING, 'Prompts, one per line; in .jsonl, {"prompt": "...", ...}.', "PROMPTS")
+    draft: str = option(
+        MISSING,
+        "A checkpoint's folder, a hub id, demo-draft, ngram, or layers:N (the model's first N layers).",
+        "DRAFT",
+        "--draft -d",
+    )
+    num_draft_tokens: str = option(LENGTHS, "Draft lengths: tokens drafted per round.", "K,K")
+    max_tokens: int = option(128, "Maximum number of tokens of each answer.", "N", min=2)
+    temperature: float = option(0.0, "0 takes the most probable token.", "X")
+    seed: int = option(0, "Seed of all answers, if the temperature is not 0.", "N")
+    acceptance: str = option("exact", "exact: the answers of plain decoding; maximal: the same distribution.", "RULE")
+    repeats: int = option(3, "Number of measurements, of which the median is shown.", "N", min=1)
+    plot: Path | None = option(None, "Draw acceptance and speedup to this PNG file.", "PATH")
+    as_json: bool = as_json("One JSON object.")
+
+
+def speculate_report(model_options: ServingOptions, options: ReportOptions) -> None:
     """Measure speculative decoding.
 
-    Runs the prompts plainly and with each number of drafted tokens, one answer at a time unless --max-seqs says
-    otherwise, everything warmed up before. Shows what was accepted, the speedup that Leviathan et al. expect of that,
-    the measured one, what limits it, and which number is best.
+    Runs the prompts with plain decoding and with each draft length, one answer at a time unless --max-seqs is given,
+    after warming up. Shows the acceptance rate, the speedup that Leviathan et al. predict from it, the measured
+    speedup, what limits it, and the best draft length.
     """
-    lengths = _read_lengths(num_draft_tokens)
-    if acceptance not in ("exact", "maximal"):
-        raise UsageError(f"--acceptance is exact or maximal, got {acceptance!r}")
-    if plot is not None:
-        check_plot(plot)
-    lines = read_prompts((), file)
+    lengths = _read_lengths(options.num_draft_tokens)
+    if options.acceptance not in ("exact", "maximal"):
+        raise UsageError(f"--acceptance is exact or maximal, got {options.acceptance!r}")
+    if options.plot is not None:
+        check_plot(options.plot)
+    lines = read_prompts((), options.file)
     with waiting(f"loading {model_options.model}"):
-        bench = _Bench(model_options, draft, acceptance, lines, repeats)
-        params = bench.params({"temperature": temperature, "seed": seed, "max_tokens": max_tokens})
+        bench = _Bench(model_options, options.draft, options.acceptance, lines, options.repeats)
+        params = bench.params({name: getattr(options, name) for name in ("temperature", "seed", "max_tokens")})
     try:
         rows, plain = bench.measure(lengths, params)
     finally:
         bench.close()
-    best = max(rows, key=lambda row: row.measured)
-    report = {
-        "model": model_options.model,
-        "draft": draft,
-        "acceptance": acceptance,
-        "num_prompts": len(lines),
-        "plain_tokens_per_second": 1 / plain.seconds_per_token,
-        **_machine(),
-        "lengths": [row.data() for row in rows],
-        "best_num_draft_tokens": best.num_draft_tokens if best.measured > 1 else 0,
-        "conclusion": conclusion(rows),
-    }
-    if plot is not None:
-        draw(plot, rows, f"{model_options.model}, drafted by {draft}")
-    if as_json:
+    if options.plot is not None:
+        draw(options.plot, rows, f"{model_options.model}, drafted by {options.draft}")
+    plain_rate = 1 / plain.seconds_per_token
+    if options.as_json:
+        best = max(rows, key=lambda row: row.measured)
+        report = {
+            "model": model_options.model,
+            "draft": options.draft,
+            "acceptance": options.acceptance,
+            "num_prompts": len(lines),
+            "plain_tokens_per_second": plain_rate,
+            **_machine(),
+            "lengths": [row.data() for row in rows],
+            "best_num_draft_tokens": best.num_draft_tokens if best.measured > 1 else 0,
+            "conclusion": conclusion(rows),
+        }
         write_json(report)
         return
     print_rows(rows)
-    if acceptance == "exact" and temperature == 0:
+    if options.acceptance == "exact" and options.temperature == 0:
         num_different = sum(row.num_different for row in rows)
         write_text(f"Answers that differ from plain decoding: {num_different} of {len(lines) * len(rows)}.\n")
-    write_text(f"Plain decoding: {report['plain_tokens_per_second']:.0f} tokens/s of each answer.\n")
-    write_text(report["conclusion"] + "\n")
-    if plot is not None:
-        note(f"wrote {plot}")
+    write_text(f"Plain decoding: {plain_rate:.0f} tokens/s for each answer.\n{conclusion(rows)}\n")
+    if options.plot is not None:
+        note(f"wrote {options.plot}")
 
 
 def conclusion(rows: list[LengthReport]) -> str:
-    """What to do, and why it is not faster."""
+    """What to do, and what limits the speedup."""
     best = max(rows, key=lambda row: row.measured)
     k, limit = best.num_draft_tokens, best.limit
     cause = {
-        "acceptance": f"acceptance: {best.stats.conditional_rate:.0%} of the drafted tokens are accepted when those "
-        f"before them were; with all it would be",
-        "draft cost": f"the draft: a token of it takes {best.cost_ratio:.2f} of a plain step; for nothing it would be",
-        "verify cost": f"verifying: a round without its draft takes {best.verify_ratio:.2f} of a plain step; with 1 it "
-        f"would be",
-        "host": f"the host, which works for {best.host_share:.0%} of the time; without it it would be",
+        "acceptance": f"acceptance: {best.stats.conditional_rate:.0%} of the draft tokens are accepted if those before "
+        f"them were; with all accepted, the speedup would be",
+        "draft cost": f"the draft: one of its tokens takes {best.cost_ratio:.2f} of a plain step; if it were free, the "
+        f"speedup would be",
+        "verify cost": f"verifying: a round without its draft takes {best.verify_ratio:.2f} plain steps; with 1, the "
+        f"speedup would be",
+        "host": f"the host, which works for {best.host_share:.0%} of the time; without it, the speedup would be",
     }[limit]
     if best.measured > 1:
         start = f"Use num_draft_tokens={k}: {best.measured:.2f}x plain decoding."
     else:
-        start = (
-            f"Decode without this draft: at best, with {k} drafted tokens, it is {best.measured:.2f}x plain decoding."
-        )
-    return f"{start} What limits it most is {cause} {best.if_perfect[limit]:.2f}x."
+        start = f"Decode without this draft: {k} draft tokens are best, with {best.measured:.2f}x plain decoding."
+    return f"{start} It is limited mostly by {cause} {best.if_perfect[limit]:.2f}x."
 
 
 class _Bench:
-    """The model, loaded once, in one engine after another. Plain decoding is measured first and last."""
+    """Runs engines one after another over a model that is loaded once. Plain decoding is measured first and last."""
 
     def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
         from jaxinfer.loading import load_model
 
-        own = {field.name for field in fields(ModelOptions)} - {"kv_dtype"}  # which is the engine's
+        own = {field.name for field in fields(ModelOptions)} - {"kv_dtype"}
         values = {field.name: getattr(options, field.name) for field in fields(options)}
         self.model = load_model(
             options.model,
@@ -212,7 +204,7 @@ class _Bench:
         self.engine |= {name: value for name, value in values.items() if name not in own and value is not None}
 
     def params(self, values: dict[str, Any]) -> "list[SamplingParams]":
-        """Of each prompt; live parameters know no end-of-sequence ids, so they are named."""
+        """Sampling parameters of each prompt, with the end-of-sequence ids, which live parameters do not have."""
         from jaxinfer.sampling import SamplingParams
 
         values = {**values, "stop_token_ids": list(self.model.eos_token_ids)}
@@ -231,7 +223,7 @@ class _Bench:
         return self.draft_name if self.draft_model is None else live(self.draft_model)
 
     def _draft_seconds(self, params: "list[SamplingParams]") -> float:
-        """Seconds per token of the draft alone; n-grams are looked up for next to nothing."""
+        """Seconds per token of the draft alone; 0 for n-grams."""
         from jaxinfer.speculative import first_layers
 
         if self.draft_name == "ngram":
@@ -249,7 +241,7 @@ class _Bench:
 
         if num_draft_tokens:
             drafting["num_draft_tokens"] = num_draft_tokens
-        if model is None and str(self.engine.get("kv_dtype")).startswith("fp8"):  # live parameters bring no scales
+        if model is None and str(self.engine.get("kv_dtype")).startswith("fp8"):  # live parameters have no scales
             drafting["kv_scales"] = self.model.kv_scales
         what = f"{num_draft_tokens} drafted tokens" if num_draft_tokens else "plain decoding"
         with (
@@ -268,7 +260,7 @@ class _Bench:
 
 
 def live(model: "LoadedModel") -> Any:
-    """For `LLM`, which then does not free the parameters."""
+    """The model for `LLM`, which does not free live parameters."""
     return model.config, model.params, model.tokenizer
 
 
@@ -286,7 +278,9 @@ def _measured(
         spent = sum(one.total_time - one.time_to_first_token for one in timings)
         num_tokens = sum(len(one.outputs[0].token_ids) - 1 for one in outputs)
         if num_tokens < 1:
-            raise UsageError("every answer ends with its first token: nothing to measure; try other prompts")
+            raise UsageError(
+                "every answer ends with its first token, so there is nothing to measure: try other prompts"
+            )
         seconds.append(spent / num_tokens)
         total += num_tokens
     after = llm.speculation_stats()
@@ -301,13 +295,13 @@ def _measured(
 
 
 def compare(run: Run, plain: Run, cost_ratio: float) -> LengthReport:
-    """A run next to the plain one. What a round takes follows from the tokens that it makes: what is not the draft's
-    is called verifying."""
+    """Compares a run with plain decoding. The time of a round follows from the tokens per round; all of it that is not
+    drafting counts as verifying."""
     from jaxinfer.speculative import SpeculationStats, expected_speedup
 
     stats, k = run.stats or SpeculationStats(), run.num_draft_tokens
     measured = plain.seconds_per_token / run.seconds_per_token
-    # Tokens that no round made took a plain step each.
+    # Tokens that were generated without a draft took one plain step each.
     steps = run.num_tokens / measured - max(run.num_tokens - stats.num_tokens, 0)
     per_round = steps / stats.num_rounds if stats.num_rounds else 1.0
     return LengthReport(
@@ -318,21 +312,16 @@ def compare(run: Run, plain: Run, cost_ratio: float) -> LengthReport:
         expected=expected_speedup(stats.conditional_rate, k, cost_ratio),
         measured=measured,
         host_share=min(run.host_share, 0.99),
-        num_different=sum(mine != its for mine, its in zip(run.answers, plain.answers, strict=True)),
+        num_different=sum(one != other for one, other in zip(run.answers, plain.answers, strict=True)),
     )
 
 
 def print_rows(rows: list[LengthReport]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    names = ("k", "accepted", "given those before", "by position", "tokens a round", "draft token", "verifying")
-    for name in (*names, "expected", "measured", "limited by"):
-        table.add_column(name, justify="left" if name in ("by position", "limited by") else "right")
-    for row in rows:
-        cells = [
-            str(row.num_draft_tokens),
+    titles = ("limited by", "k", "accepted", "if previous were", "by position", "tokens per round", "draft token")
+    cells = [
+        (
+            row.limit,
+            row.num_draft_tokens,
             f"{row.stats.acceptance_rate:.0%}",
             f"{row.stats.conditional_rate:.0%}",
             " ".join(f"{rate:.2f}" for rate in row.stats.acceptance_by_position),
@@ -341,14 +330,14 @@ def print_rows(rows: list[LengthReport]) -> None:
             f"{row.verify_ratio:.2f}",
             f"{row.expected:.2f}x",
             f"{row.measured:.2f}x",
-            row.limit,
-        ]
-        table.add_row(*map(plain_cell, cells))
-    console().print(table)
+        )
+        for row in rows
+    ]
+    console().print(make_table((*titles, "verifying", "expected", "measured"), cells))
 
 
 def check_plot(path: Path) -> None:
-    """Raises, before anything is measured, where the plot could not be drawn."""
+    """Raises, before anything is measured, if the plot could not be drawn."""
     if path.suffix.lower() != ".png":
         raise UsageError(f"--plot writes PNG, got {path.name!r}")
     if not path.parent.is_dir():
@@ -358,7 +347,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(path: Path, rows: list[LengthReport], title: str) -> None:
-    """Acceptance by position, and speedup by length, expected and measured."""
+    """Draws acceptance by position, and the expected and the measured speedup by draft length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -368,14 +357,14 @@ def draw(path: Path, rows: list[LengthReport], title: str) -> None:
     for row in rows:
         rates = row.stats.acceptance_by_position
         left.plot(range(1, len(rates) + 1), rates, marker="o", label=f"k = {row.num_draft_tokens}")
-    left.set(xlabel="place in the round", ylabel="accepted of those drafted for it", ylim=(0, 1.02))
+    left.set(xlabel="position in the round", ylabel="acceptance rate", ylim=(0, 1.02))
     left.xaxis.get_major_locator().set_params(integer=True)
     left.legend(frameon=False)
     lengths = [row.num_draft_tokens for row in rows]
     right.plot(lengths, [row.expected for row in rows], marker="o", linestyle="--", color="0.6", label="expected")
     right.plot(lengths, [row.measured for row in rows], marker="o", color="C0", label="measured")
     right.axhline(1, color="C3", linewidth=1)
-    right.set(xlabel="drafted tokens (k)", ylabel="speedup over plain decoding", xticks=lengths)
+    right.set(xlabel="draft tokens (k)", ylabel="speedup over plain decoding", xticks=lengths)
     right.set_ylim(bottom=0)
     right.legend(frameon=False)
     for axes in (left, right):
@@ -391,7 +380,7 @@ def _read_lengths(text: str) -> list[int]:
     except ValueError:
         lengths = []
     if not lengths or min(lengths) < 1:
-        raise UsageError(f"--num-draft-tokens: {text!r} is not one or more positive numbers, such as {LENGTHS}")
+        raise UsageError(f"--num-draft-tokens: {text!r} is not a list of positive numbers, such as {LENGTHS}")
     return list(dict.fromkeys(lengths))
 
 

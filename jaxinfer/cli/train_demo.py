@@ -1,15 +1,15 @@
-"""`jaxinfer train-demo`: makes the embedded pair again, from this Python's standard library."""
+"""`jaxinfer train-demo`: trains the two embedded models again, on Python's standard library."""
 
 import importlib.util
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from jaxinfer.cli.distill import figures, writer
+from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.options import option
 
 if TYPE_CHECKING:
     from jaxinfer.models import ModelConfig, Params
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 NAMES = ("demo", "demo-draft")
 START = "demo-draft-start"
 DRAFT_ORIGIN = """\
-Begun as a model of its own of 2 layers, 128 wide, trained on the Python standard library as `demo` was, which is under
-the PSF License Agreement; then given heads that copy what the text said before (`jaxinfer/training/copying.py`).
+First trained as a model of 2 layers, 128 wide, on the Python standard library like `demo` (PSF License Agreement); then
+extended by heads that copy earlier text (`jaxinfer/training/copying.py`) and distilled.
 `jaxinfer train-demo` makes it.
 
 """
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
-# The model knows no roles, only Python: what a user says becomes a comment, what it answers is the code below.
+# The model knows no roles, only Python: a user message becomes a comment, and the answer is the code below it.
 CHAT_TEMPLATE = """\
 {% for message in messages %}
 {% if message.role == 'assistant' %}
@@ -37,32 +37,32 @@ CHAT_TEMPLATE = """\
 """
 
 
-def train_demo(
-    work_dir: Annotated[
-        Path,
-        typer.Option(metavar="PATH", help="Keeps the tokenizer and training checkpoints; the next run goes on there."),
-    ] = Path("demo-training"),
-    out: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Folder for the two models. Default: inside this package.")
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Training steps of the model. Default: its own number.")
-    ] = None,
-    draft_steps: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Steps of its draft's distillation. Default: its own number.")
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", metavar="", help="Replace models that are there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainDemoOptions:
+    work_dir: Path = option(
+        Path("demo-training"),
+        "Folder for the tokenizer and training checkpoints, from which a later run continues.",
+        "PATH",
+    )
+    out: Path | None = option(None, "Folder for the two models. Default: inside this package.", "PATH")
+    steps: int | None = option(None, "Training steps of the model. Default: its own number.", "N", min=1)
+    draft_steps: int | None = option(None, "Distillation steps of the draft. Default: its own number.", "N", min=1)
+    overwrite: bool = overwrite("Replace existing models.")
+    as_json: bool = as_json("One JSON object.")
+
+
+def train_demo(options: TrainDemoOptions) -> None:
     """Train the embedded models again.
 
-    On the source of the Python standard library, which every machine has. It takes hours on a CPU; a run that was
-    interrupted goes on when it is repeated.
+    They are trained on the source of the Python standard library, which every machine has. It takes hours on a CPU; an
+    interrupted run continues when it is repeated.
     """
     import jaxinfer.data
 
-    out_dir = out or Path(jaxinfer.data.__file__).parent
-    target, draft = export_pair(work_dir, out_dir, steps, draft_steps, overwrite=overwrite)
+    out_dir = options.out or Path(jaxinfer.data.__file__).parent
+    target, draft = export_pair(
+        options.work_dir, out_dir, options.steps, options.draft_steps, overwrite=options.overwrite
+    )
     models = [
         {
             "name": NAMES[0],
@@ -74,11 +74,11 @@ def train_demo(
         {
             "name": NAMES[1],
             "path": out_dir / NAMES[1],
-            "num_steps": draft_options(draft_steps).num_steps,
+            "num_steps": draft_options(options.draft_steps).num_steps,
             **figures(draft.after),
         },
     ]
-    if as_json:
+    if options.as_json:
         write_json({"models": models})
         return
     first, second = models
@@ -91,14 +91,14 @@ def train_demo(
 def export_pair(
     work_dir: Path, out_dir: Path, target_steps: int | None, draft_steps: int | None, *, overwrite: bool = False
 ) -> "tuple[DemoModel, DistillResult]":
-    """Trains the model, distils its draft, or finishes both, and writes each as a checkpoint to `out_dir`/name.
+    """Trains the model and distils its draft, or continues an interrupted run; writes both below `out_dir`.
 
-    Raises, before anything is trained, FileExistsError if a model is there already, ImportError without matplotlib.
+    Raises, before anything is trained, FileExistsError if a model exists, ImportError without matplotlib.
     """
     from jaxinfer.llm import LLM
     from jaxinfer.training import demo
 
-    if importlib.util.find_spec("matplotlib") is None:  # hours before it is needed
+    if importlib.util.find_spec("matplotlib") is None:  # needed after hours of training
         raise ImportError("the model cards need matplotlib: pip install 'jaxinfer[train]'")
     for name in NAMES:
         if (out_dir / name).exists() and not overwrite:
@@ -134,7 +134,7 @@ def export_draft(
     *,
     overwrite: bool,
 ) -> None:
-    """Writes the draft as `export_model` does the model."""
+    """Writes the draft, as `export_model` writes the model."""
     from jaxinfer.training.card import write_draft_card
 
     _save(draft.config, draft.params, data, work_dir, destination, overwrite=overwrite)
@@ -142,7 +142,7 @@ def export_draft(
 
 
 def export_model(model: "DemoModel", data: "DemoData", work_dir: Path, destination: Path, *, overwrite: bool) -> None:
-    """Writes the model in bfloat16 with its tokenizer, in the form of Hugging Face."""
+    """Writes the model in bfloat16 with its tokenizer, in Hugging Face's format."""
     from jaxinfer.training.card import write_card
 
     _save(model.config, model.result.params, data, work_dir, destination, overwrite=overwrite)
@@ -188,7 +188,7 @@ def _save(
 
 
 def scaled(phases: "tuple[TrainingPhase, ...]", num_steps: int | None) -> "tuple[TrainingPhase, ...]":
-    """The phases with `num_steps` steps in all, shared out as they were; None leaves them."""
+    """The phases with `num_steps` steps in total, in the same proportions; None leaves them unchanged."""
     total = sum(phase.num_steps for phase in phases)
     if num_steps is None:
         return phases

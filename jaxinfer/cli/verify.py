@@ -1,40 +1,38 @@
-"""`jaxinfer verify`: are a checkpoint's files whole, and does it compute what another one does?"""
+"""`jaxinfer verify`: checks a checkpoint's files, and compares its outputs with another checkpoint's."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK
+from jaxinfer.cli.options import as_json
 from jaxinfer.cli.output import waiting, write_json, write_text
+from jaxinfer.options import MISSING, argument, option
+from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
     from checkpoints_convert import VerifyReport
 
 
-def verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A converted checkpoint's folder.")],
-    against: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Another checkpoint of the same model, or a hub id: run both and compare.",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(metavar="X", min=0.0, help="Largest difference of hidden states and logits that passes.")
-    ] = 0.0,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Compute both in this dtype; auto: as stored.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> int:
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    path: Path = argument(MISSING, "A converted checkpoint's folder.", "PATH")
+    against: str | None = option(None, "Another checkpoint of the same model, or a hub id, to compare with.", "MODEL")
+    tolerance: float = option(0.0, "Largest allowed difference of hidden states and logits.", "X", min=0.0)
+    dtype: str = option("auto", "Compute both in this dtype; auto: as stored.", "DTYPE")
+    as_json: bool = as_json("One JSON object.")
+
+
+def verify(options: VerifyOptions) -> int:
     """Check a checkpoint's files, or compare it with another.
 
-    Every file must have its checksum and, with --against, hidden states and logits must agree within the tolerance; if
-    not, the exit code is 1. A checkpoint of Hugging Face's form has no checksums, so it can only be compared.
+    Each file must match its checksum and, with --against, hidden states and logits must agree within the tolerance; if
+    not, the exit code is 1. A checkpoint in Hugging Face's format has no checksums and can only be compared.
     """
     import checkpoints_convert
     from checkpoints_convert.files import MANIFEST
 
+    path, against, tolerance = options.path, options.against, options.tolerance
     has_manifest = (path / MANIFEST).exists()
     problems: list[str] = []
     if has_manifest or against is None:
@@ -43,9 +41,9 @@ def verify(
     comparison = None
     if against is not None and not problems:
         with waiting("comparing"):
-            comparison = checkpoints_convert.verify_against(path, against, tolerance=tolerance, dtype=dtype)
+            comparison = checkpoints_convert.verify_against(path, against, tolerance=tolerance, dtype=options.dtype)
     holds = not problems and (comparison is None or _is_close(comparison, tolerance))
-    if as_json:
+    if options.as_json:
         write_json(
             {
                 "path": path,
@@ -79,9 +77,9 @@ def _summary(
     facts["files"] = (
         f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}"
         if problems
-        else "as its manifest says"
+        else "match the manifest"
         if has_manifest
-        else "not checked: it has no manifest"
+        else "not checked: there is no manifest"
     )
     if report is not None:
         facts |= {
@@ -94,9 +92,8 @@ def _summary(
         if report.first_diverging is not None:
             facts["by"] = f"{report.layer_differences[report.first_diverging]:.3g}"
     elif against is not None:
-        facts["compared with"] = f"{against}: not done, the files are not whole"
-    facts["result"] = "holds" if holds else "does not hold"
-    lines = [f"{name:<17}{value}" for name, value in facts.items()]
-    position = 2  # under "files"
-    lines[position:position] = [f"  - {problem}" for problem in problems]
-    return "\n".join(lines) + "\n"
+        facts["compared with"] = f"{against}: not done because of the problems"
+    facts["result"] = "passed" if holds else "failed"
+    lines = facts_text(facts).splitlines(keepends=True)
+    lines[2:2] = [f"  - {problem}\n" for problem in problems]  # below "files"
+    return "".join(lines)

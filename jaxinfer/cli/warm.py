@@ -1,30 +1,26 @@
-"""`jaxinfer warm`: compiles ahead of time what serving a model will need, so that the first request pays nothing."""
+"""`jaxinfer warm`: compiles ahead of time the programs that serving a model needs."""
 
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from jaxinfer.cli.options import DraftedServingOptions, ModelArgument, open_llm
+from jaxinfer.cli.options import DraftedServingOptions, as_json, model_argument, open_llm
 from jaxinfer.cli.output import shows_progress, write_json, write_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WarmOptions(DraftedServingOptions):
-    """Those of serving; the model has no flag."""
+    """Serving options; the model is given by position."""
 
-    model: ModelArgument
+    model: str = model_argument()
+    as_json: bool = as_json("One JSON object.")
 
 
-def warm(
-    options: WarmOptions,
-    as_json: Annotated[bool, typer.Option("--json", metavar="", help="One JSON object.")] = False,
-) -> None:
+def warm(options: WarmOptions) -> None:
     """Fill the compilation cache for a model and its options.
 
-    Loads the model as serving it with the same options would and compiles every program that a request can need. What
-    was compiled is kept on disk, so the next start on this machine reads it instead.
+    Loads the model with these options and compiles every program that a request can need. The programs are kept on
+    disk, and the next start with the same options on this machine reads them.
     """
     from jaxinfer import compilation_cache
 
@@ -42,7 +38,7 @@ def warm(
         "seconds": time.perf_counter() - start,
         "folder": None if folder is None else str(folder),
     }
-    if as_json:
+    if options.as_json:
         write_json(report)
     else:
         write_text(_summary(report))

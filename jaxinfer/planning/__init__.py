@@ -1,9 +1,9 @@
-"""What a model needs on chips that are not at hand: memory, bytes, FLOPs, and the least time of a step."""
+"""Planning a model for chips that this machine does not have: memory, bytes, FLOPs, and the least time of a step."""
 
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind, chips, parse_place
-from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest, make_plan
-from jaxinfer.planning.remedy import Change, changes
-from jaxinfer.planning.report import to_dict, to_text
+from jaxinfer.planning.plan import Change, Memory, MemoryPlan, PlanRequest, to_dict, to_text
+from jaxinfer.planning.planner import make_plan
+from jaxinfer.planning.remedy import changes
 
 __all__ = [
     "Change",

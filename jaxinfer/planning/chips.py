@@ -1,6 +1,5 @@
-"""Chips by name, with the figures of chips.json, and places of one or several of them."""
+"""Chips by name, with the figures of chips.json; places of one or several chips; how a place shards a model."""
 
-import difflib
 import json
 import math
 import os
@@ -10,9 +9,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxinfer import parallel
+from jaxinfer.checks import did_you_mean
+from jaxinfer.models import ModelConfig, check_divides, fit_to_mesh
+from jaxinfer.parallel import DATA
 from pallas_kernels import ahead_of_time
 
-# Of a GPU's memory JAX takes this share at its start, unless the environment variable says another.
+# JAX allocates this share of a GPU's memory at its start, unless the environment variable sets another.
 GPU_SHARE, GPU_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MAX_GPUS = 8
 
@@ -22,10 +27,10 @@ class Chip:
     """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are a `devices_per_chip`-th.
 
     Attributes:
-      name: as users write it. title: as its vendor does. platform: "tpu" or "gpu".
-      usable_bytes: what programs may use of hbm_bytes.
-      flops: FLOP/s by what is multiplied: "bf16", "int8", "fp8"; None where the chip has no such rate.
-      link_bandwidth: of all links to other chips, both directions together.
+      name: the name in options. title: the vendor's name. platform: "tpu" or "gpu".
+      usable_bytes: the part of hbm_bytes that programs may use.
+      flops: FLOP/s by the type of the operands: "bf16", "int8", "fp8"; None if the chip has no such rate.
+      link_bandwidth: of all links to other chips, both directions added.
       can_compile: whether programs can be compiled for it ahead of time. sources: (title, url, date) of the figures.
     """
 
@@ -46,7 +51,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class Place:
-    """`num_chips` chips of one kind, which compute together. `name` is how it was written, such as "v6e:2x4"."""
+    """`num_chips` chips of one kind that compute together. `name` is as the user wrote it, such as "v6e:2x4"."""
 
     name: str
     chip: Chip
@@ -54,7 +59,7 @@ class Place:
 
     @property
     def num_devices(self) -> int:
-        """Devices as JAX sees them."""
+        """JAX devices."""
         return self.num_chips * self.chip.devices_per_chip
 
     @property
@@ -81,18 +86,18 @@ def _chip(name: str, fields: dict[str, Any]) -> Chip:
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
-    """The chip that JAX calls so (`device.device_kind`), None for one that is not listed."""
+    """The chip with this name in JAX (`device.device_kind`); None if it is not listed."""
     return next((chip for chip in chips().values() if device_kind in chip.device_kinds), None)
 
 
 def parse_place(text: str) -> Place:
-    """A place from "v6e:2x2" (a slice of TPUs), "h200x8" (GPUs) or a chip's name alone (one of it).
+    """Parses "v6e:2x2" (a slice of TPUs), "h200x8" (GPUs) or a chip's name (one chip).
 
-    Raises ValueError for a chip that is not listed, with the nearest one that is, and for a count that makes no sense.
+    Raises ValueError for a chip that is not listed, with the nearest name, and for an impossible count.
     """
     found = re.fullmatch(r"(?P<slice>.+):(?P<bounds>\d+(x\d+)*)|(?P<several>.+)x(?P<count>\d+)|(?P<one>.+)", text)
     if found is None:
-        raise ValueError("a place is empty: write v6e:2x2 or h200x1")
+        raise ValueError("no chips are named: write v6e:2x2 or h200x1")
     if text in chips():
         name, num_chips = text, 1
     elif found["slice"]:
@@ -102,9 +107,8 @@ def parse_place(text: str) -> Place:
     else:
         name, num_chips = text, 1
     if name not in chips():
-        near = difflib.get_close_matches(name, chips(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(chips())}"
-        raise ValueError(f"no chip is called {name!r}: {hint}")
+        hint = did_you_mean(name, chips(), otherwise=f": known are {', '.join(chips())}")
+        raise ValueError(f"no chip is called {name!r}{hint}")
     chip = chips()[name]
     if found["slice"] and chip.platform == "gpu":
         raise ValueError(f"{text!r}: GPUs are written {name}x{num_chips}")
@@ -114,9 +118,71 @@ def parse_place(text: str) -> Place:
 
 
 def larger_places(place: Place) -> list[Place]:
-    """Places of more of the same chips, the next larger first."""
+    """Places with more chips of the same kind, the smallest first."""
     chip = place.chip
     if chip.platform == "gpu":
         return [Place(f"{chip.name}x{n}", chip, n) for n in (2, 4, 8) if n > place.num_chips]
     slices = [(bounds, math.prod(map(int, bounds.split("x")))) for bounds in ahead_of_time.slices(chip.name)]
     return [Place(f"{chip.name}:{bounds}", chip, n) for bounds, n in slices if n > place.num_chips]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a place runs a model.
+
+    Attributes:
+      num_replicas: engines side by side, each with all weights and its own cache.
+      axes: names and sizes of the mesh axes of one replica.
+    """
+
+    num_replicas: int
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica."""
+        return math.prod(size for _, size in self.axes)
+
+    def mesh(self, place: Place) -> Mesh:
+        """A mesh of devices to compile for. Raises RuntimeError if the chip's compiler is not installed."""
+        return ahead_of_time.slice_mesh(place.chip.name, self.axes)
+
+    @property
+    def shape_mesh(self) -> Any:
+        """A mesh without devices, for counting."""
+        return AbstractMesh(tuple(size for _, size in self.axes), tuple(name for name, _ in self.axes))
+
+    def __str__(self) -> str:
+        axes = [(DATA, self.num_replicas)] if self.num_replicas > 1 else []
+        return ",".join(f"{name}={size}" for name, size in (*axes, *self.axes))
+
+
+def layout_of(place: Place, *configs: ModelConfig, mesh: str | None = None) -> Layout:
+    """The layout that `mesh` names; by default the model is sharded over as many devices as divide it, and the rest are
+    replicas. Raises ValueError for unknown axes, axes that do not use all devices, or that do not divide a model."""
+    if mesh is None:
+        sizes = [size for size in range(place.num_devices, 0, -1) if place.num_devices % size == 0]
+        return next(layout for size in sizes if (layout := _model_parallel(place, size)) and _fits(layout, configs))
+    axes = parallel.parse_mesh(mesh)
+    replicas = axes.pop(DATA, 1)
+    layout = Layout(replicas, tuple(axes.items()) or ((parallel.MODEL, 1),))
+    if replicas * layout.num_devices != place.num_devices:
+        count = replicas * layout.num_devices
+        raise ValueError(f"mesh={mesh!r} has {count} devices, and {place.name} has {place.num_devices}")
+    for config in configs:
+        fit_to_mesh(layout.shape_mesh, config)
+    return layout
+
+
+def _model_parallel(place: Place, size: int) -> Layout:
+    return Layout(place.num_devices // size, ((parallel.MODEL, size),))
+
+
+def _fits(layout: Layout, configs: tuple[ModelConfig, ...]) -> bool:
+    """Whether the mesh divides the models without repeating or padding."""
+    try:
+        for config in configs:
+            check_divides(layout.shape_mesh, config)
+    except ValueError:
+        return False
+    return True

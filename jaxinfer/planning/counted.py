@@ -1,4 +1,4 @@
-"""FLOPs and bytes by arithmetic, from shapes: the least that a step needs, whatever compiles it."""
+"""FLOPs and bytes counted from shapes: the least that a step needs, whatever the compiler does."""
 
 import math
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from jaxinfer.quantization.tree import is_quantized, num_bytes
 
 @dataclass(frozen=True)
 class Counted:
-    """What one replica's model needs on each of its devices.
+    """FLOPs and bytes of a model on each device of one replica.
 
     Attributes:
-      token_flops: products with weights of one token, by what is multiplied: "bf16", "int8" or "fp8".
-      key_flops: attention of one token to one key, all layers without a window together.
-      window_keys: (window, FLOPs of one key) of the layers that see so many keys only.
-      dense_bytes: weights that every step reads. expert_bytes: of all experts' weights.
-      num_experts, num_chosen: of a layer, and how many of them a token goes to; 0 where there are none.
+      token_flops: matrix products of one token, by the type of the operands: "bf16", "int8" or "fp8".
+      key_flops: attention of one token to one key, summed over the layers without a window.
+      window_keys: (window, FLOPs per key) of the layers with sliding windows.
+      dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
+      num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
       token_cache_bytes: keys and values of one token.
-      head: what the product with the output layer is, and its FLOPs of one token, which `token_flops` contains; prompts
-        need it for their last token only.
+      head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
+        its last token only.
     """
 
     token_flops: dict[str, float]
@@ -37,20 +37,20 @@ class Counted:
     head: tuple[str, float] = ("bf16", 0.0)
 
     def read_weight_bytes(self, num_tokens: int) -> float:
-        """Weights that a step of so many tokens reads, if routers choose experts evenly and independently."""
+        """Weights that a step of `num_tokens` tokens reads, if routers choose experts evenly and independently."""
         if not self.num_experts:
             return self.dense_bytes
         missed = (1 - self.num_chosen / self.num_experts) ** num_tokens
         return self.dense_bytes + self.expert_bytes * (1 - missed)
 
     def attention_flops(self, num_keys: float) -> float:
-        """Of one token that sees so many keys."""
+        """FLOPs of one token that attends to `num_keys` keys."""
         windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
         return self.key_flops * num_keys + windowed
 
 
 def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> Counted:
-    """Counts a model of the subject's, its own or a draft; `params` are placed."""
+    """Counts a model that runs on the subject's devices, the subject's own or its draft; `params` are placed."""
     num_devices = subject.num_devices
     flops: dict[str, float] = {}
     dense = experts = 0
@@ -61,7 +61,7 @@ def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> 
         is_head = names == ["embed"] and config.tie_word_embeddings
         size = num_bytes(leaf)
         if names[0] in ("embed", "position_embed") and not is_head:
-            continue  # only rows of it are read
+            continue  # only single rows are read
         is_stack = leaf.ndim > 2 and "experts" in names
         experts, dense = (experts + size, dense) if is_stack else (experts, dense + size)
         if leaf.ndim < 2:

@@ -11,7 +11,8 @@ from jax.experimental.layout import Format
 from jaxinfer.engine.memory import available_bytes
 from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind
-from jaxinfer.planning.plan import MemoryPlan, PlanRequest, plan_here
+from jaxinfer.planning.plan import MemoryPlan, PlanRequest
+from jaxinfer.planning.planner import plan_here
 from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization.on_gpu import is_laid_out
 from jaxinfer.quantization.tree import is_quantized

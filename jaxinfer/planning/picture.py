@@ -1,4 +1,4 @@
-"""A plan as a picture: what lies in a device's memory, and tokens per second at the roofline by batch."""
+"""A plan as a picture: memory of one device by part, and tokens/s at the roofline by batch size."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ _COLOURS = {
 
 
 def draw(plan: MemoryPlan, file: Path) -> None:
-    """Writes the picture; its format comes from the file's ending. Raises ImportError without matplotlib."""
+    """Writes the picture in the format of the file's suffix. Raises ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -32,9 +32,9 @@ def draw(plan: MemoryPlan, file: Path) -> None:
 
 def _title(plan: MemoryPlan) -> str:
     options = plan.request.options
-    word = "fits" if plan.fits else "does not fit"
+    verdict = "fits" if plan.fits else "does not fit"
     return (
-        f"{plan.request.name} {word} on {plan.request.place.name}\n"
+        f"{plan.request.name} {verdict} on {plan.request.place.name}\n"
         f"{options.max_seqs} sequences of {options.max_model_len:,} tokens, {plan.layout}"
     )
 
@@ -66,17 +66,17 @@ def _draw_memory(axes, plan: MemoryPlan) -> None:
     axes.set_xticks(range(len(programs)), list(programs))
     axes.set_xlim(-0.5, len(programs) - 0.5)
     axes.set_ylim(0, 1.12 * max(memory.usable, memory.total) / gib)
-    axes.set_ylabel("GiB of one device")
+    axes.set_ylabel("GiB per device")
     axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, -0.32), ncols=3, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_roofline(axes, plan: MemoryPlan) -> None:
-    axes.set_xlabel(f"sequences at once, of {plan.request.options.max_model_len:,} tokens each")
+    axes.set_xlabel(f"batch size (sequences of {plan.request.options.max_model_len:,} tokens)")
     axes.set_ylabel("tokens/s at the roofline")
     axes.spines[["top", "right"]].set_visible(False)
     if not plan.roofline:
-        axes.text(0.5, 0.5, "the rates of this device are not known", ha="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "the rates of this device are unknown", ha="center", transform=axes.transAxes)
         return
     batches = [point.batch for point in plan.roofline]
     axes.plot(batches, [point.tokens_per_second for point in plan.roofline], "o-", color="#4269d0", label="decoding")

@@ -1,41 +1,33 @@
-"""The plan: whether a model fits a place, what its programs hold there, and the least time that a step takes."""
+"""A memory plan: whether a model fits a place, what its programs need there, and the least time of a step."""
 
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from jaxinfer.engine.memory import activation_bytes
+from jaxinfer.checks import format_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig, Params, fit_to_mesh
-from jaxinfer.planning.chips import Chip, Place
-from jaxinfer.planning.counted import Counted, count
-from jaxinfer.planning.layout import Layout, layout_of
-from jaxinfer.planning.measure import Compiler, Measured, OutOfChipMemory, chip_compiler, measure
-from jaxinfer.planning.programs import DECODE, PREFILL
-from jaxinfer.planning.roofline import Rates, RooflinePoint, RoundPoint, decode_point, round_point
+from jaxinfer.planning.chips import Layout, Place, layout_of
+from jaxinfer.planning.compiled import CompiledProgram
+from jaxinfer.planning.counted import Counted
+from jaxinfer.planning.roofline import RooflinePoint, RoundPoint
 from jaxinfer.planning.subject import Subject
-from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
-
-ProgressCallback = Callable[[str], None]
-
-
-def no_progress(_: str) -> None:
-    """Tells nobody."""
+from jaxinfer.speculative import Draft, ModelDraft
+from jaxinfer.tables import table_text
 
 
 @dataclass(frozen=True, eq=False)
 class PlanRequest:
-    """What is asked.
+    """What to plan.
 
     Attributes:
-      name: of the model. config, params: as `checkpoints_convert.abstract` gives them.
-      place: chips. mesh: such as "data=2,model=4"; None is all devices for the model, as far as they divide it.
+      name: the model's name. config, params: the model, with abstract parameters as `loading.load_shapes` returns them.
+      place: the chips. mesh: such as "data=2,model=4"; None shards the model over as many devices as divide it.
       options: of the engine; with num_pages=None the pool holds max_seqs sequences of max_model_len.
       draft: a `ModelDraft` of abstract parameters, or another kind of draft.
-      batches: sequences decoded at once, for the roofline; () for 1, 8 and so on up to max_seqs.
+      batches: batch sizes of the roofline; () for 1, 8, 64, 512 and max_seqs.
     """
 
     name: str
@@ -54,21 +46,25 @@ class PlanRequest:
         return layout_of(self.place, self.config, *drafts, mesh=self.mesh)
 
     def subject(self, *, compiles: bool = False) -> Subject:
-        """Its shapes, and with `compiles` on devices that programs can be compiled for.
+        """The shapes of one replica; with `compiles`, on devices that programs can be compiled for.
 
-        Raises as `layout`, and RuntimeError where the chip's compiler is not installed.
+        Raises as `layout`, and RuntimeError if the chip's compiler is not installed.
         """
         mesh = self.layout.mesh(self.place) if compiles else self.layout.shape_mesh
         config, params = _fitted(mesh, self.config, self.params)
         draft = self.draft
         if isinstance(draft, ModelDraft):
-            its_config, its_params = _fitted(mesh, draft.config, draft.params)
-            draft = replace(draft, config=its_config, params=its_params)
+            draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
+            draft = replace(draft, config=draft_config, params=draft_params)
         return Subject(self.name, config, params, self.options, self.place.chip.platform, mesh, draft)
+
+    def with_options(self, **changes: Any) -> "PlanRequest":
+        """The request with other options of the engine."""
+        return replace(self, options=replace(self.options, **changes))
 
 
 def _fitted(mesh: Any, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
-    """The model as the mesh runs it, as shapes."""
+    """The model resized to fit the mesh, as shapes."""
     fit = fit_to_mesh(mesh, config)
     if not fit.changes:
         return config, params
@@ -80,10 +76,10 @@ class Memory:
     """Bytes of one device.
 
     Attributes:
-      parts: what lies there, by name; their sum is `total`, of the program that needs most, `peak`.
-      usable: what programs may use; budget: the share of it that the engine takes (memory_fraction).
-      page_size, page_bytes: of a page, in tokens and bytes. planned_tokens: of cache; tokens: that fit in all.
-      is_measured: whether a compiler's memory analysis says so; otherwise temporaries are a guess.
+      parts: bytes by name while `peak` runs, the program that needs most; their sum is `total`.
+      usable: what programs may use. budget: the engine's share of it (memory_fraction).
+      page_size: tokens of a page. page_bytes: bytes of a page. planned_tokens: tokens of cache that were asked for.
+      is_measured: whether the numbers come from a compiler's memory analysis; otherwise temporaries are estimated.
     """
 
     parts: dict[str, int]
@@ -105,13 +101,13 @@ class Memory:
 
     @property
     def tokens(self) -> int:
-        """Tokens of cache that fit, the planned ones included; the null page holds none."""
+        """Tokens of cache that fit, including the planned ones; the null page holds none."""
         pages = (self.budget - (self.total - self.pool_bytes)) // self.page_bytes - 1
         return max(pages, 0) * self.page_size
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens of cache that fit beside the planned ones; negative where those do not fit."""
+        """Tokens of cache that fit beyond the planned ones; negative if those do not fit."""
         return self.tokens - self.planned_tokens
 
     @property
@@ -121,16 +117,19 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Attributes:
-    request: what was asked. layout: the mesh. memory: of one device. programs: by name, () where none was compiled.
-    counted: by arithmetic. roofline: a decode step by batch, () where the chip's rates are not known; rounds: of
-      speculation. notes: what of this is measured, what counted. seconds: of the whole plan.
+    """Memory and time that a request needs.
+
+    Attributes:
+      layout: the mesh. memory: of one device. programs: compiled programs by name, {} if none was compiled.
+      counted: FLOPs and bytes by arithmetic. roofline: a decode step for each batch size, () if the chip's rates are
+        unknown. rounds: speculative rounds, likewise. notes: what was measured and what was counted.
+      seconds: how long planning took.
     """
 
     request: PlanRequest
     layout: Layout
     memory: Memory
-    programs: dict[str, Measured]
+    programs: dict[str, CompiledProgram]
     counted: Counted
     roofline: tuple[RooflinePoint, ...]
     rounds: tuple[RoundPoint, ...]
@@ -146,170 +145,185 @@ class MemoryPlan:
         return sum(one.figures.seconds for one in self.programs.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, as `jaxinfer plan --json` prints it."""
-        from jaxinfer.planning.report import to_dict
-
+        """The plan as JSON values, as `jaxinfer plan --json` prints it."""
         return to_dict(self)
 
     def __str__(self) -> str:
-        from jaxinfer.planning.report import to_text
-
         return to_text(self)
 
 
-def make_plan(
-    request: PlanRequest, *, whole: bool | None = None, compiles: bool = True, told: ProgressCallback = no_progress
-) -> MemoryPlan:
-    """Compiles the programs for the place and reads them.
+@dataclass(frozen=True)
+class Change:
+    """A change that makes the model fit.
 
-    Args:
-      whole: as of `measure`. compiles: False counts by arithmetic alone, as for chips without a compiler here.
-
-    Raises ValueError for a mesh that does not divide the model; RuntimeError where the chip's compiler is not
-    installed.
+    Attributes:
+      flags: flags with values, such as {"--kv-dtype": "int8"}. total: bytes of one device with the change, counted.
+      compiled: the same from the compiler's analysis of the largest program; None if it was not compiled.
     """
-    start = time.perf_counter()
+
+    flags: dict[str, str]
+    total: int
+    budget: int
+    compiled: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        """By the compiled bytes if they are known, else by the counted ones."""
+        return (self.total if self.compiled is None else self.compiled) <= self.budget
+
+    def __str__(self) -> str:
+        return " ".join(f"{name} {value}" for name, value in self.flags.items())
+
+
+def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
+    """JSON values. Bytes, FLOPs and exchanges are of one device, tokens and sequences of one replica, rates of all."""
+    request, memory, layout, options = plan.request, plan.memory, plan.layout, plan.request.options
     chip = request.place.chip
-    notes: list[str] = []
-    programs: dict[str, Measured] = {}
-    subject = request.subject(compiles=compiles and chip.can_compile)
-    if not chip.can_compile:
-        notes.append(f"no compiler for {chip.title} here: counted, not compiled; temporaries are a guess")
-    elif not compiles:
-        notes.append("counted, not compiled: temporaries are a guess")
-    else:
-        if sum(subject.parts.values()) > request.place.device_bytes:
-            whole = False  # the compiler would refuse the whole program, at its end
-        try:
-            programs = measure(subject, chip_compiler(chip.name, subject.mesh), whole=whole, told=told)
-        except OutOfChipMemory as error:
-            notes.append(f"the compiler refuses even few layers: {error}; counted, not compiled")
-    return assemble(request, subject, programs, chip, request.place.device_bytes, notes, start)
+    return {
+        "model": request.name,
+        "on": request.place.name,
+        "fits": plan.fits,
+        "layout": {
+            "mesh": str(layout),
+            "devices": request.place.num_devices,
+            "replicas": layout.num_replicas,
+            "devices of a replica": layout.num_devices,
+        },
+        "options": {"context": options.max_model_len} | _fields(options, "max_seqs", "kv_dtype", "memory_fraction"),
+        "bytes": {
+            **memory.parts,
+            **_fields(memory, "total", "budget", "usable", "is_measured"),
+            "largest program": memory.peak,
+        },
+        "cache": {
+            **_fields(memory, "page_size", "page_bytes"),
+            "tokens_planned": memory.planned_tokens,
+            "tokens_that_fit": memory.tokens,
+            "tokens_remaining": memory.remaining_tokens,
+        },
+        "programs": {
+            name: {**one.figures.to_dict(), "layers_compiled": list(one.num_layers), "is_whole": one.is_whole}
+            for name, one in plan.programs.items()
+        },
+        "roofline": [point.to_dict() for point in plan.roofline],
+        "rounds": [vars(point) for point in plan.rounds],
+        "changes": [
+            {"flags": change.flags, "bytes": change.total, "compiled_bytes": change.compiled, "fits": change.fits}
+            for change in changes
+        ],
+        **_fields(plan, "compile_seconds", "seconds"),
+        "notes": list(plan.notes),
+        "chip": {
+            **_fields(chip, "title", "hbm_bytes", "hbm_bandwidth", "flops", "link_bandwidth", "chips_per_host"),
+            "sources": [{"title": title, "url": url, "date": date} for title, url, date in chip.sources],
+        },
+    }
 
 
-def plan_here(request: PlanRequest, subject: Subject, compiler: Compiler, chip: Chip | None, usable: int) -> MemoryPlan:
-    """The plan for devices at hand, of which each has so many usable bytes; `chip` None is one that is not listed."""
-    start = time.perf_counter()
-    programs = measure(subject, compiler, whole=True)
-    return assemble(request, subject, programs, chip, usable, [], start)
+def _fields(record: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
-def assemble(
-    request: PlanRequest,
-    subject: Subject,
-    programs: dict[str, Measured],
-    chip: Chip | None,
-    usable: int,
-    notes: list[str],
-    start: float,
-) -> MemoryPlan:
-    """The plan from what was compiled."""
-    memory = _memory(subject, programs, usable)
-    counted = count(subject, subject.config, subject.placed_params, subject.cache)
-    layout = request.layout
-    points, rounds = (), ()
-    if chip is None:
-        notes.append("the rates of this device are not known: no roofline")
-    else:
-        points, rounds = _roofline(request, subject, programs, counted, Rates.of(chip), layout.num_replicas)
-    notes += _notes(subject, programs, bool(points))
-    seconds = time.perf_counter() - start
-    return MemoryPlan(request, layout, memory, programs, counted, points, rounds, tuple(notes), seconds)
+def to_text(plan: MemoryPlan, changes: Sequence[Change] | None = None) -> str:
+    """A page of text, with the cheapest changes if the model does not fit."""
+    parts = [_verdict(plan), _memory_text(plan), _programs_text(plan)]
+    if plan.roofline:
+        parts.append(_roofline_text(plan))
+    if plan.rounds:
+        parts.append(_rounds_text(plan))
+    if changes is not None and not plan.fits:
+        parts.append(_changes_text(changes))
+    notes = [*plan.notes, *([f"compiled in {plan.compile_seconds:.0f} s"] if plan.programs else [])]
+    parts.append("".join(f"  {note}\n" for note in notes))
+    return "\n".join(parts).rstrip("\n")
 
 
-def _memory(subject: Subject, programs: dict[str, Measured], usable: int) -> Memory:
-    parts = dict(subject.parts)
-    peak = PREFILL
-    if programs:
-        peak = max(programs, key=lambda name: programs[name].figures.total_bytes)
-        found = programs[peak].figures
-        parts["temporaries"] = round(found.temporary_bytes + found.output_bytes - found.aliased_bytes)
-        parts["code"] = round(found.code_bytes)
-        # Work arrays, and the padding of layouts; a draft that only looks up has neither weights nor pages.
-        parts["padding and inputs"] = max(round(programs[peak].figures.total_bytes) - sum(parts.values()), 0)
-    else:
-        guess = activation_bytes(subject.config, subject.options, subject.dtype.itemsize)
-        parts["temporaries"] = guess // subject.num_devices
-    fraction = subject.options.memory_fraction
-    return Memory(
-        parts=parts,
-        peak=peak,
-        usable=usable,
-        budget=int(fraction * usable),
-        page_size=subject.page_size,
-        page_bytes=subject.page_bytes,
-        planned_tokens=(subject.num_pages - 1) * subject.page_size,
-        is_measured=bool(programs),
+def _verdict(plan: MemoryPlan) -> str:
+    request, memory, options = plan.request, plan.memory, plan.request.options
+    verdict = "fits" if plan.fits else "does not fit"
+    replicas = " per replica" if plan.layout.num_replicas > 1 else ""
+    cache = "the compute dtype" if options.kv_dtype == "auto" else options.kv_dtype
+    return (
+        f"{request.name} {verdict} on {request.place.name} "
+        f"({request.place.num_chips} x {request.place.chip.title}, {plan.layout})\n"
+        f"  requested: {options.max_seqs} sequences of {options.max_model_len:,} tokens{replicas}, cache in {cache}\n"
+        f"  {format_bytes(memory.total)} of {format_bytes(memory.budget)} per device: "
+        f"{100 * options.memory_fraction:.0f} % of the {format_bytes(memory.usable)} that programs may use\n"
     )
 
 
-def _roofline(
-    request: PlanRequest,
-    subject: Subject,
-    programs: dict[str, Measured],
-    counted: Counted,
-    rates: Rates,
-    num_replicas: int,
-) -> tuple[tuple[RooflinePoint, ...], tuple[RoundPoint, ...]]:
-    options = subject.options
-    decoding = programs.get(DECODE)
-    batches = request.batches or default_batches(options.max_seqs)
+def _memory_text(plan: MemoryPlan) -> str:
+    memory = plan.memory
+    how = f"while {memory.peak} runs" if memory.is_measured else "temporaries estimated"
+    rows = [
+        (name, format_bytes(size), f"{100 * size / memory.budget:.1f} %")
+        for name, size in {**memory.parts, "total": memory.total}.items()
+    ]
+    rest = memory.remaining_tokens
+    remaining = f"{abs(rest):,} {'more' if rest >= 0 else 'fewer'} than planned"
+    table = table_text((f"memory of one device, {how}", "bytes", "of budget"), rows)
+    return f"{table}  cache for {memory.tokens:,} tokens in total: {remaining}\n"
 
-    def point(batch: int, its: Counted, figures: Any) -> RooflinePoint:
-        return decode_point(
-            rates,
-            its,
-            figures,
-            batch=batch,
-            context=options.max_model_len,
-            compiled_batch=options.max_seqs,
-            compiled_context=subject.pages_per_sequence * subject.page_size,
-            num_replicas=num_replicas,
+
+def _programs_text(plan: MemoryPlan) -> str:
+    if not plan.programs:
+        return "programs: none compiled\n"
+    titles = ("programs, on one device", "TFLOP", "HBM bytes", "temporaries", "exchanges", "sent", "compiled in")
+    rows = []
+    for name, program in plan.programs.items():
+        found = program.figures
+        is_known = found.moved_bytes is not None and found.kernel_bytes is not None
+        rows.append(
+            (
+                name,
+                "-" if found.flops is None else f"{found.flops / 1e12:.3f}",
+                format_bytes((found.moved_bytes or 0) + (found.kernel_bytes or 0)) if is_known else "-",
+                format_bytes(found.temporary_bytes),
+                f"{found.num_collectives:.0f}",
+                f"{found.sent_bytes / 1e6:.1f} MB",
+                f"{found.seconds:.0f} s",
+            )
         )
-
-    points = tuple(point(batch, counted, None if decoding is None else decoding.figures) for batch in batches)
-    settings = options.speculation
-    if subject.draft is None or settings is None:
-        return points, ()
-    drafts: list[RooflinePoint | None] = [None] * len(points)
-    if not isinstance(subject.draft, NgramDraft) and subject.draft_model is not None:
-        config, cache = subject.draft_model[0], subject.draft_cache
-        cache = subject.cache.first(config.num_layers) if cache is None else cache
-        its = count(subject, config, subject.placed_draft or {}, cache)
-        drafts = [point(batch, its, None) for batch in batches]
-    length = settings.trees[-1].depth
-    rounds = (
-        round_point(rates, target, draft, num_draft_tokens=length, num_replicas=num_replicas)
-        for target, draft in zip(points, drafts, strict=True)
-    )
-    return points, tuple(rounds)
+    return table_text(titles, rows)
 
 
-def default_batches(max_seqs: int) -> tuple[int, ...]:
-    """1, 8, 64 and so on, and all slots."""
-    return (*(size for size in (1, 8, 64, 512) if size < max_seqs), max_seqs)
+def _roofline_text(plan: MemoryPlan) -> str:
+    rows = [
+        (
+            point.batch,
+            f"{1000 * point.seconds:.2f}",
+            f"{point.tokens_per_second:,.0f}",
+            format_bytes(point.hbm_bytes),
+            f"{point.flops / 1e12:.3f}",
+            point.bound,
+        )
+        for point in plan.roofline
+    ]
+    title = f"decoding at the roofline, all sequences {plan.roofline[0].context:,} tokens long\n"
+    titles = ("batch", "ms/token", "tokens/s", "HBM bytes", "TFLOP", "bound by")
+    return title + table_text(titles, rows, num_left=0, indent="  ")
 
 
-def _notes(subject: Subject, programs: dict[str, Measured], has_roofline: bool) -> list[str]:
-    notes = []
-    if programs:
-        notes.append("memory: the compiler's analysis of each program")
-        small = next((one for one in programs.values() if not one.is_whole), None)
-        if small is not None:
-            sizes = ", ".join(map(str, small.num_layers))
-            count = subject.config.num_layers
-            notes.append(f"of {count} layers, from programs of {sizes} layers: layers of a kind are alike")
-        if subject.platform == "tpu":
-            notes.append("HBM bytes: read off the compiled program, attention's from its kernels at full length")
-        else:
-            notes.append("HBM bytes: counted from shapes; only programs for TPUs tell theirs")
-    if has_roofline:
-        notes.append("FLOPs of the roofline: counted from shapes; times are lower bounds, no measured speed")
-        if subject.dtype.name == "float32":
-            notes.append("it computes in float32, at a fraction of the rate that the roofline takes (bf16)")
-    return notes
+def _rounds_text(plan: MemoryPlan) -> str:
+    first = plan.rounds[0]
+    rates = list(first.tokens_per_second)
+    titles = ("batch", "ms/round", *(f"{float(rate):.0%} accepted" for rate in rates))
+    rows = [
+        (point.batch, f"{1000 * point.seconds:.2f}", *(f"{point.tokens_per_second[rate]:,.0f}" for rate in rates))
+        for point in plan.rounds
+    ]
+    title = f"speculative rounds of {first.num_draft_tokens} draft tokens: tokens/s by acceptance rate\n"
+    return title + table_text(titles, rows, num_left=0, indent="  ")
 
 
-def with_options(request: PlanRequest, **changes: Any) -> PlanRequest:
-    """The request with other options of the engine."""
-    return replace(request, options=replace(request.options, **changes))
+def _changes_text(changes: Sequence[Change]) -> str:
+    if not changes:
+        return "no single change makes it fit\n"
+    first = changes[0]
+    how = "counted"
+    if first.compiled is not None:
+        how = f"compiled: {format_bytes(first.compiled)} of {format_bytes(first.budget)}"
+    lines = [f"cheapest change that fits: {first} ({how})\n"]
+    for change in changes[1:]:
+        lines.append(f"  or {change} ({format_bytes(change.total)} of {format_bytes(change.budget)}, counted)\n")
+    return "".join(lines)

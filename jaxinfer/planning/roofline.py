@@ -1,26 +1,26 @@
-"""The least time that a step can take: what its bytes take at the memory's rate, its FLOPs at the chip's, and its
-exchanges at the links' (Williams et al. 2009). No measured speed."""
+"""The roofline (Williams et al. 2009): the least time of a step, from its bytes at the memory's bandwidth, its FLOPs at
+the chip's rate and its exchanges at the links' bandwidth. Nothing is measured."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxinfer.planning.chips import Chip
+from jaxinfer.planning.compiled import ProgramFigures
 from jaxinfer.planning.counted import Counted
-from jaxinfer.planning.figures import Figures
 
-# Of drafted tokens that the target accepts: for what rounds bring.
+# Rates of acceptance that speculative rounds are computed for.
 ACCEPTANCE_RATES = (0.6, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
 class RooflinePoint:
-    """A step that makes one token for each of `batch` sequences of `context` tokens, on a replica.
+    """A decode step of `batch` sequences of `context` tokens on each replica.
 
     Attributes:
-      flops, hbm_bytes, sent_bytes: of one device. seconds: of a step; memory_seconds and compute_seconds, of which the
-        larger counts, and link_seconds, which is added.
-      bound: "memory", "compute" or "links": what takes longest.
+      flops, hbm_bytes, sent_bytes: of one device.
+      seconds: the larger of memory_seconds and compute_seconds, plus link_seconds.
+      bound: "memory", "compute" or "links", whichever takes longest.
       tokens_per_second: of all replicas.
     """
 
@@ -49,7 +49,7 @@ class RooflinePoint:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second; FLOPs by what is multiplied."""
+    """Bytes/s and FLOP/s of a device; FLOP/s by the type of the operands."""
 
     hbm: float
     links: float
@@ -70,8 +70,9 @@ class Rates:
 def pass_flops(
     counted: Counted, spans: Sequence[tuple[int, int]], *, reads_all_logits: bool = False
 ) -> dict[str, float]:
-    """FLOPs of a pass, by what is multiplied, for spans (tokens before, tokens of it): each token attends to those
-    before it and itself. Logits are of every token (`reads_all_logits`), or of a span's last."""
+    """FLOPs of a forward pass by the type of the operands, for spans (tokens before the span, tokens of the span). Each
+    token attends to those before it and itself. Logits are computed for every token (`reads_all_logits`) or for the
+    last one of each span."""
     num_tokens = sum(length for _, length in spans)
     flops = {kind: per_token * num_tokens for kind, per_token in counted.token_flops.items()}
     if not reads_all_logits:
@@ -84,7 +85,7 @@ def pass_flops(
 def decode_point(
     rates: Rates,
     counted: Counted,
-    compiled: Figures | None,
+    compiled: ProgramFigures | None,
     *,
     batch: int,
     context: int,
@@ -92,11 +93,10 @@ def decode_point(
     compiled_context: int,
     num_replicas: int,
 ) -> RooflinePoint:
-    """One decode step.
+    """The roofline of one decode step.
 
-    Bytes are the weights and the cache of so many sequences, and what else the compiled program of `compiled_batch`
-    sequences moves, by the row: activations, logits, the sampler's arrays. Without a compiled program that is left
-    out.
+    Bytes are those of the weights, of the cache of `batch` sequences, and of everything else that the compiled program
+    moves per sequence (activations, logits, the sampler's arrays); `compiled` None leaves the latter out.
     """
     cache = batch * context * counted.token_cache_bytes
     rows = sent = 0.0
@@ -109,35 +109,31 @@ def decode_point(
             cache = compiled.kernel_bytes * share * context / compiled_context
     moved = counted.read_weight_bytes(batch) + cache + rows
     flops = pass_flops(counted, [(context - 1, 1)] * batch)
-    point = RooflinePoint(
+    memory, compute, links = moved / rates.hbm, rates.compute_seconds(flops), sent / rates.links
+    return RooflinePoint(
         batch=batch,
         context=context,
         flops=sum(flops.values()),
         hbm_bytes=moved,
         sent_bytes=sent,
-        memory_seconds=moved / rates.hbm,
-        compute_seconds=rates.compute_seconds(flops),
-        link_seconds=sent / rates.links,
-        tokens_per_second=0.0,
+        memory_seconds=memory,
+        compute_seconds=compute,
+        link_seconds=links,
+        tokens_per_second=num_replicas * batch / (max(memory, compute) + links),
     )
-    return _with_rate(point, num_replicas * batch)
 
 
 def prefill_seconds(rates: Rates, counted: Counted, lengths: list[int]) -> float:
-    """What the products and the attention of prompts of these lengths take at the rates, one after another."""
+    """Seconds of the products and the attention of prompts of these lengths, one after another."""
     return rates.compute_seconds(pass_flops(counted, [(0, length) for length in lengths]))
-
-
-def _with_rate(point: RooflinePoint, tokens: float) -> RooflinePoint:
-    return RooflinePoint(**{**asdict(point), "tokens_per_second": tokens / point.seconds})
 
 
 @dataclass(frozen=True)
 class RoundPoint:
-    """A speculative round of `batch` sequences: `num_draft_tokens` drafted one after the other, and checked together.
+    """A speculative round of `batch` sequences: `num_draft_tokens` are drafted one by one and verified together.
 
     Attributes:
-      seconds: of the round. tokens_per_second: of all replicas, by the share of drafted tokens that is accepted.
+      seconds: of the round. tokens_per_second: of all replicas, by acceptance rate.
     """
 
     batch: int
@@ -150,13 +146,13 @@ class RoundPoint:
 def round_point(
     rates: Rates, target: RooflinePoint, draft: RooflinePoint | None, *, num_draft_tokens: int, num_replicas: int
 ) -> RoundPoint:
-    """A round whose target pass reads what a decode step does and computes for all its tokens at once, after as many
-    steps of the draft as there are tokens (none for drafts that are looked up). Counted from the two kinds of step."""
+    """A round from the roofline of decode steps: `num_draft_tokens` steps of the draft (None: drafts are free), and one
+    pass of the target that reads what a decode step reads and computes all the round's tokens."""
     width = num_draft_tokens + 1
-    checking = max(target.memory_seconds, target.compute_seconds * width) + target.link_seconds * width
-    seconds = checking + (0.0 if draft is None else num_draft_tokens * draft.seconds)
-    rate = {
+    verifying = max(target.memory_seconds, target.compute_seconds * width) + target.link_seconds * width
+    seconds = verifying + (0.0 if draft is None else num_draft_tokens * draft.seconds)
+    rates_by_acceptance = {
         str(accepted): num_replicas * target.batch * (1 - accepted**width) / (1 - accepted) / seconds
         for accepted in ACCEPTANCE_RATES
     }
-    return RoundPoint(target.batch, target.context, num_draft_tokens, seconds, rate)
+    return RoundPoint(target.batch, target.context, num_draft_tokens, seconds, rates_by_acceptance)

@@ -4,11 +4,12 @@ import itertools
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
 from jaxinfer.checks import did_you_mean
+from jaxinfer.options import option
 
 MAX_N = 16
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 100.0
@@ -31,61 +32,123 @@ class SamplingParamsError(ValueError):
         self.parameter = parameter
 
 
+_SAMPLING, _LIMITS, _REPORT = "Sampling", "Length and stopping", "Output"
+
+
+def read_ids(texts: Sequence[str]) -> list[int]:
+    """Token ids from texts such as "13,198"."""
+    try:
+        return [int(part) for text in texts for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{', '.join(texts)!r} is not a token id, or several with commas between: 13,198") from None
+
+
+def read_bias(texts: Sequence[str]) -> dict[int, float]:
+    """A bias by token id from texts such as "13=-2.5"."""
+    bias: dict[int, float] = {}
+    for text in texts:
+        token, _, number = text.partition("=")
+        try:
+            bias[int(token)] = float(number)
+        except ValueError:
+            raise ValueError(f"{text!r} is not ID=BIAS, such as 13=-2.5") from None
+    return bias
+
+
+def read_limit(text: str) -> int | None:
+    """A number of tokens, or None from "none"."""
+    try:
+        return None if text == "none" else int(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number of tokens or 'none'") from None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request: vLLM's names, defaults and meanings.
+    """Sampling parameters of one request, with the names, defaults and meanings of vLLM.
 
     Every field is checked; an unsupported value raises `SamplingParamsError` with the field, the value and the limit.
     Equivalent values are normalized: `top_k=-1` to 0, one `stop` string and every list to a tuple without duplicates,
     None in place of an empty list to ().
 
-    Attributes:
-      n: answers to return for one prompt, 1..16. Answer 0 is the same as with n=1; see `seeds.sample_seed`.
-      temperature: 0 for greedy, else 1e-5..100; divides the logits.
-      top_p: keep the smallest set of most probable tokens whose probability reaches top_p, in (0, 1].
-      top_k: keep the k most probable tokens; 0 or -1 keeps all.
-      min_p: drop tokens less probable than min_p times the most probable one, 0..1.
-      seed: 0..2**64-1, or None for one derived from the engine's seed.
-      stop: a string or strings that end the answer, at most 16 of 1..1024 characters.
-      stop_token_ids: ids that end the answer, at most 64.
-      ignore_eos: continue after the model's end-of-sequence token.
-      max_tokens: most tokens to generate; None is as many as the model's length allows.
-      min_tokens: stop and end-of-sequence ids are forbidden before this many tokens.
-      logprobs: report the log-probability of the sampled token and of this many most probable ones, 0..20, under the
-        model's raw logits, before any processor.
-      prompt_logprobs: the same for each token of the prompt.
-      presence_penalty: subtracted once from the logit of each token already generated, -2..2.
-      frequency_penalty: subtracted once per time the token was generated, -2..2.
-      repetition_penalty: divides a positive and multiplies a negative logit of each token of the prompt or the
-        answer, 1e-5..10.
-      logit_bias: token id to a number in -100..100 added to its logit, at most 1024 entries. Treat it as read-only.
-      allowed_token_ids: only these ids can be generated.
-      bad_words: strings whose token sequences cannot be generated, at most 128.
-      skip_special_tokens: leave special tokens out of the text.
-      include_stop_str_in_output: leave the stop string in the text.
+    Each field is described where it is declared, and in docs/options.md.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    n: int = option(1, "Number of answers for each prompt, 1..16.", "N", "--n -n", group=_SAMPLING)
+    temperature: float = option(
+        1.0, "0 takes the most probable token; else 1e-5..100 divides the logits.", "X", group=_SAMPLING
+    )
+    top_p: float = option(
+        1.0, "Keep the most probable tokens up to this probability mass, in (0, 1].", "X", group=_SAMPLING
+    )
+    top_k: int = option(0, "Keep the K most probable tokens; 0 or -1 keeps all.", "K", group=_SAMPLING)
+    min_p: float = option(
+        0.0, "Drop tokens less probable than X times the most probable one, 0..1.", "X", group=_SAMPLING
+    )
+    seed: int | None = option(
+        None,
+        "The same seed gives the same answer. Default: derived from the number of the prompt.",
+        "N",
+        group=_SAMPLING,
+    )
+    stop: Sequence[str] = option(
+        (), "Text that ends the answer, at most 16 of 1..1024 characters.", "TEXT", is_repeated=True, group=_LIMITS
+    )
+    stop_token_ids: Sequence[int] = option(
+        (), "Token ids that end the answer, at most 64.", "ID,ID", parse=read_ids, is_repeated=True, group=_LIMITS
+    )
+    ignore_eos: bool = option(
+        False, "Continue after the end-of-sequence token.", flag="--ignore-eos/--no-ignore-eos", group=_LIMITS
+    )
+    max_tokens: int | None = option(
+        16, "Maximum number of tokens to generate; none: as many as fit.", "N|none", parse=read_limit, group=_LIMITS
+    )
+    min_tokens: int = option(
+        0, "End-of-sequence and stop ids cannot be chosen before this many tokens.", "N", group=_LIMITS
+    )
+    logprobs: int | None = option(
+        None,
+        "Report the log-probability of each token and of the N most probable ones, 0..20, from the raw logits.",
+        "N",
+        group=_REPORT,
+    )
+    prompt_logprobs: int | None = option(None, "The same for each token of the prompt.", "N", group=_REPORT)
+    presence_penalty: float = option(
+        0.0, "Subtracted once from the logit of each token already generated, -2..2.", "X", group=_SAMPLING
+    )
+    frequency_penalty: float = option(
+        0.0, "Subtracted once for each time the token was generated, -2..2.", "X", group=_SAMPLING
+    )
+    repetition_penalty: float = option(
+        1.0,
+        "Divides a positive and multiplies a negative logit of each token of prompt and answer, 1e-5..10.",
+        "X",
+        group=_SAMPLING,
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        "Added to the logit of a token id, -100..100, at most 1024 ids.",
+        "ID=BIAS",
+        parse=read_bias,
+        is_repeated=True,
+        group=_SAMPLING,
+        hash=False,
+    )
+    allowed_token_ids: Sequence[int] | None = option(
+        None, "Only these token ids can be chosen.", "ID,ID", parse=read_ids, is_repeated=True, group=_SAMPLING
+    )
+    bad_words: Sequence[str] = option(
+        (), "Text that is never completed, at most 128 texts.", "TEXT", is_repeated=True, group=_SAMPLING
+    )
+    skip_special_tokens: bool = option(
+        True,
+        "Leave special tokens out of the text.",
+        flag="--skip-special-tokens/--keep-special",
+        group=_REPORT,
+    )
+    include_stop_str_in_output: bool = option(
+        False, "Keep the stop text in the answer.", flag="--include-stop-str/--cut-stop-str", group=_LIMITS
+    )
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from jaxinfer import files
 from jaxinfer.batch import results
 from jaxinfer.batch.results import ResultsFile
 
@@ -51,6 +52,7 @@ def run_until(monkeypatch, run, fake_llm):
         dying = DyingOS(last, how_much)
         with monkeypatch.context() as patch:
             patch.setattr(results, "os", dying)
+            patch.setattr(files, "os", dying)
             patch.setattr(results, "SYNC_SECONDS", 0)
             patch.setattr(results, "_SYNC_SHARE", 0)
             try:

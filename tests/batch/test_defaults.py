@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxinfer.batch.defaults import Defaults
+from jaxinfer.batch.input import BatchRow
+from jaxinfer.batch.job import Defaults
 from jaxinfer.batch.requests import BatchRequest
-from jaxinfer.batch.rows import BatchRow
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
 from jaxinfer.sampling.seeds import derive_seed
 

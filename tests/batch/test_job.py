@@ -56,7 +56,7 @@ def test_a_row_of_another_model_than_the_first_is_an_error(write_rows, run, outc
 
     run(write_rows([row("a"), row("b", model="m"), row("c", model="n"), row("d", model="m")]))
     found = outcome(tmp_path)
-    assert found["c"]["response"]["body"]["error"]["message"] == "model is 'n', but the job's is 'm'"
+    assert found["c"]["response"]["body"]["error"]["message"] == "model is 'n', but the job has 'm'"
     assert [found[name]["response"]["body"].get("model") for name in "abd"] == ["fake", "m", "m"]
 
 
@@ -82,7 +82,7 @@ def test_another_jobs_results_are_refused_and_left_alone(path_in, run, fake_llm,
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     (tmp_path / "out.jsonl").write_bytes(before["out.jsonl"] + b"{torn")
     other = {**change, "llm": fake_llm(**change.get("llm", {}))}
-    with pytest.raises(BatchError, match=f"another job; what differs: {message}"):
+    with pytest.raises(BatchError, match=f"another job; differences: {message}"):
         run(path_in, **other)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
         **before,
@@ -96,7 +96,7 @@ def test_another_input_is_told_before_a_model_is_needed(path_in, run, write_rows
     run(path_in)
     write_rows(mixed(25))
     with (
-        pytest.raises(BatchError, match=r"what differs: the input's content; rows \(was 24, is 25\)"),
+        pytest.raises(BatchError, match=r"differences: the input's content; rows \(was 24, is 25\)"),
         open_job(path_in, tmp_path / "out.jsonl"),
     ):
         pass
@@ -135,7 +135,7 @@ def test_a_record_that_is_there_twice_or_not_in_the_input_is_told(path_in, run, 
     path = tmp_path / name
     whole = path.read_bytes()
     path.write_bytes(whole + whole.splitlines(keepends=True)[0])
-    with pytest.raises(BatchError, match=r"line \d+: custom_id '.*' is there a second time"):
+    with pytest.raises(BatchError, match=r"line \d+: custom_id '.*' occurs twice"):
         run(path_in)
     path.write_bytes(whole + b'{"custom_id": "stranger"}\n')
     with pytest.raises(BatchError, match="'stranger' is not in"):
@@ -182,7 +182,7 @@ def test_a_broken_job_file_is_told(path_in, run, tmp_path):
     run(path_in)
     for text in ("{", "[]", "{}"):
         (tmp_path / "out.jsonl.job.json").write_text(text)
-        with pytest.raises(BatchError, match=r"job.json (cannot be read|is not a batch's)"):
+        with pytest.raises(BatchError, match=r"job.json (cannot be read|is not the job file of a batch)"):
             run(path_in)
 
 
@@ -192,7 +192,7 @@ def test_an_input_that_changes_under_the_job_stops_it(path_in, run, fake_llm, wr
             write_rows([*mixed(20), *[{"prompt": "other"}] * 4])
             return super().fingerprint()
 
-    with pytest.raises(BatchError, match="was changed while the job ran, at line 21"):
+    with pytest.raises(BatchError, match="changed while the job ran, at line 21"):
         run(path_in, llm=Changing())
     assert records(tmp_path / "out.jsonl")
 

@@ -54,7 +54,7 @@ def test_what_follows_the_last_whole_line_is_cut(path, opened, tail):
 
 def test_damage_that_whole_lines_follow_is_refused(path, opened):
     path.write_bytes(b"{\n" + WHOLE)
-    with pytest.raises(BatchError, match="line 1 is not a result, and whole ones follow"):
+    with pytest.raises(BatchError, match="line 1 is not a result, and complete ones follow"):
         list(opened().read())
     assert path.read_bytes() == b"{\n" + WHOLE
 

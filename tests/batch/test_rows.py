@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxinfer.batch.rows import BadRow, BatchRow, parse_row
+from jaxinfer.batch.input import BadRow, BatchRow, parse_row
 
 CHAT = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "hi"}]}}
 
@@ -31,15 +31,15 @@ def test_a_plain_row_is_named_by_its_line():
         (b"nonsense", "not JSON: Expecting value at character 1", "row-2"),
         (b'{"prompt": "x"', "not JSON", "row-2"),
         (b'{"prompt": "\xff"}', "not UTF-8 text: byte 12 is 0xff", "row-2"),
-        (b'{"prompt": "x", "temperature": NaN}', "it has no NaN", "row-2"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN is not allowed", "row-2"),
         (b'{"prompt": "x", "prompt": "y"}', "'prompt' is given twice", "row-2"),
-        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "not JSON that can be read", "row-2"),
+        (b'{"prompt": "x", "seed": ' + b"1" * 5000 + b"}", "not valid JSON", "row-2"),
         (b"[" * 100_000, "nested too deeply", "row-2"),
         (b"[1]", "must be a JSON object, got list", "row-2"),
         (b"{}", '"prompt" or "messages"', "row-2"),
-        (b'{"custom_id": 3, "prompt": "x"}', "custom_id must be a text", "row-2"),
-        (b'{"custom_id": "", "prompt": "x"}', "custom_id must be a text", "row-2"),
-        (json.dumps({**CHAT, "custom_id": None}).encode(), "custom_id must be a text", "row-2"),
+        (b'{"custom_id": 3, "prompt": "x"}', "custom_id must be a non-empty string", "row-2"),
+        (b'{"custom_id": "", "prompt": "x"}', "custom_id must be a non-empty string", "row-2"),
+        (json.dumps({**CHAT, "custom_id": None}).encode(), "custom_id must be a non-empty string", "row-2"),
         (json.dumps({k: v for k, v in CHAT.items() if k != "custom_id"}).encode(), "custom_id is missing", "row-2"),
         (json.dumps({**CHAT, "method": "GET"}).encode(), "method must be POST, got 'GET'", "a"),
         (json.dumps({**CHAT, "url": "/v1/embeddings"}).encode(), "url must be /v1/chat/completions or", "a"),

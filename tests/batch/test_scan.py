@@ -3,7 +3,7 @@
 import pytest
 
 from jaxinfer.batch.errors import BatchError
-from jaxinfer.batch.scan import scan
+from jaxinfer.batch.input import scan
 
 
 def test_blank_lines_line_ends_and_a_mark_at_the_start_are_no_rows(tmp_path):

@@ -46,7 +46,7 @@ def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
         stopped = jaxinfer(*arguments)
     assert stopped.exit_code == 130, stopped.output
     assert "Recommended" in stopped.stdout  # of what was measured until then
-    assert "The baseline was measured once" in stopped.stdout
+    assert "The baseline was measured only once" in stopped.stdout
     kept = json.loads(file.read_text())
     assert (len(kept["base"]), len(kept["alone"])) == (1, 1)
 
@@ -77,9 +77,9 @@ def test_an_option_that_is_given_is_kept(jaxinfer, model, tmp_path):
     result = jaxinfer("advise", model, *OPTIONS, *given, "--goal", "quality", "--json", file)
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
-    assert [row["reason"] for row in found["alone"]] == ["not tried: the time was over"] * len(found["alone"])
+    assert [row["reason"] for row in found["alone"]] == ["not tried: time limit reached"] * len(found["alone"])
     assert {"weights", "batch sizes"} <= set(found["not_tried"])
-    assert "text that the model itself made" in result.stdout
+    assert "text sampled from the model" in result.stdout
     assert "--quantize int8" in recommended(result.stdout)
 
 

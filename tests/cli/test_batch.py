@@ -102,7 +102,7 @@ def test_partial_failure_is_3_and_a_second_run_says_the_same(batch, tmp_path):
     for what in ("tokens", "all were done before"):
         result = batch(rows)
         assert result.exit_code == 3
-        assert "line 2: unknown field 'max_tokns'; did you mean 'max_tokens'?" in result.stderr
+        assert "line 2: unknown field 'max_tokns': did you mean 'max_tokens'?" in result.stderr
         assert "3 rows: 1 ok, 2 failed" in result.stderr
         assert what in result.stderr
         assert result.stderr.rstrip().endswith(f"errors in {tmp_path / 'out.errors.jsonl'}")
@@ -119,7 +119,7 @@ def test_when_all_rows_fail_it_is_1(batch):
         ([{"custom_id": "a", "prompt": "x"}] * 2, [], 1, "lines 1 and 2 have the same custom_id 'a'"),
         ([], [], 1, "has no rows"),
         ([{"prompt": "x"}], ["--top-p", "2"], 2, "top_p must be"),
-        ([{"prompt": "x"}], ["--overwrite", "--retry-errors"], 2, "leave --retry-errors out"),
+        ([{"prompt": "x"}], ["--overwrite", "--retry-errors"], 2, "omit --retry-errors"),
         ([{"prompt": "x"}], ["--errors", "nowhere/x"], 1, "there is no folder nowhere"),
     ],
 )
@@ -136,7 +136,7 @@ def test_the_wrong_model_is_told_and_the_results_stay(batch, tmp_path, jaxinfer,
     arguments = ("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", model_without_template)
     result = jaxinfer(*arguments)
     assert result.exit_code == 1
-    assert "what differs: the model" in result.stderr
+    assert "differences: the model" in result.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert jaxinfer(*arguments, "--overwrite").exit_code == 0
 
@@ -157,7 +157,7 @@ def test_ctrl_c_says_how_to_go_on(batch, start, tmp_path):
         _, error = process.communicate(timeout=60)
     num_written = num_lines(tmp_path / "out.jsonl")
     assert (process.returncode, 5 <= num_written < 400) == (130, True), error
-    assert f"{num_written} of 400 rows are written; the same command goes on from there" in error
+    assert f"{num_written} of 400 rows are written; the same command continues from there" in error
     assert error.endswith("interrupted\n")
     answers(tmp_path / "out.jsonl")
 
@@ -173,7 +173,7 @@ def test_a_full_disk_keeps_earlier_rows_and_the_job_goes_on_with_room(batch, sta
     assert (process.returncode, output) == (1, "")
     written = answers(tmp_path / "out.jsonl")
     assert 10 < len(written) < 60
-    assert f"out.jsonl: File too large; {len(written)} of 60 rows are written and whole" in error
+    assert f"out.jsonl: File too large; {len(written)} of 60 rows are written completely" in error
     whole = answers(tmp_path / "whole.jsonl")
     assert written == {name: whole[name] for name in written}
     assert batch(rows).exit_code == 0

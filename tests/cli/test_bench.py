@@ -23,7 +23,7 @@ def test_load_is_written_rate_by_rate_and_resumed(jaxinfer, model, tmp_path):
     first = jaxinfer(*arguments, "--rate", "50")
     assert first.exit_code == 0, first.output
     assert "0 programs compiled after warm-up" in first.stdout
-    assert "measured here" in first.stdout
+    assert "measured rates" in first.stdout
     kept = json.loads(file.read_text())["runs"][0]
     second = jaxinfer(*arguments, "--rate", "50,inf", "--resume")
     assert second.exit_code == 0, second.output

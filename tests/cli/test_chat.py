@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from jaxinfer.cli.chat_session import ChatSession
+from jaxinfer.cli.chat import ChatSession
 from jaxinfer.sampling import SamplingParams
 
 
@@ -57,7 +57,7 @@ def test_commands(jaxinfer, json_lines, model, tmp_path):
     assert [turn["input"] for turn in turns] == ["one", "two"]
     assert turns[1]["num_messages"] == 3  # system, user, assistant
     assert len(turns[1]["token_ids"]) == 2
-    for words in ("system message: Be brief.", "forgot 1 turn", "max_tokens = 2", "temperature ", "/reset"):
+    for words in ("system message: Be brief.", "cleared 1 turn", "max_tokens = 2", "temperature ", "/reset"):
         assert words in result.stderr
     content = json.loads(saved.read_text())
     assert [message["role"] for message in content["messages"]] == ["system", "user", "assistant"]
@@ -109,7 +109,7 @@ def session():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("/nope", "/nope is no command"),
+        ("/nope", "/nope is not a command"),
         ("/set", "/set needs a name and a value"),
         ("/set temperature", "/set needs a name and a value"),
         ("/set temperature -1", "temperature must be"),
@@ -192,7 +192,9 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     monkeypatch.setattr(module, "write_text", write)
     monkeypatch.setattr(ChatSession, "keep", lambda self, *turn: (seen.append(turn[1]), keep(self, *turn)))
     monkeypatch.setattr(module, "note", lambda text: written.append(f"<{text}>"))
-    code = module.chat(ModelOptions(model), SamplingOptions(max_tokens="20", ignore_eos=True, seed=2))
+    code = module.chat(
+        ModelOptions(model=model), SamplingOptions(max_tokens="20", ignore_eos=True, seed=2), module.ChatOptions()
+    )
     assert code == 0
     assert signal.getsignal(signal.SIGINT) is before
     stopped, whole = seen
@@ -201,4 +203,4 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     assert "<Ctrl-D or /quit leaves>" in written
     assert any("20 tokens" in text for text in written)
     assert len(whole) > 0
-    assert "/nope is no command" in capsys.readouterr().err
+    assert "/nope is not a command" in capsys.readouterr().err

@@ -36,9 +36,9 @@ def test_convert_and_verify(jaxinfer, model, tmp_path):
     assert "LlamaForCausalLM, 2 layers" in result.stdout
     result = jaxinfer("verify", path, "--against", model)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert "files            as its manifest says" in result.stdout
+    assert "files          match the manifest" in result.stdout
     assert "max |dlogit|     0\n" in result.stdout
-    assert result.stdout.endswith("result           holds\n")
+    assert result.stdout.endswith("result         passed\n")
     again = jaxinfer("convert", model, path)
     assert (again.exit_code, again.stdout) == (1, "")
     assert "exists" in again.stderr
@@ -68,7 +68,7 @@ def test_verify_compares_what_is_computed(jaxinfer, json_lines, converted, model
     assert data["comparison"]["max_logit_difference"] > 0
     within = jaxinfer("verify", other_model, "--against", model, "--tolerance", "1e9")
     assert within.exit_code == 0
-    assert "not checked: it has no manifest" in within.stdout
+    assert "not checked: there is no manifest" in within.stdout
 
 
 def test_verify_names_what_differs_for_people(jaxinfer, converted, other_model, monkeypatch):
@@ -80,7 +80,7 @@ def test_verify_names_what_differs_for_people(jaxinfer, converted, other_model, 
     assert result.exit_code == 1
     for words in ("max |dlogit|     0.5", "first diverging  layers.1.residual", "by               0.25", "90.00 %"):
         assert words in result.stdout
-    assert result.stdout.endswith("does not hold\n")
+    assert result.stdout.endswith("failed\n")
 
 
 def test_verify_finds_a_changed_byte(jaxinfer, json_lines, converted, tmp_path, model):
@@ -114,6 +114,6 @@ def test_an_interrupted_conversion_says_how_to_go_on(jaxinfer, monkeypatch):
     monkeypatch.setattr("checkpoints_convert.convert", interrupt)
     result = jaxinfer("convert", "a", "b")
     assert result.exit_code == 130
-    assert "goes on after the last whole layer" in result.stderr
+    assert "continues after the last complete layer" in result.stderr
     result = jaxinfer("convert", "a", "b", "--to", "huggingface")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")

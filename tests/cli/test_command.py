@@ -10,13 +10,14 @@ import typer
 from typer.testing import CliRunner
 
 from jaxinfer.cli.command import UsageError, command, guarded, sentence
+from jaxinfer.options import MISSING, option
 from jaxinfer.sampling import SamplingParamsError
 
 
 @dataclass(frozen=True)
 class Colours:
-    first: Annotated[str, typer.Option(help="One.")]
-    second: Annotated[int | None, typer.Option("--two", help="Two.")] = None
+    first: str = option(MISSING, "One.")
+    second: int | None = option(None, "Two.", flag="--two")
 
 
 def run(function, *arguments: str):

@@ -47,7 +47,7 @@ def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
     assert "--overwrite replaces it" in again.stderr
     repeated = jaxinfer(*arguments, "--overwrite")  # all is there already
     assert repeated.exit_code == 0, repeated.stderr
-    assert "tokens a round" in repeated.stdout
+    assert "tokens per round" in repeated.stdout
     other = jaxinfer(*arguments, "--overwrite", "--loss", "tv")
     assert other.exit_code == 1
     assert "of a run with loss='fkl', not 'tv'" in other.stderr
@@ -65,11 +65,11 @@ def test_layers_of_the_target_are_a_start(jaxinfer, json_lines, model, data, tmp
 @pytest.mark.parametrize(
     ("change", "code", "words"),
     [
-        (["--init-layers", "0,x"], 2, "'0,x' is not layers with commas between"),
+        (["--init-layers", "0,x"], 2, "'0,x' is not a list of layers"),
         (["--init-layers", "5"], 1, "no layer 5: the target has layers 0..1"),
         (["--width", "12"], 1, "width 12 is not a multiple of the target's head width 8"),
         (["--on-policy", "2"], 1, "on_policy must be in 0..1, got 2.0"),
-        (["--copying"], 2, "--no-copying does without"),
+        (["--copying"], 2, "--no-copying omits these heads"),
         (["--loss", "js"], 2, "'js' is not one of"),
         (["--data", "missing"], 2, "--data missing: there is no such file or folder"),
     ],

@@ -29,7 +29,7 @@ def test_report(jaxinfer, json_lines):
 def test_report_for_people(jaxinfer):
     result = jaxinfer("doctor")
     assert result.exit_code == 0
-    assert result.stdout.endswith("all well\n")
+    assert result.stdout.endswith("no problems found\n")
     assert "\x1b" not in result.stdout
     for words in ("python", "jaxlib", "cpu:0", "attention", "compilation cache", "embedded models"):
         assert words in result.stdout

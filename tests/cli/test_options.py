@@ -1,6 +1,8 @@
 """Every sampling parameter is an option of the commands that sample, and arrives as it was given."""
 
+import runpy
 from dataclasses import fields, make_dataclass
+from pathlib import Path
 
 import pytest
 import typer.main
@@ -68,6 +70,13 @@ def test_each_option_arrives(jaxinfer, model, monkeypatch):
         for other in fields(SamplingParams):
             if other.name not in (name, "max_tokens"):
                 assert getattr(params, other.name) == getattr(SamplingParams(), other.name)
+
+
+def test_the_table_in_the_docs_is_current():
+    """`python docs/update_options.py` writes it."""
+    root = Path(__file__).parents[2]
+    pages = runpy.run_path(str(root / "docs" / "update_options.py"))
+    assert (root / "docs" / "options.md").read_text(encoding="utf-8") == pages["page"]()
 
 
 def test_values_that_are_not_given_are_left_out():

@@ -48,7 +48,7 @@ def test_both_phases_are_profiled_and_their_traces_kept(jaxinfer, model, tmp_pat
         assert list((traces / name).rglob("*.xplane.pb"))
         assert f"{name}: " in result.stdout
     assert "xprof" in result.stdout
-    assert "where several ran at once" in " ".join(result.stdout.split())
+    assert "operations that run at the same time" in " ".join(result.stdout.split())
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_an_interrupted_run_goes_on(jaxinfer, json_lines, model, text, tmp_path,
     monkeypatch.setattr(driver, "quantize_layer", interrupt)
     result = jaxinfer(*arguments)
     assert (result.exit_code, result.stdout) == (130, "")
-    assert "the same command goes on" in result.stderr
+    assert "the same command continues" in result.stderr
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
     [report] = json_lines(jaxinfer(*arguments).stdout)

@@ -10,7 +10,7 @@ import pytest
 
 import checkpoints_convert
 from jaxinfer.calibration import driver
-from jaxinfer.cli.quantize_report import summary
+from jaxinfer.cli.quantize import summary
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, abstract_params
 from jaxinfer.quantization.tree import is_quantized
 

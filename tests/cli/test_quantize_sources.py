@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 import checkpoints_convert
 from checkpoints_convert import LayerKVScales
 from jaxinfer.calibration import LayerReport
-from jaxinfer.cli.quantize_write import adjusted_kv_scales
+from jaxinfer.cli.quantize_files import adjusted_kv_scales
 
 
 def changed(model: str, path: Path, change) -> Path:
@@ -114,5 +114,8 @@ def test_a_quantized_source_is_refused_before_anything_is_done(jaxinfer, model, 
     for method in (["rtn"], ["gptq", "--calibration", text]):
         result = jaxinfer("quantize", source, tmp_path / "out", "--method", *method)
         assert (result.exit_code, result.stdout) == (1, "")
-        assert f"{source}: tensor '{tensor}' is quantized already{others}: quantize the checkpoint" in result.stderr
+        assert (
+            f"{source}: tensor '{tensor}' is quantized already{others}: quantize the original checkpoint"
+            in result.stderr
+        )
         assert list(tmp_path.iterdir()) == [source]

@@ -58,7 +58,7 @@ def test_places(text, chip, num_chips, num_devices):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "empty"),
+        ("", "no chips are named"),
         ("v6:2x2", "did you mean 'v6e'"),
         ("abacus", "known are v4"),
         ("h200:2x2", "GPUs are written h200x4"),

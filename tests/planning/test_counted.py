@@ -8,8 +8,8 @@ import pytest
 
 from jaxinfer.models import MoEConfig
 from jaxinfer.planning import chips
+from jaxinfer.planning.compiled import ProgramFigures
 from jaxinfer.planning.counted import count
-from jaxinfer.planning.figures import Figures
 from jaxinfer.planning.roofline import Rates, decode_point, round_point
 from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization import quantize_params
@@ -101,7 +101,7 @@ def test_many_sequences_without_a_cache_are_bound_by_computing(ask):
 def test_what_the_program_moves_besides_counts_by_the_row(ask):
     its = counted(ask(LLAMA_3_8B, "v6e:1x1"))
     cache, rows, sent = 64 * 4096 * its.token_cache_bytes, 64 * 10**6, 64 * 10**5
-    compiled = Figures(0, 0, 0, 0, 0, None, its.dense_bytes + rows, cache, 64, sent)
+    compiled = ProgramFigures(0, 0, 0, 0, 0, None, its.dense_bytes + rows, cache, 64, sent)
     assert point(its, compiled, batch=64, context=4096).hbm_bytes == its.dense_bytes + cache + rows
     half = point(its, compiled, batch=32, context=2048)
     assert half.hbm_bytes == its.dense_bytes + cache / 4 + rows / 2

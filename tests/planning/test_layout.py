@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jaxinfer.planning import parse_place
-from jaxinfer.planning.layout import layout_of
+from jaxinfer.planning.chips import layout_of
 from tests.planning.plan_models import LLAMA_3_8B, MIXTRAL_8X7B, TINY
 
 

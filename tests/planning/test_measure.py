@@ -7,8 +7,7 @@ import pytest
 
 from jaxinfer.engine.options import SpeculationOptions
 from jaxinfer.models import MoEConfig, abstract_params
-from jaxinfer.planning.figures import combined
-from jaxinfer.planning.measure import measure
+from jaxinfer.planning.compiled import compile_programs, extrapolate
 from jaxinfer.planning.subject import Subject, layer_kinds
 from jaxinfer.speculative import LayersDraft, ModelDraft, NgramDraft
 from tests.planning.plan_models import TINY
@@ -40,10 +39,10 @@ def subject(ask):
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_few_layers_tell_what_all_do(subject, fake, config, draft):
     whole_subject = subject(config, DRAFTS[draft])
-    whole = measure(whole_subject, fake, whole=True)
+    whole = compile_programs(whole_subject, fake, whole=True)
     assert fake.num_compiled == [config.num_layers] * len(whole)
     fake.num_compiled.clear()
-    few = measure(whole_subject, fake, whole=False)
+    few = compile_programs(whole_subject, fake, whole=False)
     assert list(few) == list(whole) == ["prefill", "decode", *(["speculate"] if draft != "none" else [])]
     assert max(fake.num_compiled) < 10
     for name, one in whole.items():
@@ -69,33 +68,35 @@ def test_layers_that_differ_are_of_different_kinds(subject):
 
 def test_few_layers_are_compiled_whole(subject, fake):
     config = replace(TINY, num_layers=8)
-    assert all(one.is_whole for one in measure(subject(config), fake).values())
-    assert not any(one.is_whole for one in measure(subject(TINY), fake).values())
+    assert all(one.is_whole for one in compile_programs(subject(config), fake).values())
+    assert not any(one.is_whole for one in compile_programs(subject(TINY), fake).values())
     # Where none can be left out, nothing else is possible.
-    assert measure(subject(replace(TINY, num_layers=2)), fake, whole=False)["decode"].is_whole
+    assert compile_programs(subject(replace(TINY, num_layers=2)), fake, whole=False)["decode"].is_whole
 
 
 def test_one_program_alone(subject, fake):
-    assert list(measure(subject(TINY), fake, only="decode")) == ["decode"]
+    assert list(compile_programs(subject(TINY), fake, only="decode")) == ["decode"]
 
 
 def test_a_draft_lies_there_while_the_target_works_alone(subject, fake):
-    found = measure(subject(TINY, DRAFTS["model"]), fake)
+    found = compile_programs(subject(TINY, DRAFTS["model"]), fake)
     assert found["decode"].figures.resident_bytes > 2 * 20 * 3 * 256 * 512
     assert found["speculate"].figures.resident_bytes == 0
-    assert measure(subject(TINY, DRAFTS["ngram"]), fake)["decode"].figures.resident_bytes == 0
+    assert compile_programs(subject(TINY, DRAFTS["ngram"]), fake)["decode"].figures.resident_bytes == 0
 
 
 def test_layers_that_draft_are_not_counted_twice(subject, fake):
-    found = measure(subject(TINY, DRAFTS["layers"]), fake, whole=True)
+    found = compile_programs(subject(TINY, DRAFTS["layers"]), fake, whole=True)
     extra = found["speculate"].figures.argument_bytes - found["decode"].figures.argument_bytes
     assert extra > 2 * 5 * 3 * 256 * 512
     assert extra + found["speculate"].figures.resident_bytes < 2 * 3 * 256 * 512
 
 
 def test_what_one_lacks_is_not_made_up(subject, fake):
-    first = measure(subject(TINY), fake, only="decode")["decode"].figures
-    assert combined(first, [(replace(first, flops=None), 3.0)]).flops is None
-    assert combined(first, [(replace(first, code_bytes=first.code_bytes + 7), 3.0)]).code_bytes == first.code_bytes + 7
+    first = compile_programs(subject(TINY), fake, only="decode")["decode"].figures
+    assert extrapolate(first, [(replace(first, flops=None), 3.0)]).flops is None
+    assert (
+        extrapolate(first, [(replace(first, code_bytes=first.code_bytes + 7), 3.0)]).code_bytes == first.code_bytes + 7
+    )
     # Scratch memory is never less than what was seen.
-    assert combined(first, [(replace(first, temporary_bytes=0), 3.0)]).temporary_bytes == first.temporary_bytes
+    assert extrapolate(first, [(replace(first, temporary_bytes=0), 3.0)]).temporary_bytes == first.temporary_bytes

@@ -13,7 +13,7 @@ import pytest
 from jaxinfer.engine.options import SpeculationOptions
 from jaxinfer.models import abstract_params
 from jaxinfer.planning import changes, make_plan
-from jaxinfer.planning.measure import chip_compiler, measure
+from jaxinfer.planning.compiled import chip_compiler, compile_programs
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft
@@ -35,7 +35,7 @@ def test_few_layers_for_a_gpu(ask):
     request = ask(replace(TINY, num_layers=12), "h200x1", max_model_len=256, max_seqs=4, page_size=16)
     subject = request.subject(compiles=True)
     compiler = chip_compiler("h200", subject.mesh)
-    whole, few = (measure(subject, compiler, whole=how, only="decode")["decode"] for how in (True, False))
+    whole, few = (compile_programs(subject, compiler, whole=how, only="decode")["decode"] for how in (True, False))
     print(f"{whole.figures} whole, {few.figures} from {few.num_layers} layers")
     assert few.num_layers == (2, 4)
     assert few.figures.argument_bytes == whole.figures.argument_bytes
@@ -51,7 +51,7 @@ def test_few_layers_of_llama_3_8b_tell_what_all_do(ask):
     request = ask(LLAMA_3_8B, "v5e:2x2", max_model_len=4096, max_seqs=64)
     subject = request.subject(compiles=True)
     compiler = chip_compiler("v5e", subject.mesh)
-    wholes, fews = (measure(subject, compiler, whole=how) for how in (True, False))
+    wholes, fews = (compile_programs(subject, compiler, whole=how) for how in (True, False))
     for name, whole in wholes.items():
         few, expected = fews[name].figures, whole.figures
         print(f"{name}: {expected.to_dict()} whole; {few.to_dict()} from {fews[name].num_layers} layers")
@@ -69,7 +69,9 @@ def test_few_layers_of_llama_3_70b_tell_what_all_do(ask):
     needs("v6e")
     subject = int8(ask(LLAMA_3_70B, "v6e:2x4", max_model_len=4096, max_seqs=64)).subject(compiles=True)
     compiler = chip_compiler("v6e", subject.mesh)
-    whole, few = (measure(subject, compiler, whole=how, only="decode")["decode"].figures for how in (True, False))
+    whole, few = (
+        compile_programs(subject, compiler, whole=how, only="decode")["decode"].figures for how in (True, False)
+    )
     print(f"{whole.to_dict()} whole; {few.to_dict()} from few layers")
     assert few.argument_bytes == whole.argument_bytes
     assert few.total_bytes == pytest.approx(whole.total_bytes, rel=BOUND)

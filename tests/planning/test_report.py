@@ -10,9 +10,10 @@ from jaxinfer.engine.options import SpeculationOptions
 from jaxinfer.models import abstract_params
 from jaxinfer.planning import MemoryPlan, changes, make_plan, to_dict, to_text
 from jaxinfer.planning.chips import chips
-from jaxinfer.planning.measure import measure
+from jaxinfer.planning.compiled import compile_programs
 from jaxinfer.planning.picture import draw
-from jaxinfer.planning.plan import Memory, assemble
+from jaxinfer.planning.plan import Memory
+from jaxinfer.planning.planner import assemble
 from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft, NgramDraft
@@ -24,7 +25,7 @@ def planned(ask, fake) -> MemoryPlan:
     """Of programs that a compiler which is none has made."""
     request = ask(TINY, "v6e:1x1", draft=NgramDraft(), speculation=SpeculationOptions(3))
     subject = Subject("model", TINY, request.params, request.options, "cpu", None, request.draft)
-    return assemble(request, subject, measure(subject, fake), chips()["v6e"], 2**30, [], 0.0)
+    return assemble(request, subject, compile_programs(subject, fake), chips()["v6e"], 2**30, [], 0.0)
 
 
 def test_the_parts_are_all_there_is(planned):
@@ -77,7 +78,7 @@ def test_text_says_the_verdict_first(planned, ask):
     assert text.startswith("model does not fit on v6e:1x1")
     assert "fewer than planned" in text
     assert "cheapest change that fits: --max-seqs" in text
-    assert "a guess" in text
+    assert "estimated" in text
 
 
 def test_a_chip_without_a_compiler_is_counted(ask):

@@ -1,4 +1,4 @@
-"""What is wanted, and whether a trial is better than another: beyond the noise of their repeats, and within limits."""
+"""Goals, and whether one trial is better than another: beyond the noise of their repeats, and within the limits."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from jaxinfer.measure.advise.trials import TrialResult
 
 GOALS = ("cost", "latency", "users", "quality")
-# A smaller difference is none, however little the repeats vary.
+# Smaller differences are ignored, even if the repeats vary less.
 LEAST = 0.02
 DEFAULT_MAX_KL = 0.05
 
@@ -19,9 +19,11 @@ Verdict = Literal["better", "worse", "same", "in doubt", "ruled out", "unknown"]
 
 @dataclass(frozen=True)
 class Goal:
-    """Attributes:
-    name: one of `GOALS`. max_kl: nats per token that rounding may cost. memory: bytes that all may take, None for any.
-    is_planned: whether no KL is known. Then weights of 4 bits are for where nothing else fits.
+    """What to optimize, and the limits.
+
+    Attributes:
+      name: one of `GOALS`. max_kl: limit in nats per token. memory: limit in bytes, None for no limit.
+      is_planned: whether trials are planned, without KL; weights of 4 bits are then a last resort.
     """
 
     name: str
@@ -30,7 +32,7 @@ class Goal:
     is_planned: bool = False
 
     def values(self, row: TrialResult) -> tuple[float, ...]:
-        """What is compared, the larger the better, of each repeat; () where it is not known."""
+        """The compared figure of each repeat, the larger the better; () if it is not known."""
         if self.name == "latency":
             return tuple(1 / seconds for seconds in row.one)
         if self.name == "users":
@@ -38,15 +40,15 @@ class Goal:
         return row.rate
 
     def title(self, row: TrialResult) -> str:
-        """What `values` are."""
+        """The name of `values`."""
         if self.name == "latency":
             return "speed of one request"
         if self.name == "users":
-            return "requests/s in limits" if row.goodput else "tokens of cache"
+            return "requests/s within limits" if row.goodput else "tokens of cache"
         return "tokens/s"
 
     def ruled_out(self, row: TrialResult) -> str | None:
-        """Why it may not be recommended, None where it may."""
+        """Why the result may not be recommended; None if it may."""
         if row.reason is not None:
             return row.reason
         if self.memory is not None and row.needed_bytes is not None and row.needed_bytes > self.memory:
@@ -56,15 +58,15 @@ class Goal:
         return None
 
     def doubt(self, row: TrialResult) -> str | None:
-        """Why it is recommended only where nothing else fits, None where it is not in doubt."""
+        """Why the result is recommended only if nothing else fits; None if it is not in doubt."""
         if self.is_planned and str(row.arguments.get("quantize", "")).startswith("int4"):
-            return "4 bits may cost much, and no KL is measured"
+            return "4 bits may lose much quality, and no KL is measured"
         return None
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Next to the baseline: `ratio` of the medians, above 1 is better; what differs by less than `noise`, a share, is
+    """A comparison with the baseline: `ratio` of the medians, above 1 is better; within `noise`, a share, it counts as
     the same."""
 
     verdict: Verdict
@@ -74,14 +76,14 @@ class Judgement:
 
 
 def judge(goal: Goal, row: TrialResult, base: Sequence[TrialResult]) -> Judgement:
-    """A trial next to the baseline's measurements, or to other rows of one trial: the noise is the largest of its own
-    spread, theirs, and what lies between them."""
+    """Compares a trial with the baseline's measurements, or with another trial. The noise is the largest of its own
+    spread, theirs, and the drift between them."""
     why = goal.ruled_out(row)
     values, others = goal.values(row), [goal.values(one) for one in base if goal.values(one)]
     if not values or not others:
         return Judgement("ruled out" if why else "unknown", why=why)
     middle = median([value for one in others for value in one])
-    if middle == 0:  # no request of the baseline kept the limits
+    if middle == 0:  # no request of the baseline was within the limits
         ratio = math.inf if median(values) > 0 else 1.0
     else:
         ratio = median(values) / middle
@@ -99,6 +101,6 @@ def median(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Of the middle half, as a share of the median: a repeat that the machine interrupted is no spread of the rest."""
+    """The interquartile range as a share of the median, which is robust against single outliers."""
     low, middle, high = np.percentile(values, (25, 50, 75))
     return float(high - low) / float(middle) if middle else 0.0

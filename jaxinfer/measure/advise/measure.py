@@ -1,8 +1,8 @@
-"""Trials on this machine: one engine after another, each over weights that are loaded once for all that share them."""
+"""Measured trials: one engine after another, over weights that are loaded once for all trials that share them."""
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,27 +14,29 @@ from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel, load_model
 from jaxinfer.measure.advise.goals import median
-from jaxinfer.measure.advise.texts import encoded, for_quality, requests, sampled, shared_share
+from jaxinfer.measure.advise.search import ModelFacts
 from jaxinfer.measure.advise.trials import Arguments, TrialResult
 from jaxinfer.measure.bench.metrics import figures
 from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.bench.runs import RunOptions, serve_all
-from jaxinfer.measure.bench.workload import Ask, Workload
+from jaxinfer.measure.bench.workload import DatasetRow, Workload, WorkloadRequest
+from jaxinfer.quantization.tree import describe
+from jaxinfer.sampling import SamplingParams
 
-# Arguments of `LLM` that say how weights are loaded.
+# Arguments of `LLM` that concern loading.
 LOADING = ("tokenizer", "dtype", "revision", "requantize", "quantize")
-# A repeat in which a program was compiled does not count; so many of them are made again.
+# A repeat in which a program was compiled is discarded and made again, at most this many times.
 MAX_AGAIN = 8
-_SALTS = itertools.count()  # of runs: they reuse no prefix of one another
+_SALTS = itertools.count()  # one for each run, so that no run reuses the prefixes of another
 
 
 @dataclass(frozen=True)
-class AdviseRequest:
-    """What is advised on.
+class TrialSettings:
+    """What all trials share.
 
     Attributes:
-      model: as of `LLM`; arguments: of `LLM`, those of every trial. documents: texts of the user's, () for none.
-      num_requests: at once. repeats: of each measurement. num_shared: tokens that all prompts begin with.
+      model, arguments: of `LLM`. documents: the user's texts, () for none.
+      num_requests: concurrent requests. repeats: of each measurement. num_shared: tokens that all prompts begin with.
     """
 
     model: str
@@ -44,15 +46,15 @@ class AdviseRequest:
     num_requests: int = 32
     repeats: int = 3
     num_shared: int = 0
-    how: RunOptions = field(default_factory=RunOptions)
+    run_options: RunOptions = field(default_factory=RunOptions)
 
 
 class TrialRunner:
-    """Measures trials. One set of weights is held at a time."""
+    """Measures trials, with one set of weights in memory at a time."""
 
-    def __init__(self, asked: AdviseRequest, told: Callable[[str], None] = lambda text: None):
-        self.asked, self.told = asked, told
-        self.asks: list[Ask] = []
+    def __init__(self, settings: TrialSettings, progress: Callable[[str], None] = lambda text: None):
+        self.settings, self.progress = settings, progress
+        self.requests: list[WorkloadRequest] = []
         self._texts: list[list[int]] = []
         self._expected: list[np.ndarray] = []
         self._recipe: str | None = None
@@ -60,7 +62,7 @@ class TrialRunner:
         self._budget: float | None = None
         self._qualities: dict[tuple[Any, Any], tuple[float, float]] = {}
         self._mesh = None
-        if (mesh := asked.arguments.get("mesh")) is not None:
+        if (mesh := settings.arguments.get("mesh")) is not None:
             self._mesh = parallel.make_mesh(mesh)
 
     def close(self) -> None:
@@ -72,11 +74,11 @@ class TrialRunner:
         gc.collect()
 
     def __call__(self, arguments: Arguments) -> TrialResult:
-        """A trial. What fails is a row with its reason; only the baseline raises."""
+        """Runs a trial. A failure is a result with the reason; only a failing baseline raises."""
         try:
             return self._measured(arguments)
         except (ValueError, RuntimeError, NotImplementedError, MemoryError, OSError) as error:
-            if not arguments or "KeyboardInterrupt" in str(error):  # as JAX's compiler says it
+            if not arguments or "KeyboardInterrupt" in str(error):  # raised by JAX's compiler
                 raise
             return TrialResult(arguments, f"failed: {str(error).strip().partition(chr(10))[0] or type(error).__name__}")
         finally:
@@ -84,51 +86,63 @@ class TrialRunner:
 
     @property
     def shared(self) -> float:
-        """The share of prompt tokens that reuse could save."""
-        return shared_share([ask.prompt for ask in self.asks if not isinstance(ask.prompt, str)])
+        """The share of prompt tokens that prefix reuse could save."""
+        return shared_share([request.prompt for request in self.requests if not isinstance(request.prompt, str)])
+
+    def facts(self, sizes: Sequence[int], default_size: int, drafts: Sequence[str]) -> ModelFacts:
+        """The facts that decide which trials make sense."""
+        model = self._loaded(self._recipe)
+        return ModelFacts(
+            given=self.settings.arguments,
+            is_quantized=bool(describe(model.params)),
+            caches_values=model.config.caches_values,
+            sizes=sizes,
+            default_size=default_size,
+            drafts=drafts,
+            shared=self.shared,
+            has_limits=bool(self.settings.run_options.limits),
+        )
 
     def prepare(self, texts: list[list[int]] | None = None) -> None:
-        """Loads the model and makes the requests; of the model's own text, where there is no other."""
-        if self.asks:
+        """Loads the model and makes the requests, from text sampled from the model unless other texts are given."""
+        if self.requests:
             return
         model = self._loaded(None)
-        if texts is None and self.asked.documents:
+        if texts is None and self.settings.documents:
             if model.tokenizer is None:
-                raise ValueError(f"{self.asked.model} has no tokenizer, so it can read no text: leave --texts out")
-            texts = encoded(model.tokenizer, self.asked.documents)
+                raise ValueError(f"{self.settings.model} has no tokenizer, so it cannot read texts: omit --texts")
+            texts = encoded(model.tokenizer, self.settings.documents)
             if not texts:
-                raise ValueError("the texts have no two tokens")
+                raise ValueError("the texts have fewer than two tokens")
         rows = model.config.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
         if texts is None:
             with self._opened({}) as llm:
-                texts = sampled(llm, self.asked.workload.seed)
+                texts = sampled(llm, self.settings.workload.seed)
         self._all_texts = texts
-        asks = requests(self.asked.workload, texts, self.asked.num_requests, rows, self.asked.num_shared)
+        settings = self.settings
+        requests = make_requests(settings.workload, texts, settings.num_requests, rows, settings.num_shared)
         if model.tokenizer is not None:
             encode = model.tokenizer.encode
-            asks = [replace(ask, prompt=encode(ask.prompt)) if isinstance(ask.prompt, str) else ask for ask in asks]
-        self.asks = asks
-
-    @property
-    def model(self) -> LoadedModel:
-        """As it is now loaded."""
-        return self._loaded(self._recipe)
+            requests = [
+                replace(one, prompt=encode(one.prompt)) if isinstance(one.prompt, str) else one for one in requests
+            ]
+        self.requests = requests
 
     # One trial.
 
     def _measured(self, arguments: Arguments) -> TrialResult:
         self.prepare()
-        if arguments and not self._expected:  # the baseline is of an earlier run
+        if arguments and not self._expected:  # the baseline was measured by an earlier run
             with self._opened({}) as llm:
                 self._quality(llm, self._sizes(llm, TrialResult()))
         with self._opened(arguments) as llm:
-            self.told("compiling")
+            self.progress("compiling")
             row = self._sizes(llm, TrialResult(arguments))
             self._warm(llm)
             before = llm.speculation_stats()
             singles, batches = [], []
-            for number in range(self.asked.repeats):
-                self.told(f"repeat {number + 1} of {self.asked.repeats}")
+            for number in range(self.settings.repeats):
+                self.progress(f"repeat {number + 1} of {self.settings.repeats}")
                 singles.append(self._again(lambda: self._single(llm)))
                 batches.append(self._again(lambda: self._batch(llm)))
             after = llm.speculation_stats()
@@ -146,8 +160,8 @@ class TrialRunner:
                 stats = after - before
                 row = replace(row, acceptance=stats.acceptance_rate)
                 notes.append(
-                    f"{stats.acceptance_rate:.0%} of drafted tokens accepted, {stats.mean_accepted_length:.1f} tokens "
-                    f"a round; {stats.num_plain_tokens:,} tokens were made without a draft"
+                    f"{stats.acceptance_rate:.0%} of draft tokens accepted, {stats.mean_accepted_length:.1f} tokens "
+                    f"per round; {stats.num_plain_tokens:,} tokens generated without a draft"
                 )
             row = self._quality(llm, row)
         return replace(row, notes=tuple(notes))
@@ -155,11 +169,11 @@ class TrialRunner:
     def _sizes(self, llm: LLM, row: TrialResult) -> TrialResult:
         engine = engines_of(llm.engine)[0]
         memory = engine.memory
-        lengths = [len(ask.prompt) + ask.num_tokens for ask in self.asks]
+        lengths = [len(request.prompt) + request.num_tokens for request in self.requests]
         pages = -(-max(lengths) // engine.page_size)
         rest = memory.weights + memory.sampler + memory.activations
-        running = min(engine.options.max_seqs, self.asked.num_requests)
-        if self._budget is None and memory.available is not None:  # the baseline's: what is free varies
+        running = min(engine.options.max_seqs, self.settings.num_requests)
+        if self._budget is None and memory.available is not None:  # of the baseline, since free memory varies
             self._budget = engine.options.memory_fraction * (memory.available + memory.weights)
         fitting = None
         if self._budget is not None:
@@ -173,16 +187,16 @@ class TrialRunner:
         )
 
     def limit_memory(self, num_bytes: int | None) -> None:
-        """Counts the tokens of cache that fit so many bytes, not those of the machine."""
+        """Counts the tokens of cache that fit in `num_bytes`, instead of this machine's memory."""
         self._budget = num_bytes
 
     def _warm(self, llm: LLM) -> None:
-        """Compiles what the requests need, and no more: a trial is not for serving."""
+        """Compiles the programs that the requests need, and no others."""
         self._single(llm)
         self._batch(llm)
 
     def _again(self, run: Callable[[], Any]) -> Any:
-        """A run in which nothing is compiled."""
+        """The result of a run in which nothing was compiled."""
         for _ in range(MAX_AGAIN):
             with compilation_cache.counting() as counts:
                 found = run()
@@ -191,12 +205,12 @@ class TrialRunner:
         raise RuntimeError(f"programs were compiled in each of {MAX_AGAIN} repeats")
 
     def _single(self, llm: LLM) -> tuple[float, float, float]:
-        """One request alone: seconds until its first token, per token, and in all, the median of a few, one after the
-        other. What they begin with alike the first has computed."""
+        """Seconds until the first token, per token and in total of one request at a time: medians of three requests,
+        which reuse the prefix that they share."""
         found, salt = [], f"advise {next(_SALTS)}"
-        for ask in self.asks[:3]:
+        for request in self.requests[:3]:
             [output] = llm.generate(
-                [ask.prompt], self.asked.how.params(ask.num_tokens), use_tqdm=False, cache_salt=salt
+                [request.prompt], self.settings.run_options.params(request.num_tokens), use_tqdm=False, cache_salt=salt
             )
             timings = output.timings
             if timings is None:
@@ -206,13 +220,13 @@ class TrialRunner:
         return ttft, tpot, total
 
     def _batch(self, llm: LLM) -> dict[str, Any]:
-        traces, seconds = serve_all(llm, self.asks, self.asked.how)
-        return figures(traces, seconds, limits=self.asked.how.limits)
+        traces, seconds = serve_all(llm, self.requests, self.settings.run_options)
+        return figures(traces, seconds, limits=self.settings.run_options.limits)
 
     # Quality.
 
     def _quality(self, llm: LLM, row: TrialResult) -> TrialResult:
-        """KL and equal best tokens next to the baseline: of its own rows this holds the log-probabilities."""
+        """Adds the KL and the share of equal most probable tokens, compared with the baseline's log-probabilities."""
         if row.is_exact and row.arguments:
             return replace(row, kl=0.0, top1=1.0)
         key = row.arguments.get("quantize"), row.arguments.get("kv_dtype")
@@ -223,7 +237,7 @@ class TrialRunner:
                 self._expected = [log_probs(engine, states) for states in hidden_states(engine, self._texts)]
             return replace(row, kl=0.0, top1=1.0)
         if key not in self._qualities:
-            self.told("measuring the KL")
+            self.progress("measuring the KL")
             kl = agreeing = 0.0
             for states, expected in zip(hidden_states(engine, self._texts), self._expected, strict=True):
                 found = log_probs(engine, states)
@@ -243,16 +257,16 @@ class TrialRunner:
         if self._model is not None and self._recipe == recipe:
             return self._model
         self.close()
-        self.told("loading")
-        values = {name: self.asked.arguments[name] for name in LOADING if name in self.asked.arguments}
+        self.progress("loading")
+        values = {name: self.settings.arguments[name] for name in LOADING if name in self.settings.arguments}
         if recipe is not None:
             values["quantize"] = recipe
-        self._model, self._recipe = load_model(self.asked.model, mesh=self._mesh, **values), recipe
+        self._model, self._recipe = load_model(self.settings.model, mesh=self._mesh, **values), recipe
         return self._model
 
     def _opened(self, arguments: Arguments) -> LLM:
         model = self._loaded(arguments.get("quantize"))
-        values = {**self.asked.arguments, **arguments}
+        values = {**self.settings.arguments, **arguments}
         values = {name: value for name, value in values.items() if name not in LOADING or name == "dtype"}
         if str(values.get("kv_dtype", "")).startswith("fp8") and model.kv_scales is not None:
             values["kv_scales"] = model.kv_scales
@@ -262,4 +276,63 @@ class TrialRunner:
 
     def _notes(self, llm: LLM) -> list[str]:
         facts = llm.explain().groups["model"]
-        return ["on a CPU its weights run as float32 copies: nothing is saved"] if "float32 copies" in facts else []
+        return ["on a CPU the weights run as float32 copies, which saves nothing"] if "float32 copies" in facts else []
+
+
+NUM_TEXTS, TEXT_TOKENS = 8, 256
+# Of the baseline's log-probabilities, which stay in memory.
+MAX_BYTES = 2**30
+
+
+def encoded(tokenizer: Any, documents: Sequence[str]) -> list[list[int]]:
+    """Token ids of the documents that have more than one token."""
+    return [tokens for tokens in (tokenizer.encode_content(text) for text in documents) if len(tokens) > 1]
+
+
+def sampled(llm: LLM, seed: int) -> list[list[int]]:
+    """Token ids of text sampled from the model at temperature 1, after random first tokens."""
+    rows = llm.config.vocab_size if llm.tokenizer is None else min(llm.config.vocab_size, llm.tokenizer.vocab_size)
+    starts = np.random.default_rng(seed).integers(0, rows, NUM_TEXTS).tolist()
+    length = min(TEXT_TOKENS, llm.max_model_len - 1)
+    params = SamplingParams(temperature=1.0, seed=seed, max_tokens=length, ignore_eos=True)
+    outputs = llm.generate([[start] for start in starts], params, use_tqdm=False)
+    return [[start, *one.outputs[0].token_ids] for start, one in zip(starts, outputs, strict=True)]
+
+
+def for_quality(texts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int) -> list[list[int]]:
+    """The beginnings of texts, as many as MAX_BYTES of log-probabilities allow."""
+    length = min(TEXT_TOKENS, max_model_len - 1)
+    count = max(min(NUM_TEXTS, MAX_BYTES // (4 * vocab_size * length)), 1)
+    return [list(text[:length]) for text in texts if len(text) > 1][:count]
+
+
+def make_requests(
+    workload: Workload, texts: Sequence[Sequence[int]], count: int, vocab_size: int, num_shared: int = 0
+) -> list[WorkloadRequest]:
+    """`count` requests: from the workload's dataset if it has one, else prompts cut from the texts at random places,
+    all preceded by the same `num_shared` tokens."""
+    if not workload.dataset:
+        numbers = np.random.default_rng([workload.seed, 2])
+        stream = [token for text in texts for token in text]
+        prompts = [_cut(numbers, stream, length) for length in workload.prompt_tokens.draw(numbers, count)]
+        shared = _cut(numbers, stream, num_shared) if num_shared else []
+        rows = tuple(DatasetRow([*shared, *prompt], None) for prompt in prompts)
+        workload = Workload(workload.prompt_tokens, workload.answer_tokens, rows, workload.seed)
+    return workload.requests(count, vocab_size)
+
+
+def _cut(numbers: np.random.Generator, stream: list[int], length: int) -> list[int]:
+    """`length` tokens from a random place; a stream that is too short is repeated."""
+    start = int(numbers.integers(0, max(len(stream) - length, 0) + 1))
+    return [stream[(start + place) % len(stream)] for place in range(length)]
+
+
+def shared_share(prompts: Sequence[Sequence[int]]) -> float:
+    """The share of all tokens in prefixes that prompts have in common: what prefix reuse could save."""
+    ordered = sorted(map(tuple, prompts))
+    total = sum(map(len, ordered))
+    same = 0
+    for before, after in itertools.pairwise(ordered):
+        pairs = enumerate(zip(before, after, strict=False))
+        same += next((place for place, (one, other) in pairs if one != other), min(len(before), len(after)))
+    return same / total if total else 0.0

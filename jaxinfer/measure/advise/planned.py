@@ -1,4 +1,4 @@
-"""Trials on chips that are not here: the least times and the bytes, from shapes. Nothing runs, no KL is measured."""
+"""Planned trials: the roofline and the memory on other chips, from shapes. Nothing runs, and no KL is measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ ENGINE = ("page_size", "prefill_chunk", "memory_fraction", "num_pages", "determi
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """A model's shapes and a place.
+    """Plans trials of a model on a place.
 
     Attributes:
-      arguments: of `LLM`, those of every trial. prompt_tokens, answer_tokens: of the longest request.
-      acceptance: the chance that a drafted token is accepted given that those before it were, None where nobody knows.
+      arguments: of `LLM`, in every trial. prompt_tokens, answer_tokens: of the longest request.
+      acceptance: probability that a draft token is accepted if those before it were; None if it is not known.
     """
 
     model: str
@@ -53,7 +53,7 @@ class Planner:
         max_seqs: int,
         acceptance: float | None = None,
     ) -> "Planner":
-        """Reads headers. Raises ValueError for a place or lengths that cannot be, and as `load_shapes`."""
+        """Reads the headers of a checkpoint. Raises ValueError for an invalid place or length, and as `load_shapes`."""
         place = parse_place(on)
         values = {name: arguments[name] for name in LOADING if name in arguments}
         config, params = load_shapes(model, **values)
@@ -62,11 +62,11 @@ class Planner:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weights are, before any trial."""
+        """Whether the checkpoint's weights are quantized."""
         return bool(describe(self.params))
 
     def __call__(self, arguments: Arguments) -> TrialResult:
-        """A trial. What cannot be planned is a row with its reason; only the baseline raises."""
+        """Plans a trial. A trial that cannot be planned has a reason; only the baseline raises."""
         try:
             return self._planned(arguments)
         except (ValueError, NotImplementedError) as error:
@@ -75,7 +75,7 @@ class Planner:
             return TrialResult(arguments, f"cannot be planned: {error}")
 
     def request(self, arguments: Arguments, num_draft_tokens: int | None = None) -> PlanRequest:
-        """What is asked of the planner. Raises ValueError for options that are out of range."""
+        """The request for `make_plan`. Raises ValueError for options that are out of range."""
         values = {**self.arguments, **arguments}
         params = self.params
         if (recipe := arguments.get("quantize")) is not None:
@@ -98,22 +98,22 @@ class Planner:
 
     def _planned(self, arguments: Arguments) -> TrialResult:
         if "prefix_cache" in arguments:
-            return TrialResult(arguments, "not planned: what prefix reuse saves depends on the prompts")
+            return TrialResult(arguments, "not planned: the benefit of prefix reuse depends on the prompts")
         if "draft" in arguments:
             return self._with_draft(arguments)
         return _row(arguments, make_plan(self.request(arguments), compiles=False), self)
 
     def _with_draft(self, arguments: Arguments) -> TrialResult:
-        """Rounds of the number of drafted tokens that is best at the acceptance; without it, when a draft pays."""
+        """Plans rounds of the best draft length at the given acceptance; without one, the break-even acceptance."""
         plain = {name: value for name, value in arguments.items() if name not in ("draft", "num_draft_tokens")}
         base = make_plan(self.request(plain), compiles=False)
         plans = {k: make_plan(self.request(arguments, k), compiles=False) for k in NUM_DRAFTED}
         if self.acceptance is None:
-            said = ", ".join(f"{_percent(_break_even(plan))} of {k}" for k, plan in plans.items())
+            rates = ", ".join(f"{_percent(_break_even(plan))} of {k}" for k, plan in plans.items())
             return TrialResult(
                 arguments,
-                f"acceptance cannot be planned: one request is faster where more than {said} drafted tokens are "
-                f"accepted; --acceptance X plans with yours",
+                f"acceptance cannot be planned: one request is faster if more than {rates} draft tokens are "
+                f"accepted; set yours with --acceptance X",
             )
         rate = self.acceptance
         row = _row(arguments, base, self)
@@ -131,17 +131,17 @@ class Planner:
             one=(row.ttft[0] + step * (self.answer_tokens - 1),),
             rate=(replicas * last.batch * width / last.seconds,),
             acceptance=rate,
-            notes=(f"if {rate:.0%} of drafted tokens are accepted",),
+            notes=(f"if {rate:.0%} of draft tokens are accepted",),
             **sizes,
         )
 
 
 def _row(arguments: Arguments, plan: MemoryPlan, planner: Planner) -> TrialResult:
     if not plan.roofline:
-        raise ValueError(f"the rates of {planner.place.name} are not known")
+        raise ValueError(f"the rates of {planner.place.name} are unknown")
     first, last = plan.roofline[0], plan.roofline[-1]
     rates = Rates.of(planner.place.chip)
-    # A prompt reads the weights once at least.
+    # A prompt reads the weights at least once.
     read = plan.counted.read_weight_bytes(planner.prompt_tokens) / rates.hbm
     ttft = max(prefill_seconds(rates, plan.counted, [planner.prompt_tokens]), read)
     tpot = first.seconds
@@ -151,14 +151,14 @@ def _row(arguments: Arguments, plan: MemoryPlan, planner: Planner) -> TrialResul
         tpot=(tpot,),
         one=(ttft + tpot * (planner.answer_tokens - 1),),
         rate=(last.tokens_per_second,),
-        notes=() if arguments else (f"its step of {last.batch} is bound by {last.bound}",),
+        notes=() if arguments else (f"a step of {last.batch} sequences is bound by {last.bound}",),
         **_sizes(plan, planner),
     )
     if row.is_exact:
         row = replace(row, kl=0.0, top1=1.0)
     if not plan.fits:
         memory = plan.memory
-        reason = f"does not fit: {memory.total / 2**30:,.2f} of {memory.budget / 2**30:,.2f} GiB a device"
+        reason = f"does not fit: {memory.total / 2**30:,.2f} of {memory.budget / 2**30:,.2f} GiB per device"
         row = replace(row, reason=reason)
     return row
 
@@ -178,7 +178,7 @@ def _percent(rate: float | None) -> str:
 
 
 def _break_even(plan: MemoryPlan) -> float | None:
-    """The acceptance from which a round of one request beats plain steps; None where not even 1 does."""
+    """The acceptance rate at which a round of one request equals plain steps; None if not even 1 suffices."""
     step, one = plan.roofline[0].seconds, plan.rounds[0]
     wanted, count = one.seconds / step, one.num_draft_tokens
     if mean_tokens(1.0, count) <= wanted:

@@ -1,22 +1,28 @@
-"""An advice for people: a table, what helped and what did not, and a command line."""
+"""The report of a search: a table, what helped and what did not, a recommended command line; and its JSON."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from jaxinfer.checks import format_bytes
 from jaxinfer.measure.advise.goals import Goal, Judgement, judge, median
 from jaxinfer.measure.advise.search import Findings, recommended
 from jaxinfer.measure.advise.trials import REPEATED, Arguments, TrialResult, flags
+from jaxinfer.measure.bench.model import public_name
+from jaxinfer.measure.bench.results import ResultError, check_same, read_schema
 
 COLUMNS = ("trial", "TTFT ms", "TPOT ms", "tokens/s", "weights", "B/token", "KL")
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Attributes:
-    row: what is recommended, None where nothing may be; judgement: of it. arguments: of `LLM`, all that are needed.
-    command, python: how to write it.
+    """A recommendation.
+
+    Attributes:
+      row: the recommended result, None if nothing is within the limits. judgement: its comparison with the baseline.
+      arguments: all arguments of `LLM`. command, python: the same as a command line and as code.
     """
 
     row: TrialResult | None = None
@@ -26,20 +32,19 @@ class Advice:
     python: str = ""
 
     def to_dict(self) -> dict[str, Any] | None:
-        """JSON-ready, without a path; None where nothing is recommended."""
+        """The recommendation as JSON values; None if nothing is recommended."""
         if self.row is None or self.judgement is None:
             return None
-        its = self.judgement
-        judged = {"verdict": its.verdict, "ratio": its.ratio, "noise": its.noise}
+        judged = {name: getattr(self.judgement, name) for name in ("verdict", "ratio", "noise")}
         return {"name": self.row.name, "arguments": self.row.arguments, **judged}
 
 
 def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) -> Advice:
-    """What to write; `given` is what every trial had."""
+    """The recommendation; `given` are the arguments of all trials."""
     best = recommended(goal, found)
     if best is None:
         return Advice()
-    row, its = best
+    row, judgement = best
     row = row if row.arguments else pooled(found.base)
     arguments = {**given, **row.arguments}
     options = f" {flags(arguments)}" if arguments else ""
@@ -48,11 +53,11 @@ def advice(goal: Goal, found: Findings, model: str, given: Mapping[str, Any]) ->
     else:
         command = f"jaxinfer batch requests.jsonl answers.jsonl --model {shlex.quote(model)}{options}"
     values = "".join(f", {name}={value!r}" for name, value in arguments.items())
-    return Advice(row, its, arguments, command, f"LLM({model!r}{values})")
+    return Advice(row, judgement, arguments, command, f"LLM({model!r}{values})")
 
 
 def table(goal: Goal, found: Findings) -> tuple[list[str], list[list[str]]]:
-    """Column titles and cells, a row for each trial; the last column is next to the baseline."""
+    """Column titles, and a row of cells for each trial; the last column compares with the baseline."""
     columns = [*COLUMNS, "vs base"]
     rows = [_base_cells(goal, found, found.base[0], "baseline")]
     for row in found.rows:
@@ -62,14 +67,14 @@ def table(goal: Goal, found: Findings) -> tuple[list[str], list[list[str]]]:
 
 
 def _base_cells(goal: Goal, found: Findings, row: TrialResult, name: str) -> list[str]:
-    """Next to the median of all the baseline's measurements, as trials are."""
+    """A measurement of the baseline, compared with the median of all of them."""
     values, all_ = goal.values(row), goal.values(pooled(found.base))
     ratio = median(values) / median(all_) if values and median(all_) else 1.0
     return [*_cells(row, name), f"{ratio:.2f}x"]
 
 
 def pooled(rows: Sequence[TrialResult]) -> TrialResult:
-    """One row of all repeats of several."""
+    """One result with the repeats of several."""
     values = {name: sum((getattr(row, name) for row in rows), ()) for name in REPEATED}
     return replace(rows[0], **values)
 
@@ -83,87 +88,78 @@ def _cells(row: TrialResult, name: str | None = None) -> list[str]:
         _middle(row.ttft, 1e3),
         _middle(row.tpot, 1e3),
         _middle(row.rate, 1),
-        "" if row.weight_bytes is None else size(row.weight_bytes),
+        "" if row.weight_bytes is None else format_bytes(row.weight_bytes),
         "" if row.token_bytes is None else f"{row.token_bytes:,.0f}",
         kl if row.arguments else "",
     ]
 
 
 def _middle(values: tuple[float, ...], unit: float) -> str:
-    """The median, with three digits at least."""
+    """The median, with at least three digits."""
     if not values:
         return ""
     value = median(values) * unit
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _ratio(its: Judgement) -> str:
-    if its.ratio is None:
+def _ratio(judgement: Judgement) -> str:
+    if judgement.ratio is None:
         return ""
-    return "same" if its.verdict == "same" else f"{its.ratio:.2f}x"
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people."""
-    return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:,.1f} MiB"
+    return "same" if judgement.verdict == "same" else f"{judgement.ratio:.2f}x"
 
 
 def sections(
-    goal: Goal, found: Findings, its: Advice, left_out: Mapping[str, str], *, price_per_hour: float | None = None
+    goal: Goal, found: Findings, advice: Advice, left_out: Mapping[str, str], *, price_per_hour: float | None = None
 ) -> list[str]:
-    """What helped, what did not and why, what is not known, and the recommendation."""
+    """Lines on what helped, what did not and why, what is unknown, and the recommendation."""
     helped, others, unknown = [], [], []
     for row in found.rows:
         verdict = judge(goal, row, found.base)
         part = unknown if verdict.ratio is None else helped if verdict.verdict == "better" else others
-        part.append(f"  {row.name}: {_said(goal, row, verdict)}")
+        part.append(f"  {row.name}: {_verdict_text(goal, row, verdict)}")
     unknown += [f"  {what}: not tried: {why}" for what, why in left_out.items()]
     lines = []
-    for title, part in (("Helped", helped), ("Did not help", others), ("Not known", unknown)):
+    for title, part in (("Helped", helped), ("Did not help", others), ("Unknown", unknown)):
         lines += [title, *part, ""] if part else []
-    lines += _recommended(goal, found, its, price_per_hour)
+    lines += _recommended(goal, found, advice, price_per_hour)
     if len(found.base) < 2 and not goal.is_planned:
-        lines += ["", "The baseline was measured once: how the machine drifted meanwhile is not known."]
+        lines += ["", "The baseline was measured only once, so the drift of the machine is unknown."]
     return lines
 
 
-def _said(goal: Goal, row: TrialResult, its: Judgement) -> str:
-    if its.verdict == "unknown":
-        said = "nothing to compare"
-    elif its.verdict == "same":
-        said = f"no difference ({its.ratio:.2f}x{_noise(goal, its)})"
-    elif its.verdict in ("ruled out", "in doubt"):
-        said = its.why or ""
-        if its.ratio is not None and row.reason is None:
-            said += f" ({goal.title(row)} {its.ratio:.2f}x)"
+def _verdict_text(goal: Goal, row: TrialResult, judgement: Judgement) -> str:
+    verdict, ratio = judgement.verdict, judgement.ratio
+    noise = "" if goal.is_planned else f", noise {judgement.noise:.0%}"
+    if verdict == "unknown":
+        text = "nothing to compare"
+    elif verdict == "same":
+        text = f"no difference ({ratio:.2f}x{noise})"
+    elif verdict in ("ruled out", "in doubt"):
+        text = judgement.why or ""
+        if ratio is not None and row.reason is None:
+            text += f" ({goal.title(row)} {ratio:.2f}x)"
     else:
-        said = f"{goal.title(row)} {its.ratio:.2f}x"
-        if its.verdict == "worse":
-            said += _noise(goal, its)
-    return "; ".join([said, *row.notes]) if row.reason is None else said
+        text = f"{goal.title(row)} {ratio:.2f}x" + (noise if verdict == "worse" else "")
+    return "; ".join([text, *row.notes]) if row.reason is None else text
 
 
-def _noise(goal: Goal, its: Judgement) -> str:
-    return "" if goal.is_planned else f", noise {its.noise:.0%}"
-
-
-def _recommended(goal: Goal, found: Findings, its: Advice, price_per_hour: float | None) -> list[str]:
-    if its.row is None or its.judgement is None:
-        return ["Recommended", "  nothing that was tried is within the limits"]
-    row, base = its.row, pooled(found.base)
+def _recommended(goal: Goal, found: Findings, advice: Advice, price_per_hour: float | None) -> list[str]:
+    if advice.row is None or advice.judgement is None:
+        return ["Recommended", "  no trial is within the limits"]
+    row, base = advice.row, pooled(found.base)
     if not row.arguments:
-        lines = ["Recommended: as it is", "  nothing that was tried is better beyond the noise"]
+        lines = ["Recommended: no change", "  no trial is better than the baseline beyond the noise"]
     else:
         lines = [f"Recommended: {row.name}"]
-        if its.judgement.ratio is not None:
-            lines.append(f"  {its.judgement.ratio:.2f}x the baseline's {goal.title(base)}")
+        if advice.judgement.ratio is not None:
+            lines.append(f"  {advice.judgement.ratio:.2f}x the baseline's {goal.title(base)}")
     sizes = [one.arguments["max_seqs"] for one in found.rows if "max_seqs" in one.arguments and one.rate]
     if row.arguments.get("max_seqs") == max(sizes, default=0) > 1:
-        lines.append("  the largest batch size that was tried is the best one: --sizes takes larger ones")
+        lines.append("  the best batch size is the largest that was tried: try larger ones with --sizes")
     lines.append(f"  {_figures(row, price_per_hour)}")
     if row.arguments:
         lines.append(f"  baseline: {'; '.join([_figures(base, price_per_hour), *base.notes])}")
-    return [*lines, "", f"  {its.command}", f"  {its.python}"]
+    return [*lines, "", f"  {advice.command}", f"  {advice.python}"]
 
 
 def _figures(row: TrialResult, price_per_hour: float | None) -> str:
@@ -171,19 +167,61 @@ def _figures(row: TrialResult, price_per_hour: float | None) -> str:
     if row.one:
         parts.append(f"TTFT {_middle(row.ttft, 1e3)} ms, TPOT {_middle(row.tpot, 1e3)} ms of one request")
     if row.rate:
-        parts.append(f"{median(row.rate):,.0f} tokens/s of all")
+        parts.append(f"{median(row.rate):,.0f} tokens/s in total")
         if price_per_hour is not None:
-            parts.append(f"a million tokens out cost {price_per_hour / 3600 / median(row.rate) * 1e6:,.2f}")
+            parts.append(f"cost per million output tokens {price_per_hour / 3600 / median(row.rate) * 1e6:,.2f}")
     if row.goodput:
-        parts.append(f"{median(row.goodput):,.2f} requests/s in the limits")
+        parts.append(f"{median(row.goodput):,.2f} requests/s within the limits")
     if row.needed_bytes is not None:
-        parts.append(f"{size(row.needed_bytes)} of memory")
+        parts.append(f"{format_bytes(row.needed_bytes)} of memory")
     if row.cache_tokens is not None:
         parts.append(f"cache for {row.cache_tokens:,} tokens")
     if row.is_exact:
-        parts.append("the same answers")
+        parts.append("identical answers")
     elif row.kl is None:
         parts.append("KL not measured")
     else:
-        parts.append(f"KL {row.kl:.3g} nats per token" + (f", same best token {row.top1:.1%}" if row.top1 else ""))
+        best = f", same most probable token {row.top1:.1%}" if row.top1 else ""
+        parts.append(f"KL {row.kl:.3g} nats per token{best}")
     return "; ".join(parts)
+
+
+SCHEMA, VERSION = "jaxinfer.advise", 1
+
+
+def new_result(model: str, options: dict[str, Any], machine: dict[str, Any]) -> dict[str, Any]:
+    """A result without trials."""
+    return {"schema": SCHEMA, "version": VERSION, "model": model, "options": options, "machine": machine}
+
+
+def with_findings(result: dict[str, Any], found: Findings) -> dict[str, Any]:
+    """The result with all trials, without paths of drafts."""
+    parts = {name: [public(row).to_dict() for row in rows] for name, rows in vars(found).items()}
+    return {**result, **parts}
+
+
+def public(row: TrialResult) -> TrialResult:
+    """The result without the path of a draft."""
+    return _with_draft(row, public_name)
+
+
+def _with_draft(row: TrialResult, rename: Callable[[str], str]) -> TrialResult:
+    draft = row.arguments.get("draft")
+    return row if draft is None else replace(row, arguments={**row.arguments, "draft": rename(draft)})
+
+
+def earlier_findings(file: Path, result: dict[str, Any], drafts: Sequence[str] = ()) -> Findings | None:
+    """The findings of an earlier run with the same options; paths of `drafts` are restored. None if there is no file.
+
+    Raises ResultError, with the difference, for a file of other options or another machine.
+    """
+    if not file.exists():
+        return None
+    found = read_schema(file, SCHEMA, VERSION)
+    check_same(file, found, result, ("model",))
+    try:
+        parts = [[TrialResult.from_dict(row) for row in found[name]] for name in ("base", "alone", "together")]
+    except (KeyError, TypeError) as error:
+        raise ResultError(f"{file.name} is not complete: {error}") from None
+    named = {public_name(draft): draft for draft in drafts}
+    return Findings(*([_with_draft(row, lambda name: named.get(name, name)) for row in rows] for rows in parts))

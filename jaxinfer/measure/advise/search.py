@@ -1,20 +1,21 @@
-"""The order in which things are tried: the baseline, each change alone, then those that helped together; the baseline
-again in between and at the end."""
+"""The search for good options: the baseline, each change alone, then combinations of those that helped. The baseline is
+measured again in between and at the end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxinfer.measure.advise.goals import Goal, Judgement, judge
 from jaxinfer.measure.advise.trials import Arguments, TrialResult, ordered
 
 Measure = Callable[[Arguments], TrialResult]
-# Trials alone between two measurements of the baseline: how the machine drifts meanwhile is noise.
+# Trials between two measurements of the baseline, whose differences are the noise of the machine.
 EVERY = 4
 
 
 @dataclass
 class Findings:
-    """Everything that was tried, in order. `base` are the baseline's measurements."""
+    """All results in order: measurements of the baseline, single changes, combinations."""
 
     base: list[TrialResult]
     alone: list[TrialResult]
@@ -33,15 +34,16 @@ def search(
     *,
     is_over: Callable[[], bool] = lambda: False,
     found: Findings | None = None,
-    told: Callable[[Findings], None] = lambda found: None,
+    report: Callable[[Findings], None] = lambda found: None,
     repeats_baseline: bool = True,
 ) -> Findings:
-    """Measures all. `told` hears of the findings after each trial.
+    """Measures the baseline, the trials and combinations of them.
 
     Args:
-      measure: gives the row of a trial. What it raises ends the search.
-      is_over: whether the time is; then the rest becomes rows that say so.
-      found: what an earlier search had, which is kept; what had failed is tried again.
+      measure: returns the result of a trial; its exceptions end the search.
+      is_over: whether the time limit has passed; the remaining trials then get results without figures.
+      found: results of an earlier search, which are kept except for failures.
+      report: called with the findings after each trial.
     """
     found = found or Findings([], [], [])
     found.alone = [row for row in found.alone if row.reason is None]
@@ -50,22 +52,22 @@ def search(
     def tried(arguments: Arguments, rows: list[TrialResult]) -> TrialResult:
         known = next((row for row in found.rows if row.arguments == arguments), None)
         if known is None:
-            known = TrialResult(arguments, "not tried: the time was over") if is_over() else measure(arguments)
+            known = TrialResult(arguments, "not tried: time limit reached") if is_over() else measure(arguments)
             rows.append(known)
-            told(found)
+            report(found)
         return known
 
     def again(count: int) -> None:
         if len(found.base) < count and (not found.base or (repeats_baseline and not is_over())):
             found.base.append(measure({}))
-            told(found)
+            report(found)
 
     again(1)
     for number, arguments in enumerate(trials, 1):
         tried(arguments, found.alone)
         if number % EVERY == 0 or number == len(trials):
             again(1 + -(-number // EVERY))
-    # In the order of what they gave alone, each beside those that were kept.
+    # In the order of their gain alone, each added to those that were kept.
     helping = [row for row, _ in ranked(goal, found.alone, found.base)]
     best = helping[0] if helping else TrialResult()
     for row in helping[1:]:
@@ -80,7 +82,8 @@ def search(
 
 
 def ranked(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult]) -> list[tuple[TrialResult, Judgement]]:
-    """Those that beat the baseline, the best first. Where it is out of the limits itself, all that are within them."""
+    """The results that beat the baseline, the best first; if the baseline is outside the limits, all that are
+    within."""
     pairs = [(row, judge(goal, row, base)) for row in rows]
     if goal.ruled_out(base[0]) is None:
         good = [pair for pair in pairs if pair[1].verdict == "better"]
@@ -93,32 +96,122 @@ def ranked(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult])
 
 
 def _order(goal: Goal, row: TrialResult, its: Judgement) -> tuple[float, float]:
-    """The least first: by what is lost, where quality is the goal, then by what is gained."""
+    """The sort key, the best first: the loss of quality if that is the goal, then the gain."""
     return (_kl(row) if goal.name == "quality" else 0.0, -(its.ratio or 0.0))
 
 
 def is_improvement(goal: Goal, row: TrialResult, before: TrialResult) -> bool:
-    """Whether a trial is better than one that it was made from."""
+    """Whether a combination is better than the result that it extends."""
     if goal.name == "quality" and _kl(row) > _kl(before):
         return False
     return judge(goal, row, [before]).verdict == "better"
 
 
 def recommended(goal: Goal, found: Findings) -> tuple[TrialResult, Judgement] | None:
-    """The best of all that was tried, the baseline where nothing beats it; None where nothing may be recommended."""
+    """The best result, the baseline if nothing beats it, None if nothing is within the limits."""
     pairs = ranked(goal, found.rows, found.base)
     if not pairs:
         base = found.base[0]
         return None if goal.ruled_out(base) is not None else (base, judge(goal, base, found.base))
     best = pairs[0]
-    # Fewer changes, where more of them bring no more than the noise.
+    # Prefer fewer changes, if more of them gain no more than the noise.
     fewer = [pair for pair in pairs if len(pair[0].arguments) < len(best[0].arguments)]
     return next((pair for pair in fewer if not is_improvement(goal, best[0], pair[0])), best)
 
 
 def _kl(row: TrialResult) -> float:
-    """Nats per token; of what was not measured, by the bits that are left."""
+    """Nats per token; a rank by the number of bits if it was not measured."""
     if row.kl is not None or row.is_exact:
         return row.kl or 0.0
     weights = str(row.arguments.get("quantize", ""))
     return 1e6 * (weights.startswith("int4") + 0.1 * bool(weights) + 0.01 * ("kv_dtype" in row.arguments))
+
+
+WEIGHTS = ("int8", "int4-g128")
+CACHES = ("int8", "fp8_e4m3")
+# Share of the prompts' tokens; prompts cut from texts have a token or two in common by chance.
+LEAST_SHARED = 0.05
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts that decide which trials make sense.
+
+    Attributes:
+      given: arguments of `LLM` that the user gave. is_quantized: whether the checkpoint's weights are quantized.
+      caches_values: whether its cache has values beside keys. sizes: of max_seqs to try. default_size: of max_seqs.
+      drafts: names. shared: share of prompt tokens in common prefixes; None if there are no prompts.
+      has_limits: whether users are counted by requests within limits.
+    """
+
+    given: Mapping[str, Any]
+    is_quantized: bool
+    caches_values: bool
+    sizes: Sequence[int]
+    default_size: int
+    drafts: Sequence[str]
+    shared: float | None
+    has_limits: bool = False
+
+
+def candidates(goal: Goal, about: ModelFacts) -> tuple[list[Arguments], dict[str, str]]:
+    """Single changes to try, the most promising first, and those that are not tried, with the reason. Options that the
+    user gave are not tried."""
+    left_out: dict[str, str] = {}
+    weights = _unless(left_out, "weights", _why_no_weights(about), [{"quantize": name} for name in WEIGHTS])
+    caches = [{"kv_dtype": name} for name in CACHES if about.caches_values or name != "int8"]
+    caches = _unless(left_out, "cache", _given(about, "kv_dtype"), caches)
+    sizes = [{"max_seqs": size} for size in about.sizes if size != about.default_size]
+    sizes = _unless(left_out, "batch sizes", _why_no_sizes(goal, about), sizes)
+    why = "a draft takes memory from the cache" if _counts_memory(goal, about) else None
+    drafts = _unless(left_out, "drafts", why, [{"draft": name} for name in about.drafts])
+    reuse = _unless(left_out, "prefix reuse", _why_no_reuse(goal, about), [{"prefix_cache": False}])
+    if goal.name == "latency":
+        return [*drafts, *weights, *caches, *reuse], left_out
+    if goal.name == "users" and not about.has_limits:
+        return [*caches, *weights], left_out
+    return [*sizes, *weights, *drafts, *reuse, *caches], left_out
+
+
+def _unless(left_out: dict[str, str], what: str, why: str | None, found: list[Arguments]) -> list[Arguments]:
+    if why is None:
+        return found
+    left_out[what] = why
+    return []
+
+
+def _given(about: ModelFacts, *names: str) -> str | None:
+    name = next((name for name in names if name in about.given), None)
+    return None if name is None else f"you gave --{name.replace('_', '-')}"
+
+
+def _why_no_weights(about: ModelFacts) -> str | None:
+    if (why := _given(about, "quantize", "requantize")) is not None:
+        return why
+    return "the checkpoint's weights are quantized already" if about.is_quantized else None
+
+
+def _why_no_sizes(goal: Goal, about: ModelFacts) -> str | None:
+    if (why := _given(about, "max_seqs")) is not None:
+        return why
+    if goal.name == "latency":
+        return "they do not affect a single request"
+    return "without --goodput, users are counted by tokens of cache" if _counts_memory(goal, about) else None
+
+
+def _why_no_reuse(goal: Goal, about: ModelFacts) -> str | None:
+    if (why := _given(about, "prefix_cache")) is not None:
+        return why
+    if about.shared is None:
+        return "its benefit depends on the prompts, and nothing runs"
+    if _counts_memory(goal, about):
+        return "without --goodput, users are counted by tokens of cache"
+    if about.shared < LEAST_SHARED:
+        return (
+            f"on by default, and {about.shared:.0%} of the prompts' tokens are in common prefixes (--shared-prefix N)"
+        )
+    return None
+
+
+def _counts_memory(goal: Goal, about: ModelFacts) -> bool:
+    return goal.name == "users" and not about.has_limits

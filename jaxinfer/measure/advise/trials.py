@@ -1,11 +1,11 @@
-"""What is tried: changes of the arguments of `LLM`, and what came of each."""
+"""Trials: changes of the arguments of `LLM`, and their results."""
 
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-# In the order in which they stand in a command line.
+# In the order of a command line.
 FLAGS = {
     "quantize": "--quantize",
     "kv_dtype": "--kv-dtype",
@@ -14,7 +14,7 @@ FLAGS = {
     "num_draft_tokens": "--num-draft-tokens",
     "prefix_cache": "--prefix-cache",
 }
-# These change the answers; all others leave every token as it is.
+# These change the answers; all others do not.
 ROUNDING = ("quantize", "kv_dtype")
 # Figures of each repeat.
 REPEATED = ("ttft", "tpot", "one", "rate", "batch_ttft", "goodput")
@@ -23,18 +23,18 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrialResult:
-    """What came of a trial. Seconds; one value for each repeat; () and None are not known.
+    """The result of a trial. Times are in seconds, with one value for each repeat; () and None are unknown.
 
     Attributes:
-      arguments: of `LLM`, beside those that were given: what was tried; {} is the baseline.
+      arguments: of `LLM`, in addition to those that the user gave; {} is the baseline.
       reason: why there are no figures.
-      ttft, tpot, one: of one request alone: until the first token, per token after it, in all.
-      rate, batch_ttft, goodput: of all requests at once: tokens of answers a second, the median time until a first
-        token, and requests a second within the limits.
-      weight_bytes: of the model, and of its draft. token_bytes: of a token in the cache. needed_bytes: of weights, work
-        arrays and the cache of as many requests as run at once. cache_tokens: that fit beside the rest.
-      kl, top1: nats per token, and the share of equal best tokens, next to the baseline. None is not measured.
-      acceptance: of drafted tokens. notes: why it is as it is.
+      ttft, tpot, one: of one request alone: time to first token, per output token, total.
+      rate, batch_ttft, goodput: of concurrent requests: output tokens/s, median time to first token, requests/s within
+        the limits.
+      weight_bytes: of the model and its draft. token_bytes: of a token in the cache. needed_bytes: of weights,
+        temporaries and the cache of the concurrent requests. cache_tokens: that fit beside the rest.
+      kl, top1: nats per token, and share of equal most probable tokens, compared with the baseline; None if unknown.
+      acceptance: rate of acceptance of draft tokens. notes: explanations.
     """
 
     arguments: Arguments = field(default_factory=dict)
@@ -56,21 +56,21 @@ class TrialResult:
 
     @property
     def is_exact(self) -> bool:
-        """Whether its answers are the baseline's by design."""
+        """Whether its answers equal the baseline's by construction."""
         return not any(name in self.arguments for name in ROUNDING)
 
     @property
     def name(self) -> str:
-        """Its flags."""
+        """The changed flags."""
         return flags(self.arguments) or "baseline"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The result as JSON values."""
         return {"name": self.name, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "TrialResult":
-        """What `to_dict` gave, as JSON has it."""
+        """The inverse of `to_dict`."""
         values: dict[str, Any] = {one.name: data[one.name] for one in fields(cls)}
         for name, value in values.items():
             values[name] = tuple(value) if isinstance(value, list) else value
@@ -78,7 +78,7 @@ class TrialResult:
 
 
 def flags(arguments: Mapping[str, Any]) -> str:
-    """As a command line has them."""
+    """The arguments as flags of a command line."""
     parts = []
     for name, value in arguments.items():
         flag = FLAGS.get(name, "--" + name.replace("_", "-"))
@@ -93,6 +93,6 @@ def flags(arguments: Mapping[str, Any]) -> str:
 
 
 def ordered(arguments: Mapping[str, Any]) -> Arguments:
-    """The same in the order of a command line."""
+    """The arguments in the order of a command line."""
     places = list(FLAGS)
     return dict(sorted(arguments.items(), key=lambda item: places.index(item[0])))

@@ -1,8 +1,8 @@
-"""From times to figures, by the definitions that `vllm bench serve` uses.
+"""Metrics of requests, by the definitions of `vllm bench serve`.
 
-TTFT: first tokens minus when the request was sent. E2EL: last tokens minus when it was sent. TPOT = (E2EL - TTFT) /
-(tokens - 1), of each request with more than one. ITL: gaps between deliveries, those of all requests pooled; one
-delivery may have several tokens. Goodput: requests that keep every limit, per second.
+TTFT: from sending a request to its first tokens. E2EL: from sending it to its last tokens. TPOT = (E2EL - TTFT) /
+(tokens - 1), of each request with more than one token. ITL: gaps between deliveries of all requests; a delivery may
+have several tokens. Goodput: requests per second that are within all limits.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ LIMITS = ("ttft", "tpot", "e2el")
 
 @dataclass
 class Trace:
-    """One request as its client saw it.
+    """Times of one request, as seen by its client.
 
     Attributes:
-      sent: when; times: of each delivery. Seconds of one clock. num_prompt, num_tokens: of prompt and answer.
+      sent, times: when it was sent, and when each delivery arrived, in seconds of one clock.
+      num_prompt, num_tokens: tokens of prompt and answer.
     """
 
     sent: float
@@ -29,7 +30,7 @@ class Trace:
     times: list[float] = field(default_factory=list)
 
     def deliver(self, now: float, num_tokens: int) -> None:
-        """So many tokens came."""
+        """Records the arrival of tokens."""
         self.times.append(now)
         self.num_tokens += num_tokens
 
@@ -52,7 +53,7 @@ class Trace:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean and percentiles; None of no values."""
+    """Mean and percentiles; None without values."""
     if not len(values):
         return None
     found = np.percentile(values, PERCENTS).tolist()
@@ -60,7 +61,7 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def parse_goodput(text: str | None) -> dict[str, float]:
-    """ "ttft:500,tpot:50" in milliseconds, as seconds by name. Raises ValueError for anything else."""
+    """Parses limits in milliseconds, such as "ttft:500,tpot:50", to seconds by name. Raises ValueError."""
     limits: dict[str, float] = {}
     for part in text.split(",") if text is not None else ():
         name, _, number = part.partition(":")
@@ -69,11 +70,13 @@ def parse_goodput(text: str | None) -> dict[str, float]:
         except ValueError:
             limits[name] = -1
         if name not in LIMITS or not limits[name] > 0:
-            raise ValueError(f"--goodput: {part!r} is no limit in milliseconds, such as ttft:500, tpot:50, e2el:9000")
+            raise ValueError(
+                f"--goodput: {part!r} is not a limit in milliseconds, such as ttft:500, tpot:50, e2el:9000"
+            )
     return limits
 
 
-def keeps(trace: Trace, limits: dict[str, float]) -> bool:
+def is_within(trace: Trace, limits: dict[str, float]) -> bool:
     """Whether a request is within every limit; an answer of one token has a TPOT of 0."""
     found = {"ttft": trace.ttft, "tpot": trace.tpot or 0.0, "e2el": trace.e2el}
     return all(found[name] <= limit for name, limit in limits.items())
@@ -86,7 +89,7 @@ def figures(
     limits: dict[str, float] | None = None,
     price_per_hour: float | None = None,
 ) -> dict[str, Any]:
-    """All figures of requests that took `seconds` together; times in seconds, cost in the price's currency."""
+    """All metrics of requests that took `seconds` in total; times in seconds, cost in the currency of the price."""
     num_in, num_out = sum(one.num_prompt for one in traces), sum(one.num_tokens for one in traces)
     rates = {"in": num_in / seconds, "out": num_out / seconds, "total": (num_in + num_out) / seconds}
     found: dict[str, Any] = {
@@ -102,7 +105,7 @@ def figures(
         "e2el": distribution([one.e2el for one in traces]),
     }
     if limits:
-        good = sum(keeps(one, limits) for one in traces)
+        good = sum(is_within(one, limits) for one in traces)
         found["goodput"] = {
             "limits": limits,
             "requests_per_second": good / seconds,

@@ -1,4 +1,4 @@
-"""The model that is measured, opened and warm: how long that took, and what its least times are."""
+"""Opening the model to measure: its loading and compilation times, and the roofline of this machine."""
 
 import contextlib
 import time
@@ -20,8 +20,8 @@ from jaxinfer.models import init_params
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds to load the model and make its engine, to compile its programs, and what of these was compiled or read
-    from the cache; the process's resident bytes then."""
+    """Seconds to load the model and create its engine, and to compile its programs; how many programs were compiled or
+    read from the cache; the peak of the process's resident bytes."""
 
     load_seconds: float
     compile_seconds: float
@@ -33,7 +33,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Bench:
-    """An open model. `engine` serves clients where the runs need that; its `llm` is this one."""
+    """An open model. `engine` is None unless it was opened to serve clients; its `llm` is this one."""
 
     llm: LLM
     engine: AsyncEngine | None
@@ -42,14 +42,14 @@ class Bench:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that a prompt can have: those of the tokenizer where there is one, for a model may have more rows."""
+        """Number of ids for random prompts: the tokenizer's, since a model may have more rows, else the model's."""
         tokenizer = self.llm.tokenizer
         rows = self.llm.config.vocab_size
         return rows if tokenizer is None else min(rows, tokenizer.vocab_size)
 
 
 def random_model(model: str, *, dtype: str = "auto", revision: str | None = None) -> LiveModel:
-    """A model of random weights from what describes it: a config.json alone will do. Raises as `load_shapes`."""
+    """A model with random weights from a configuration; a config.json is enough. Raises as `load_shapes`."""
     if dtype == "auto" and jax.default_backend() == "cpu":
         dtype = "float32"
     config, _ = load_shapes(model, dtype=dtype, revision=revision)
@@ -66,14 +66,14 @@ def opened(
     warms_up: bool = True,
     sizes: dict[str, int] | None = None,
 ) -> Iterator[Bench]:
-    """Opens a model with these arguments of `LLM`, compiles every program, measures the roofline; closes it after.
+    """Opens a model with these arguments of `LLM`, compiles its programs, measures the roofline; closes it at the end.
 
     Args:
-      random_weights: from the configuration alone. serves: as an `AsyncEngine`, for many clients. warms_up: whether
-        programs are compiled at all here.
-      sizes: of the roofline's arrays, as `rates.measure` takes them.
+      random_weights: use only the configuration. serves: open an `AsyncEngine`, for many clients. warms_up: False
+        compiles nothing here.
+      sizes: of the arrays for measuring the roofline, as in `rates.measure_rates`.
 
-    Raises ValueError for cache="contiguous", and what `LLM` raises.
+    Raises ValueError for cache="contiguous", and as `LLM`.
     """
     if arguments.get("cache", "paged") != "paged":
         raise ValueError("bench measures cache='paged' only")
@@ -108,7 +108,7 @@ def _closed(engine: AsyncEngine) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What ran: kind and number of devices, versions, cores. No name of the machine, no path."""
+    """Kind and number of devices, versions and cores, without the machine's name or any path."""
     import os
     import platform
 
@@ -128,6 +128,6 @@ def machine() -> dict[str, Any]:
 
 
 def public_name(text: str) -> str:
-    """A model as results name it: of a path its last part, so that no result tells where it lay."""
+    """A model's name for results: only the last part of a path."""
     path = Path(text)
     return path.name if path.is_absolute() or path.exists() or text.startswith((".", "~")) else text

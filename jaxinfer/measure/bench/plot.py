@@ -1,4 +1,4 @@
-"""Pictures of results: latency against load, tokens/s against batch beside the roofline, acceptance, memory."""
+"""Pictures of results: latency by load, tokens/s by batch size with the roofline, acceptance, memory."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ GIB = 2**30
 
 
 def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
-    """Draws what the results have, one panel each, and writes the picture; returns the panels' titles.
+    """Writes a picture with a panel for each kind of data in the results; returns the panels' titles.
 
-    Raises ImportError without matplotlib; ValueError where there is nothing to draw.
+    Raises ImportError without matplotlib; ValueError if there is nothing to draw.
     """
     try:
         from matplotlib.figure import Figure
@@ -27,11 +27,11 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
     measured = [one for one in results if one["runs"]]
     if loads:
         panels += [(title, lambda axes, name=name: _load(axes, loads, name)) for name, title in LATENCIES.items()]
-        panels.append(("tokens/s against load", lambda axes: _load_tokens(axes, loads)))
+        panels.append(("tokens/s by load", lambda axes: _load_tokens(axes, loads)))
     if batches:
-        panels.append(("tokens/s against batch", lambda axes: _batch_tokens(axes, batches)))
+        panels.append(("tokens/s by batch size", lambda axes: _batch_tokens(axes, batches)))
     if drafted:
-        panels.append(("drafted tokens accepted", lambda axes: _acceptance(axes, drafted)))
+        panels.append(("draft tokens accepted", lambda axes: _acceptance(axes, drafted)))
     if measured:
         panels.append(("memory over time", lambda axes: _memory(axes, measured)))
     if not panels:
@@ -60,7 +60,7 @@ def _title(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _name(result: dict[str, Any]) -> str:
-    """The model, and of its options those that set results of one model apart."""
+    """The model and the options that distinguish results of one model."""
     options = result["options"]
     said = [f"{name}={options[name]}" for name in ("quantize", "kv_dtype", "draft", "mesh") if options.get(name)]
     return " ".join([result["model"], *said])
@@ -71,7 +71,7 @@ def _label(results: Sequence[dict[str, Any]], one: dict[str, Any], text: str) ->
 
 
 def _rates(result: dict[str, Any]) -> tuple[list[float], list[dict[str, Any]]]:
-    """Finite rates in their order, with their runs."""
+    """The finite rates in ascending order, with their runs."""
     pairs = [(float(run["rate"]), run) for run in result["runs"]]
     pairs = sorted((pair for pair in pairs if math.isfinite(pair[0])), key=lambda pair: pair[0])
     return [rate for rate, _ in pairs], [run for _, run in pairs]
@@ -124,7 +124,7 @@ def _batch_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
         for batch, value, run in zip(batches, made, runs, strict=True):
             text = f"{run['decode']['percent']:.0f} %"
             axes.annotate(text, (batch, value), textcoords="offset points", xytext=(4, -11), fontsize=7)
-    axes.set_xlabel("batch (sequences at once)")
+    axes.set_xlabel("batch size (sequences)")
     axes.set_ylabel("answer tokens/s after the first")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -140,17 +140,17 @@ def _acceptance(axes, results: Sequence[dict[str, Any]]) -> None:
         runs = [run for run in one["runs"] if run.get("speculation")]
         for place, run in enumerate(runs):
             values = [100 * value for value in run["speculation"]["acceptance_by_position"]]
-            label = f"{_run_name(one, run)}, {run['speculation']['mean_accepted_length']:.1f} tokens a round"
+            label = f"{_run_name(one, run)}, {run['speculation']['mean_accepted_length']:.1f} tokens per round"
             colour = COLOURS[(number + place) % len(COLOURS)]
             axes.plot(range(1, len(values) + 1), values, "o-", color=colour, label=_label(results, one, label))
-    axes.set_xlabel("place of the drafted token in its round")
-    axes.set_ylabel("accepted (% of drafted)")
+    axes.set_xlabel("position of the draft token in its round")
+    axes.set_ylabel("accepted (% of draft tokens)")
     axes.set_ylim(0, 105)
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _memory(axes, results: Sequence[dict[str, Any]]) -> None:
-    """Runs one after the other, as they were."""
+    """Draws the memory of the runs one after another."""
     number, highest = 0, 0.0
     for one in results:
         begin = 0.0
@@ -166,7 +166,7 @@ def _memory(axes, results: Sequence[dict[str, Any]]) -> None:
                 axes.plot(times, values, "--", color=colour, label=f"{label}, device")
                 highest = max(highest, *values)
             begin, number = times[-1], number + 1
-    axes.set_xlabel("time, runs one after the other (s)")
+    axes.set_xlabel("time, runs one after another (s)")
     axes.set_ylabel("memory (GiB)")
     axes.set_ylim(0, 1.7 * highest)  # with room for the legend
 

@@ -1,4 +1,4 @@
-"""What happens inside while requests run: the device's gaps, how many sequences decode at once, memory."""
+"""Observing an engine while requests run: gaps between dispatches, the mean batch size, memory."""
 
 import queue
 import resource
@@ -21,16 +21,16 @@ SAMPLE_SECONDS = 0.05
 
 
 def engines_of(engine: Any) -> list[PagedEngine]:
-    """The paged engines behind a model: one, or its replicas."""
+    """The paged engines of a model: one, or its replicas."""
     return list(engine.engines) if isinstance(engine, Replicas) else [engine]
 
 
 class DispatchProbe:
-    """Watches one engine's dispatches while it is entered.
+    """Observes one engine's dispatches while the context is entered.
 
-    A gap is the time from when the results of all earlier dispatches were there to when the next one was sent, while
-    there was work: what the host keeps the device waiting. A thread waits for results, so that the moment is known
-    even where the host reads them later.
+    A gap is the time from the completion of all earlier dispatches until the next one is sent, while there is work: the
+    time in which the device waits for the host. A thread waits for the results, so that completion is noticed even if
+    the host reads them later.
     """
 
     def __init__(self, engine: PagedEngine):
@@ -62,7 +62,7 @@ class DispatchProbe:
             if self._num_pending:
                 self.gaps.append(0.0)
             elif self._ready_at is not None and self._ready_at >= dispatch.busy_since:
-                self.gaps.append(dispatch.sent_at - self._ready_at)  # else it waited for a request, not for the host
+                self.gaps.append(dispatch.sent_at - self._ready_at)  # else the device waited for a request
             self._num_pending += 1
         decodes = [work for work in dispatch.work if work.is_decoding]
         steps = dispatch.num_steps if decodes else 0
@@ -81,17 +81,17 @@ class DispatchProbe:
 
     @property
     def mean_batch(self) -> float:
-        """Sequences that decode in a step, of the steps in which any do; 0 of none."""
+        """Mean number of decoding sequences, over the steps that have any; 0 without such steps."""
         return self._rows / self._num_decode_steps if self._num_decode_steps else 0.0
 
     @property
     def mean_context(self) -> float:
-        """Tokens of such a sequence."""
+        """Mean context length of a decoding sequence, in tokens."""
         return self._tokens / self._rows if self._rows else 0.0
 
 
 def host_gap(probes: Sequence[DispatchProbe]) -> dict[str, Any] | None:
-    """Seconds that devices waited for the host, of all replicas' dispatches; None before a second one."""
+    """Seconds that devices waited for the host, over the dispatches of all replicas; None for fewer than two."""
     gaps = [gap for probe in probes for gap in probe.gaps]
     if not gaps:
         return None
@@ -107,7 +107,7 @@ def host_gap(probes: Sequence[DispatchProbe]) -> dict[str, Any] | None:
 
 
 class MemorySampler:
-    """The process's resident bytes and the devices' bytes in use, over time, while it is entered."""
+    """Samples the process's resident bytes and the devices' bytes in use while the context is entered."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, int, int | None]] = []
@@ -129,7 +129,7 @@ class MemorySampler:
     def _run(self) -> None:
         while not self._done.wait(self._interval):
             self._take()
-            if len(self._samples) >= MAX_SAMPLES:  # a long run keeps every second one
+            if len(self._samples) >= MAX_SAMPLES:  # in a long run, drop every second sample
                 del self._samples[1::2]
                 self._interval *= 2
 
@@ -148,7 +148,7 @@ class MemorySampler:
 
 
 def resident_bytes() -> int:
-    """Of this process now; where the system does not tell, the most it had."""
+    """Resident bytes of this process; the peak if the system does not report the current number."""
     file = Path("/proc/self/statm")
     if not file.exists():
         return peak_resident_bytes()
@@ -156,13 +156,13 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most that this process had."""
+    """Peak resident bytes of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def device_bytes(name: str) -> int | None:
-    """A figure of the devices' memory, the largest of the local ones; None where they do not tell."""
+    """A memory statistic, the largest of the local devices; None if they do not report it."""
     found = [(device.memory_stats() or {}).get(name) for device in jax.local_devices()]
     known = [value for value in found if value is not None]
     return max(known) if known else None

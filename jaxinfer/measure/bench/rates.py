@@ -1,4 +1,4 @@
-"""The roofline of the machine that runs: bandwidth and FLOP/s as measured here and now, and what a step needs."""
+"""The roofline of this machine: measured bandwidth and FLOP/s, and the least times of steps at these rates."""
 
 import time
 from collections.abc import Callable
@@ -20,13 +20,12 @@ MIN_REPEATS, MIN_SECONDS = 5, 0.3
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What this machine does in a second, the best of several runs each.
+class MeasuredRates:
+    """Rates of one device, each the best of several runs.
 
     Attributes:
-      bandwidths: bytes a second of one device by how they were moved: "copy" (read and written), "read" (summed up) and
-        on a CPU "matvec", a matrix-vector product of the weights' dtype. flops: by what is multiplied; "bf16" stands
-        for the dtype that the model computes in.
+      bandwidths: bytes/s by access: "copy" (read and write), "read" (a sum) and, on a CPU, "matvec" (a matrix-vector
+        product in the weights' dtype). flops: FLOP/s by the type of the operands; "bf16" stands for the compute dtype.
     """
 
     dtype: str
@@ -35,18 +34,18 @@ class Measured:
 
     @property
     def bandwidth(self) -> float:
-        """The best of them."""
+        """The highest bandwidth."""
         return max(self.bandwidths.values())
 
     @property
     def rates(self) -> Rates:
         return Rates(hbm=self.bandwidth, links=float("inf"), flops=self.flops)
 
-    def best(self, other: "Measured") -> "Measured":
-        """The higher of each rate, of two measurements of the same."""
+    def best(self, other: "MeasuredRates") -> "MeasuredRates":
+        """The higher of each rate in two measurements."""
         bandwidths = {name: max(rate, other.bandwidths[name]) for name, rate in self.bandwidths.items()}
         flops = {name: max(rate, other.flops[name]) for name, rate in self.flops.items()}
-        return Measured(self.dtype, bandwidths, flops)
+        return MeasuredRates(self.dtype, bandwidths, flops)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -57,12 +56,13 @@ class Measured:
         }
 
 
-def measure(
+def measure_rates(
     dtype: Any, kinds: tuple[str, ...] = (), *, num_bytes: int | None = None, size: int | None = None
-) -> Measured:
-    """Measures the default device: arrays of `num_bytes`, products of `size` rows and columns (None: large ones).
+) -> MeasuredRates:
+    """Measures the default device with arrays of `num_bytes` and products of `size` rows and columns.
 
-    `kinds` names what else is multiplied: "int8", "fp8". Where it cannot be, the dtype's rate stands for it.
+    By default both are large. `kinds` are further types to multiply: "int8", "fp8"; the dtype's rate stands for those
+    that this backend lacks.
     """
     is_cpu = jax.default_backend() == "cpu"
     num_bytes = num_bytes or (CPU_BYTES if is_cpu else DEVICE_BYTES)
@@ -81,11 +81,11 @@ def measure(
     for kind in kinds:
         if kind not in flops:
             flops[kind] = _matmul_of(kind, size) or flops["bf16"]
-    return Measured(dtype.name, bandwidths, flops)
+    return MeasuredRates(dtype.name, bandwidths, flops)
 
 
 def _matmul_of(kind: str, size: int) -> float | None:
-    """FLOP/s of products of 8-bit numbers; None where this backend has none."""
+    """FLOP/s of products of 8-bit numbers; None if this backend has none."""
     dtype, result = (jnp.int8, jnp.int32) if kind == "int8" else (jnp.float8_e4m3fn, jnp.float32)
     try:
         return _matmul(dtype, size, result)
@@ -100,8 +100,7 @@ def _matmul(dtype: Any, size: int, result: Any = None) -> float:
 
 
 def _copy_seconds(array: jax.Array) -> float:
-    """Of reading and writing an array once, into memory that is there already: new memory has to be found first.
-    The array is donated."""
+    """Seconds of reading and writing an array once, in place, which excludes allocation. The array is donated."""
     negate = jax.jit(lambda x: -x, donate_argnums=0)
 
     def step() -> jax.Array:
@@ -115,7 +114,7 @@ def _copy_seconds(array: jax.Array) -> float:
 
 
 def _seconds(function: Callable, *arguments: jax.Array) -> float:
-    """The least of several runs."""
+    """The shortest of several runs, in seconds."""
     jax.block_until_ready(function(*arguments))
     found: list[float] = []
     while len(found) < MIN_REPEATS or sum(found) < MIN_SECONDS:
@@ -129,20 +128,19 @@ def _seconds(function: Callable, *arguments: jax.Array) -> float:
 class Ideal:
     """The least times of an engine's steps at measured rates."""
 
-    measured: Measured
+    measured: MeasuredRates
     counted: Counted
     num_replicas: int = 1
 
     @classmethod
     def of(cls, engine: PagedEngine, num_replicas: int = 1, **sizes: Any) -> "Ideal":
-        """Counts the engine's bytes and FLOPs, and measures for what it multiplies; `sizes` as for `measure`."""
+        """Counts the engine's bytes and FLOPs, and measures the rates that it needs; `sizes` as for `measure_rates`."""
         subject = subject_of("model", engine)
         counted = count(subject, subject.config, subject.placed_params, subject.cache)
-        return cls(measure(engine.dtype, tuple(counted.token_flops), **sizes), counted, num_replicas)
+        return cls(measure_rates(engine.dtype, tuple(counted.token_flops), **sizes), counted, num_replicas)
 
     def decode(self, batch: float, context: float) -> RooflinePoint:
-        """A step that makes a token for each of `batch` sequences of `context` tokens on each replica: its weights and
-        cache read, its FLOPs."""
+        """The roofline of a decode step of `batch` sequences of `context` tokens on each replica."""
         return decode_point(
             self.measured.rates,
             self.counted,
@@ -155,5 +153,5 @@ class Ideal:
         )
 
     def prefill_seconds(self, lengths: list[int]) -> float:
-        """What the prompts' products and attention take at the measured FLOP/s; they are computed one after another."""
+        """Seconds of the prompts' products and attention at the measured FLOP/s, one after another."""
         return prefill_seconds(self.measured.rates, self.counted, lengths)

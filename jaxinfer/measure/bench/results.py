@@ -1,19 +1,21 @@
-"""The JSON of a benchmark: one schema for all commands, read again to draw or to go on."""
+"""Results of benchmarks: one JSON schema for all commands, read again for pictures and for resuming; tables."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from jaxinfer.checks import format_bytes
+from jaxinfer.files import write_text_atomically
 
 SCHEMA, VERSION = "jaxinfer.bench", 1
 COMMANDS = ("latency", "throughput", "load")
 
 
 class ResultError(ValueError):
-    """A file is no result of this program, or not of the same benchmark."""
+    """A file is not a result of this program, or not of the same benchmark."""
 
 
-def new(
+def new_result(
     command: str,
     model: str,
     options: dict[str, Any],
@@ -23,7 +25,7 @@ def new(
     roofline: dict[str, Any] | None = None,
     runs: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """A result; `runs` has one for each batch size, or request rate."""
+    """A result; `runs` has one entry for each batch size or request rate."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -37,8 +39,8 @@ def new(
     }
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Raises ResultError, with the file's name, for what is no result of this version; FileNotFoundError."""
+def read_result(file: Path) -> dict[str, Any]:
+    """Reads a result. Raises ResultError, with the file's name, for other content or versions; FileNotFoundError."""
     found = read_schema(file, SCHEMA, VERSION)
     if found.get("command") not in COMMANDS or not isinstance(found.get("runs"), list):
         raise ResultError(f"{file.name} is not complete: its command is {found.get('command')!r}")
@@ -46,42 +48,38 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def read_schema(file: Path, schema: str, version: int) -> dict[str, Any]:
-    """The object of a JSON file that says it is of this schema ("jaxinfer.COMMAND") and version.
-
-    Raises ResultError where it does not; FileNotFoundError.
-    """
+    """Reads a JSON object of a schema ("jaxinfer.COMMAND") and version. Raises ResultError for others;
+    FileNotFoundError."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ResultError(f"{file.name}: no JSON: {error}") from None
+        raise ResultError(f"{file.name}: not JSON: {error}") from None
     if not isinstance(found, dict) or found.get("schema") != schema:
-        raise ResultError(f"{file.name} is no result of `{schema.replace('.', ' ')}`")
+        raise ResultError(f"{file.name} is not a result of `{schema.replace('.', ' ')}`")
     if found.get("version") != version:
         raise ResultError(f"{file.name} has version {found.get('version')!r} of the format, this program {version}")
     return found
 
 
-def write(file: Path, result: dict[str, Any]) -> None:
-    """All or nothing: a kill leaves the earlier file."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, file)
+def write_result(file: Path, result: dict[str, Any]) -> None:
+    """Replaces the file atomically."""
+    write_text_atomically(file, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
-def finished(file: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs that an earlier `result` of the same benchmark has in `file`; none where there is no file.
+def earlier_runs(file: Path, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs in the file of an earlier result of the same benchmark; [] if there is no file.
 
-    Raises ResultError, with what differs, where it is of another benchmark or machine.
+    Raises ResultError, with the difference, if it is of another benchmark or machine.
     """
     if not file.exists():
         return []
-    earlier = read(file)
+    earlier = read_result(file)
     check_same(file, earlier, result, ("command", "model"))
     return earlier["runs"]
 
 
 def check_same(file: Path, earlier: dict[str, Any], result: dict[str, Any], parts: tuple[str, ...]) -> None:
-    """Raises ResultError, with what differs, unless both are of the same `parts`, options and machine."""
+    """Raises ResultError, with the difference, unless both have the same `parts`, options and machine."""
     for part in parts:
         if earlier[part] != result[part]:
             raise ResultError(f"--resume: {file.name} is of {part} {earlier[part]!r}, not {result[part]!r}")
@@ -90,3 +88,85 @@ def check_same(file: Path, earlier: dict[str, Any], result: dict[str, Any], part
             one, other = earlier[part].get(name), result[part].get(name)
             if one != other:
                 raise ResultError(f"--resume: {file.name} was made with {name}={one!r}, not {other!r}")
+
+
+MS = 1e3
+TITLES = {"latency": ("batch", "batch"), "load": ("requests/s", "rate"), "throughput": ("requests", "requests")}
+
+
+def header(result: dict[str, Any]) -> list[str]:
+    """Lines on the machine, the start and the measured roofline."""
+    machine, start, roofline = result["machine"], result["start"], result["roofline"]
+    lines = [
+        f"{result['model']} on {machine['num_devices']} x {machine['device']}, {machine['num_cores']} cores, "
+        f"JAX {machine['jax']}"
+    ]
+    if start is not None:
+        lines.append(
+            f"loaded in {start['load_seconds']:.1f} s; {start['programs']} programs ready in "
+            f"{start['compile_seconds']:.1f} s ({start['from_cache']} from the cache)"
+        )
+    if roofline is not None:
+        by = ", ".join(f"{name} {rate / 1e9:,.1f}" for name, rate in roofline["bytes_per_second_by"].items())
+        flops = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s {name}" for name, rate in roofline["flops_per_second"].items())
+        lines.append(f"measured rates: {by} GB/s; {flops}")
+    return lines
+
+
+def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Column titles, and a row of cells for each run."""
+    title, key = TITLES[result["command"]]
+    columns = [title, "TTFT ms p50/p90/p99", "TPOT ms p50/p90/p99", "ITL ms p50/p99", "E2EL s p50/p99"]
+    columns += ["tokens/s in", "out", "roofline out", "of roofline"]
+    cells = []
+    for run in result["runs"]:
+        decode = run["decode"]
+        cells.append(
+            [
+                _number(run[key]),
+                _times(run["ttft"], MS, ("p50", "p90", "p99")),
+                _times(run["tpot"], MS, ("p50", "p90", "p99")),
+                _times(run["itl"], MS, ("p50", "p99")),
+                _times(run["e2el"], 1, ("p50", "p99")),
+                f"{run['tokens_per_second']['in']:,.1f}",
+                f"{run['tokens_per_second']['out']:,.1f}",
+                "" if decode is None else f"{decode['roofline_tokens_per_second']:,.1f}",
+                "" if decode is None else f"{decode['percent']:.0f} %",
+            ]
+        )
+    return columns, cells
+
+
+def details(result: dict[str, Any]) -> list[str]:
+    """Further results, a line for each run."""
+    _, key = TITLES[result["command"]]
+    lines = []
+    for run in result["runs"]:
+        parts = [f"{run['compiled_after_warm_up']} programs compiled after warm-up"]
+        if (gap := run["host_gap"]) is not None:
+            parts.append(f"host gap {gap['per_step_mean'] * MS:.3f} ms per step")
+        if (prefill := run.get("prefill")) is not None:
+            parts.append(f"prefill at {prefill['percent']:.0f} % of the measured FLOP/s")
+        if (drafts := run.get("speculation")) is not None:
+            parts.append(
+                f"{drafts['acceptance_rate']:.0%} of draft tokens accepted, "
+                f"{drafts['mean_accepted_length']:.1f} tokens per round"
+            )
+        if (good := run.get("goodput")) is not None:
+            parts.append(f"goodput {good['requests_per_second']:.2f} requests/s ({good['share']:.0%})")
+        if (cost := run.get("cost_per_million_tokens")) is not None:
+            parts.append(f"cost per million tokens: output {cost['out']:.2f}, all {cost['total']:.2f}")
+        memory = run["memory"]
+        parts.append(f"peak {format_bytes(memory['peak_rss_bytes'])} resident")
+        if memory["peak_device_bytes"] is not None:
+            parts.append(f"{format_bytes(memory['peak_device_bytes'])} on a device")
+        lines.append(f"{TITLES[result['command']][0]} {_number(run[key])}: " + "; ".join(parts))
+    return lines
+
+
+def _number(value: float | str) -> str:
+    return f"{float(value):g}"
+
+
+def _times(found: dict[str, float] | None, unit: float, names: tuple[str, ...]) -> str:
+    return "" if found is None else " / ".join(f"{found[name] * unit:.{1 if unit == MS else 2}f}" for name in names)

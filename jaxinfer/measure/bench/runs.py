@@ -1,4 +1,4 @@
-"""The three kinds of run: a batch at a time, all at once, and clients that arrive."""
+"""The three kinds of run: one batch at a time, all requests at once, and clients that arrive over time."""
 
 import asyncio
 import contextlib
@@ -15,49 +15,49 @@ from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.metrics import Trace, figures
 from jaxinfer.measure.bench.model import Bench
 from jaxinfer.measure.bench.probe import DispatchProbe, MemorySampler, engines_of, host_gap
-from jaxinfer.measure.bench.workload import Ask
+from jaxinfer.measure.bench.workload import WorkloadRequest
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import SpeculationStats
 
-_SALTS = itertools.count()  # of runs: they reuse no prefix of one another
+_SALTS = itertools.count()  # one for each run, so that no run reuses the prefixes of another
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How requests are sent and judged. Their answers have exactly the lengths that were asked for: no token ends one.
+    """Options of sending requests and evaluating their times. Answers have exactly the requested lengths.
 
     Attributes:
-      temperature, seed: of the sampler. limits: of goodput, seconds by name. price_per_hour: of the machine.
-      told: hears of each request that has ended.
+      temperature, seed: of the sampler. limits: seconds by name, for goodput. price_per_hour: of the machine.
+      progress: called when a request has ended.
     """
 
     temperature: float = 0.0
     seed: int = 0
     limits: dict[str, float] = field(default_factory=dict)
     price_per_hour: float | None = None
-    told: Callable[[], None] = lambda: None
+    progress: Callable[[], object] = lambda: None
 
     def params(self, num_tokens: int) -> SamplingParams:
         return SamplingParams(temperature=self.temperature, seed=self.seed, max_tokens=num_tokens, ignore_eos=True)
 
 
-def serve_all(llm: LLM, asks: Sequence[Ask], how: RunOptions) -> tuple[list[Trace], float]:
-    """Sends all requests at once and steps the engine until they are done; their traces, and the seconds in all.
+def serve_all(llm: LLM, requests: Sequence[WorkloadRequest], options: RunOptions) -> tuple[list[Trace], float]:
+    """Sends all requests at once and steps the engine until they are done; returns their traces and the total seconds.
 
-    Raises RuntimeError for one that failed.
+    Raises RuntimeError if one failed.
     """
-    terms = RequestOptions(cache_salt=f"bench {next(_SALTS)}")
-    requests = [
-        llm.prepare(ask.prompt, how.params(ask.num_tokens), terms, what=f"request {number}")
-        for number, ask in enumerate(asks)
+    request_options = RequestOptions(cache_salt=f"bench {next(_SALTS)}")
+    prepared = [
+        llm.prepare(request.prompt, options.params(request.num_tokens), request_options, what=f"request {number}")
+        for number, request in enumerate(requests)
     ]
     start = time.perf_counter()
     running = {}
     traces = []
-    for request in requests:
-        (answer,) = request.answers
+    for one in prepared:
+        (answer,) = one.answers
         traces.append(Trace(time.perf_counter(), len(answer.generation.prompt)))
-        llm.submit(request)
+        llm.submit(one)
         running[answer.generation] = (answer, traces[-1])
     try:
         while running:
@@ -71,7 +71,7 @@ def serve_all(llm: LLM, asks: Sequence[Ask], how: RunOptions) -> tuple[list[Trac
                 if generation.finish_reason is not None:
                     del running[generation]
                     _check(generation.finish_reason, generation.error)
-                    how.told()
+                    options.progress()
     finally:
         for generation in running:
             llm.engine.finish(generation, "abort")
@@ -80,33 +80,33 @@ def serve_all(llm: LLM, asks: Sequence[Ask], how: RunOptions) -> tuple[list[Trac
 
 async def serve_arriving(
     engine: AsyncEngine,
-    asks: Sequence[Ask],
+    requests: Sequence[WorkloadRequest],
     times: Sequence[float],
-    how: RunOptions,
+    options: RunOptions,
     max_concurrency: int | None = None,
 ) -> tuple[list[Trace], float]:
-    """Clients that stream: request i comes `times[i]` seconds after the start, and waits to be sent while
-    `max_concurrency` others run. As `serve_all`."""
+    """Streams requests to clients: request i arrives `times[i]` seconds after the start, and is sent when fewer than
+    `max_concurrency` others run. Returns and raises as `serve_all`."""
     salt = f"bench {next(_SALTS)}"
     gate = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     start = time.perf_counter()
 
-    async def client(ask: Ask, when: float) -> Trace:
+    async def client(request: WorkloadRequest, when: float) -> Trace:
         await asyncio.sleep(max(when - (time.perf_counter() - start), 0))
         async with gate:
             trace = Trace(time.perf_counter(), 0)
-            async for delta in engine.generate(ask.prompt, how.params(ask.num_tokens), cache_salt=salt):
+            async for delta in engine.generate(request.prompt, options.params(request.num_tokens), cache_salt=salt):
                 if delta.token_ids:
                     trace.deliver(time.perf_counter(), len(delta.token_ids))
                 if delta.output is not None:
                     trace.num_prompt = len(delta.output.prompt_token_ids)
                     (answer,) = delta.output.outputs
                     _check(answer.finish_reason, answer.error)
-        how.told()
+        options.progress()
         return trace
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(client(ask, when)) for ask, when in zip(asks, times, strict=True)]
+        tasks = [group.create_task(client(request, when)) for request, when in zip(requests, times, strict=True)]
     return [task.result() for task in tasks], time.perf_counter() - start
 
 
@@ -115,22 +115,22 @@ def _check(reason: str | None, error: str | None) -> None:
         raise RuntimeError(f"a request ended with {reason!r}" + (f": {error}" if error else ""))
 
 
-def latency(bench: Bench, batches: Sequence[Sequence[Ask]], how: RunOptions) -> dict[str, Any]:
-    """Batches of one size one after the other; the figures are of all their requests. The first one warms up and does
-    not count. Raises ValueError for a model that was opened to serve."""
+def latency(bench: Bench, batches: Sequence[Sequence[WorkloadRequest]], options: RunOptions) -> dict[str, Any]:
+    """Measures batches of one size one after another, after a first batch that is not counted. Raises ValueError for a
+    model that was opened to serve."""
     _check_idle(bench)
-    serve_all(bench.llm, batches[0], how)
+    serve_all(bench.llm, batches[0], options)
     found: list[Trace] = []
     total = 0.0
     with watched(bench) as watch:
         for batch in batches[1:]:
-            traces, seconds = serve_all(bench.llm, batch, how)
+            traces, seconds = serve_all(bench.llm, batch, options)
             found += traces
             total += seconds
-    run = summary(bench, watch, found, total, how)
+    run = summary(bench, watch, found, total, options)
     lengths = [one.num_prompt for one in found[: len(batches[1])]]
     ideal = bench.ideal.prefill_seconds(lengths)
-    # The last first token of a batch: by then all its prompts were computed.
+    # All prompts of a batch are computed when its last first token arrives.
     size = len(batches[1])
     last = [max(one.ttft for one in found[start : start + size]) for start in range(0, len(found), size)]
     run["prefill"] = {
@@ -141,38 +141,41 @@ def latency(bench: Bench, batches: Sequence[Sequence[Ask]], how: RunOptions) -> 
     return {"batch": size, **run}
 
 
-def throughput(bench: Bench, asks: Sequence[Ask], warm: Sequence[Ask], how: RunOptions) -> dict[str, Any]:
-    """All requests at once, after a few others. Raises ValueError for a model that was opened to serve."""
+def throughput(
+    bench: Bench, requests: Sequence[WorkloadRequest], warm: Sequence[WorkloadRequest], options: RunOptions
+) -> dict[str, Any]:
+    """Measures requests sent at once, after a few `warm` ones. Raises ValueError for a model that was opened to
+    serve."""
     _check_idle(bench)
-    serve_all(bench.llm, warm, how)
+    serve_all(bench.llm, warm, options)
     with watched(bench) as watch:
-        traces, seconds = serve_all(bench.llm, asks, how)
-    return summary(bench, watch, traces, seconds, how)
+        traces, seconds = serve_all(bench.llm, requests, options)
+    return summary(bench, watch, traces, seconds, options)
 
 
 def load(
     bench: Bench,
-    asks: Sequence[Ask],
+    requests: Sequence[WorkloadRequest],
     times: Sequence[float],
-    how: RunOptions,
+    options: RunOptions,
     max_concurrency: int | None = None,
 ) -> dict[str, Any]:
-    """Requests that arrive while others run, through the path that streams to clients. Raises ValueError for a model
-    that was not opened to serve."""
+    """Measures requests that arrive over time and are streamed to clients. Raises ValueError for a model that was not
+    opened to serve."""
     if bench.engine is None:
         raise ValueError("load needs a model that was opened to serve")
     with watched(bench) as watch:
-        traces, seconds = asyncio.run(serve_arriving(bench.engine, asks, times, how, max_concurrency))
-    return summary(bench, watch, traces, seconds, how)
+        traces, seconds = asyncio.run(serve_arriving(bench.engine, requests, times, options, max_concurrency))
+    return summary(bench, watch, traces, seconds, options)
 
 
 def _check_idle(bench: Bench) -> None:
     if bench.engine is not None:
-        raise ValueError("a model that was opened to serve is stepped by a thread of its own, and by no other")
+        raise ValueError("a model that was opened to serve can only be stepped by its own thread")
 
 
 class Watch:
-    """What was seen beside the requests; complete once `watched` has ended."""
+    """Observations of a run: dispatches, memory, compilations; complete when `watched` has ended."""
 
     def __init__(self, probes: list[DispatchProbe], memory: MemorySampler, before: SpeculationStats | None):
         self.probes, self.memory, self.before = probes, memory, before
@@ -181,7 +184,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watched(bench: Bench) -> Iterator[Watch]:
-    """Watches dispatches, memory and compilations of the block."""
+    """Observes dispatches, memory and compilations during the block."""
     probes = [DispatchProbe(engine) for engine in engines_of(bench.llm.engine)]
     watch = Watch(probes, MemorySampler(), bench.llm.speculation_stats())
     with contextlib.ExitStack() as stack:
@@ -192,9 +195,9 @@ def watched(bench: Bench) -> Iterator[Watch]:
         yield watch
 
 
-def summary(bench: Bench, watch: Watch, traces: list[Trace], seconds: float, how: RunOptions) -> dict[str, Any]:
-    """All figures of a run as JSON values."""
-    run = figures(traces, seconds, limits=how.limits, price_per_hour=how.price_per_hour)
+def summary(bench: Bench, watch: Watch, traces: list[Trace], seconds: float, options: RunOptions) -> dict[str, Any]:
+    """The results of a run as JSON values."""
+    run = figures(traces, seconds, limits=options.limits, price_per_hour=options.price_per_hour)
     run["compiled_after_warm_up"] = watch.counts.compiled + watch.counts.hits
     run["host_gap"] = host_gap(watch.probes)
     run["decode"] = _decode(bench, watch, run)
@@ -213,8 +216,8 @@ def summary(bench: Bench, watch: Watch, traces: list[Trace], seconds: float, how
 
 
 def _decode(bench: Bench, watch: Watch, run: dict[str, Any]) -> dict[str, Any] | None:
-    """The time per token beside what a plain decode step of the mean batch and context needs at the measured rates;
-    None where no request decoded."""
+    """The time per token, and the roofline of a plain decode step of the mean batch and context at the measured rates;
+    None if nothing was decoded."""
     busy = [probe for probe in watch.probes if probe.mean_batch]
     if not busy or run["tpot"] is None:
         return None

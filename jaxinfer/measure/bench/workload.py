@@ -1,4 +1,4 @@
-"""What is asked: lengths, prompts, arrivals. The same seed makes the same requests. Plain Python and NumPy."""
+"""Requests to measure with: lengths, prompts, arrivals. The same seed gives the same ones. Plain Python and NumPy."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from jaxinfer.engine.processor import Prompt
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens, from `low` to `high`, both included.
+    """A distribution of lengths in tokens, from `low` to `high` inclusive.
 
     Attributes:
-      kind: "fixed", "uniform" or "log" (uniform in the logarithm, as conversations are: few are long).
+      kind: "fixed", "uniform" or "log" (uniform in the logarithm, as in conversations: few are long).
     """
 
     kind: str
@@ -26,7 +26,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, option: str) -> "Lengths":
-        """ "128", "16:256" (uniform) or "log:16:256". Raises ValueError, with the option's name, for anything else."""
+        """Parses "128", "16:256" (uniform) or "log:16:256". Raises ValueError with the option's name."""
         kind, body = ("log", text[4:]) if text.startswith("log:") else ("uniform", text)
         parts = body.split(":")
         try:
@@ -40,7 +40,7 @@ class Lengths:
         return cls(kind, numbers[0], numbers[1])
 
     def draw(self, numbers: np.random.Generator, count: int) -> list[int]:
-        """So many numbers."""
+        """Draws `count` lengths."""
         if self.kind == "log":
             drawn = np.exp(numbers.uniform(math.log(self.low), math.log(self.high + 1), count)).astype(int)
             return np.clip(drawn, self.low, self.high).tolist()
@@ -53,8 +53,8 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One request: a text or token ids, and how many tokens its answer has, exactly."""
+class WorkloadRequest:
+    """A prompt, as text or token ids, and the exact number of tokens of its answer."""
 
     prompt: Prompt
     num_tokens: int
@@ -62,7 +62,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class DatasetRow:
-    """A line of a dataset; `num_tokens` None leaves the answer's length to the options."""
+    """A line of a dataset; if `num_tokens` is None, the answer's length comes from the options."""
 
     prompt: Prompt
     num_tokens: int | None
@@ -70,11 +70,11 @@ class DatasetRow:
 
 @dataclass(frozen=True)
 class Workload:
-    """Where prompts and lengths come from.
+    """A source of requests.
 
     Attributes:
-      prompt_tokens, answer_tokens: what is drawn. dataset: rows that give prompts, and lengths where they have them;
-        they are taken in order, from the first again when they end. seed: of all that is drawn.
+      prompt_tokens, answer_tokens: distributions of lengths. dataset: rows with prompts and optional lengths, used in
+        order and repeated when they end; () draws random prompts. seed: of everything that is drawn.
     """
 
     prompt_tokens: Lengths
@@ -82,22 +82,24 @@ class Workload:
     dataset: tuple[DatasetRow, ...] = ()
     seed: int = 0
 
-    def asks(self, count: int, vocab_size: int, part: int = 0) -> list[Ask]:
-        """So many requests; of each `part` (a repeat, a rate) others are drawn."""
+    def requests(self, count: int, vocab_size: int, part: int = 0) -> list[WorkloadRequest]:
+        """`count` requests; each `part` (a repeat, a rate) has different ones."""
         numbers = np.random.default_rng([self.seed, part])
         answers = self.answer_tokens.draw(numbers, count)
         if self.dataset:
             rows = [self.dataset[(part * count + i) % len(self.dataset)] for i in range(count)]
-            return [Ask(row.prompt, row.num_tokens or length) for row, length in zip(rows, answers, strict=True)]
+            return [
+                WorkloadRequest(row.prompt, row.num_tokens or length) for row, length in zip(rows, answers, strict=True)
+            ]
         lengths = self.prompt_tokens.draw(numbers, count)
         prompts = [numbers.integers(0, vocab_size, length).tolist() for length in lengths]
-        return [Ask(prompt, length) for prompt, length in zip(prompts, answers, strict=True)]
+        return [WorkloadRequest(prompt, length) for prompt, length in zip(prompts, answers, strict=True)]
 
 
 def read_dataset(file: Path) -> tuple[DatasetRow, ...]:
-    """JSON lines with "prompt", a text or token ids, and if it is known "output_tokens".
+    """Reads JSON lines with "prompt", a text or token ids, and optionally "output_tokens".
 
-    Raises ValueError with the file and the line for what is neither; FileNotFoundError.
+    Raises ValueError, with file and line, for other content; FileNotFoundError.
     """
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
@@ -107,7 +109,7 @@ def read_dataset(file: Path) -> tuple[DatasetRow, ...]:
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: no JSON: {error}") from None
+            raise ValueError(f"{where}: not JSON: {error}") from None
         rows.append(DatasetRow(*_checked(row, where)))
     if not rows:
         raise ValueError(f"{file.name} has no rows")
@@ -126,8 +128,8 @@ def _checked(row: Any, where: str) -> tuple[Prompt, int | None]:
 
 
 def arrivals(rate: float, count: int, *, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds from the start at which requests come, the first at 0: gaps of mean 1/rate, gamma distributed with shape
-    `burstiness` (1 is a Poisson process, less is burstier). An infinite rate sends all at once.
+    """Arrival times in seconds, the first at 0: gaps of mean 1/rate from a gamma distribution of shape `burstiness` (1
+    is a Poisson process, less is burstier). With an infinite rate all requests arrive at 0.
 
     Raises ValueError for a rate or burstiness that is not positive.
     """
@@ -141,13 +143,13 @@ def arrivals(rate: float, count: int, *, burstiness: float = 1.0, seed: int = 0)
     return [0.0, *np.cumsum(gaps).tolist()][:count]
 
 
-def parse_numbers(text: str, option: str, *, whole: bool = False) -> list[float]:
-    """Positive numbers with commas between, in their order; "inf" where they need not be whole. Raises ValueError."""
+def parse_numbers(text: str, option: str, *, integers: bool = False) -> list[float]:
+    """Parses positive numbers separated by commas, without repeats; "inf" unless `integers`. Raises ValueError."""
     try:
-        found: Sequence[float] = [int(part) if whole else float(part) for part in text.split(",")]
+        found: Sequence[float] = [int(part) if integers else float(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or not all(number > 0 for number in found):
-        example = "1,8,32" if whole else "0.5,2,inf"
+        example = "1,8,32" if integers else "0.5,2,inf"
         raise ValueError(f"{option}: {text!r} is not a list of positive numbers, such as {example}")
     return list(dict.fromkeys(found))

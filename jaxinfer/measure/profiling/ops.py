@@ -1,7 +1,7 @@
-"""What the operations of compiled programs are: their kind, and the part of the model that they belong to.
+"""Classifying operations of compiled programs by kind and by part of the model.
 
-A program's text names for each instruction the `jax.named_scope`s that it was traced under. What the compiler added
-takes the scope of what it holds, of what uses its result, or of the loop that it runs in.
+A program's text has the `jax.named_scope`s of each instruction. An instruction that the compiler added gets the scope
+of the instructions inside it, of those that use its result, or of the loop that contains it.
 """
 
 import re
@@ -17,7 +17,7 @@ PRODUCTS, ATTENTION, MOVES = "matrix products", "attention", "gathers, copies, t
 COLLECTIVES, SAMPLING, OTHER = "collectives", "sampling", "other"
 KINDS = (PRODUCTS, ATTENTION, MOVES, COLLECTIVES, SAMPLING, OTHER)
 
-# In a layer: the products and rotations around attention; attention to the cache, which is written there; the rest.
+# Parts of a layer: products and rotations around attention; attention with the cache update; MLP; the rest.
 EMBED, PROJECTIONS, ATTEND, MLP = "embed", "q k v o, rope", "attend", "mlp"
 NORMS, LOGITS, SAMPLER, REST = "norms, residuals", "logits", "sampler", "engine, loops"
 PARTS = (EMBED, PROJECTIONS, ATTEND, MLP, NORMS, LOGITS, SAMPLER, REST)
@@ -40,17 +40,19 @@ _PRODUCTS = ("dot", "convolution", "ragged-dot")
 _PRODUCT_CALLS = re.compile(r"gemm|matmul|cublas|ragged-dot|quantized|__onednn|dot", re.IGNORECASE)
 _MOVES = {"copy", "copy-start", "copy-done", "transpose", "gather", "scatter", "slice", "dynamic-slice", "pad"}
 _MOVES |= {"dynamic-update-slice", "concatenate", "reshape", "broadcast", "bitcast", "reverse", "iota", "select"}
-# What a fusion may hold beside moves and still be one: where things lie, not what they are.
+# Opcodes that do not change the kind of a fusion of moves.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "convert"}
-MAX_STEPS = 4  # from an instruction without a scope to one that has some
+MAX_STEPS = 4  # from an instruction without a scope to the nearest one that has a scope
 CONTROL = ("while", "conditional", "call", "async-start", "async-done", "async-update")
 
 
 @dataclass(frozen=True)
 class Op:
-    """Attributes:
-    opcode: of HLO, "" where no program is known. kind: one of `KINDS`. part: one of `PARTS`, or a draft's.
-    layer: its number, None outside of layers and in a draft. scope: the names it was traced under.
+    """An operation of a compiled program.
+
+    Attributes:
+      opcode: of HLO, "" if the program is not known. kind: one of `KINDS`. part: one of `PARTS`, or a draft's.
+      layer: its number, None outside of layers and in a draft. scope: the named scopes.
     """
 
     opcode: str
@@ -61,12 +63,12 @@ class Op:
 
     @property
     def is_control(self) -> bool:
-        """Whether it only runs others: its time is theirs."""
+        """Whether it only runs other operations, which have its time."""
         return self.opcode in CONTROL
 
 
 def place_of(scope: str) -> tuple[str, int | None]:
-    """The part, and the layer, of an operation traced under these names."""
+    """The part and the layer of an operation with these named scopes."""
     words = _WORDS.findall(scope)
     layer = next((int(found.group(1)) for word in words if (found := _LAYER.fullmatch(word)) is not None), None)
     if "sampler" in words:
@@ -85,7 +87,7 @@ def place_of(scope: str) -> tuple[str, int | None]:
 
 
 def op_of(opcode: str, scope: str, inner: Iterable[str] = (), called: str = "") -> Op:
-    """An operation of this opcode, or a fusion of `inner` ones; `called` is the target of a custom call."""
+    """Classifies an operation, or a fusion of `inner` opcodes; `called` is the target of a custom call."""
     opcodes = set(inner) or {opcode}
     part, layer = place_of(scope)
     own = part.removeprefix(DRAFT)
@@ -105,7 +107,7 @@ def op_of(opcode: str, scope: str, inner: Iterable[str] = (), called: str = "") 
 
 
 def ops_of(program: Program) -> dict[str, Op]:
-    """Every instruction that may run by itself, by its name."""
+    """The instructions that can run on their own, by name."""
     callers: dict[str, tuple[str, Instruction]] = {}
     for name, computation in program.computations.items():
         for instruction in computation.values():
@@ -114,7 +116,7 @@ def ops_of(program: Program) -> dict[str, Op]:
     scopes: dict[str, str] = {}
 
     def scope_around(name: str) -> str:
-        """Of what calls a computation."""
+        """The scope of the caller of a computation."""
         if name not in scopes:
             scopes[name] = ""
             if name in callers:
@@ -144,7 +146,7 @@ def ops_of(program: Program) -> dict[str, Op]:
 
 
 def _inside(program: Program, instruction: Instruction) -> Iterable[Instruction]:
-    """What a fusion holds, fusions in it included."""
+    """The instructions in a fusion, including nested fusions."""
     if instruction.opcode != "fusion":
         return
     for one in program.computations.get(instruction.called or "", {}).values():
@@ -163,14 +165,14 @@ def _scope(instruction: Instruction) -> str:
 
 
 def _scope_inside(instructions: list[Instruction]) -> str:
-    """That of a product, or the one that most have."""
+    """The scope of a product, or the most common one."""
     products = [one for one in instructions if one.opcode in _PRODUCTS and _scope(one)]
     scopes = Counter(scope for one in products or instructions if (scope := _scope(one)))
     return scopes.most_common(1)[0][0] if scopes else ""
 
 
 def _users(computation: dict[str, Instruction]) -> dict[str, list[str]]:
-    """Who takes each instruction's result; where results are gathered to be returned, nobody does."""
+    """The users of each instruction's result, except the tuple that is returned."""
     users: dict[str, list[str]] = {}
     for instruction in computation.values():
         if instruction.opcode != "tuple" or not instruction.is_root:
@@ -185,8 +187,8 @@ def _scope_beside(
     computation: dict[str, Instruction],
     scopes: dict[str, str],
 ) -> str:
-    """Of what uses a result. A product that the compiler made anew and left without a name also says what it is by what
-    it is made of: one from a norm to the cache makes keys, one from attention to the residual is the output's."""
+    """The scope of the users of a result. A product that the compiler created without a scope is also classified by its
+    operands: between a norm and the cache it is a projection, between attention and the residual the output product."""
     after = _nearest(instruction.name, lambda name: users.get(name, ()), scopes)
     if instruction.opcode not in _PRODUCTS:
         return after
@@ -213,8 +215,8 @@ def _nearest(name: str, neighbours: Callable[[str], Iterable[str]], scopes: dict
 
 
 class Programs:
-    """The compiled programs of this process, found by the names of their instructions: a trace says of an operation
-    only what its program is called, and programs for other numbers of slots are called the same."""
+    """The compiled programs of this process, found by the names of their instructions: a trace has only the name of an
+    operation's program, which programs for different numbers of slots share."""
 
     def __init__(self) -> None:
         self._modules: dict[str, list] = {}
@@ -224,8 +226,7 @@ class Programs:
         self._ops: dict[int, dict[str, Op]] = {}
 
     def find(self, name: str, instructions: set[str]) -> dict[str, Op]:
-        """The operations of the program called `name` that has the most of these instructions; none where no program
-        has that name."""
+        """The operations of the program `name` that has most of these instructions; {} if no program has that name."""
         candidates = [self._read(module) for module in self._modules.get(name, ())]
         return max(candidates, key=lambda ops: len(instructions & ops.keys()), default={})
 

@@ -1,4 +1,4 @@
-"""A profile from a model's name to all its figures."""
+"""Profiling a model: opening it, running the phases, summarizing the traces."""
 
 import contextlib
 import tempfile
@@ -12,10 +12,9 @@ import jax
 from jaxinfer.measure.bench.model import machine, opened, public_name
 from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.bench.rates import Ideal
-from jaxinfer.measure.profiling.needed import Model
 from jaxinfer.measure.profiling.ops import Programs
 from jaxinfer.measure.profiling.phases import PHASES, Workload, run_phase
-from jaxinfer.measure.profiling.summary import summarize
+from jaxinfer.measure.profiling.summary import WorkModel, summarize
 
 SCHEMA, VERSION = "jaxinfer.profile", 1
 
@@ -29,14 +28,14 @@ def profile(
     random_weights: bool = False,
     folder: Path | None = None,
     sizes: dict[str, int] | None = None,
-    told: Callable[[str], None] = lambda step: None,
+    progress: Callable[[str], None] = lambda step: None,
 ) -> dict[str, Any]:
-    """Profiles the phases of a model that `LLM` opens with these arguments; figures as JSON values.
+    """Profiles the phases of a model opened with these arguments of `LLM`; returns JSON values.
 
     Args:
-      folder: where traces are kept, one folder for each phase; None keeps none. sizes: as `rates.measure` takes them.
+      folder: for the traces, with a subfolder for each phase; None keeps none. sizes: as in `rates.measure_rates`.
 
-    Raises what `LLM` raises, and as `run_phase` and `summarize`.
+    Raises as `LLM`, `run_phase` and `summarize`.
     """
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -45,7 +44,7 @@ def profile(
         "workload": asdict(workload),
         "machine": machine(),
     }
-    told("opening the model, measuring the roofline")
+    progress("opening the model, measuring the roofline")
     with (
         _named_programs(),
         _folder(folder) as traces,
@@ -53,16 +52,16 @@ def profile(
     ):
         engine = engines_of(bench.llm.engine)[0]
         settings = engine.options.speculation
-        if settings is not None and settings.is_adaptive:  # any of several programs may be next
-            told("compiling")
+        if settings is not None and settings.is_adaptive:  # which of several programs is next is not known
+            progress("compiling")
             bench.llm.warm_up(use_tqdm=False)
-        found = [run_phase(bench, name, workload, traces / name, told) for name in phases]
-        told("measuring the roofline once more, reading the traces")
-        # What else ran on the machine may have slowed down one of the two.
+        found = [run_phase(bench, name, workload, traces / name, progress) for name in phases]
+        progress("measuring the roofline once more, reading the traces")
+        # Other work on the machine may have slowed down one of the two measurements.
         again = Ideal.of(engine, **(sizes or {})).measured
         ideal = replace(bench.ideal, measured=bench.ideal.measured.best(again))
         result["roofline"] = ideal.measured.to_dict()
-        needs = Model(engine, ideal).needs
+        needs = WorkModel(engine, ideal).needs
         programs = Programs()
         result["phases"] = [summarize(phase, programs, needs) for phase in found]
     return result
@@ -70,8 +69,8 @@ def profile(
 
 @contextlib.contextmanager
 def _named_programs() -> Iterator[None]:
-    """The cache of compiled programs is asked for such as name the operations as this code does: JAX leaves names out
-    of its keys, and an older program would tell nothing of layers."""
+    """Makes names of operations part of the keys of the compilation cache. By default they are not, and a cached
+    program could lack the names that this code looks for."""
     name = "jax_compilation_cache_include_metadata_in_key"
     before = jax.config.values[name]
     jax.config.update(name, True)

@@ -1,29 +1,116 @@
-"""A phase's trace in figures: device time by kind of operation, by part of the model, by layer, beside the roofline."""
+"""Summary of a phase's trace: device time by kind of operation, part of the model and layer, and the roofline."""
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.engine.events import Dispatch
+from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.measure.bench.probe import host_gap
-from jaxinfer.measure.profiling.needed import Needed
+from jaxinfer.measure.bench.rates import Ideal
 from jaxinfer.measure.profiling.ops import DRAFT, KINDS, PARTS, Op, Programs, op_of
 from jaxinfer.measure.profiling.phases import Phase, Turn
 from jaxinfer.measure.profiling.trace import Interval, intervals, shares
+from jaxinfer.planning.counted import Counted, count
+from jaxinfer.planning.here import subject_of
+from jaxinfer.planning.roofline import Rates, pass_flops
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The least that work needs on one device.
+
+    Attributes:
+      num_bytes: of weights and cache. flops: of products. seconds: by the roofline. memory_seconds: the part of
+        `seconds` that is bound by memory.
+    """
+
+    num_bytes: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0
+    memory_seconds: float = 0.0
+
+    def __add__(self, other: "Needed") -> "Needed":
+        return Needed(
+            self.num_bytes + other.num_bytes,
+            self.flops + other.flops,
+            self.seconds + other.seconds,
+            self.memory_seconds + other.memory_seconds,
+        )
+
+    @property
+    def bound(self) -> str:
+        return "memory" if self.memory_seconds > self.seconds / 2 else "compute"
+
+
+def needed(
+    counted: Counted, rates: Rates, spans: Iterable[tuple[int, int]], *, reads_all_logits: bool = False
+) -> Needed:
+    """The needs of a pass over the weights for spans (tokens before the span, tokens of the span), each of which reads
+    the keys before it and its own. Logits are as in `pass_flops`."""
+    spans = list(spans)
+    if not spans:
+        return Needed()
+    num_tokens = sum(length for _, length in spans)
+    moved = counted.read_weight_bytes(num_tokens)
+    moved += counted.token_cache_bytes * sum(start + length for start, length in spans)
+    flops = pass_flops(counted, spans, reads_all_logits=reads_all_logits)
+    compute = rates.compute_seconds(flops)
+    memory = moved / rates.hbm
+    return Needed(moved, sum(flops.values()), max(memory, compute), memory if memory >= compute else 0.0)
+
+
+class WorkModel:
+    """Computes what an engine's dispatches need, including its draft."""
+
+    def __init__(self, engine: PagedEngine, ideal: Ideal):
+        self._target, self._rates = ideal.counted, ideal.measured.rates
+        self._draft: Counted | None = None
+        self._tree: tuple[int, ...] | None = None
+        subject = subject_of("model", engine)
+        if subject.draft_model is not None:  # not for n-grams
+            config, _ = subject.draft_model
+            # A draft of the target's first layers uses the target's cache.
+            cache = subject.draft_cache if subject.draft_cache is not None else subject.cache.first(config.num_layers)
+            self._draft = count(subject, config, subject.placed_draft or {}, cache)
+        if (settings := engine.options.speculation) is not None:
+            self._tree = settings.tree
+
+    def needs(self, dispatch: Dispatch) -> Needed:
+        """The needs of all its steps. A round needs a draft pass for each depth, and one pass of the target."""
+        total = Needed()
+        for step in range(dispatch.num_steps):
+            if dispatch.kind != "rounds":
+                spans = [
+                    (work.start + step, 1) if work.is_decoding else (work.start, work.num_prompt_tokens)
+                    for work in dispatch.work
+                ]
+                total += needed(self._target, self._rates, spans)
+                continue
+            width = dispatch.num_drafted + 1
+            spans = [(work.start, width) for work in dispatch.work]
+            total += needed(self._target, self._rates, spans, reads_all_logits=True)
+            if self._draft is not None:
+                depth = dispatch.num_drafted if self._tree is None else len(self._tree)
+                one = needed(self._draft, self._rates, [(work.start, 1) for work in dispatch.work])
+                total = sum([one] * depth, start=total)
+        return total
+
 
 NUM_LONGEST = 10
 
 
 def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Needed]) -> dict[str, Any]:
-    """All figures of a phase as JSON values; `needs` is what one dispatch needs. Seconds are of all steps together.
+    """The results of a phase as JSON values; `needs` computes what a dispatch needs. Seconds are sums over all steps.
 
     Raises NoDeviceEventsError for a trace without operations.
     """
     found = intervals(phase.data)
     ops = identified(found, programs)
     num_devices = len({one.device for one in found})
-    seconds = [one / num_devices for one in shares(found, [op.is_control for op in ops])]  # of the mean device
+    seconds = [one / num_devices for one in shares(found, [op.is_control for op in ops])]  # averaged over devices
     num_steps = _steps(phase.traced)
     span = (max(one.end for one in found) - found[0].start) / 1e9
     busy = sum(seconds)
@@ -54,7 +141,7 @@ def summarize(phase: Phase, programs: Programs, needs: Callable[[Dispatch], Need
 
 
 def identified(found: list[Interval], programs: Programs) -> list[Op]:
-    """The operation of each interval: as its program's text has it, else by the trace's own names."""
+    """The operation of each interval, from its program's text, else from the names in the trace."""
     names: dict[tuple[str, int | None], set[str]] = defaultdict(set)
     for one in found:
         names[one.module, one.run].add(one.name)
@@ -71,12 +158,12 @@ def identified(found: list[Interval], programs: Programs) -> list[Op]:
 
 
 def _steps(turn: Turn) -> int:
-    """Of one replica; the others make theirs at the same time."""
+    """Steps of one replica; the others run at the same time."""
     return sum(one.num_steps for one in turn.dispatches if one.replica == 0)
 
 
 def _work(dispatches: Iterable[Dispatch]) -> dict[str, Any]:
-    """What took part in a step."""
+    """The tokens and sequences of the dispatches."""
     all_ = [(one, work) for one in dispatches for work in one.work]
     decoding = [(one.num_steps, work.start) for one, work in all_ if work.is_decoding]
     steps = sum(one.num_steps for one in dispatches if any(work.is_decoding for work in one.work))
@@ -89,7 +176,7 @@ def _work(dispatches: Iterable[Dispatch]) -> dict[str, Any]:
 
 
 def _summed(keys: Iterable[str], seconds: list[float], order: Iterable[str]) -> dict[str, float]:
-    """In this order; what is not in it comes last."""
+    """Seconds by key, in the given order; other keys come last."""
     found: dict[str, float] = dict.fromkeys(order, 0.0)
     for key, value in zip(keys, seconds, strict=True):
         found[key] = found.get(key, 0.0) + value
@@ -105,7 +192,7 @@ def _crossed(ops: list[Op], seconds: list[float]) -> dict[str, dict[str, float]]
 
 
 def _layers(ops: list[Op], seconds: list[float]) -> dict[str, Any] | None:
-    """The time of each layer, the slowest and the median; None where no operation is known to be a layer's."""
+    """The time of each layer, the slowest and the median; None if no operation is known to belong to a layer."""
     found: dict[int, float] = {}
     for op, value in zip(ops, seconds, strict=True):
         if op.layer is not None:
@@ -122,7 +209,7 @@ def _layers(ops: list[Op], seconds: list[float]) -> dict[str, Any] | None:
 
 
 def _longest(found: list[Interval], ops: list[Op], seconds: list[float]) -> list[dict[str, Any]]:
-    """Operations that took longest, those of all layers that are alike together."""
+    """The operations that took longest, summed over layers."""
     totals: dict[tuple[str, str, str], list[float]] = {}
     for one, op, value in zip(found, ops, seconds, strict=True):
         total = totals.setdefault((op.part, op.kind, one.name.partition(".")[0]), [0, 0.0])
@@ -136,7 +223,7 @@ def _longest(found: list[Interval], ops: list[Op], seconds: list[float]) -> list
 
 
 def _roofline(total: Needed, phase: Phase, num_steps: int) -> dict[str, Any]:
-    """Of the steps that were traced; the share is of the time without a trace."""
+    """The roofline of the traced steps, as a share of the time without a trace."""
     seconds = phase.plain.seconds * num_steps / max(_steps(phase.plain), 1)
     return {
         "bytes": total.num_bytes,

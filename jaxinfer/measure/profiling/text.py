@@ -1,4 +1,4 @@
-"""Profiles for people: one page."""
+"""A profile as a page of text."""
 
 from typing import Any
 
@@ -7,48 +7,48 @@ from jaxinfer.measure.profiling.ops import KINDS
 MS = 1e3
 SHORT = {"matrix products": "products", "gathers, copies, transposes": "moves"}
 CPU_NOTE = (
-    "Device time on a CPU is the time in which at least one operation of a program ran, on whichever threads; where "
-    "several ran at once, each gets an equal part."
+    "Device time on a CPU is the time in which at least one operation of a program ran on any thread; it is divided "
+    "equally among operations that run at the same time."
 )
-DEVICE_NOTE = "Device time is the time in which at least one operation ran, on the mean device."
+DEVICE_NOTE = "Device time is the time in which at least one operation ran, averaged over the devices."
 
 
 def note(platform: str) -> str:
-    """What device time is."""
+    """The definition of device time."""
     return CPU_NOTE if platform == "cpu" else DEVICE_NOTE
 
 
 def headline(phase: dict[str, Any]) -> list[str]:
-    """What ran, how long it took, beside the roofline."""
+    """What ran, how long it took, and the roofline."""
     steps, line, device = phase["steps"], phase["roofline"], phase["device"]
     unit = "step"
     if phase["phase"] == "prefill":
         what = f"{phase['prompt_tokens']:,} prompt tokens in {_count(steps, 'step')}"
     else:
         unit = {("decode",): "step", ("rounds",): "speculative round"}.get(tuple(phase["kinds"]), "step or round")
-        batch = f"{phase['mean_batch']:g} answer{'' if phase['mean_batch'] == 1 else 's'}"
-        what = f"{_count(steps, unit)} of {batch} at {phase['mean_context']:,.0f} tokens"
+        batch = f"{phase['mean_batch']:g} sequence{'' if phase['mean_batch'] == 1 else 's'}"
+        what = f"{_count(steps, unit)} of {batch} of {phase['mean_context']:,.0f} tokens"
     each, traced = phase["seconds"] / steps, phase["traced_seconds"] / steps
     lines = [
         f"{phase['phase']}: {what}, {_count(phase['dispatches'], 'dispatch', 'es')}",
-        f"a {unit}: {each * MS:.2f} ms ({traced * MS:.2f} with the trace); "
+        f"per {unit}: {each * MS:.2f} ms ({traced * MS:.2f} with the trace); "
         f"the device was idle for {100 * device['idle_share']:.1f} %" + _gap(phase["host_gap"]),
-        f"must move {line['bytes'] / steps / 1e6:,.1f} MB and compute {line['flops'] / steps / 1e9:,.2f} GFLOP a step: "
-        f"{line['seconds'] / steps * MS:.2f} ms at the measured rates ({line['bound']}), "
+        f"at least {line['bytes'] / steps / 1e6:,.1f} MB and {line['flops'] / steps / 1e9:,.2f} GFLOP per step: "
+        f"{line['seconds'] / steps * MS:.2f} ms at the measured rates ({line['bound']}-bound), "
         f"{line['percent']:.0f} % of the roofline",
     ]
     if line["percent"] > 100:
-        lines.append("faster than the roofline: other work slowed the machine down while its rates were measured")
+        lines.append("faster than the roofline: other work slowed down the machine while its rates were measured")
     if (layers := phase["layers"]) is not None:
         lines.append(
-            f"slowest layer: {layers['slowest']}, {layers['slowest_seconds'] / steps * MS:.3f} ms a step; "
-            f"the median layer {layers['median_seconds'] / steps * MS:.3f} ms"
+            f"slowest layer: {layers['slowest']}, {layers['slowest_seconds'] / steps * MS:.3f} ms per step; "
+            f"median layer: {layers['median_seconds'] / steps * MS:.3f} ms"
         )
     return lines
 
 
 def parts(phase: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows: milliseconds of a step, by part of the model and kind of operation."""
+    """Titles and rows: milliseconds per step, by part of the model and kind of operation."""
     steps, total = phase["steps"], sum(phase["by_kind"].values())
     kinds = [kind for kind in KINDS if kind in phase["by_kind"]]
     rows = []
@@ -59,11 +59,11 @@ def parts(phase: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     sums = [phase["by_kind"][kind] for kind in kinds]
     rows.append(["all", f"{total / steps * MS:.3f}", "100.0 %", *(f"{one / steps * MS:.3f}" for one in sums)])
     rows.append(["", "", "", *(f"{100 * one / total:.1f} %" for one in sums)])
-    return ["device ms a step", "all", "share", *(SHORT.get(kind, kind) for kind in kinds)], rows
+    return ["device ms per step", "all", "share", *(SHORT.get(kind, kind) for kind in kinds)], rows
 
 
 def longest(phase: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Titles and rows: the operations that took longest, of all layers together."""
+    """Titles and rows: the operations that took longest, summed over layers."""
     steps, total = phase["steps"], sum(phase["by_kind"].values())
     rows = [
         [
@@ -76,11 +76,11 @@ def longest(phase: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         ]
         for one in phase["longest"]
     ]
-    return ["longest, of a step", "part", "kind", "runs", "ms", "share"], rows
+    return ["longest per step", "part", "kind", "runs", "ms", "share"], rows
 
 
 def _gap(gap: dict[str, Any] | None) -> str:
-    return "" if gap is None else f"; the host kept it waiting {gap['per_step_mean'] * MS:.3f} ms a step"
+    return "" if gap is None else f" and waited {gap['per_step_mean'] * MS:.3f} ms per step for the host"
 
 
 def _count(number: int, unit: str, ending: str = "s") -> str:

@@ -1,9 +1,9 @@
-"""A trace of `jax.profiler` as intervals of operations, and how the devices' time divides among them.
+"""A trace of `jax.profiler` as intervals of operations, and the division of the devices' time among them.
 
-Where an operation's interval lies depends on the platform. An accelerator has a plane for each device, with a line of
-operations ("XLA Ops", or the streams of a GPU). A CPU has one plane for the host; there an operation lasts from when a
-thread begins it until the last thread of its work is done. That thread writes an event "end: NAME", but only after the
-operations that it runs next, which had waited for this one.
+The events of an operation depend on the platform. An accelerator has a plane for each device, with a line of operations
+("XLA Ops", or the streams of a GPU). A CPU has one plane for the host; an operation lasts from its beginning on one
+thread until the last thread has finished its work. That thread writes an event "end: NAME", but only after the
+operations that it runs next, which were waiting for this one.
 """
 
 import bisect
@@ -22,22 +22,22 @@ from jaxinfer.measure.profiling.ops import CONTROL
 _NAME = re.compile(r"%?([\w.\-]+)")
 _RUNS_OTHERS = re.compile(rf"({'|'.join(CONTROL)})\b")
 _OPS, _MODULES, _STEPS = "XLA Ops", "XLA Modules", "Steps"
-# Lines of an accelerator that tell of the same time once more.
+# Lines of an accelerator that repeat the same time.
 _OTHER_LINES = (_MODULES, _STEPS, "Async XLA Ops", "Framework Ops", "Framework Name Scope", "Source code")
 SUFFIX = ".xplane.pb"
 
 
 class NoDeviceEventsError(RuntimeError):
-    """A trace tells nothing of the devices."""
+    """A trace has no events of devices."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """One run of an operation. Times in nanoseconds of one clock.
+    """One run of an operation. Times are in nanoseconds of one clock.
 
     Attributes:
-      name: of the instruction. module: of its program. run: tells programs of one module apart, None if the trace does
-      not. device: which. scope: as the trace has it, "" where the compiled program must be asked.
+      name: of the instruction. module: of its program. run: distinguishes programs of one module; None if the trace
+        does not. scope: from the trace, "" if only the compiled program has it.
     """
 
     name: str
@@ -50,14 +50,14 @@ class Interval:
 
 
 def start(folder: Path) -> None:
-    """Begins a trace: devices and the host's own events, without Python's, which would slow it down."""
+    """Begins a trace of the devices and the host, without Python events, which would slow it down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     jax.profiler.start_trace(str(folder), profiler_options=options)
 
 
 def stop(folder: Path) -> Any:
-    """Ends it; what it holds. Raises NoDeviceEventsError where no file was written."""
+    """Ends the trace and returns its data. Raises NoDeviceEventsError if no file was written."""
     jax.profiler.stop_trace()
     files = sorted(folder.rglob(f"*{SUFFIX}"))
     if not files:
@@ -66,9 +66,9 @@ def stop(folder: Path) -> Any:
 
 
 def intervals(data: Any) -> list[Interval]:
-    """All operations of a trace (`jax.profiler.ProfileData`), by their start.
+    """All operations of a trace (`jax.profiler.ProfileData`) in the order of their start.
 
-    Raises NoDeviceEventsError, with the names of the planes, where it has none.
+    Raises NoDeviceEventsError, with the names of the planes, if there are none.
     """
     planes = list(data.planes)
     devices = [plane for plane in planes if plane.name.startswith("/device:") and "CUSTOM" not in plane.name]
@@ -150,10 +150,10 @@ def _on_cpu(plane: Any) -> Iterator[Interval]:
 
 
 def shares(found: Iterable[Interval], is_control: Iterable[bool]) -> list[float]:
-    """Seconds of device time of each interval: together, the time in which a device ran anything.
+    """Seconds of device time of each interval; their sum is the time in which a device ran anything.
 
-    Where several operations of a device run at once, each gets an equal part of that time. An operation that only runs
-    others (`is_control`) gets what is left while none of them runs.
+    Operations of a device that run at the same time get equal parts of it. An operation that only runs others
+    (`is_control`) gets the time in which none of them runs.
     """
     all_, controls = list(found), list(is_control)
     result = [0.0] * len(all_)
@@ -164,8 +164,8 @@ def shares(found: Iterable[Interval], is_control: Iterable[bool]) -> list[float]
 
 
 def _divide(all_: list[Interval], controls: list[bool], numbers: list[int], result: list[float]) -> None:
-    """Adds each interval's part, in one sweep. A clock counts the time that one of several gets; an interval's part is
-    what the clock went on by between its beginning and its end."""
+    """Computes each interval's part in one sweep. A clock advances by the time divided by the number of running
+    operations; an interval's part is the advance between its beginning and its end."""
     running: list[tuple[float, int]] = []  # a heap by end
     clocks, counts = [0.0, 0.0], [0, 0]  # of operations, of those that run others
     began: dict[int, float] = {}

@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel
-from jaxinfer.measure.advise.measure import AdviseRequest, TrialRunner
+from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
 from jaxinfer.measure.bench.runs import RunOptions
 from jaxinfer.measure.bench.workload import Lengths, Workload
 from jaxinfer.models import init_params
@@ -27,7 +27,7 @@ def params():
 
 
 @pytest.fixture
-def lab(params, monkeypatch):
+def runner(params, monkeypatch):
     """Of live parameters, where a user has a checkpoint; nothing is freed."""
 
     def load(model, **values):
@@ -36,34 +36,34 @@ def lab(params, monkeypatch):
     monkeypatch.setattr("jaxinfer.measure.advise.measure.load_model", load)
     monkeypatch.setattr(TrialRunner, "close", lambda self: None)
     workload = Workload(Lengths("fixed", 8, 8), Lengths("fixed", 6, 6))
-    return TrialRunner(AdviseRequest("tiny", ARGUMENTS, workload, (), 3, 2, 4, RunOptions(limits={"e2el": 60.0})))
+    return TrialRunner(TrialSettings("tiny", ARGUMENTS, workload, (), 3, 2, 4, RunOptions(limits={"e2el": 60.0})))
 
 
 @pytest.mark.slow
-def test_a_baseline_and_a_cache_of_8_bits(lab):
-    base = lab({})
+def test_a_baseline_and_a_cache_of_8_bits(runner):
+    base = runner({})
     assert len(base.ttft) == len(base.tpot) == len(base.one) == len(base.rate) == len(base.goodput) == 2
     assert all(seconds > 0 for seconds in (*base.ttft, *base.tpot))
     assert base.kl == 0
-    assert lab.shared >= 2 * 4 / 36  # of 3 prompts of 12 tokens the first 4
-    small = lab({"kv_dtype": "int8"})
+    assert runner.shared >= 2 * 4 / 36  # of 3 prompts of 12 tokens the first 4
+    small = runner({"kv_dtype": "int8"})
     assert 0 < small.kl < 0.5
     assert small.token_bytes < base.token_bytes
     assert small.needed_bytes < base.needed_bytes
     assert small.cache_tokens > base.cache_tokens
 
 
-def test_what_fails_is_a_row_and_a_baseline_that_fails_is_an_error(lab):
-    row = lab({"draft": "layers:9"})
+def test_what_fails_is_a_row_and_a_baseline_that_fails_is_an_error(runner):
+    row = runner({"draft": "layers:9"})
     assert row.reason is not None
     assert row.reason.startswith("failed: ")
     assert "layers" in row.reason
-    lab.asked.arguments["max_model_len"] = 4
+    runner.settings.arguments["max_model_len"] = 4
     try:
         with pytest.raises(ValueError, match=r"max_model_len=4|4 tokens"):
-            lab({})
+            runner({})
     finally:
-        lab.asked.arguments["max_model_len"] = 48
+        runner.settings.arguments["max_model_len"] = 48
 
 
 def test_an_engine_has_the_log_probabilities_that_it_scores_with(params):

@@ -3,11 +3,10 @@
 import pytest
 
 from jaxinfer.measure.advise.goals import Goal
-from jaxinfer.measure.advise.report import advice, pooled, sections, table
-from jaxinfer.measure.advise.results import earlier, new, with_findings
+from jaxinfer.measure.advise.report import advice, earlier_findings, new_result, pooled, sections, table, with_findings
 from jaxinfer.measure.advise.search import Findings
 from jaxinfer.measure.advise.trials import TrialResult
-from jaxinfer.measure.bench.results import ResultError, write
+from jaxinfer.measure.bench.results import ResultError, write_result
 
 
 def row(rate, kl=0.0, **arguments):
@@ -64,7 +63,7 @@ def test_what_helped_and_what_did_not(found):
     its = advice(goal, found, "my model", {"dtype": "bfloat16", "deterministic": True})
     text = "\n".join(sections(goal, found, its, {"weights": "you gave them"}, price_per_hour=3.6))
     helped, rest = text.split("Did not help")
-    others, rest = rest.split("Not known")
+    others, rest = rest.split("Unknown")
     unknown, last = rest.split("Recommended: ")
     assert "--max-seqs 32: tokens/s 1.96x" in helped
     assert "--quantize int4-g128: KL 0.2 nats per token is above --max-kl 0.05 (tokens/s 0.88x)" in others
@@ -72,8 +71,8 @@ def test_what_helped_and_what_did_not(found):
     assert "--kv-dtype int8: failed: no room" in unknown
     assert "weights: not tried: you gave them" in unknown
     assert last.startswith("--quantize int8 --max-seqs 32\n  2.55x the baseline's tokens/s\n")
-    assert "a million tokens out cost 3.85" in last
-    assert "the largest batch size that was tried" in last
+    assert "cost per million output tokens 3.85" in last
+    assert "the best batch size is the largest that was tried" in last
     assert its.command == (
         "jaxinfer batch requests.jsonl answers.jsonl --model 'my model' --dtype bfloat16 --deterministic "
         "--quantize int8 --max-seqs 32"
@@ -87,7 +86,7 @@ def test_the_baseline_is_that_of_all_its_measurements(found):
     goal = Goal("latency")
     its = advice(goal, only, "demo", {})
     assert its.command == 'jaxinfer generate "..." --model demo'
-    assert "The baseline was measured once" in "\n".join(sections(goal, only, its, {}))
+    assert "The baseline was measured only once" in "\n".join(sections(goal, only, its, {}))
 
 
 def test_nothing_within_the_limits(found):
@@ -97,22 +96,22 @@ def test_nothing_within_the_limits(found):
     found.together.clear()
     its = advice(goal, found, "demo", {})
     assert its.to_dict() is None
-    assert "nothing that was tried is within the limits" in "\n".join(sections(goal, found, its, {}))
+    assert "no trial is within the limits" in "\n".join(sections(goal, found, its, {}))
 
 
 def test_results_are_read_as_they_were_written_without_a_drafts_path(found, tmp_path):
     file = tmp_path / "advice.json"
     draft = str(tmp_path / "small")
     found.alone[3] = row(101.0, draft=draft)
-    result = new("demo", {"seed": 0}, {"device": "cpu"})
-    write(file, with_findings(result, found))
+    result = new_result("demo", {"seed": 0}, {"device": "cpu"})
+    write_result(file, with_findings(result, found))
     assert str(tmp_path) not in file.read_text()
-    again = earlier(file, result, [draft])
+    again = earlier_findings(file, result, [draft])
     assert again is not None
     assert (again.base, again.alone, again.together) == (found.base, found.alone, found.together)
-    assert earlier(tmp_path / "none.json", result) is None
+    assert earlier_findings(tmp_path / "none.json", result) is None
     with pytest.raises(ResultError, match="seed=0, not 1"):
-        earlier(file, new("demo", {"seed": 1}, {"device": "cpu"}))
+        earlier_findings(file, new_result("demo", {"seed": 1}, {"device": "cpu"}))
     file.write_text("{}")
-    with pytest.raises(ResultError, match="no result"):
-        earlier(file, result)
+    with pytest.raises(ResultError, match="not a result"):
+        earlier_findings(file, result)

@@ -3,9 +3,8 @@
 import pytest
 
 from jaxinfer.measure.advise import search as searching
-from jaxinfer.measure.advise.candidates import ModelFacts, candidates
 from jaxinfer.measure.advise.goals import Goal
-from jaxinfer.measure.advise.search import Findings, search
+from jaxinfer.measure.advise.search import Findings, ModelFacts, candidates, search
 from jaxinfer.measure.advise.trials import TrialResult, flags
 
 
@@ -116,7 +115,7 @@ def test_when_the_time_is_over_the_rest_is_said_to_be_untried():
     machine = Machine({})
     found = search(Goal("cost"), TRIALS, machine, is_over=lambda: len(machine.asked) > 2)
     assert machine.asked == ["", "--quantize int8", "--max-seqs 32"]
-    assert [row.reason for row in found.alone[2:]] == ["not tried: the time was over"] * 3
+    assert [row.reason for row in found.alone[2:]] == ["not tried: time limit reached"] * 3
 
 
 def test_an_earlier_search_goes_on_and_what_failed_is_tried_again():
@@ -130,7 +129,7 @@ def test_an_earlier_search_goes_on_and_what_failed_is_tried_again():
 
     first = Machine(gains)
     with pytest.raises(KeyboardInterrupt):
-        search(Goal("cost"), TRIALS, first, told=stop)
+        search(Goal("cost"), TRIALS, first, report=stop)
     second = Machine({**gains, "draft=ngram": 1.0})
     found = search(Goal("cost"), TRIALS, second, found=kept[-1])
     assert second.asked == ["--draft ngram", "", "--kv-dtype int8", "", "--quantize int8 --max-seqs 64", ""]
@@ -180,8 +179,8 @@ def test_everything_is_a_candidate():
         ("cost", {"given": {"prefix_cache": False}}, "prefix reuse", "you gave --prefix-cache"),
         ("cost", {"shared": 0.02}, "prefix reuse", "2% of the prompts' tokens"),
         ("cost", {"shared": None}, "prefix reuse", "nothing runs"),
-        ("latency", {}, "batch sizes", "one request alone"),
-        ("users", {}, "drafts", "no more room"),
+        ("latency", {}, "batch sizes", "a single request"),
+        ("users", {}, "drafts", "takes memory"),
     ],
 )
 def test_what_is_not_tried_has_a_reason(goal, changes, what, why):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxinfer.measure.advise.texts import for_quality, requests, shared_share
+from jaxinfer.measure.advise.measure import for_quality, make_requests, shared_share
 from jaxinfer.measure.bench.workload import DatasetRow, Lengths, Workload
 
 
@@ -22,22 +22,22 @@ def test_the_share_that_reuse_could_save(prompts, share):
 def test_prompts_are_pieces_of_the_texts_and_repeat():
     texts = [list(range(100)), list(range(100, 150))]
     workload = Workload(Lengths("uniform", 5, 9), Lengths("fixed", 3, 3), seed=1)
-    asks = requests(workload, texts, 20, 150, num_shared=4)
-    assert asks == requests(workload, texts, 20, 150, num_shared=4)
-    for ask in asks:
-        body = ask.prompt[4:]
+    requests = make_requests(workload, texts, 20, 150, num_shared=4)
+    assert requests == make_requests(workload, texts, 20, 150, num_shared=4)
+    for request in requests:
+        body = request.prompt[4:]
         assert 5 <= len(body) <= 9
         assert body == list(range(body[0], body[0] + len(body)))
-        assert ask.prompt[:4] == asks[0].prompt[:4]
-        assert ask.num_tokens == 3
-    assert shared_share([ask.prompt for ask in asks]) > 0.2
+        assert request.prompt[:4] == requests[0].prompt[:4]
+        assert request.num_tokens == 3
+    assert shared_share([request.prompt for request in requests]) > 0.2
 
 
 def test_a_dataset_is_taken_as_it_is():
     workload = Workload(
         Lengths("fixed", 5, 5), Lengths("fixed", 3, 3), (DatasetRow("one", None), DatasetRow([1, 2], 7))
     )
-    assert [(ask.prompt, ask.num_tokens) for ask in requests(workload, [], 3, 9)] == [
+    assert [(request.prompt, request.num_tokens) for request in make_requests(workload, [], 3, 9)] == [
         ("one", 3),
         ([1, 2], 7),
         ("one", 3),
@@ -46,7 +46,7 @@ def test_a_dataset_is_taken_as_it_is():
 
 def test_a_text_that_is_shorter_than_a_prompt_goes_round():
     workload = Workload(Lengths("fixed", 7, 7), Lengths("fixed", 1, 1))
-    assert requests(workload, [[1, 2, 3]], 1, 9)[0].prompt == [1, 2, 3, 1, 2, 3, 1]
+    assert make_requests(workload, [[1, 2, 3]], 1, 9)[0].prompt == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_texts_for_quality_keep_within_the_memory_of_log_probabilities():

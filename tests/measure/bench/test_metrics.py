@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxinfer.measure.bench.metrics import Trace, distribution, figures, keeps, parse_goodput
+from jaxinfer.measure.bench.metrics import Trace, distribution, figures, is_within, parse_goodput
 
 
 def trace(sent, times, tokens):
@@ -23,8 +23,8 @@ def test_a_request_by_the_definitions():
 def test_an_answer_of_one_token_has_no_tpot_and_keeps_any_limit_of_it():
     one = trace(0.0, [0.2], [1])
     assert one.tpot is None
-    assert keeps(one, {"tpot": 1e-9})
-    assert not keeps(one, {"ttft": 0.1})
+    assert is_within(one, {"tpot": 1e-9})
+    assert not is_within(one, {"ttft": 0.1})
 
 
 def test_all_figures_of_two_requests():

@@ -10,7 +10,7 @@ import pytest
 from jaxinfer.measure.bench import rates, runs
 from jaxinfer.measure.bench.model import opened, public_name, random_model
 from jaxinfer.measure.bench.probe import DispatchProbe, host_gap
-from jaxinfer.measure.bench.workload import Ask, Lengths, Workload
+from jaxinfer.measure.bench.workload import Lengths, Workload, WorkloadRequest
 from jaxinfer.models import init_params
 from tests.tiny import TINY
 
@@ -35,9 +35,9 @@ def served():
         yield found
 
 
-def check(run, asks):
-    assert run["answer_tokens"] == sum(ask.num_tokens for ask in asks)
-    assert run["prompt_tokens"] == sum(len(ask.prompt) for ask in asks)
+def check(run, requests):
+    assert run["answer_tokens"] == sum(request.num_tokens for request in requests)
+    assert run["prompt_tokens"] == sum(len(request.prompt) for request in requests)
     assert run["compiled_after_warm_up"] == 0
     assert 0 < run["ttft"]["p50"] <= run["e2el"]["p50"]
     assert 0 < run["decode"]["mean_batch"] <= ARGUMENTS["max_seqs"]
@@ -48,43 +48,43 @@ def check(run, asks):
 
 def test_latency_counts_all_batches_but_the_first(bench):
     ended = []
-    how = runs.RunOptions(told=lambda: ended.append(1))
-    batches = [WORKLOAD.asks(2, 64, part) for part in range(3)]
-    run = runs.latency(bench, batches, how)
-    check(run, [ask for batch in batches[1:] for ask in batch])
+    options = runs.RunOptions(progress=lambda: ended.append(1))
+    batches = [WORKLOAD.requests(2, 64, part) for part in range(3)]
+    run = runs.latency(bench, batches, options)
+    check(run, [request for batch in batches[1:] for request in batch])
     assert (run["batch"], run["requests"], len(ended)) == (2, 4, 6)
     assert run["prefill"]["roofline_seconds"] < run["prefill"]["seconds"]
     assert run["host_gap"]["steps"] >= run["host_gap"]["dispatches"] > 0
 
 
 def test_throughput_serves_more_requests_than_slots(bench):
-    asks = WORKLOAD.asks(9, 64)
+    requests = WORKLOAD.requests(9, 64)
     run = runs.throughput(
-        bench, asks, WORKLOAD.asks(1, 64, 1), runs.RunOptions(limits={"ttft": 1e-9}, price_per_hour=1.0)
+        bench, requests, WORKLOAD.requests(1, 64, 1), runs.RunOptions(limits={"ttft": 1e-9}, price_per_hour=1.0)
     )
-    check(run, asks)
+    check(run, requests)
     assert run["goodput"]["share"] == 0
     assert run["cost_per_million_tokens"]["out"] > run["cost_per_million_tokens"]["total"] > 0
 
 
 def test_load_streams_to_clients_who_arrive(served):
-    asks = WORKLOAD.asks(5, 64)
+    requests = WORKLOAD.requests(5, 64)
     times = [0.0, 0.01, 0.02, 0.02, 0.1]
-    run = runs.load(served, asks, times, runs.RunOptions())
-    check(run, asks)
+    run = runs.load(served, requests, times, runs.RunOptions())
+    check(run, requests)
     assert run["seconds"] >= times[-1]
 
 
 def test_a_limit_of_concurrency_is_kept(served):
-    asks = [Ask([1, 2, 3], 6)] * 4
-    traces, _ = asyncio.run(runs.serve_arriving(served.engine, asks, [0.0] * 4, runs.RunOptions(), 1))
+    requests = [WorkloadRequest([1, 2, 3], 6)] * 4
+    traces, _ = asyncio.run(runs.serve_arriving(served.engine, requests, [0.0] * 4, runs.RunOptions(), 1))
     spans = sorted((trace.sent, trace.times[-1]) for trace in traces)
     assert all(earlier[1] <= later[0] for earlier, later in itertools.pairwise(spans))
     assert all(trace.num_tokens == 6 for trace in traces)
 
 
 def test_a_repeated_prompt_of_another_run_is_not_found_in_the_prefix_cache(bench):
-    ask = Ask(list(range(3, 43)), 2)
+    request = WorkloadRequest(list(range(3, 43)), 2)
     engine = bench.llm.engine
     seen = []
     original = engine.scheduler._find_known
@@ -96,8 +96,8 @@ def test_a_repeated_prompt_of_another_run_is_not_found_in_the_prefix_cache(bench
 
     engine.scheduler._find_known = spied
     try:
-        runs.serve_all(bench.llm, [ask], runs.RunOptions())
-        runs.serve_all(bench.llm, [ask], runs.RunOptions())
+        runs.serve_all(bench.llm, [request], runs.RunOptions())
+        runs.serve_all(bench.llm, [request], runs.RunOptions())
     finally:
         del engine.scheduler._find_known
     assert seen
@@ -106,7 +106,7 @@ def test_a_repeated_prompt_of_another_run_is_not_found_in_the_prefix_cache(bench
 
 def test_a_request_too_long_is_named_and_leaves_nothing_behind(bench):
     with pytest.raises(ValueError, match="request 1"):
-        runs.serve_all(bench.llm, [Ask([1], 2), Ask([1] * 60, 60)], runs.RunOptions())
+        runs.serve_all(bench.llm, [WorkloadRequest([1], 2), WorkloadRequest([1] * 60, 60)], runs.RunOptions())
     assert not bench.llm.engine.has_work
 
 
@@ -123,11 +123,11 @@ def test_the_probe_sees_a_host_that_is_slow(bench, monkeypatch):
 
     monkeypatch.setattr(engine.scheduler, "schedule", slow)
     with DispatchProbe(engine) as probe:
-        runs.serve_all(bench.llm, [Ask([1, 2, 3], 20)], runs.RunOptions())
+        runs.serve_all(bench.llm, [WorkloadRequest([1, 2, 3], 20)], runs.RunOptions())
     found = host_gap([probe])
     assert found["seconds"] > 0.02
     before = probe.num_steps
-    runs.serve_all(bench.llm, [Ask([1, 2, 3], 4)], runs.RunOptions())
+    runs.serve_all(bench.llm, [WorkloadRequest([1, 2, 3], 4)], runs.RunOptions())
     assert probe.num_steps == before  # it has left
 
 
@@ -155,11 +155,11 @@ def test_bytes_and_flops_of_a_step_are_those_of_the_weights_and_the_cache(bench)
 
 
 def test_rates_are_measured_of_what_is_asked_for():
-    found = rates.measure("float32", ("bf16", "int8"), **SIZES)
+    found = rates.measure_rates("float32", ("bf16", "int8"), **SIZES)
     assert set(found.bandwidths) == {"read", "copy", "matvec"}
     assert set(found.flops) == {"bf16", "int8"}
     assert all(np.isfinite(rate) and rate > 0 for rate in (*found.bandwidths.values(), *found.flops.values()))
-    slower = rates.Measured(found.dtype, dict.fromkeys(found.bandwidths, 1.0), {**found.flops, "int8": 1e30})
+    slower = rates.MeasuredRates(found.dtype, dict.fromkeys(found.bandwidths, 1.0), {**found.flops, "int8": 1e30})
     best = slower.best(found)
     assert (best.bandwidths, best.flops) == (found.bandwidths, {**found.flops, "int8": 1e30})
     assert found.bandwidth == max(found.bandwidths.values())
@@ -183,10 +183,10 @@ def test_names_of_paths_are_cut(tmp_path):
 
 
 def test_each_kind_of_run_wants_a_model_that_was_opened_for_it(bench, served):
-    asks = WORKLOAD.asks(2, 64)
-    with pytest.raises(ValueError, match="stepped by a thread of its own"):
-        runs.latency(served, [asks, asks], runs.RunOptions())
-    with pytest.raises(ValueError, match="stepped by a thread of its own"):
-        runs.throughput(served, asks, asks, runs.RunOptions())
+    requests = WORKLOAD.requests(2, 64)
+    with pytest.raises(ValueError, match="stepped by its own thread"):
+        runs.latency(served, [requests, requests], runs.RunOptions())
+    with pytest.raises(ValueError, match="stepped by its own thread"):
+        runs.throughput(served, requests, requests, runs.RunOptions())
     with pytest.raises(ValueError, match="needs a model that was opened to serve"):
-        runs.load(bench, asks, [0.0, 0.0], runs.RunOptions())
+        runs.load(bench, requests, [0.0, 0.0], runs.RunOptions())

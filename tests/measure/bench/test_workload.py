@@ -36,16 +36,16 @@ def test_drawn_lengths_fill_their_range():
 
 def test_a_seed_repeats_requests_and_parts_differ():
     workload = Workload(Lengths("uniform", 4, 9), Lengths("fixed", 5, 5), seed=3)
-    assert workload.asks(6, 100) == workload.asks(6, 100)
-    assert workload.asks(6, 100) != workload.asks(6, 100, part=1)
-    assert all(4 <= len(ask.prompt) <= 9 and ask.num_tokens == 5 for ask in workload.asks(6, 100))
-    assert all(0 <= token < 100 for ask in workload.asks(6, 100) for token in ask.prompt)
+    assert workload.requests(6, 100) == workload.requests(6, 100)
+    assert workload.requests(6, 100) != workload.requests(6, 100, part=1)
+    assert all(4 <= len(request.prompt) <= 9 and request.num_tokens == 5 for request in workload.requests(6, 100))
+    assert all(0 <= token < 100 for request in workload.requests(6, 100) for token in request.prompt)
 
 
 def test_a_dataset_gives_prompts_and_its_own_lengths_and_begins_again():
     workload = Workload(Lengths("fixed", 1, 1), Lengths("fixed", 7, 7), (DatasetRow("a", None), DatasetRow([1, 2], 3)))
-    asks = workload.asks(3, 100)
-    assert [(ask.prompt, ask.num_tokens) for ask in asks] == [("a", 7), ([1, 2], 3), ("a", 7)]
+    requests = workload.requests(3, 100)
+    assert [(request.prompt, request.num_tokens) for request in requests] == [("a", 7), ([1, 2], 3), ("a", 7)]
 
 
 def test_a_dataset_is_read(tmp_path):
@@ -88,7 +88,7 @@ def test_an_infinite_rate_sends_all_at_once_and_others_are_refused():
 
 def test_lists_of_numbers():
     assert parse_numbers("2,inf,2", "--rate") == [2.0, math.inf]
-    assert parse_numbers("1,8", "--batch", whole=True) == [1, 8]
+    assert parse_numbers("1,8", "--batch", integers=True) == [1, 8]
     for text in ("", "0", "1.5", "a"):
         with pytest.raises(ValueError, match="--batch"):
-            parse_numbers(text, "--batch", whole=True)
+            parse_numbers(text, "--batch", integers=True)

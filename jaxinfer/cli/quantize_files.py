@@ -1,13 +1,13 @@
-"""Writing what `jaxinfer quantize` made, and comparing it with what was calibrated before it gets its name."""
+"""The files of `jaxinfer quantize`: checks before anything is written, and writing and verifying the checkpoint."""
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxinfer.cli.command import say
+from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.output import waiting
-from jaxinfer.cli.quantize_checks import num_bytes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
     from checkpoints_convert import LayerKVScales
     from checkpoints_convert.checkpoint import Checkpoint, ParamPath
-    from jaxinfer.calibration import CalibrationResult, LayerReport
+    from jaxinfer.calibration import CalibrationOptions, CalibrationResult, LayerReport
     from jaxinfer.quantization import QuantizedArray
+
 
 _TOLERANCE = 1e-3  # of the largest logit: weights as floats, against products of integers, both in float32
 
@@ -33,14 +34,14 @@ def write(
     *,
     overwrite: bool,
 ) -> float:
-    """Writes the checkpoint beside its destination, loads it again, compares, and gives it its name.
+    """Writes the checkpoint to a working folder, loads it again, compares it, and moves it to its destination.
 
-    One layer is held at a time, beside the shard it is written to.
+    One layer and one shard are in memory at a time.
 
     Args:
-      weights: what is quantized, as `planned` says. held_out: int32 [rows, T], whose logits are compared.
+      weights: the quantized weights, from `planned`. held_out: int32 [rows, T], whose logits are compared.
 
-    Returns the largest difference of a logit. Raises CheckpointError where a parameter or the logits differ.
+    Returns the largest difference of a logit. Raises CheckpointError if a parameter or the logits differ.
     """
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.load import open_checkpoint
@@ -51,7 +52,7 @@ def write(
     made = work / "checkpoint"
     with waiting("writing"):
         _write_files(source, weights, result, dtype, made)
-    with waiting("loading what was written, and comparing"), open_checkpoint(made, dtype="float32") as written:
+    with waiting("loading the checkpoint and comparing"), open_checkpoint(made, dtype="float32") as written:
         tokens = random_rows(source.config.vocab_size) if held_out is None else held_out[:2]
         calibrated = ComparedModel(source.config, result.read, result.rest)
         found = compare_models(
@@ -74,7 +75,7 @@ def write(
 
 
 def unit_reader(source: "Checkpoint") -> "Callable[[str], Any]":
-    """Gives a unit's parameters as a nested dict, or the one array it is."""
+    """A function that reads the parameters of a unit, as a nested dict or a single array."""
     from checkpoints_convert.checkpoint import insert
 
     def read(unit: str) -> Any:
@@ -90,15 +91,15 @@ def unit_reader(source: "Checkpoint") -> "Callable[[str], Any]":
 
 
 def rest_of(source: "Checkpoint") -> tuple[str, ...]:
-    """Its units that are no layers."""
+    """The names of the units that are not layers."""
     return tuple(unit for unit in source.units() if not unit.startswith("layers."))
 
 
 def adjusted_kv_scales(
     scales: "Sequence[LayerKVScales]", layers: "Sequence[LayerReport]"
 ) -> "tuple[tuple[LayerKVScales, ...], list[int]]":
-    """Scales of the cache for values that were divided, and the numbers of the layers whose scale is lost: where the
-    channels of a head were divided by different amounts no number is right, and 1 takes its place."""
+    """Scales of the cache after the values were divided, and the numbers of the layers whose scale is lost: if the
+    channels of a head were divided by different amounts, no scale is correct, and 1 is written."""
     import numpy as np
 
     found, lost = [], []
@@ -150,7 +151,7 @@ def _write_files(
 
 
 def _leaf_reader(read: "Callable[[str], Any]") -> "Callable[[ParamPath], Any]":
-    """Parameters by path, in the order of units, of which the last is held."""
+    """A function that reads parameters by path; it keeps the last unit, so paths should come in the order of units."""
     from checkpoints_convert.checkpoint import unit_of
 
     name, unit = None, None
@@ -158,7 +159,7 @@ def _leaf_reader(read: "Callable[[str], Any]") -> "Callable[[ParamPath], Any]":
     def leaf(path: "ParamPath") -> Any:
         nonlocal name, unit
         if unit_of(path) != name:
-            unit = None  # before the next is read
+            unit = None  # freed before the next one is read
             name, unit = unit_of(path), read(unit_of(path))
         found: Any = unit
         for key in path[2 if path[0] == "layers" else 1 :]:
@@ -174,7 +175,7 @@ def _warn(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", resu
         others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         say(
             f"warning: 'model.layers.{lost[0]}.self_attn.v_scale'{others}: dropped, 1 is written in its place, since"
-            " the channels of v_proj were divided by different amounts; --keep '*.o_proj' leaves them as they are"
+            " the channels of v_proj were divided by different amounts; --keep '*.o_proj' avoids that"
         )
     num_permuted = sum(weight.permutation is not None for weight in weights.values())
     if num_permuted:
@@ -182,3 +183,95 @@ def _warn(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", resu
             f'warning: {num_permuted} weights have permuted inputs (weight_g_idx, actorder "group"): jaxinfer opens'
             " them, compressed-tensors 0.20 does not; --static-groups makes what both open"
         )
+
+
+def check_not_quantized(source: "Checkpoint") -> None:
+    """Raises CheckpointError, with the folder and a tensor, if the checkpoint has quantized weights, even if they would
+    be read as floats."""
+    from checkpoints_convert.errors import CheckpointError
+
+    tensors = list(source.quantized().values())
+    if tensors:
+        others = f", and {len(tensors) - 1} other weights are" if len(tensors) > 1 else ""
+        raise CheckpointError(
+            source.directory,
+            f"tensor {tensors[0]!r} is quantized already{others}: quantize the original checkpoint instead",
+        )
+
+
+def planned(source: "Checkpoint", options: "CalibrationOptions") -> "dict[ParamPath, QuantizedArray]":
+    """The weights that will be quantized, as abstract arrays.
+
+    Raises UsageError for a group size that does not divide the inputs of a linear layer, ValueError for a pattern of
+    `keep` without a match, CheckpointError for what compressed-tensors or the family's config.json cannot express.
+    """
+    from checkpoints_convert.errors import CheckpointError
+    from checkpoints_convert.huggingface.compress import stored_form
+    from checkpoints_convert.huggingface.config import huggingface_config
+    from jaxinfer.calibration.driver import abstract_weights, all_linears
+
+    options.check_keep(all_linears(source.config))
+    huggingface_config(replace(source.config, dtype=options.dtype))
+    weights = abstract_weights(source.config, options)
+    _check_experts(source, weights)
+    for path, weight in weights.items():
+        name, inputs = ".".join(path[:-1]), weight.shape[-2]
+        group = options.grid(weight.scheme.bits).group_size
+        if group is not None and group > inputs and options.group_size != "auto":
+            raise UsageError(
+                f"--group-size {group}: {name} has {inputs} inputs; -1 gives every output one scale{_hint(weights)}"
+            )
+        if group is not None and inputs % min(group, inputs):
+            raise UsageError(
+                f"--group-size {group}: the {inputs} inputs of {name} leave a remainder of {inputs % group}, which "
+                f"compressed-tensors cannot store{_hint(weights)}, or keep the layer unquantized with --keep"
+            )
+        try:
+            stored_form(weight)
+        except ValueError as error:
+            raise CheckpointError(source.directory, f"{name}: {error}") from None
+    return weights
+
+
+def _check_experts(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]") -> None:
+    from checkpoints_convert.errors import CheckpointError
+    from checkpoints_convert.huggingface.families import family_of
+
+    for group in family_of(source.config).layout(source.config).tensor_groups:
+        for target in (placement.target for placement in group.placements):
+            if not group.is_stacked and target in weights and weights[target].ndim > 2:
+                raise CheckpointError(
+                    source.directory,
+                    f"{'.'.join(target)}: all experts are one tensor in this family, which compressed-tensors cannot "
+                    f"express: keep them unquantized with --keep '*.experts'",
+                )
+
+
+def num_bytes_of(
+    source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", dtype: str
+) -> "dict[ParamPath, int]":
+    """Bytes of each parameter in the written checkpoint."""
+    from checkpoints_convert.checkpoint import numpy_dtype, param_shapes
+
+    size = numpy_dtype(dtype).itemsize
+    return {
+        path: weights[path].num_bytes if path in weights else math.prod(shape) * size
+        for path, shape in param_shapes(source.config).items()
+    }
+
+
+def check_room(source: "Checkpoint", weights: "dict[ParamPath, QuantizedArray]", dtype: str, work: Path) -> None:
+    """Raises CheckpointError unless the disk has room for the checkpoint and for the finished layers, with one byte per
+    value. A resumed run is not checked, since it has written a part already."""
+    from checkpoints_convert.staging import check_free_space
+
+    if not work.exists():
+        layers = sum(weight.values.size for weight in weights.values())
+        check_free_space(work, sum(num_bytes_of(source, weights, dtype).values()) + layers)
+
+
+def _hint(weights: "dict[ParamPath, QuantizedArray]") -> str:
+    """A group size that divides the inputs of all layers, if there is a useful one."""
+    common = math.gcd(*(weight.shape[-2] for weight in weights.values()))
+    size = common & -common  # its largest power of two
+    return f"; --group-size {min(size, 128)} fits every layer" if size >= 16 else ""

@@ -1,0 +1,338 @@
+"""Compiling the programs of a plan, with all layers or with a few, and reading memory, FLOPs and bytes from them.
+
+Layers of one kind are alike, so a program costs a constant plus an amount per layer of each kind. Two compilations for
+each kind of layer determine both. Memory of arguments and outputs is exact that way.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+
+from jaxinfer.planning.programs import SPECULATE, Planned, planned_programs
+from jaxinfer.planning.subject import Subject, layer_kinds
+from pallas_kernels import ahead_of_time
+from pallas_kernels.ahead_of_time import Compilation
+from pallas_kernels.hbm_traffic import Instruction, Program
+
+# Bytes that a device sends per byte of an operation's result over p devices (ring algorithms; Chan et al. 2007).
+_SENT = {
+    "all-reduce": lambda p: 2 * (p - 1) / p,
+    "all-gather": lambda p: (p - 1) / p,
+    "reduce-scatter": lambda p: p - 1,
+    "all-to-all": lambda p: (p - 1) / p,
+    "collective-permute": lambda p: 1,
+}
+_KERNEL = re.compile(r"paged_attention_\d+_queries")
+
+
+@dataclass(frozen=True)
+class ProgramFigures:
+    """One program on one device.
+
+    Attributes:
+      argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes: from the compiler's memory analysis.
+      flops: counted by the compiler for one run in which loops run once; None if the compiler does not count them.
+      moved_bytes: between HBM and the chip in such a run, without attention. kernel_bytes: moved by attention's kernels
+        if every sequence is as long as its page table. Both are None except for TPUs.
+      num_collectives, sent_bytes: operations between devices, and the bytes that a device sends in them.
+      resident_bytes: see `programs.Planned`. seconds: compilation time.
+    """
+
+    argument_bytes: float
+    output_bytes: float
+    aliased_bytes: float
+    temporary_bytes: float
+    code_bytes: float
+    flops: float | None
+    moved_bytes: float | None
+    kernel_bytes: float | None
+    num_collectives: float
+    sent_bytes: float
+    resident_bytes: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes in use on a device while the program runs."""
+        held = self.argument_bytes + self.resident_bytes + self.output_bytes - self.aliased_bytes
+        return held + self.temporary_bytes + self.code_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "total_bytes": self.total_bytes}
+
+
+def read_figures(found: Compilation, num_devices: int, *, is_tpu: bool, loop_trips: int = 1) -> ProgramFigures:
+    """Reads the figures of a program that was compiled for `num_devices` devices."""
+    program = Program(found.program.as_text()) if is_tpu or num_devices > 1 else None
+    moved = kernels = None
+    if program is not None and is_tpu:
+        moves = program.moves(loop_trips=loop_trips)
+        attention = [move for move in moves if is_attention(move.instruction)]
+        every = sum(move.num_bytes for move in attention)
+        moved = sum(move.num_bytes for move in moves) - every
+        # A step has a kernel for short queries and one for long ones; a sequence's pages are read by one of them.
+        kinds = {name for move in attention for name in _KERNEL.findall(move.instruction.text)[:1]}
+        kernels = every / max(len(kinds), 1)
+    exchanged = list(_exchanges(program, num_devices)) if program is not None and num_devices > 1 else []
+    return ProgramFigures(
+        argument_bytes=found.argument_bytes,
+        output_bytes=found.output_bytes,
+        aliased_bytes=found.aliased_bytes,
+        temporary_bytes=found.temporary_bytes,
+        code_bytes=found.code_bytes,
+        flops=found.cost.get("flops"),
+        moved_bytes=moved,
+        kernel_bytes=kernels,
+        num_collectives=len(exchanged),
+        sent_bytes=sum(exchanged),
+        seconds=found.seconds,
+    )
+
+
+def is_attention(instruction: Instruction) -> bool:
+    return instruction.opcode == "custom-call" and "paged_attention" in instruction.text
+
+
+def _exchanges(program: Program, num_devices: int):
+    """Bytes that a device sends in each operation between devices of one run."""
+    for instruction, times in program.executed():
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode not in _SENT:
+            continue
+        # The first result of an asynchronous gather is its operand.
+        arrays = instruction.results[1:] if instruction.opcode == "all-gather-start" else instruction.results
+        size = sum(array.num_bytes for array in arrays[: max(1, len(instruction.operands))])
+        for _ in range(times):
+            yield size * _SENT[opcode](num_devices)
+
+
+def extrapolate(base: ProgramFigures, more: Sequence[tuple[ProgramFigures, float]]) -> ProgramFigures:
+    """base + sum of factor * (larger - base): the figures of the program with all layers, from those of small ones.
+
+    `seconds` is the sum of all compilation times. A figure that one of them lacks is None.
+    """
+    values: dict[str, float | None] = {}
+    for field in fields(base):
+        first = getattr(base, field.name)
+        others = [(getattr(larger, field.name), factor) for larger, factor in more]
+        if first is None or any(value is None for value, _ in others):
+            values[field.name] = None
+        else:
+            values[field.name] = first + sum(factor * (value - first) for value, factor in others)
+    seconds = base.seconds + sum(larger.seconds for larger, _ in more)
+    every = [base, *(larger for larger, _ in more)]
+    # A smaller program may need more scratch memory than a larger one: at least the largest that was seen.
+    temporaries = max([values["temporary_bytes"] or 0.0, *(one.temporary_bytes for one in every)])
+    # Code does not grow with the layers: beyond some size the compiler stops inlining (decoding with Llama-3-8B for
+    # v6e: 9, 13, 27 and 10 MB with 2, 4, 12 and 32 layers).
+    code = max(one.code_bytes for one in every)
+    values |= {"temporary_bytes": temporaries, "code_bytes": code}
+    return replace(base, **{**values, "seconds": seconds})  # type: ignore[arg-type]
+
+
+ProgressCallback = Callable[[str], None]
+# Compiles (function, arguments) for a chip or for this machine.
+Compiler = Callable[[Callable, tuple[Any, ...]], ahead_of_time.Compilation]
+# Layers of each kind in the smaller program, and additional layers of one kind in the larger. With a single layer,
+# compilers keep arrays in fast memory that they do not keep there with many.
+BASE_LAYERS, MORE_LAYERS = 2, 2
+# Compiling what comes before and after the layers takes as long as about so many layers (mostly sampling: 25 s of a
+# decode step for v6e, against 0.7 s a layer). Two small programs pay it twice, the whole program once.
+LAYERS_OF_BASE = 36
+# Concurrent compilations; each uses about one core.
+MAX_WORKERS = 2
+
+
+def no_progress(_: str) -> None:
+    """Reports nothing."""
+
+
+class OutOfChipMemory(RuntimeError):
+    """The compiler refused a program that needs more memory than the chip has."""
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """The figures of a program, and the numbers of layers of the programs that were compiled for them."""
+
+    figures: ProgramFigures
+    num_layers: tuple[int, ...]
+    is_whole: bool
+
+
+def chip_compiler(chip: str, mesh: Any) -> Compiler:
+    """A compiler for a chip, ahead of time; it raises OutOfChipMemory where the program does not fit."""
+
+    def compile_one(function: Callable, arguments: tuple[Any, ...]) -> ahead_of_time.Compilation:
+        try:
+            return ahead_of_time.compile_for(chip, function, *arguments, chip_mesh=mesh)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise OutOfChipMemory(str(error).partition("\n")[0]) from None
+            raise
+
+    return compile_one
+
+
+def compile_programs(
+    subject: Subject,
+    compiler: Compiler,
+    *,
+    whole: bool | None = None,
+    only: str | None = None,
+    progress: ProgressCallback = no_progress,
+) -> dict[str, CompiledProgram]:
+    """Compiles a subject's programs; returns their figures by name.
+
+    Args:
+      whole: compile all layers (True) or a few of each kind (False); None takes the faster of the two.
+      only: compile the program of this name only.
+      progress: called with a description before each compilation.
+
+    Raises OutOfChipMemory if not even a few layers fit.
+    """
+    variants = _variants(subject)
+    if whole is None:
+        whole = variants is None or subject.config.num_layers <= _cost(variants)
+    programs = {name: one for name, one in planned_programs(subject).items() if only in (None, name)}
+    with _Compilations(subject, compiler, progress) as compilations:
+        if whole or variants is None:
+            futures = {name: compilations.start(one, subject) for name, one in programs.items()}
+            count = (subject.config.num_layers,)
+            return {name: CompiledProgram(found.result(), count, True) for name, found in futures.items()}
+        started = {name: _start(name, variants, compilations) for name in programs}
+        return {
+            name: CompiledProgram(
+                extrapolate(base.result(), [(one.result(), factor) for one, factor in larger]),
+                variants.sizes,
+                False,
+            )
+            for name, (base, larger) in started.items()
+        }
+
+
+def _start(name: str, variants: "_Variants", compilations: "_Compilations") -> Any:
+    """Starts compiling the small programs of one name."""
+    base = compilations.start(planned_programs(variants.base)[name], variants.base)
+    larger = []
+    for smaller, factor in variants.larger:
+        one = planned_programs(smaller)[name]
+        if smaller.config.num_layers == variants.base.config.num_layers and name != SPECULATE:
+            found: Any = _WithResident(base, one.resident_bytes)  # only rounds run the draft's layers
+        else:
+            found = compilations.start(one, smaller)
+        larger.append((found, factor))
+    return base, larger
+
+
+@dataclass(frozen=True)
+class _WithResident:
+    """The result of a compilation, with other resident bytes."""
+
+    future: "Future[ProgramFigures]"
+    resident_bytes: int
+
+    def result(self) -> ProgramFigures:
+        return replace(self.future.result(), resident_bytes=self.resident_bytes, seconds=0.0)
+
+
+class _Compilations:
+    """Concurrent compilations; leaving the context cancels those that have not begun."""
+
+    def __init__(self, subject: Subject, compiler: Compiler, progress: Callable[[str], None]):
+        self._is_tpu, self._num_devices = subject.platform == "tpu", subject.num_devices
+        self._compiler, self._progress = compiler, progress
+        self._executor = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="compile")
+
+    def start(self, one: Planned, subject: Subject) -> "Future[ProgramFigures]":
+        return self._executor.submit(self._compile, one, subject.config.num_layers)
+
+    def _compile(self, one: Planned, num_layers: int) -> ProgramFigures:
+        self._progress(f"{one.name}, {num_layers} layers")
+        found = self._compiler(one.function, one.arguments)
+        figures = read_figures(found, self._num_devices, is_tpu=self._is_tpu)
+        return replace(figures, resident_bytes=one.resident_bytes)
+
+    def __enter__(self) -> "_Compilations":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._executor.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Variants:
+    """Small subjects: `base` has a few layers of each kind; each of `larger` has more of one kind, and a factor: the
+    layers of that kind that `base` lacks, divided by those that this one has more."""
+
+    base: Subject
+    larger: list[tuple[Subject, float]]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of layers."""
+        return tuple(one.config.num_layers for one in (self.base, *(smaller for smaller, _ in self.larger)))
+
+
+def _cost(variants: _Variants) -> int:
+    """Compilation cost of the small programs beyond the constant part of the whole one, in layers."""
+    return sum(variants.sizes) + LAYERS_OF_BASE * len(variants.larger)
+
+
+def _variants(subject: Subject) -> _Variants | None:
+    """None if the model has too few layers to leave any out."""
+    kinds = list(layer_kinds(subject.config, subject.params).values())
+    drafted = [] if subject.draft_model is None else list(layer_kinds(*subject.draft_model).values())
+    base = _few(kinds, None)
+    if len(base) >= subject.config.num_layers:
+        return None
+    if subject.draft_model is not None and not subject.has_own_draft:  # first layers of the target's
+        return _variants_of_layers_draft(subject, kinds)
+    draft_base = _few(drafted, None) if drafted else None
+    larger = []
+    for index, of_kind in enumerate(kinds):
+        layers = _few(kinds, index)
+        if surplus := len(layers) - len(base):
+            factor = (len(of_kind) - _count(base, of_kind)) / surplus
+            larger.append((subject.with_layers(layers, draft_base), factor))
+    for index, of_kind in enumerate(drafted):
+        layers = _few(drafted, index)
+        if draft_base is not None and (surplus := len(layers) - len(draft_base)):
+            factor = (len(of_kind) - _count(draft_base, of_kind)) / surplus
+            larger.append((subject.with_layers(base, layers), factor))
+    return _Variants(subject.with_layers(base, draft_base), larger)
+
+
+def _variants_of_layers_draft(subject: Subject, kinds: list[list[int]]) -> _Variants | None:
+    """For a draft that is the target's first layers: a variant with one more of them, others with more layers."""
+    wanted = subject.draft_model[0].num_layers if subject.draft_model is not None else 0
+    base, one, two = _few(kinds, None), (0,), (0, 1)
+    if len(base) <= len(two):  # a draft has fewer layers than its target
+        base = sorted({*base, *max(kinds, key=len)[: len(two) + 1]})
+    larger = [(subject.with_layers(base, two), float(wanted - 1))]
+    for of_kind in kinds:
+        first = _count(base, of_kind)
+        layers = sorted({*base, *of_kind[: first + MORE_LAYERS]})
+        if surplus := len(layers) - len(base):
+            larger.append((subject.with_layers(layers, one), (len(of_kind) - first) / surplus))
+    return _Variants(subject.with_layers(base, one), larger)
+
+
+def _few(kinds: Sequence[list[int]], more: int | None) -> list[int]:
+    """Layer numbers in order: BASE_LAYERS of each kind, and MORE_LAYERS in addition of the kind with index `more`."""
+
+    def chosen() -> Iterator[int]:
+        for index, of_kind in enumerate(kinds):
+            yield from of_kind[: BASE_LAYERS + (MORE_LAYERS if index == more else 0)]
+
+    return sorted(chosen())
+
+
+def _count(layers: Sequence[int], of_kind: list[int]) -> int:
+    return len(set(layers) & set(of_kind))
