@@ -28,7 +28,7 @@ from jaxinfer.cli.train_demo import train_demo
 from jaxinfer.cli.verify import verify
 from jaxinfer.cli.warm import warm
 
-# A blank line between examples keeps each on a line of its own.
+# Blank lines between the examples, since rich joins adjacent lines.
 EXAMPLES = """\
 [bold]Examples[/bold]
 
@@ -56,7 +56,7 @@ jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
 
 [bold]Exit codes[/bold]
 
-0 all well · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted
+0 success · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted
 
 An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code.
 """
@@ -104,12 +104,12 @@ def _options(
 
 
 def main() -> None:
-    """What the `jaxinfer` script runs."""
+    """Entry point of the `jaxinfer` script."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that is not UTF-8 shows escapes instead of failing
+        if hasattr(stream, "reconfigure"):  # other encodings than UTF-8 show escapes instead of failing
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    # Importing and tracing make a million objects and little garbage: collecting as often as Python does by default
-    # takes a tenth of the start, and once more all of them before the process ends.
+    # Importing and tracing create a million objects and little garbage. With Python's default thresholds, collecting
+    # takes a tenth of the start time, and the final collection as long again.
     gc.set_threshold(50_000, 20, 50)
     atexit.register(gc.freeze)
     app(prog_name="jaxinfer")

@@ -1,4 +1,4 @@
-"""Where prompts come from: arguments, a file, standard input."""
+"""Reading prompts from arguments, a file or standard input."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class PromptLine:
-    """A prompt with the sampling parameters that its line gives; `where` names it in errors."""
+    """A prompt with the sampling parameters of its line; `where` is its place, for error messages."""
 
     prompt: str | list[int]
     where: str
@@ -22,9 +22,9 @@ class PromptLine:
 
 
 def read_prompts(arguments: Sequence[str], file: Path | None) -> list[PromptLine]:
-    """Prompts of the arguments, in which `-` is all of standard input as one prompt, or of a file.
+    """Prompts from the arguments, where `-` is standard input as one prompt, or from a file.
 
-    With neither, standard input is one prompt where it is not a terminal. Raises UsageError where there is no prompt.
+    With neither, standard input is one prompt unless it is a terminal. Raises UsageError if there is no prompt.
     """
     if arguments and file is not None:
         raise UsageError("prompts come from the command line or from --file, not from both")
@@ -49,7 +49,7 @@ def read_prompts(arguments: Sequence[str], file: Path | None) -> list[PromptLine
 
 
 def read_records(file: Path, required: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSON lines file with the place of each; each has the `required` keys and no others."""
+    """The objects of a JSON lines file with their places; each has exactly the `required` keys."""
     records = []
     for number, text, _ in _lines(file):
         where = f"{file} line {number}"
@@ -86,7 +86,7 @@ def _object(text: str, where: str, required: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str, bool]]:
-    """Line numbers, from 1, with their text and whether the file is JSON lines; blank lines are left out."""
+    """Line numbers, from 1, with their text and whether the file is JSON lines, without blank lines."""
     try:
         text = _stdin() if str(file) == STDIN else file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -99,5 +99,5 @@ def _lines(file: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def _stdin() -> str:
-    """All of standard input, without the newline that ends it."""
+    """Standard input without its last newline."""
     return sys.stdin.read().removesuffix("\n").removesuffix("\r")
