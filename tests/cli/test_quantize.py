@@ -73,7 +73,7 @@ def test_rounding_needs_no_text(jaxinfer, model, tmp_path):
         "layers.1.mlp.up_proj=4",
     )
     assert result.exit_code == 0, result.stderr
-    assert "weights        rtn: 11 int8, a scale per output; 1 int4, a scale per output" in result.stdout
+    assert "weights       rtn: 11 int8, a scale per output; 1 int4, a scale per output" in result.stdout
     assert "held out" not in result.stdout
     assert "logits differ by at most" in result.stdout
     _, params = checkpoints_convert.load(out)
