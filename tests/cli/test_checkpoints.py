@@ -36,9 +36,9 @@ def test_convert_and_verify(jaxinfer, model, tmp_path):
     assert "LlamaForCausalLM, 2 layers" in result.stdout
     result = jaxinfer("verify", path, "--against", model)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert "files          match the manifest" in result.stdout
+    assert "files            match the manifest" in result.stdout
     assert "max |dlogit|     0\n" in result.stdout
-    assert result.stdout.endswith("result         passed\n")
+    assert result.stdout.endswith("result           passed\n")
     again = jaxinfer("convert", model, path)
     assert (again.exit_code, again.stdout) == (1, "")
     assert "exists" in again.stderr
