@@ -199,7 +199,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     assert signal.getsignal(signal.SIGINT) is before
     stopped, whole = seen
     assert stopped == "".join(written[1:3])  # after the greeting
-    assert "<stopped; what was said stays in the conversation>" in written
+    assert "<stopped; the partial answer stays in the conversation>" in written
     assert "<Ctrl-D or /quit leaves>" in written
     assert any("20 tokens" in text for text in written)
     assert len(whole) > 0

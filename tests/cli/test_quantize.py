@@ -187,7 +187,8 @@ def test_permuted_inputs_are_warned_of(jaxinfer, model, text, tmp_path):
             ["--method", "rtn", "--group-size", 24],
             2,
             "--group-size 24: the 32 inputs of layers.0.attention.q_proj leave a remainder of 8, which "
-            "compressed-tensors cannot store; --group-size 32 fits every layer, or keep the layer unquantized with --keep",
+            "compressed-tensors cannot store; --group-size 32 fits every layer, or keep the layer unquantized "
+            "with --keep",
         ),
         (
             ["--method", "gptq", "--calibration", "TEXT", "--keep", "*.attention", "--group-size", 48],
