@@ -24,12 +24,11 @@ import jax
 
 from benchmarks.static_batches import StaticBatches, Timed
 from jaxinfer import SamplingParams, compilation_cache
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.paged import PagedEngine
-from jaxinfer.engine.request import Generation
+from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.loading import load_model
 from jaxinfer.models import init_params
-from jaxinfer.sampling import SamplingRow
 
 NUM_REQUESTS = 128
 PROMPT_TOKENS, ANSWER_TOKENS = (40, 640), (8, 256)
@@ -63,34 +62,34 @@ def make_load(vocab_size: int, num_requests: int, seed: int = 0) -> Load:
     return Load(prompts, [log_uniform(*ANSWER_TOKENS) for _ in range(num_requests)], arrivals)
 
 
-def generation(prompt: list[int], length: int) -> Generation:
+def sequence(prompt: list[int], length: int) -> SequenceState:
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=length)
-    return Generation(prompt, SamplingRow(params, seed=0), max_tokens=length)
+    return SequenceState(Request(prompt, params, max_tokens=length, seed=0))
 
 
-def serve(engine: PagedEngine, load: Load) -> tuple[list[Timed], float]:
+def serve(engine: Engine, load: Load) -> tuple[list[Timed], float]:
     """What each request got and when, and the pages' waste: the share of owned pages' room that holds no token,
     averaged over the dispatches."""
-    generations = [generation(prompt, length) for prompt, length in zip(load.prompts, load.lengths, strict=True)]
-    times: dict[Generation, list[float]] = {one: [] for one in generations}
+    sequences = [sequence(prompt, length) for prompt, length in zip(load.prompts, load.lengths, strict=True)]
+    times: dict[SequenceState, list[float]] = {one: [] for one in sequences}
     num_added, wasted = 0, []
     start = time.perf_counter()
-    while num_added < len(generations) or engine.has_work:
+    while num_added < len(sequences) or engine.has_work:
         now = time.perf_counter() - start
-        while num_added < len(generations) and load.arrivals[num_added] <= now:
-            engine.add(generations[num_added])
+        while num_added < len(sequences) and load.arrivals[num_added] <= now:
+            engine.add(sequences[num_added])
             num_added += 1
         if not engine.has_work:
             time.sleep(max(load.arrivals[num_added] - now, 0))
             continue
         for one in engine.step():
             now = time.perf_counter() - start
-            times[one] += [now] * (len(one.output) - len(times[one]))
+            times[one] += [now] * (one.num_output - len(times[one]))
         running = engine.snapshot().running
         if running:
             stored = sum(one.num_stored for one in running)
             wasted.append(1 - stored / (PAGE_SIZE * sum(len(one.pages) for one in running)))
-    return [Timed(one.output, times[one]) for one in generations], statistics.mean(wasted)
+    return [Timed(one.output, times[one]) for one in sequences], statistics.mean(wasted)
 
 
 def summary(found: list[Timed], load: Load) -> dict[str, float]:
@@ -112,9 +111,11 @@ def percentile(values: list[float], percent: int) -> float:
     return sorted(values)[max(math.ceil(len(values) * percent / 100) - 1, 0)]
 
 
-def make_engine(model: Any, **options: Any) -> PagedEngine:
+def make_engine(model: Any, **options: Any) -> Engine:
     config, params = model
-    engine = PagedEngine(config, params, EngineOptions(1024, MAX_SEQS, page_size=PAGE_SIZE, **options))
+    engine = Engine(
+        config, params, EngineOptions(max_model_len=1024, max_seqs=MAX_SEQS, page_size=PAGE_SIZE, **options)
+    )
     engine.warm_up()
     return engine
 
@@ -216,19 +217,19 @@ def host_times(model: Any, steps_per_dispatch: int = 1, num_dispatches: int = 50
     wait for a core is not work of the host."""
     engine = make_engine(model, steps_per_dispatch=steps_per_dispatch)
     for i in range(MAX_SEQS):
-        engine.add(generation([2 + i] * 20, (num_dispatches + 10) * steps_per_dispatch))
+        engine.add(sequence([2 + i] * 20, (num_dispatches + 10) * steps_per_dispatch))
     while any(not one.is_decoding for one in engine.scheduler.running) or len(engine.scheduler.running) < MAX_SEQS:
         engine.step()
-    while engine._in_flight:
-        engine._commit(engine._in_flight.popleft())
+    engine._commit_all()
     sending, reading = [], []
     for _ in range(num_dispatches):
         start = time.thread_time()
         plan = engine.scheduler.schedule()
         if plan is None:
             raise SystemExit("the pool is too small for this measurement")
-        engine._prepare(plan)
-        flight = engine._dispatch(plan, None)
+        flight = engine.runner.run(plan)
+        if flight is None:
+            raise SystemExit("nothing was left to run")
         sending.append(time.thread_time() - start)
         jax.block_until_ready(flight.output)
         start = time.thread_time()

@@ -116,7 +116,7 @@ def measured(
     plain: LLM, model: Any, batches: Sequence[Sequence[Prompt]], rounds: int, **drafting: Any
 ) -> dict[str, Any]:
     """Speculation with one way to draft, and the answers' tokens under "answers"."""
-    with LLM(model, max_seqs=plain.engine.options.max_seqs, **drafting) as drafted:
+    with LLM(model, max_seqs=plain.engine.spec.max_seqs, **drafting) as drafted:
         seconds, other, answers = take_turns(plain, drafted, batches, rounds)
         return {**summary(seconds, other, drafted.speculation_stats()), "answers": answers}
 

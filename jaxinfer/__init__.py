@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
-    from jaxinfer.engine.output import StreamDelta
-    from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score
+    from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score, StreamDelta
     from jaxinfer.llm import LLM
     from jaxinfer.models import ModelConfig, RopeConfig
     from jaxinfer.parallel.hosts import initialize_hosts
@@ -21,7 +20,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "jaxinfer.llm",
     "AsyncEngine": "jaxinfer.async_engine",
-    "StreamDelta": "jaxinfer.engine.output",
+    "StreamDelta": "jaxinfer.engine.request",
     "SamplingParams": "jaxinfer.sampling",
     "CompletionOutput": "jaxinfer.engine.request",
     "Logprob": "jaxinfer.engine.request",

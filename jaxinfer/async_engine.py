@@ -6,12 +6,12 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.engine.output import AnswerText, StreamDelta
-from jaxinfer.engine.processor import Prompt, Request, RequestOptions
-from jaxinfer.engine.request import Generation, RequestOutput
+from jaxinfer.engine.client import Prompt
+from jaxinfer.engine.request import Request, RequestOptions, RequestOutput, SequenceState, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LiveModel
 from jaxinfer.parallel import hosts
@@ -37,14 +37,11 @@ class AsyncEngine:
     """
 
     def __init__(self, model: str | Path | LiveModel, **options: Any):
-        if options.get("cache", "paged") != "paged":
-            raise ValueError(f"cache={options['cache']!r}: many clients are served from the paged cache only")
         if (others := hosts.current()) is not None:
             raise ValueError(f"an AsyncEngine runs on one host, and this is one of {others.count}")
         self.llm = LLM(model, **{"max_waiting": 1024, "steps_per_dispatch": 1, **options})
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Who reads what; touched by the engine's thread only.
-        self._readers: dict[Generation, tuple[AnswerText, _Reader]] = {}
+        self._readers: dict[SequenceState, _Reader] = {}  # of unfinished answers; touched by the engine's thread only
         self._death: BaseException | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # of being closed against commands that still come
@@ -70,11 +67,11 @@ class AsyncEngine:
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
         """
-        terms = RequestOptions(priority, timeout, cache_salt)
+        request_options = RequestOptions(priority, timeout, cache_salt)
         self._check_alive()
         # Not in the event loop: a long text takes a while to tokenize.
         try:
-            request = await asyncio.to_thread(self.llm.prepare, prompt, params, terms)
+            request = await asyncio.to_thread(self.llm.prepare, prompt, params, request_options)
         except RuntimeError:
             self._check_alive()  # it may have been closed meanwhile
             raise
@@ -132,43 +129,42 @@ class AsyncEngine:
     # In the engine's thread.
 
     def _run(self) -> None:
-        engine = self.llm.engine
         try:
-            while True:
-                # Without work, wait for a command; with work, take those that have come.
-                is_blocking = not engine.has_work
-                while is_blocking or not self._commands.empty():
-                    command = self._commands.get()
-                    if command is None:
-                        return
-                    command()
-                    is_blocking = not engine.has_work
-                for generation in engine.step():
-                    self._deliver(generation)
+            while self._take_commands():
+                self.llm.step()
+                for answer in self.llm.client.take_progress(self._readers):
+                    self._deliver(answer)
         except BaseException as error:  # whatever it is, the readers must not wait for ever
             self._death = error
         finally:
             self._end()
 
+    def _take_commands(self) -> bool:
+        """Runs the commands that have come, and waits for one without work; False when the engine is to be closed."""
+        while not self.llm.engine.has_work or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command()
+        return True
+
     def _add(self, reader: "_Reader") -> None:
         try:
-            self.llm.submit(reader.request)
+            reader.answers = self.llm.submit(reader.request)
         except (ValueError, RuntimeError) as error:  # this request's own: the others go on
             reader.fail(error)
             return
-        self._readers |= {answer.generation: (answer, reader) for answer in reader.request.answers}
+        self._readers |= dict.fromkeys(reader.answers, reader)
 
-    def _deliver(self, generation: Generation) -> None:
-        if generation not in self._readers:
+    def _deliver(self, answer: SequenceState) -> None:
+        if (reader := self._readers.get(answer)) is None:  # aborted with another answer of its request
             return
-        answer, reader = self._readers[generation]
         try:
-            text, tokens = self.llm.advance(answer)
-            reason = generation.finish_reason
-            if reason is not None:
-                del self._readers[generation]
-            if text or tokens or reason is not None:
-                reader.put(StreamDelta(answer.index, text, tokens, reason, self._output(reader)))
+            delta = self.llm.advance(answer)
+            if answer.is_finished:
+                del self._readers[answer]
+            if delta.text or delta.token_ids or answer.is_finished:
+                reader.put(replace(delta, output=self._output(reader)))
         except Exception as error:
             self._fail(reader, error)
             return
@@ -176,27 +172,23 @@ class AsyncEngine:
             self._abort(reader, f"its reader is {behind:,} bytes behind, {MAX_PENDING_BYTES:,} are allowed")
 
     def _abort(self, reader: "_Reader", why: str) -> None:
-        for answer in reader.request.answers:
-            generation = answer.generation
-            if self._readers.pop(generation, None) is not None:
-                if generation.finish_reason is None:
-                    generation.error = why
-                    self.llm.engine.finish(generation, "abort")
-                text, tokens = self.llm.advance(answer)
-                reader.put(StreamDelta(answer.index, text, tokens, generation.finish_reason, self._output(reader)))
+        for answer in reader.answers:
+            if self._readers.pop(answer, None) is not None:
+                self.llm.client.abort([answer], why)
+                reader.put(replace(self.llm.advance(answer), output=self._output(reader)))
 
     def _fail(self, reader: "_Reader", error: Exception) -> None:
         """Ends one request whose own processing failed; the others go on."""
-        for generation in reader.request.generations:
-            self._readers.pop(generation, None)
-            self.llm.engine.finish(generation, "abort")
+        for answer in reader.answers:
+            self._readers.pop(answer, None)
+        self.llm.client.abort(reader.answers)
         reader.fail(error)
 
     def _output(self, reader: "_Reader") -> RequestOutput | None:
         """The whole request once all of its answers were delivered."""
-        if any(generation in self._readers for generation in reader.request.generations):
+        if any(answer in self._readers for answer in reader.answers):
             return None
-        return self.llm.output_of(reader.request)
+        return self.llm.collect(reader.answers)
 
     def _end(self) -> None:
         """Nobody waits any more, and no command is left unanswered."""
@@ -207,7 +199,7 @@ class AsyncEngine:
                 command = self._commands.get()
                 if command is not None:
                     command()
-            for _, reader in list(self._readers.values()):
+            for reader in list(self._readers.values()):
                 if self._death is None:
                     self._end_reader(reader)
                 else:
@@ -233,6 +225,7 @@ class _Reader:
 
     def __init__(self, request: Request, loop: asyncio.AbstractEventLoop):
         self.request = request
+        self.answers: list[SequenceState] = []  # once submitted
         self.is_done = False
         self._loop, self._arrived = loop, asyncio.Event()
         self._lock = threading.Lock()

@@ -58,7 +58,7 @@ class _Worker:
             "default_params": llm.default_params,
             "acceptance": llm.acceptance,
             "fingerprint": llm.fingerprint(),
-            "max_seqs": llm.engine.options.max_seqs,
+            "max_seqs": llm.engine.spec.max_seqs,
         }
 
     async def generate(self, prompt: Prompt, params: SamplingParams) -> "RequestOutput | ValueError":

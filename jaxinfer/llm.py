@@ -1,40 +1,44 @@
-"""The door for scripts and notebooks: load a model, generate, chat, stream, score, explain, close."""
+"""Public API: load a model, generate, chat, stream, score."""
 
 import dataclasses
-import difflib
 import functools
-import inspect
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.cache import KVScales, check_kv_dtype
-from jaxinfer.engine.contiguous import ContiguousEngine, ContiguousOptions
+from jaxinfer.checks import did_you_mean
+from jaxinfer.engine.client import Client, Prompt, score_of
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.explanation import Explanation, explain_engine
 from jaxinfer.engine.lockstep import Lockstep
-from jaxinfer.engine.options import EngineOptions, SpeculationOptions
-from jaxinfer.engine.output import AnswerText, StreamDelta
-from jaxinfer.engine.paged import PagedEngine
-from jaxinfer.engine.processor import DEFAULT_REQUEST_OPTIONS, Prompt, Request, RequestOptions, RequestProcessor
 from jaxinfer.engine.replicas import Replicas
-from jaxinfer.engine.request import Generation, RequestOutput, Score
+from jaxinfer.engine.request import (
+    DEFAULT_REQUEST_OPTIONS,
+    Request,
+    RequestOptions,
+    RequestOutput,
+    Score,
+    SequenceState,
+    StreamDelta,
+)
 from jaxinfer.engine.scheduler import QueueFullError
-from jaxinfer.loading import LiveModel, load_draft, load_model
+from jaxinfer.llm_options import LLMOptions
+from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
+from jaxinfer.options import describe as described
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.speculative import Draft, ModelDraft, NgramDraft, SpeculationStats
-from jaxinfer.text import Tokenizer
+from jaxinfer.speculative import ModelDraft, SpeculationStats
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
@@ -43,10 +47,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 Key = TypeVar("Key")
-Engine = PagedEngine | Replicas | ContiguousEngine
-# Answers at once, unless told: on a CPU more of them would wait for its few cores.
-CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64
-NGRAM_LENGTHS = (3, 7, 15)
 
 
 def _together(method: Callable[Concatenate["LLM", P], R]) -> Callable[Concatenate["LLM", P], R]:
@@ -61,6 +61,17 @@ def _together(method: Callable[Concatenate["LLM", P], R]) -> Callable[Concatenat
     return run
 
 
+def _typed_by(
+    options: Callable[P, LLMOptions],
+) -> Callable[[Callable[..., None]], Callable[Concatenate["LLM", str | Path | LiveModel, P], None]]:
+    """Gives a constructor's keywords the types of a dataclass's fields."""
+
+    def typed(function: Callable[..., None]) -> Callable[Concatenate["LLM", str | Path | LiveModel, P], None]:
+        return function
+
+    return typed
+
+
 class LLM:
     """A model ready to generate.
 
@@ -68,43 +79,7 @@ class LLM:
       model: a folder with a Hugging Face or converted checkpoint, the URL of the former (gs://, s3://), a GGUF file, a
         hub id, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or `(ModelConfig, params,
         tokenizer)`; live parameters are used as they are and stay the caller's.
-      tokenizer: a `Tokenizer` or a folder with tokenizer files; by default the checkpoint's own. A model without one
-        works on token ids.
-      dtype: "auto" keeps the checkpoint's, but computes in float32 on CPUs, where bfloat16 is far slower; or a name
-        such as "bfloat16".
-      max_model_len: tokens of a prompt with its answer. By default what the model allows, at most 4,096.
-      max_seqs: answers generated at once; by default 64, on a CPU 16.
-      quantize: rounds the weights of linear layers to the nearest values of a format as they are loaded: "int8",
-        "w8a8", "int4-g128", "nf4", "fp8" and others (`jaxinfer.quantization.RECIPES`).
-      requantize: what becomes of weights that a GGUF file quantized: None keeps them exactly, "dense" makes them
-        floating point, one of the same names rounds those of linear layers to it, but for Q8_0 and Q4_0.
-      seed: what requests without a seed of their own get theirs from, by their number since the start.
-      revision: branch, tag or commit of a hub id.
-      steps_per_dispatch: decode steps per call of the device.
-      kv_dtype: what keys and values are stored as: "auto" (what the model computes in), "float32", "bfloat16",
-        "float16", "int8" (with a scale for each token and head), "fp8_e4m3" or "fp8_e5m2".
-      kv_scales: static scales of an fp8 cache; by default the checkpoint's, if it has some.
-      cache: "paged", or "contiguous": a cache of max_seqs rows of max_model_len, for research. What follows is for
-        the paged one only.
-      page_size: tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype="int8").
-      num_pages: pages of the cache; by default as many as memory_fraction of the device's memory holds beside the
-        weights (on a CPU no more than max_seqs answers of max_model_len can use).
-      memory_fraction: of the device's memory, for weights, cache and what is computed.
-      prefill_chunk: prompt tokens that one step computes beside the decoding answers; by default 512.
-      deterministic: log-probabilities keep every bit whatever else runs and however prompts are cut. Slower.
-      prefix_cache: reuse the cached beginnings of earlier prompts and answers.
-      max_waiting: answers that may wait for their turn, None for any number; beyond it, QueueFullError.
-      draft: what drafts tokens that the model then checks several at a time: a model of the same tokens (as `model`),
-        "ngram" (looks them up in what stands there already) or "layers:4" (the model's own first 4 layers).
-      num_draft_tokens: drafted before each check; "auto" adapts it to what is accepted and to the load, down to none.
-      draft_tree: widths per depth, such as (3, 2, 1): drafts a tree of tokens instead of a chain.
-      acceptance: "exact", the same answers as without a draft; or "maximal", answers of the same distribution with more
-        drafts accepted, which depend on what else runs.
-      draft_kv_dtype: as kv_dtype, of a draft model's cache; by default the same. It changes no answer.
-      mesh: devices to run on, "model=4" (each holds a part of every layer), "expert=8" (each holds some experts),
-        "data=2,model=4" (two replicas of four devices); sizes by name; or a `jax.sharding.Mesh` with such axes. By
-        default one device. max_seqs and num_pages are those of each replica. On several hosts
-        (`jaxinfer.initialize_hosts`) it names devices of all of them, and every host makes the same calls.
+      **options: the fields of `LLMOptions`, listed below and in docs/options.md.
 
     Raises:
       TypeError: an unknown argument, with the nearest known name. ValueError: an option out of range.
@@ -112,170 +87,81 @@ class LLM:
       OutOfMemoryError: model and cache do not fit, with needed and available bytes and what would help.
     """
 
+    @_typed_by(LLMOptions)
     @hosts.needing
-    def __init__(
-        self,
-        model: str | Path | LiveModel,
-        *,
-        tokenizer: Tokenizer | str | Path | None = None,
-        dtype: str = "auto",
-        quantize: str | None = None,
-        requantize: str | None = None,
-        max_model_len: int | None = None,
-        max_seqs: int | None = None,
-        seed: int = 0,
-        revision: str | None = None,
-        steps_per_dispatch: int = 8,
-        kv_dtype: str = "auto",
-        kv_scales: KVScales | None = None,
-        cache: str = "paged",
-        page_size: int | None = None,
-        num_pages: int | None = None,
-        memory_fraction: float = 0.9,
-        prefill_chunk: int | None = None,
-        deterministic: bool = False,
-        prefix_cache: bool = True,
-        max_waiting: int | None = None,
-        draft: str | Path | LiveModel | None = None,
-        num_draft_tokens: int | Literal["auto"] = "auto",
-        draft_tree: Sequence[int] | None = None,
-        acceptance: str = "exact",
-        draft_kv_dtype: str | None = None,
-        mesh: str | Mapping[str, int] | Mesh | None = None,
-        **unknown: Any,
-    ):
-        _refuse_unknown(unknown, type(self).__init__)
-        check_kv_dtype(kv_dtype)  # before a long load
-        if draft_kv_dtype is not None:
-            check_kv_dtype(draft_kv_dtype, "draft_kv_dtype")
-        if kv_scales is not None and not kv_dtype.startswith("fp8"):
-            raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {kv_dtype!r}")
+    def __init__(self, model: str | Path | LiveModel, **options: Any):
+        chosen = _checked_options(options)  # before a long load
         compilation_cache.enable()
-        self._engine: Engine | None = None
         self._lockstep: Lockstep | None = None
         self._fingerprint: str | None = None
         self._hosts = hosts.current()
-        self.mesh = None if mesh is None else parallel.make_mesh(mesh)
-        if self.mesh is not None and cache != "paged":
-            raise ValueError(f"mesh={mesh!r} is for cache='paged' only")
+        self.mesh = None if chosen.mesh is None else parallel.make_mesh(chosen.mesh)
         if self._hosts is not None:
             hosts.check_mesh(self._hosts, self.mesh)
         loaded = load_model(
             model,
-            tokenizer=tokenizer,
-            dtype=dtype,
-            revision=revision,
-            quantize=quantize,
-            requantize=requantize,
+            tokenizer=chosen.tokenizer,
+            dtype=chosen.dtype,
+            revision=chosen.revision,
+            quantize=chosen.quantize,
+            requantize=chosen.requantize,
             mesh=self.mesh,
         )
-        loaded, max_model_len = loaded.for_length(max_model_len)
+        loaded, self.max_model_len = loaded.for_length(chosen.max_model_len)
         self.name, self.config, self.params, self.tokenizer = (
             loaded.name,
             loaded.config,
             loaded.params,
             loaded.tokenizer,
         )
-        self.fit = loaded.fit
-        run_params, self._copies = loaded.runnable()
+        self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self._owned_params = [loaded.params] if loaded.is_owned else []
-        self.acceptance = acceptance
         self.default_params: SamplingParams = loaded.default_params
         self.ignored_generation_config = loaded.ignored_defaults
-        self.eos_token_ids, self.seed, self.max_model_len = loaded.eos_token_ids, seed, max_model_len
-        self._processor = RequestProcessor(
-            self.name, self.config, self.tokenizer, self.eos_token_ids, max_model_len, seed
+        self.eos_token_ids = loaded.eos_token_ids
+        run_params, self._copies = loaded.runnable()
+        engine = self._make_engine(loaded, run_params, replace(chosen, max_model_len=self.max_model_len))
+        self.client = Client(
+            engine,
+            name=self.name,
+            config=self.config,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            seed=self.seed,
         )
-        if max_seqs is None:
-            max_seqs = CPU_MAX_SEQS if jax.default_backend() == "cpu" else DEFAULT_MAX_SEQS
-        self._engine = self._make_engine(
-            run_params,
-            cache,
-            {
-                "max_model_len": max_model_len,
-                "max_seqs": max_seqs,
-                "steps_per_dispatch": steps_per_dispatch,
-                "kv_dtype": kv_dtype,
-            },
-            {
-                "page_size": page_size,
-                "num_pages": num_pages,
-                "memory_fraction": memory_fraction,
-                "prefill_chunk": prefill_chunk,
-                "deterministic": deterministic,
-                "prefix_cache": prefix_cache,
-                "max_waiting": max_waiting,
-            },
-            {
-                "draft": draft,
-                "num_draft_tokens": num_draft_tokens,
-                "draft_tree": None if draft_tree is None else tuple(draft_tree),
-                "acceptance": acceptance,
-                "draft_kv_dtype": draft_kv_dtype,
-            },
-            lambda draft: load_draft(draft, loaded, max_model_len, dtype=dtype),
-            loaded.on_mesh(loaded.kv_scales if kv_scales is None else kv_scales),
-        )
-        if self._hosts is not None and not isinstance(self._engine, ContiguousEngine):
+        if self._hosts is not None:
             from jaxinfer.batch import BatchSummary
 
             self._fingerprint = self.fingerprint()  # for which all hosts are needed
-            engines = self._engine.engines if isinstance(self._engine, Replicas) else [self._engine]
-            self._lockstep = Lockstep(self._hosts, engines, (BatchSummary,))
+            engines = engine.engines if isinstance(engine, Replicas) else [engine]
+            self._lockstep = Lockstep(self._hosts, [one.runner for one in engines], (BatchSummary,))
 
-    def _make_engine(
-        self,
-        params: Params,
-        cache: str,
-        common: dict[str, Any],
-        paged: dict[str, Any],
-        drafting: dict[str, Any],
-        load: Callable[[str | Path | LiveModel], tuple[Draft, bool]],
-        kv_scales: KVScales | None,
-    ) -> Engine:
-        defaults = inspect.signature(type(self)).parameters
-        if cache == "paged":
-            speculation, draft = None, None
-            if drafting["draft"] is not None:
-                count = drafting["num_draft_tokens"]
-                speculation = SpeculationOptions(
-                    None if count == "auto" else count,
-                    drafting["draft_tree"],
-                    drafting["acceptance"],
-                    kv_dtype=drafting["draft_kv_dtype"],
-                )
-                draft, is_owned = load(drafting["draft"])
-                if isinstance(draft, NgramDraft):  # drafting costs nothing, and what copies copies much
-                    speculation = replace(speculation, lengths=NGRAM_LENGTHS)
-                if is_owned and isinstance(draft, ModelDraft):
-                    self._owned_params.append(draft.params)
-            else:
-                for name, value in drafting.items():
-                    if value != defaults[name].default:
-                        raise ValueError(f"{name}={value!r} needs a draft")
-            options = EngineOptions(**common, **paged, speculation=speculation)
-            if self.mesh is None:
-                return PagedEngine(self.config, params, options, draft=draft, kv_scales=kv_scales)
-            engines = [
-                PagedEngine(
+    def _make_engine(self, loaded: LoadedModel, params: Params, options: LLMOptions) -> Engine | Replicas:
+        draft = None
+        if options.draft is not None:
+            draft, is_owned = load_draft(options.draft, loaded, self.max_model_len, dtype=options.dtype)
+            if is_owned and isinstance(draft, ModelDraft):
+                self._owned_params.append(draft.params)
+        scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
+        if self.mesh is None:
+            return Engine(self.config, params, options, draft=draft, kv_scales=scales)
+        engines = []
+        for replica, mesh in enumerate(parallel.replicas(self.mesh)):
+            on_replica = draft
+            if isinstance(draft, ModelDraft):
+                on_replica = replace(draft, params=parallel.on_replica(draft.params, mesh))
+            engines.append(
+                Engine(
                     self.config,
                     parallel.on_replica(params, mesh),
                     options,
-                    draft=replace(draft, params=parallel.on_replica(draft.params, mesh))
-                    if isinstance(draft, ModelDraft)
-                    else draft,
-                    kv_scales=kv_scales,
+                    draft=on_replica,
+                    kv_scales=scales,
                     mesh=mesh,
+                    replica=replica,
                 )
-                for mesh in parallel.replicas(self.mesh)
-            ]
-            return engines[0] if len(engines) == 1 else Replicas(engines)
-        if cache != "contiguous":
-            raise ValueError(f"cache={cache!r} is neither 'paged' nor 'contiguous'")
-        for name, value in (paged | drafting).items():
-            if value != defaults[name].default:
-                raise ValueError(f"{name}={value!r} is for cache='paged' only")
-        return ContiguousEngine(self.config, params, ContiguousOptions(**common), kv_scales=kv_scales)
+            )
+        return engines[0] if len(engines) == 1 else Replicas(engines)
 
     # Generating.
 
@@ -319,18 +205,10 @@ class LLM:
             if len(values) != len(prompts):
                 raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts")
         requests = [
-            self.prepare(prompt, one, RequestOptions(its_priority, timeout, cache_salt), what=f"prompt {number}")
-            for number, (prompt, one, its_priority) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
+            self.prepare(prompt, one, RequestOptions(rank, timeout, cache_salt), what=f"prompt {number}")
+            for number, (prompt, one, rank) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
         ]
-        try:
-            for request in requests:
-                self.submit(request)
-            with _progress_bar(sum(len(request.answers) for request in requests), "answer", use_tqdm) as bar:
-                self._run(requests, bar)
-        except BaseException:
-            self._abort(requests)
-            raise
-        outputs = [self.output_of(request) for request in requests]
+        outputs = [self.client.collect(answers) for answers in self._run(requests, "answer", use_tqdm)]
         if taps:
             outputs = [
                 replace(
@@ -367,7 +245,7 @@ class LLM:
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for `generate` or `stream`."""
-        return self._processor.need_tokenizer("chat").apply_chat_template(messages, tools=tools, **template_kwargs)
+        return self.client.need_tokenizer("chat").apply_chat_template(messages, tools=tools, **template_kwargs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
@@ -387,7 +265,7 @@ class LLM:
         Yields the key with the output, or with the ValueError for which the request was refused; the others go on.
         Closing the iterator aborts what runs.
         """
-        limit = 2 * self.engine.options.max_seqs + 4 if max_queued is None else max_queued
+        limit = 2 * self.engine.spec.max_seqs + 4 if max_queued is None else max_queued
         if limit < 1:
             raise ValueError(f"max_queued must be at least 1, got {limit}")
         if self._lockstep is None or self._lockstep.is_inside:
@@ -444,30 +322,14 @@ class LLM:
         Prompt and continuation are tokenized apart; give token ids to choose the split yourself. Memory does not grow
         with length times vocabulary: logits exist for a few positions at a time.
         """
-        engine = self.engine
         pairs = zip(_as_list(prompts), _as_list(continuations), strict=True)
-        generations = [
-            self._processor.scored(prompt, continuation, params or SamplingParams(), what=f"pair {number}")
+        requests = [
+            self.client.prepare_score(prompt, continuation, params or SamplingParams(), what=f"pair {number}")
             for number, (prompt, continuation) in enumerate(pairs)
         ]
-        for number, generation in enumerate(generations):
-            self._check_fits(generation, f"pair {number}")
-        running = set(generations)
-        try:
-            for generation in generations:
-                engine.add(generation)
-            with _progress_bar(len(generations), "pair", use_tqdm) as bar:
-                while running:
-                    done = {one for one in engine.step() if one.finish_reason is not None} & running
-                    running -= done
-                    bar.update(len(done))
-        except BaseException:
-            for generation in generations:
-                engine.finish(generation, "abort")
-            raise
-        return [_score(generation) for generation in generations]
+        return [score_of(answer) for (answer,) in self._run(requests, "pair", use_tqdm)]
 
-    # Looking after it.
+    # The engine.
 
     @_together
     def warm_up(self, *, use_tqdm: bool | None = None) -> int:
@@ -481,7 +343,7 @@ class LLM:
         return engine.warm_up(lambda calls: tqdm(calls, total=total, desc="compile", disable=disable))
 
     def explain(self) -> Explanation:
-        """What was really allocated and chosen: dtypes, bytes, slots, programs, kernels. Prints well."""
+        """What was allocated and chosen: dtypes, bytes, slots, programs, kernels. `str()` is a table."""
         tokenizer = "none: token ids only" if self.tokenizer is None else f"{self.tokenizer.vocab_size} tokens"
         defaults = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
         quantized = describe(self.params)
@@ -505,20 +367,17 @@ class LLM:
         """What the model needs on this machine: bytes by part as the compiler counts them, how much cache remains, and,
         on chips that `jaxinfer plan` knows, the least time of a step. Prints well; `to_dict()` is JSON-ready.
 
-        Compiles the largest programs, or reads them from the compilation cache. Raises ValueError for
-        cache="contiguous".
+        Compiles the largest programs, or reads them from the compilation cache.
         """
         from jaxinfer.planning.here import plan_engine
 
         engine = self.engine.engines[0] if isinstance(self.engine, Replicas) else self.engine
-        if not isinstance(engine, PagedEngine):
-            raise ValueError("plan is for cache='paged' only")
         return plan_engine(self.name, engine)
 
     @_together
     def speculation_stats(self) -> SpeculationStats | None:
         """What was drafted and accepted since the start, all answers together; None without a draft."""
-        return None if isinstance(self.engine, ContiguousEngine) else self.engine.speculation_stats
+        return self.engine.speculation_stats
 
     def fingerprint(self) -> str:
         """SHA-256 of what answers depend on besides the request: configuration, parameters, tokenizer, length.
@@ -533,10 +392,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees the device memory of cache and parameters now; live parameters stay. Closing twice is harmless."""
-        engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        engine.close()
+        self.client.close()
         for leaf in jax.tree.leaves(self._owned_params):
             leaf.delete()
         self.params, self._owned_params = {}, []
@@ -563,87 +419,72 @@ class LLM:
         self._lockstep.lead_or_follow("on_leader", lambda: found.append(work()))
         return found[0] if found else None
 
-    # One request, step by step, for those who run the engine themselves.
+    # One request, step by step, for callers who drive the engine themselves.
 
     def prepare(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        terms: RequestOptions = DEFAULT_REQUEST_OPTIONS,
+        options: RequestOptions = DEFAULT_REQUEST_OPTIONS,
         *,
         what: str = "the prompt",
     ) -> Request:
-        """A request that was checked: it can be served, some time."""
-        request = self._processor.request(prompt, params or self.default_params, terms, what=what)
-        self._check_fits(request.generations[0], what)
-        options = self.engine.options
-        if not isinstance(options, EngineOptions):
-            for name in ("timeout", "priority", "cache_salt"):
-                if getattr(terms, name) != getattr(DEFAULT_REQUEST_OPTIONS, name):
-                    raise ValueError(f"{what}: {name}={getattr(terms, name)!r} is for cache='paged' only")
-        elif options.max_waiting is not None and len(request.answers) > options.max_seqs + options.max_waiting:
-            raise ValueError(
-                f"{what}: n={len(request.answers)} is more than max_seqs={options.max_seqs} and "
-                f"max_waiting={options.max_waiting} can take together"
-            )
-        return request
+        """A checked and tokenized request; raises ValueError if it can never be served, with `what` in the message."""
+        return self.client.prepare(prompt, params or self.default_params, options, what=what)
 
-    def _check_fits(self, generation: Generation, what: str) -> None:
-        if not isinstance(self.engine, ContiguousEngine):
-            try:
-                self.engine.check_fits(len(generation.prompt), generation.max_tokens)
-            except ValueError as error:
-                raise type(error)(f"{what}: {error}") from None
+    def submit(self, request: Request) -> list[SequenceState]:
+        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them."""
+        return self.client.submit(request)
 
-    def submit(self, request: Request) -> None:
-        """Queues all answers of a request, or none where the queue is full (QueueFullError)."""
-        try:
-            for generation in request.generations:
-                self.engine.add(generation)
-        except BaseException:
-            self._abort([request])
-            raise
+    def step(self, max_steps: int | None = None) -> None:
+        """One step of the engine: a dispatch of at most `max_steps` decode steps."""
+        self.client.step(max_steps)
 
-    def advance(self, answer: AnswerText) -> tuple[str, list[int]]:
+    def advance(self, answer: SequenceState) -> StreamDelta:
         """An answer's new text and tokens; a stop string in the text ends it."""
-        delta, tokens, matched = answer.read()
-        if matched is not None:
-            self.engine.finish(answer.generation, "stop", matched)
-            generation = answer.generation  # which may have ended otherwise after the stop string
-            generation.finish_reason, generation.stop_reason, generation.error = "stop", matched, None
-        return delta, tokens
+        return self.client.advance(answer)
 
-    def output_of(self, request: Request) -> RequestOutput:
-        """The request as it stands."""
-        return self._processor.output(request)
+    def collect(self, answers: Sequence[SequenceState]) -> RequestOutput:
+        """The output of a request, from its answers as they stand."""
+        return self.client.collect(answers)
+
+    def output_of(self, answers: Sequence[SequenceState]) -> RequestOutput:
+        """Deprecated name of `collect`."""
+        warnings.warn("LLM.output_of is LLM.collect", DeprecationWarning, stacklevel=2)
+        return self.collect(answers)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Engine | Replicas:
         """What runs the requests. Raises RuntimeError once closed."""
-        if self._engine is None:
-            raise RuntimeError("this LLM is closed")
-        return self._engine
+        return self.client.engine
 
     # Running.
 
-    def _run(self, requests: list[Request], bar: tqdm) -> None:
-        running = {answer.generation: answer for request in requests for answer in request.answers}
-        num_tokens = 0
-        while running:
-            for generation in self.engine.step():
-                if generation not in running:
-                    continue
-                num_tokens += len(self.advance(running[generation])[1])
-                if generation.finish_reason is not None:
-                    del running[generation]
-                    bar.update()
-                    elapsed = bar.format_dict["elapsed"] or 1e-9
-                    bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+    def _run(self, requests: list[Request], unit: str, use_tqdm: bool | None) -> list[list[SequenceState]]:
+        """Runs requests to their end; the answers of each."""
+        submitted: list[list[SequenceState]] = []
+        try:
+            for request in requests:
+                submitted.append(self.client.submit(request))
+            running: dict[SequenceState, Any] = dict.fromkeys(one for answers in submitted for one in answers)
+            num_tokens = 0
+            with _progress_bar(len(running), unit, use_tqdm) as bar:
+                for answer, delta in self.client.run(running):
+                    num_tokens += len(delta.token_ids)
+                    if answer.is_finished:
+                        bar.update()
+                        elapsed = bar.format_dict["elapsed"] or 1e-9
+                        bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+        except BaseException:
+            for answers in submitted:
+                self.client.abort(answers)
+            raise
+        return submitted
 
     def _generate_each(
         self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
-        running: dict[Generation, tuple[Key, Request, AnswerText]] = {}
+        running: dict[SequenceState, tuple[Key, list[SequenceState]]] = {}
         refused: tuple[Key, Request] | None = None
         try:
             while True:
@@ -660,25 +501,24 @@ class LLM:
                             yield key, error
                             continue
                     try:
-                        self.submit(request)
+                        answers = self.submit(request)
                     except QueueFullError:
                         if not running:
                             raise
                         refused = key, request  # again, once some have ended
                         break
-                    running |= {answer.generation: (key, request, answer) for answer in request.answers}
+                    running |= dict.fromkeys(answers, (key, answers))
                 if not running:
                     return
-                self.engine.step()
-                # Not what the step returns: in between the caller may have advanced these answers otherwise.
-                for generation, (key, request, answer) in list(running.items()):
-                    self.advance(answer)
-                    if generation.finish_reason is not None:
-                        del running[generation]
-                        if not any(other in running for other in request.generations):
-                            yield key, self.output_of(request)
+                self.step()
+                for answer in self.client.take_progress(running):
+                    self.client.advance(answer)
+                    if answer.is_finished:
+                        key, answers = running.pop(answer)
+                        if not any(other in running for other in answers):
+                            yield key, self.client.collect(answers)
         finally:
-            self._abort([request for _, request, _ in running.values()])
+            self.client.abort(list(running))
 
     def _generate_each_together(
         self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
@@ -707,44 +547,14 @@ class LLM:
             yield keys.pop(number), ValueError(result) if isinstance(result, str) else result
 
     def _stream(self, request: Request) -> Iterator[StreamDelta]:
-        self.submit(request)
-        running = list(request.answers)
+        answers = self.submit(request)
+        running: dict[SequenceState, Any] = dict.fromkeys(answers)
         try:
-            while running:
-                self.engine.step(max_steps=1)
-                # Not what the step returns: another stream of this model may have advanced these answers meanwhile.
-                for answer in list(running):
-                    delta, tokens = self.advance(answer)
-                    reason = answer.generation.finish_reason
-                    if reason is not None:
-                        running.remove(answer)
-                    if delta or tokens or reason is not None:
-                        output = None if running else self.output_of(request)
-                        yield StreamDelta(answer.index, delta, tokens, reason, output)
+            for _, delta in self.client.run(running, max_steps=1):
+                if delta.text or delta.token_ids or delta.finish_reason is not None:
+                    yield delta if running else replace(delta, output=self.client.collect(answers))
         finally:
-            self._abort([request])
-
-    def _abort(self, requests: list[Request]) -> None:
-        if self._engine is None:  # closed, which has ended them
-            return
-        for request in requests:
-            for generation in request.generations:
-                self._engine.finish(generation, "abort")
-
-
-def _score(generation: Generation) -> Score:
-    first = generation.score_from
-    entries = generation.prompt_logprobs[first:]
-    tokens = list(generation.prompt[first:])
-    if generation.finish_reason == "error" or len(entries) != len(tokens):
-        raise FloatingPointError(generation.error or "the score was not computed")
-    pairs = [(entry or {})[token] for entry, token in zip(entries, tokens, strict=True)]
-    return Score(
-        token_ids=tokens,
-        raw=[pair.logprob for pair in pairs],
-        processed=generation.processed_logprobs,
-        is_greedy=all(pair.rank == 1 for pair in pairs),
-    )
+            self.client.abort(answers)
 
 
 def _progress_bar(total: int, unit: str, use_tqdm: bool | None) -> tqdm:
@@ -763,9 +573,19 @@ def _as_list(prompts: Any) -> list:
     return [prompts] if is_one else prompts
 
 
-def _refuse_unknown(unknown: Mapping[str, Any], function: Any) -> None:
-    known = [name for name in inspect.signature(function).parameters if name not in ("self", "unknown")]
-    for name in unknown:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
-        raise TypeError(f"LLM has no argument {name!r}{hint}")
+def _checked_options(options: Mapping[str, Any]) -> LLMOptions:
+    known = [field.name for field in dataclasses.fields(LLMOptions)]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known, otherwise=f"; known are {', '.join(known)}")
+            raise TypeError(f"LLM has no argument {name!r}{hint}")
+    return LLMOptions(**options)
+
+
+def _documented(docstring: str | None) -> str:
+    """The docstring with the options that `LLMOptions` describes."""
+    lines = [f"  {name}: {field.help}" for name, field in described(LLMOptions).items()]
+    return "\n".join([docstring or "", "Options:", *lines])
+
+
+LLM.__doc__ = _documented(LLM.__doc__)

@@ -68,20 +68,20 @@ def serve(batches):
     """Runs batches of request numbers, each when the one before is done: who held which slot, doing what, each step;
     the step and the second when each request ended; the tokens."""
     requests = [llm.prepare(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-    number_of = {request.generations[0]: number for number, request in enumerate(requests)}
+    number_of = {}
     events, ended = [], {}
     start = time.perf_counter()
     for batch in batches:
         for number in batch:
-            llm.submit(requests[number])
+            number_of |= dict.fromkeys(llm.submit(requests[number]), number)
         while llm.engine.has_work:
             progressed = llm.engine.step()
             running = llm.engine.snapshot().running
-            events.append([(one.slot, number_of[one.generation], DECODE if one.is_decoding else PREFILL) for one in running])
-            for generation in progressed:
-                if generation.finish_reason is not None:
-                    ended[number_of[generation]] = (len(events), time.perf_counter() - start)
-    return events, ended, [request.generations[0].output for request in requests]
+            events.append([(one.slot, number_of[one.sequence], DECODE if one.is_decoding else PREFILL) for one in running])
+            for sequence in progressed:
+                if sequence.is_finished:
+                    ended[number_of[sequence]] = (len(events), time.perf_counter() - start)
+    return events, ended, [sequence.output for sequence in number_of]
 
 
 everyone = list(range(NUM_REQUESTS))

@@ -75,21 +75,20 @@ params = [SamplingParams(temperature=0, max_tokens=int(length), ignore_eos=True)
 
 
 def run(llm, requests):
-    """Steps the engine until the requests are done; what each step left: {number of the request: (pages, tokens)}."""
-    numbers = {request.generations[0]: number for number, request in enumerate(requests)}
-    for request in requests:
-        llm.submit(request)
+    """Steps the engine until the requests are done: their answers, and what each step left, {number: (pages, tokens)}."""
+    numbers = {}
+    for number, request in enumerate(requests):
+        numbers |= dict.fromkeys(llm.submit(request), number)
     history = []
     while llm.engine.has_work:
         llm.engine.step()
         running = llm.engine.snapshot().running
-        history.append({numbers[one.generation]: (list(one.pages), one.num_stored) for one in running})
-    return history
+        history.append({numbers[one.sequence]: (list(one.pages), one.num_stored) for one in running})
+    return [sequence.output for sequence in numbers], history
 
 
 requests = [llm.prepare(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
-history = run(llm, requests)
-answers = [request.generations[0].output for request in requests]
+answers, history = run(llm, requests)
 print(f"{len(requests)} requests, {sum(map(len, answers))} tokens in {len(history)} steps")
 
 # %% [markdown]
@@ -156,7 +155,8 @@ plt.show()
 # %%
 with LLM("demo", max_seqs=MAX_SEQS, max_model_len=MAX_MODEL_LEN, cache="contiguous") as contiguous:
     same = [output.outputs[0].token_ids for output in contiguous.generate(prompts, params, use_tqdm=False)]
-    reserved = contiguous.explain().to_dict()["cache"]["bytes at most"]
+    facts = contiguous.explain().to_dict()["cache"]
+reserved = (facts["pages"] - 1) * facts["bytes per page"]  # one page of MAX_MODEL_LEN tokens for each slot
 assert same == answers
 assert reserved == contiguous_pages * PAGE_SIZE * bytes_per_token
 
@@ -176,7 +176,7 @@ endings = [random.integers(1, config.vocab_size, size=12).tolist() for _ in rang
 few = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 before = llm.engine.snapshot().counters.computed_prompt_tokens
 first = llm.generate([shared + endings[0]], few)[0]
-tables = run(llm, [llm.prepare(shared + ending, few) for ending in endings])
+_, tables = run(llm, [llm.prepare(shared + ending, few) for ending in endings])
 table = max(tables, key=lambda running: sum(len(pages) for pages, _ in running.values()))
 computed = llm.engine.snapshot().counters.computed_prompt_tokens - before
 asked = len(shared) + len(endings[0]) + sum(len(shared) + len(ending) for ending in endings)

@@ -195,7 +195,7 @@ for method, color in colors.items():
         axes.annotate(name, (num_bytes / 2**20, kl), textcoords="offset points", fontsize=8, color=color, **side)
 gain = results["RTN", "int4-g128"][1] / results["GPTQ", "int4-g128"][1]
 axes.set(
-    yscale="log", xlabel="linear layers (MiB; bfloat16: {:.1f})".format(whole / 2**20), ylabel="KL to the float model (nats a token)",
+    yscale="log", xlabel=f"linear layers (MiB; bfloat16: {whole / 2**20:.1f})", ylabel="KL to the float model (nats a token)",
     title=f"Same bytes, better bits: GPTQ at 4 bits loses {gain:.1f} times less than rounding",
 )  # fmt: skip
 axes.legend(frameon=False, loc="upper right")

@@ -163,7 +163,7 @@ def test_closing_aborts_what_runs(model):
     async def run():
         engine = AsyncEngine(model, **OPTIONS)
         task = asyncio.create_task(collect(engine, [1], SamplingParams(max_tokens=250, temperature=0)))
-        await until(lambda: engine.llm._engine.has_work)
+        await until(lambda: engine.llm.engine.has_work)
         await engine.close()
         await engine.close()
         _, last = await task
@@ -178,7 +178,7 @@ def test_one_request_whose_processing_fails_leaves_the_others_alone(model, monke
     advance = LLM.advance
 
     def fail_for_one(self, answer):
-        if answer.generation.prompt[0] == 66:
+        if answer.request.token_ids[0] == 66:
             raise ValueError("no text for this one")
         return advance(self, answer)
 

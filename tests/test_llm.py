@@ -90,7 +90,7 @@ def test_end_of_sequence_ends_unless_ignored(model):
     free = SamplingParams(max_tokens=30, seed=4)
     with LLM(model, max_seqs=1) as llm:
         tokens = llm.generate([5, 6], free)[0].outputs[0].token_ids
-        llm._processor.eos_token_ids = (tokens[10],)
+        llm.client.eos_token_ids = (tokens[10],)
         first = tokens.index(tokens[10])
         stopped = llm.generate([5, 6], free)[0].outputs[0]
         ignored = llm.generate([5, 6], SamplingParams(max_tokens=30, seed=4, ignore_eos=True))[0].outputs[0]
@@ -140,7 +140,7 @@ def test_every_field_changes_the_result(model, tokenizer, field):
     with LLM(model, max_seqs=4) as llm:
         free = llm.generate("the dog", SamplingParams(**BASE))[0].outputs[0]
         if field == "ignore_eos":
-            llm._processor.eos_token_ids = (free.token_ids[5],)
+            llm.client.eos_token_ids = (free.token_ids[5],)
 
         def resolve(values):
             values = dict(values)
@@ -225,7 +225,7 @@ def test_what_cannot_be_served_is_refused_with_the_numbers(llm, call, error, mes
 def test_a_bad_prompt_among_good_ones_starts_nothing(llm):
     with pytest.raises(ValueError, match="prompt 2"):
         llm.generate([[1], [2], [3] * 300])
-    assert not llm._engine.has_work
+    assert not llm.engine.has_work
 
 
 def test_unknown_arguments_are_refused_with_the_nearest_name(model):

@@ -44,8 +44,8 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     engine, fit = llm.engine, llm.fit
     config = llm.config if fit is None else fit.own_config(llm.config)
     digest.update(repr((config, sorted(llm.eos_token_ids), max_model_len)).encode())
-    if engine.kv_dtype != engine.dtype.name:  # the cache rounds
-        digest.update(f"kv_dtype={engine.kv_dtype}".encode())
+    if engine.spec.kv_dtype != engine.spec.dtype.name:  # the cache rounds
+        digest.update(f"kv_dtype={engine.spec.kv_dtype}".encode())
         for scales in jax.tree.leaves(engine.kv_scales):
             own = scales if fit is None else fit.own_kv_scales(scales)
             digest.update(np.asarray(own).tobytes())

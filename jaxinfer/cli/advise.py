@@ -170,7 +170,7 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
 def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
     import jax
 
-    from jaxinfer.llm import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
+    from jaxinfer.engine.spec import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
     from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
     from jaxinfer.measure.advise.report import earlier_findings
     from jaxinfer.measure.advise.search import Findings, candidates, search

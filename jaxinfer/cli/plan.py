@@ -79,7 +79,7 @@ def plan(options: PlanOptions) -> None:
 
 def plan_request(options: PlanOptions) -> "PlanRequest":
     """Raises ValueError for what is out of range, and as `loading.load_shapes`."""
-    from jaxinfer.engine.options import EngineOptions, SpeculationOptions
+    from jaxinfer.engine.options import EngineOptions
     from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
     from jaxinfer.planning import PlanRequest, parse_place
 
@@ -95,7 +95,6 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     count = given_values(options)["num_draft_tokens"]
     if options.draft is None and count != "auto":
         raise UsageError(f"--num-draft-tokens {count} needs --draft")
-    speculation = None if options.draft is None else SpeculationOptions(None if count == "auto" else count)
     engine_options = EngineOptions(
         max_model_len=length,
         max_seqs=options.max_seqs,
@@ -103,7 +102,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
         prefill_chunk=options.prefill_chunk,
         memory_fraction=options.memory_fraction,
         kv_dtype=options.kv_dtype,
-        speculation=speculation,
+        num_draft_tokens=count,
     )
     draft = None if options.draft is None else load_draft_shapes(options.draft, config, params, length, options.dtype)
     return PlanRequest(

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.cache import KVScales
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.paged import PagedEngine
-from jaxinfer.engine.programs import ProgramModel, Weights
-from jaxinfer.engine.request import Generation
-from jaxinfer.engine.results import padded
+from jaxinfer.engine.programs import ProgramModel, Weights, padded
+from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import PromptScorer, ScoredChunk
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.sampling import SamplingParams, SamplingRow
+from jaxinfer.sampling import SamplingParams
 
 CHUNK = 64
 
@@ -80,42 +80,45 @@ def cache_quality(
 class _Recorder(PromptScorer):
     """In the place of what scores prompts: keeps the hidden states that it would score."""
 
-    def __init__(self, engine: PagedEngine):
-        super().__init__(engine.config.vocab_size, engine)
-        self.rows: dict[Generation, np.ndarray] = {}
+    def __init__(self, runner: ModelRunner):
+        super().__init__(runner.spec.config.vocab_size, runner)
+        self.rows: dict[SequenceState, np.ndarray] = {}
 
     def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array) -> None:
         states = np.asarray(hidden)
         for piece in pieces:
-            shape = (len(piece.generation.prompt), states.shape[1])
-            rows = self.rows.setdefault(piece.generation, np.zeros(shape, states.dtype))
+            shape = (piece.sequence.num_prompt, states.shape[1])
+            rows = self.rows.setdefault(piece.sequence, np.zeros(shape, states.dtype))
             rows[piece.start : piece.start + piece.length] = states[piece.row : piece.row + piece.length]
 
 
-def hidden_states(engine: PagedEngine, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+def hidden_states(engine: Engine, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """The final hidden states [T, D] of each text, as an idle engine computes them: with its weights and its cache."""
-    scorer = engine._scorer
-    engine._scorer = recorder = _Recorder(engine)
+    runner = engine.runner
+    scorer = runner._scorer
+    runner._scorer = recorder = _Recorder(runner)
     try:
-        # Whoever wants the prompt's log-probabilities has every token computed.
-        row = SamplingRow(SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0))
-        generations = [Generation(prompt=list(text), row=row, max_tokens=1) for text in texts]
-        for generation in generations:
-            engine.add(generation)
+        # With log-probabilities of the prompt, every token of it is computed.
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, seed=0)
+        sequences = [SequenceState(Request(list(text), params, max_tokens=1)) for text in texts]
+        for sequence in sequences:
+            engine.add(sequence)
         while engine.has_work:
             engine.step()
-        return [recorder.rows[generation] for generation in generations]
+        return [recorder.rows[sequence] for sequence in sequences]
     finally:
-        engine._scorer = scorer
+        runner._scorer = scorer
 
 
-def log_probs(engine: PagedEngine, states: np.ndarray) -> np.ndarray:
+def log_probs(engine: Engine, states: np.ndarray) -> np.ndarray:
     """float32 log-probabilities [T, V] of the next token, of final hidden states [T, D]."""
     parts = []
     for start in range(0, len(states), CHUNK):
         rows = states[start : start + CHUNK]
         padding = ((0, CHUNK - len(rows)), (0, 0))
-        parts.append(np.asarray(_log_probs(engine.model, engine.weights, np.pad(rows, padding)))[: len(rows)])
+        parts.append(
+            np.asarray(_log_probs(engine.runner.model, engine.runner.weights, np.pad(rows, padding)))[: len(rows)]
+        )
     return np.concatenate(parts)
 
 
@@ -125,10 +128,11 @@ def _hidden_states(
     """The final hidden states [T, D] of each text, and what a token takes in the cache."""
     longest = max(map(len, texts))
     options = EngineOptions(max_model_len=longest + 1, max_seqs=1, prefill_chunk=CHUNK, kv_dtype=kv_dtype)
-    engine = PagedEngine(config, params, options, kv_scales=kv_scales)
+    engine = Engine(config, params, options, kv_scales=kv_scales)
     try:
         states = hidden_states(engine, texts)
-        return states, engine.model, engine.weights, engine.memory.page_bytes / engine.page_size
+        runner = engine.runner
+        return states, runner.model, runner.weights, engine.spec.page_bytes / engine.spec.page_size
     finally:
         engine.close()
 

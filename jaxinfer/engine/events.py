@@ -1,4 +1,4 @@
-"""What an engine tells of itself: each dispatch to those who observe it, and a snapshot to whoever asks."""
+"""Events of an engine: each dispatch, for observers, and snapshots of who holds what."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Literal
 
 import jax
 
-from jaxinfer.engine.request import Generation
+from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import Counters, Scheduler
 
 Kind = Literal["step", "decode", "rounds"]
@@ -18,13 +18,13 @@ class SlotWork:
     """What a dispatch does for one answer.
 
     Attributes:
-      generation: whose it is, as in `Request.generations`; only to be read. slot: its row of the device's arrays.
+      sequence: the answer, to be read only. slot: its row of the device's arrays.
       start: tokens before those that it works on: of a prompt, stored ones; of a decoding answer, what the host knows
         of it, which may be a dispatch behind.
       num_prompt_tokens: computed of its prompt, from `start` on; 0 where it decodes.
     """
 
-    generation: Generation
+    sequence: SequenceState
     slot: int
     start: int
     num_prompt_tokens: int
@@ -67,7 +67,7 @@ Observer = Callable[[Dispatch], None]
 
 
 class Observers:
-    """Who hears of an engine's dispatches. They may come and go on any thread; false while there are none."""
+    """The observers of an engine's dispatches; false without any. They may be added and removed on any thread."""
 
     def __init__(self) -> None:
         self._all: tuple[Observer, ...] = ()
@@ -85,7 +85,7 @@ class Observers:
             others.remove(observer)
             self._all = tuple(others)
 
-    def tell(self, dispatch: Dispatch) -> None:
+    def notify(self, dispatch: Dispatch) -> None:
         for observer in self._all:
             observer(dispatch)
 
@@ -99,7 +99,7 @@ class Running:
         in the order of its tokens; several answers may share one. replica: whose slot and pages they are.
     """
 
-    generation: Generation
+    sequence: SequenceState
     slot: int
     is_decoding: bool
     num_stored: int
@@ -124,7 +124,7 @@ class Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler, replica: int) -> "Snapshot":
         running = tuple(
-            Running(one.owner, one.slot, one.is_decoding, one.num_stored, tuple(one.pages), replica)
+            Running(one, one.slot, one.is_decoding, one.num_stored, tuple(one.pages), replica)
             for one in scheduler.running
             if one.slot is not None
         )

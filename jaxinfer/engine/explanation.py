@@ -9,21 +9,18 @@ from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import AUTO, is_scaled, kv_dtype_name
-from jaxinfer.engine import contiguous_programs, paged_programs, programs, speculative_programs
-from jaxinfer.engine.contiguous import ContiguousEngine
-from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.engine import programs
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.replicas import Replicas
-from jaxinfer.engine.speculation import Speculation
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig
 from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
-from pallas_kernels.flash_attention import explain
 from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, Pages, choose, make_spec
 from pallas_kernels.quantized_matmul import form
 from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
-
-Engine = PagedEngine | Replicas | ContiguousEngine
 
 
 @dataclass(frozen=True)
@@ -43,29 +40,30 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_engine(engine: Engine, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
-    """`model` and `sampling` are what the caller knows beyond the engine; they come first and last."""
-    config, num_replicas = engine.config, 1
+def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: dict[str, Any]) -> Explanation:
+    """`model` and `sampling` are facts that the engine does not have; they come first and last."""
+    num_replicas = 1
     if isinstance(engine, Replicas):
         engine, num_replicas = engine.engines[0], len(engine.engines)
-    describe = _describe_paged(engine) if isinstance(engine, PagedEngine) else _describe_contiguous(engine)
-    params = jax.tree.unflatten(engine.model.structure, engine.weights)
-    mesh = engine.placement.mesh if isinstance(engine, PagedEngine) else None
-    device = engine.weights[0].addressable_shards[0].device
+    spec, device = engine.spec, engine.device
+    config, mesh = spec.config, spec.mesh
     return Explanation(
         {
             "model": {
                 **model,
                 "architecture": config.architecture,
-                "parameters": num_parameters(params),
-                "parameter bytes": num_bytes(params),
-                "dtype": str(engine.dtype),
+                "parameters": num_parameters(spec.params),
+                "parameter bytes": num_bytes(spec.params),
+                "dtype": str(spec.dtype),
                 "layers": config.num_layers,
                 "heads (query / key)": f"{config.num_heads} / {config.num_kv_heads} x {config.head_dim}",
                 **_describe_model(config),
                 "declared length": config.max_position_embeddings,
             },
-            **describe,
+            "cache": _describe_cache(engine),
+            "programs": _describe_programs(spec),
+            "kernels": {**_describe_kernels(spec), **_products(spec)},
+            **({} if engine.speculation is None else {"speculation": _describe_speculation(engine)}),
             "device": {
                 "platform": device.platform,
                 "kind": device.device_kind,
@@ -85,110 +83,87 @@ def _describe_mesh(mesh: Mesh | None, num_replicas: int) -> dict[str, Any]:
     return {"mesh": axes, "replicas": num_replicas, "processes": jax.process_count()}
 
 
-def _describe_paged(engine: PagedEngine) -> dict[str, dict[str, Any]]:
-    options, memory, page_size = engine.options, engine.memory, engine.page_size
-    slots, tokens = options.max_seqs, options.token_buckets[-1]
-    pages_per_sequence = -(-options.max_model_len // page_size)
-    kernels = {}
-    for name, num_tokens, longest in (("decode", slots, 1), ("prompt", tokens, tokens)):
-        spec = _paged_spec(engine, num_tokens, pages_per_sequence, longest, name == "prompt" and options.deterministic)
-        kernels |= _chosen(name, "paged_attention", choose(spec))
-    available = {} if memory.available is None else {"bytes available": memory.available}
+def _describe_cache(engine: Engine) -> dict[str, Any]:
+    spec, memory, pool = engine.spec, engine.runner.memory, engine.scheduler.pool
     return {
-        "cache": {
-            "kind": "paged",
-            **_describe_stored(engine, engine.abstract_pages, options.kv_dtype),
-            "max_model_len": options.max_model_len,
-            "max_seqs": options.max_seqs,
-            "page size": page_size,
-            "pages": memory.num_pages,
-            "tokens that fit": (memory.num_pages - 1) * page_size,
-            **_bytes_per_token(engine.abstract_pages, engine.config.num_layers, page_size),
-            "bytes per page": memory.page_bytes,
-            "bytes": memory.pool_bytes,
-            "sampler bytes": memory.sampler,
-            "activation bytes (guess)": memory.activations,
-            **available,
-            "pages in use / idle": f"{engine.scheduler.pool.num_owned} / {engine.scheduler.pool.num_idle}",
-            "prefix cache": "on" if options.prefix_cache else "off",
-        },
-        "programs": {
-            "tokens of a step": ", ".join(str(size) for size in options.token_buckets),
-            "slots of a step": ", ".join(str(size) for size in options.step_slots),
-            "slots of decode": ", ".join(str(size) for size in options.decode_slots),
-            "prompt tokens of a step": options.chunk,
-            "steps per dispatch": 1 if options.deterministic else options.steps_per_dispatch,
-            "deterministic": options.deterministic,
-            **_compiled(paged_programs, ("step", "decode")),
-        },
-        "kernels": {**kernels, **_products(engine)},
-        **({} if engine.speculation is None else {"speculation": _describe_speculation(engine.speculation)}),
+        "kind": spec.options.cache,
+        **_describe_stored(engine),
+        "max_model_len": spec.max_model_len,
+        "max_seqs": spec.max_seqs,
+        "page size": spec.page_size,
+        "pages": spec.num_pages,
+        "tokens that fit": (spec.num_pages - 1) * spec.page_size,
+        **_bytes_per_token(spec.pages, spec.config.num_layers, spec.page_size),
+        "bytes per page": spec.page_bytes,
+        "bytes": memory.pool_bytes,
+        "sampler bytes": memory.sampler,
+        "activation bytes (guess)": memory.activations,
+        **({} if memory.available is None else {"bytes available": memory.available}),
+        "pages in use / idle": f"{pool.num_owned} / {pool.num_idle}",
+        "prefix cache": "on" if spec.reuses_prefixes else "off",
     }
 
 
-def _describe_speculation(speculation: Speculation) -> dict[str, Any]:
-    settings, draft, stats = speculation.settings, speculation.draft, speculation.stats
+def _describe_programs(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "tokens of a step": ", ".join(str(size) for size in spec.token_buckets),
+        "slots of a step": ", ".join(str(size) for size in spec.step_slots),
+        "slots of decode": ", ".join(str(size) for size in spec.decode_slots),
+        "prompt tokens of a step": spec.prefill_chunk,
+        "steps per dispatch": spec.steps_per_dispatch,
+        "deterministic": spec.options.deterministic,
+        **_compiled(paged, ("step", "decode")),
+    }
+
+
+def _describe_kernels(spec: EngineSpec) -> dict[str, str]:
+    kernels, tokens = {}, spec.token_buckets[-1]
+    for name, num_tokens, longest in (("decode", spec.max_seqs, 1), ("prompt", tokens, tokens)):
+        is_uniform = name == "prompt" and spec.options.deterministic
+        kernels |= _chosen(name, "paged_attention", choose(_paged_spec(spec, num_tokens, longest, is_uniform)))
+    return kernels
+
+
+def _describe_speculation(engine: Engine) -> dict[str, Any]:
+    spec, draft, stats = engine.spec, engine.spec.draft, engine.speculation_stats
+    if draft is None or stats is None:
+        return {}
     model = {}
-    if isinstance(draft, ModelDraft):
+    if isinstance(draft, ModelDraft) and spec.draft_cache is not None and spec.draft_kv_dtype is not None:
         model = {
             "layers": draft.config.num_layers,
-            "parameter bytes": speculation.weight_bytes,
+            "parameter bytes": num_bytes(spec.placed_draft),
             **({"float32 copies": str(draft.copies)} if draft.copies is not None else {}),
-            "bytes per page (in the page's)": speculation.page_bytes,
-            "cache dtype": kv_dtype_name(speculation.kv_dtype),
+            "bytes per page (in the page's)": num_bytes(spec.draft_cache) // spec.num_pages,
+            "cache dtype": kv_dtype_name(spec.draft_kv_dtype),
         }
-    lengths = ", ".join(str(tree.depth) for tree in settings.trees)
-    drafted = f"a tree of widths {settings.tree}" if settings.tree is not None else f"{lengths} tokens"
+    options = spec.options
+    lengths = ", ".join(str(tree.depth) for tree in spec.trees)
+    drafted = f"a tree of widths {options.draft_tree}" if options.draft_tree is not None else f"{lengths} tokens"
     return {
         "draft": draft_name(draft),
         **model,
-        "drafted in a round": f"{drafted}{', adaptive' if settings.is_adaptive else ''}",
-        "rounds per dispatch": speculation.max_rounds,
-        "acceptance": settings.acceptance,
+        "drafted in a round": f"{drafted}{', adaptive' if options.is_adaptive else ''}",
+        "rounds per dispatch": spec.max_rounds,
+        "acceptance": options.acceptance,
         "drafted / accepted tokens": f"{stats.proposed} / {stats.accepted}",
-        **_compiled(speculative_programs, ("speculate",)),
+        **_compiled(speculative, ("speculate",)),
     }
 
 
-def _describe_contiguous(engine: ContiguousEngine) -> dict[str, dict[str, Any]]:
-    options = engine.options
-    kernels = {}
-    for name, batch, tokens in (("decode", options.slot_buckets[-1], 1), ("prompt", 1, engine.chunks[-1])):
-        kernels |= _chosen(name, "flash_attention", _contiguous_choice(engine, batch, tokens))
-    return {
-        "cache": {
-            "kind": "contiguous",
-            **_describe_stored(engine, engine.abstract_cache.layers[0], options.kv_dtype),
-            "max_model_len": options.max_model_len,
-            "max_seqs": options.max_seqs,
-            **_bytes_per_token(engine.abstract_cache.layers[0], engine.config.num_layers, options.max_model_len),
-            "bytes at most": engine.cache_bytes(),
-            "slots allocated": engine.num_slots,
-        },
-        "programs": {
-            "prompt chunks": ", ".join(str(size) for size in engine.chunks),
-            "slot buckets": ", ".join(str(size) for size in options.slot_buckets),
-            "steps per dispatch": options.steps_per_dispatch,
-            **_compiled(contiguous_programs, ("prefill", "decode")),
-        },
-        "kernels": {**kernels, **_products(engine)},
-    }
-
-
-def _describe_stored(engine: Engine, pages: Pages, asked: str) -> dict[str, str]:
+def _describe_stored(engine: Engine) -> dict[str, str]:
     """What keys and values are stored as, and how."""
-    dtype, name = engine.kv_dtype, kv_dtype_name(engine.kv_dtype)
-    facts = {"dtype": name if asked != AUTO else f"{name} (auto: what the model computes in)"}
-    if isinstance(pages, BitPages):
-        facts["stored as"] = f"its bits, {pages.k.dtype}: XLA:CPU would convert a whole cache of {dtype} each step"
+    spec = engine.spec
+    dtype, name = spec.kv_dtype, kv_dtype_name(spec.kv_dtype)
+    facts = {"dtype": name if spec.options.kv_dtype != AUTO else f"{name} (auto: what the model computes in)"}
+    if isinstance(spec.pages, BitPages):
+        facts["stored as"] = f"its bits, {spec.pages.k.dtype}: XLA:CPU would convert a whole cache of {dtype} each step"
     if dtype == "int8":
         facts["scales"] = "float32, one for each token and head"
     elif is_scaled(dtype):
         facts["scales"] = "none: values beyond the largest are clipped"
         if engine.kv_scales is not None:
             facts["scales"] = "the checkpoint's, one for each layer and head"
-    if dtype != engine.dtype.name and isinstance(engine, ContiguousEngine):
-        facts["read"] = f"a layer's rows at a time, converted to {engine.dtype}"
     return facts
 
 
@@ -240,24 +215,14 @@ def _bytes_per_token(pages: Pages, num_layers: int, num_tokens: int) -> dict[str
     return {"bytes per token": sum(sizes.values()), **scales}
 
 
-def _paged_spec(engine: PagedEngine, num_tokens: int, pages: int, longest: int, is_uniform: bool) -> PagedSpec:
+def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: bool) -> PagedSpec:
     config = engine.config
     q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, config.head_dim), engine.dtype)
     kv = jax.ShapeDtypeStruct((num_tokens, config.num_kv_heads, config.head_dim), engine.dtype)
-    table = jax.ShapeDtypeStruct((engine.options.max_seqs, pages), jnp.int32)
-    one_layer = engine.abstract_pages
+    table = jax.ShapeDtypeStruct((engine.max_seqs, engine.pages_per_sequence), jnp.int32)
     options = attention_options(config)
     values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)
-    return make_spec(q, kv, values, one_layer, table, max_query_length=longest, is_uniform=is_uniform, **options)
-
-
-def _contiguous_choice(engine: ContiguousEngine, batch: int, tokens: int) -> KernelChoice:
-    config = engine.config
-    cached = (batch, engine.options.max_model_len, config.num_kv_heads, config.head_dim)
-    shape = (batch, tokens, config.num_heads, config.head_dim)
-    q, kv = (jax.ShapeDtypeStruct(dims, engine.dtype) for dims in (shape, cached))
-    lengths = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    return explain(q, kv, kv, query_offset=lengths, kv_lengths=lengths, **attention_options(config))
+    return make_spec(q, kv, values, engine.pages, table, max_query_length=longest, is_uniform=is_uniform, **options)
 
 
 def _chosen(name: str, kernel: str, choice: KernelChoice) -> dict[str, str]:
@@ -280,20 +245,19 @@ def _compiled(module: Any, names: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
-def _products(engine: Engine) -> dict[str, str]:
-    precision = ", highest precision" if engine.dtype == "float32" else ""
-    params = jax.tree.unflatten(engine.model.structure, engine.weights)
-    return {"matrix products": f"XLA, {engine.dtype}{precision}", **_quantized_products(engine, params)}
+def _products(spec: EngineSpec) -> dict[str, str]:
+    precision = ", highest precision" if spec.dtype == "float32" else ""
+    return {"matrix products": f"XLA, {spec.dtype}{precision}", **_quantized_products(spec)}
 
 
-def _quantized_products(engine: Engine, params: Any) -> dict[str, str]:
+def _quantized_products(engine: EngineSpec) -> dict[str, str]:
     """How products with each scheme's weights are computed, for one slot that decodes and for all."""
     facts: dict[str, None] = {}
-    for leaf in weights(params):
+    for leaf in weights(engine.params):
         if not is_quantized(leaf):
             continue
         forms = []
-        for rows in (1, engine.options.max_seqs):
+        for rows in (1, engine.max_seqs):
             x = jax.ShapeDtypeStruct((rows, leaf.shape[-2]), engine.dtype)
             values = jax.ShapeDtypeStruct(leaf.shape[-2:], leaf.values.dtype)
             scheme = leaf.scheme

@@ -13,8 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from jaxinfer.engine.output import StreamDelta
-from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score
+from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score, StreamDelta
 from jaxinfer.engine.scoring import ScoreWork
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.wire import Codec

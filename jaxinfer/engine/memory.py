@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.engine.options import EngineOptions
-from jaxinfer.models import ModelConfig
+from jaxinfer.engine.spec import EngineSpec
 
 # Arrays of T tokens that are alive at once in a layer: residual, normed, query, key, value, attended and the two
 # halves of the feed-forward layer with their product; and of S rows of logits in the sampler: logits, transformed,
@@ -42,33 +41,23 @@ class PoolPlan:
         return self.num_pages * self.page_bytes
 
 
-def plan_pool(
-    config: ModelConfig,
-    options: EngineOptions,
-    *,
-    page_size: int,
-    page_bytes: int,
-    dtype_bytes: int,
-    weights: int,
-    available: int | None,
-    fills_memory: bool,
-) -> PoolPlan:
+def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolPlan:
     """The number of pages: `num_pages` if given, else what `memory_fraction` of the available bytes leaves.
 
-    That is at most what all slots at full length can use, unless `fills_memory`, where the rest serves as prefix
-    cache. `weights` are loaded already; the fraction is of all memory, theirs included. Raises OutOfMemoryError where
-    not even one sequence of max_model_len fits.
+    On a CPU, and of a contiguous cache, that is at most what all slots at full length can use; elsewhere the rest
+    serves as prefix cache. `weights` are loaded already; the fraction is of all memory, theirs included. Raises
+    OutOfMemoryError where not even one sequence of max_model_len fits.
     """
-    max_seqs, num_pages, memory_fraction = options.max_seqs, options.num_pages, options.memory_fraction
-    per_sequence = -(-options.max_model_len // page_size)
-    sampler = max_seqs * config.vocab_size * 9  # bias and counts of 4 bytes, a mask of 1
-    activations = activation_bytes(config, options, dtype_bytes)
+    max_seqs, vocab_size, page_size, page_bytes = spec.max_seqs, spec.config.vocab_size, spec.page_size, spec.page_bytes
+    num_pages, per_sequence = spec.options.num_pages, spec.pages_per_sequence
+    sampler = max_seqs * vocab_size * 9  # bias and counts of 4 bytes, a mask of 1
+    activations = activation_bytes(spec)
     wanted = max_seqs * per_sequence + 1
     parts = {"weights": weights, "sampler": sampler, "activations": activations}
     if available is None:
         pages = wanted if num_pages is None else num_pages
         return PoolPlan(pages, page_bytes, weights, sampler, activations, None, pages < wanted)
-    budget = int(memory_fraction * (available + weights)) - sum(parts.values())
+    budget = int(spec.options.memory_fraction * (available + weights)) - sum(parts.values())
     if num_pages is not None:
         if num_pages * page_bytes > available - sampler - activations:
             raise _does_not_fit(parts, num_pages, page_bytes, available, f"num_pages={max(budget // page_bytes, 0)}")
@@ -77,21 +66,23 @@ def plan_pool(
     if fitting < per_sequence + 1:
         if fitting > 1:
             helps = f"max_model_len={(fitting - 1) * page_size}"
-        elif sampler + LIVE_LOGITS * max_seqs * config.vocab_size * 4 > page_bytes * (per_sequence + 1):
+        elif sampler + LIVE_LOGITS * max_seqs * vocab_size * 4 > page_bytes * (per_sequence + 1):
             helps = "a smaller max_seqs"
         else:
             helps = "a smaller dtype or a quantized checkpoint"
         raise _does_not_fit(parts, per_sequence + 1, page_bytes, available, helps)
+    fills_memory = spec.platform != "cpu" and spec.options.cache == "paged"
     pages = fitting if fills_memory else min(fitting, wanted)
     return PoolPlan(pages, page_bytes, weights, sampler, activations, available, pages < wanted)
 
 
-def activation_bytes(config: ModelConfig, options: EngineOptions, dtype_bytes: int) -> int:
+def activation_bytes(spec: EngineSpec) -> int:
     """A guess of what a step's arrays of tokens and rows of logits take at once, on one device that has all of them."""
+    config = spec.config
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
-    logits = LIVE_LOGITS * options.max_seqs * config.vocab_size * 4
-    return options.token_buckets[-1] * hidden * dtype_bytes + logits
+    logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
+    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits
 
 
 def available_bytes(device: Any) -> int | None:

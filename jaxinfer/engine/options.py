@@ -1,103 +1,202 @@
-"""What an engine over a paged cache is told."""
+"""Options of an engine. Imports neither JAX nor NumPy, so that a command line can describe them at once."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal
 
-from jaxinfer.cache import check_kv_dtype
-from jaxinfer.speculative import TokenTree, chain
+from jaxinfer.options import option
 
-MIN_STEP_TOKENS = 32
-UNIFORM_STEP_TOKENS = 256  # of every step if deterministic: bits may depend on the shape, so there is one
-DEFAULT_CHUNK = 512
+if TYPE_CHECKING:
+    from jaxinfer.speculative import TokenTree
+
+CACHES = ("paged", "contiguous")
+MAX_DRAFT_TOKENS = 31
+ENGINE, SPECULATION = "Engine", "Speculative decoding"
 
 
-@dataclass(frozen=True)
+def parse_draft_tokens(text: str) -> int | Literal["auto"]:
+    """ "auto" or a number, from a command line. Raises ValueError for anything else."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS} or 'auto', got {text!r}") from None
+
+
+def parse_tree(text: str) -> tuple[int, ...]:
+    """Widths such as "3,2,1", from a command line. Raises ValueError for anything else."""
+    try:
+        return tuple(int(width) for width in text.split(","))
+    except ValueError:
+        raise ValueError(f"draft_tree is widths such as 3,2,1, got {text!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """How an engine with a draft speculates.
+    """How an engine with a draft speculates."""
 
-    Attributes:
-      num_draft_tokens: tokens drafted in a round, 1 to 31; None adapts them to what is accepted and to what drafting
-        and verifying cost at the load of the moment, down to none.
-      tree: widths per depth of a token tree that is drafted instead of a chain, such as (3, 2, 1).
-      acceptance: "exact", the answers of plain decoding; or "maximal", the same distribution with more accepted.
-      lengths: numbers of drafted tokens that are chosen from where they adapt; each has programs of its own.
-      kv_dtype: of a draft model's own cache; None is the target's option.
-    """
-
-    num_draft_tokens: int | None = None
-    tree: tuple[int, ...] | None = None
-    acceptance: str = "exact"
-    lengths: tuple[int, ...] = (2, 4, 8)
-    kv_dtype: str | None = None
+    num_draft_tokens: int | Literal["auto"] = option(
+        "auto",
+        "Tokens drafted before each check, 1 to 31; auto adapts the number to the acceptance rate and to the cost of "
+        "drafting and verifying at the current load, down to none.",
+        "N",
+        group=SPECULATION,
+        parse=parse_draft_tokens,
+    )
+    draft_tree: Sequence[int] | None = option(
+        None,
+        "Widths per depth, such as 3,2,1, of a token tree that is drafted instead of a chain.",
+        "WIDTHS",
+        group=SPECULATION,
+        parse=parse_tree,
+    )
+    acceptance: str = option(
+        "exact",
+        "exact gives the answers of plain decoding; maximal gives answers of the same distribution with more drafts "
+        "accepted, which depend on what else runs.",
+        "RULE",
+        group=SPECULATION,
+    )
+    draft_kv_dtype: str | None = option(
+        None,
+        "As kv_dtype, of a draft model's own cache; by default the same. It changes no answer.",
+        "DTYPE",
+        group=SPECULATION,
+    )
+    draft_lengths: Sequence[int] | None = option(
+        None,
+        "Numbers of drafted tokens that num_draft_tokens=auto chooses from; each has programs of its own. By default "
+        "2, 4 and 8, or 3, 7 and 15 for draft=ngram.",
+        "LENGTHS",
+        group=SPECULATION,
+        parse=parse_tree,
+    )
 
     def __post_init__(self) -> None:
+        from jaxinfer.cache.kv_dtype import check_kv_dtype
+        from jaxinfer.speculative import TokenTree
+
         count = self.num_draft_tokens
-        if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 31):
-            raise ValueError(f"num_draft_tokens must be 1 to 31 or 'auto', got {count!r}")
-        if self.kv_dtype is not None:
-            check_kv_dtype(self.kv_dtype, "draft_kv_dtype")
+        is_number = isinstance(count, int) and not isinstance(count, bool) and 1 <= count <= MAX_DRAFT_TOKENS
+        if count != "auto" and not is_number:
+            raise ValueError(f"num_draft_tokens must be 1 to {MAX_DRAFT_TOKENS} or 'auto', got {count!r}")
+        if self.draft_kv_dtype is not None:
+            check_kv_dtype(self.draft_kv_dtype, "draft_kv_dtype")
         if self.acceptance not in ("exact", "maximal"):
             raise ValueError(f"acceptance={self.acceptance!r} is neither 'exact' nor 'maximal'")
-        if self.tree is not None:
-            if count is not None:
-                raise ValueError(f"draft_tree={self.tree} says what is drafted, so num_draft_tokens={count} cannot")
-            if not self.tree:
+        if self.draft_tree is not None:
+            object.__setattr__(self, "draft_tree", tuple(self.draft_tree))
+            if count != "auto":
+                raise ValueError(f"num_draft_tokens={count} cannot be combined with draft_tree={self.draft_tree}")
+            if not self.draft_tree:
                 raise ValueError("draft_tree has no depth: give widths such as (3, 2, 1)")
-            TokenTree(self.tree)
+            TokenTree(tuple(self.draft_tree))
 
-    @property
-    def trees(self) -> tuple[TokenTree, ...]:
-        """What rounds are compiled for, the smallest first."""
-        if self.tree is not None:
-            return (TokenTree(self.tree),)
-        lengths = self.lengths if self.num_draft_tokens is None else (self.num_draft_tokens,)
-        return tuple(chain(length) for length in lengths)
+    def trees(self, default_lengths: Sequence[int]) -> "tuple[TokenTree, ...]":
+        """The token trees that rounds are compiled for, the smallest first."""
+        from jaxinfer.speculative import TokenTree, chain
+
+        if self.draft_tree is not None:
+            return (TokenTree(tuple(self.draft_tree)),)
+        if self.num_draft_tokens != "auto":
+            return (chain(self.num_draft_tokens),)
+        return tuple(chain(length) for length in self.draft_lengths or default_lengths)
 
     @property
     def is_adaptive(self) -> bool:
-        return self.num_draft_tokens is None and self.tree is None
+        """Whether the number of drafted tokens adapts."""
+        return self.num_draft_tokens == "auto" and self.draft_tree is None
 
 
-@dataclass(frozen=True)
-class EngineOptions:
-    """Attributes:
-    max_model_len: tokens of prompt and answer together. max_seqs: answers generated at once.
-    page_size: tokens of a page; None is 64 on a TPU and 16 elsewhere. num_pages: pages of the pool; None fills
-      memory_fraction of the device's memory (on a CPU no more than max_seqs answers of max_model_len can use).
-    prefill_chunk: prompt tokens of a step; None is 512, or what max_seqs leaves of 256 if deterministic.
-    steps_per_dispatch: decode steps of a dispatch when no prompt waits; one if deterministic.
-    deterministic: every token goes through one program of one shape (256 tokens, unless prefill_chunk and max_seqs need
-      more), so that log-probabilities keep every bit whatever else is in the batch and however a prompt is cut. Slower.
-    prefix_cache: keep the pages of finished work and reuse them where a prompt begins alike.
-    max_waiting: requests that may wait, None for any number. shuffle_seed: orders the pages at random (for tests).
-    kv_dtype: what keys and values are stored as: "auto" is what the model computes in; "float32", "bfloat16",
-      "float16", "int8" (with a scale for each token and head), "fp8_e4m3", "fp8_e5m2".
-    speculation: for an engine with a draft.
-    """
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(SpeculationOptions):
+    """How an engine runs a model; the options of `SpeculationOptions` need a draft."""
 
-    max_model_len: int
-    max_seqs: int
-    page_size: int | None = None
-    num_pages: int | None = None
-    memory_fraction: float = 0.9
-    prefill_chunk: int | None = None
-    steps_per_dispatch: int = 8
-    deterministic: bool = False
-    prefix_cache: bool = True
-    max_waiting: int | None = None
-    shuffle_seed: int | None = None
-    kv_dtype: str = "auto"
-    speculation: SpeculationOptions | None = None
+    max_model_len: int | None = option(
+        None,
+        "Tokens of a prompt with its answer. By default what the model allows, at most 4,096.",
+        "N",
+        group=ENGINE,
+        min=1,
+    )
+    max_seqs: int | None = option(
+        None, "Answers generated at once; by default 64, on a CPU 16.", "N", group=ENGINE, min=1
+    )
+    steps_per_dispatch: int = option(
+        8,
+        "Decode steps per call of the device when no prompt waits; one if deterministic.",
+        "N",
+        group=ENGINE,
+        min=1,
+    )
+    kv_dtype: str = option(
+        "auto",
+        "What keys and values are stored as: auto (what the model computes in), float32, bfloat16, float16, int8 (with "
+        "a scale for each token and head), fp8_e4m3 or fp8_e5m2.",
+        "DTYPE",
+        group=ENGINE,
+    )
+    cache: str = option(
+        "paged",
+        "paged, or contiguous: one page of max_model_len tokens for each of max_seqs slots, for study.",
+        "KIND",
+        group=ENGINE,
+    )
+    page_size: int | None = option(
+        None,
+        "Tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype=int8).",
+        "N",
+        group=ENGINE,
+        min=1,
+    )
+    num_pages: int | None = option(
+        None,
+        "Pages of the cache; by default as many as memory_fraction of the device's memory holds beside the weights (on "
+        "a CPU no more than max_seqs answers of max_model_len can use).",
+        "N",
+        group=ENGINE,
+        min=2,
+    )
+    memory_fraction: float = option(
+        0.9, "Share of the device's memory for weights, cache and temporary arrays.", "X", group=ENGINE
+    )
+    prefill_chunk: int | None = option(
+        None,
+        "Prompt tokens that one step computes beside the decoding answers; by default 512, or what max_seqs leaves of "
+        "256 if deterministic.",
+        "N",
+        group=ENGINE,
+        min=1,
+    )
+    deterministic: bool = option(
+        False,
+        "Log-probabilities keep every bit whatever else runs and however prompts are cut: every token goes through one "
+        "program of one shape. Slower.",
+        group=ENGINE,
+    )
+    prefix_cache: bool = option(
+        True,
+        "Reuse the cached beginnings of earlier prompts and answers.",
+        flag="--prefix-cache/--no-prefix-cache",
+        group=ENGINE,
+    )
+    max_waiting: int | None = option(
+        None,
+        "Answers that may wait for a slot; by default any number. Beyond it, QueueFullError.",
+        "N",
+        group=ENGINE,
+        min=1,
+    )
+    shuffle_seed: int | None = option(None, "Orders the pages at random, for tests; by default in order.", "N")
 
     def __post_init__(self) -> None:
-        optional = ("page_size", "num_pages", "prefill_chunk", "max_waiting")
-        for name in ("max_model_len", "max_seqs", "steps_per_dispatch", *optional):
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        from jaxinfer.cache.kv_dtype import check_kv_dtype
+
+        super().__post_init__()
+        for name in ("max_model_len", "max_seqs", "steps_per_dispatch", "page_size", "num_pages", "prefill_chunk"):
+            self._check_count(name)
+        self._check_count("max_waiting")
         check_kv_dtype(self.kv_dtype)
         if self.num_pages == 1:
             raise ValueError("num_pages=1: a pool needs the null page and at least one more")
@@ -107,42 +206,27 @@ class EngineOptions:
         for name in ("deterministic", "prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.deterministic and self.speculation is not None and self.speculation.tree is not None:
+        if self.cache not in CACHES:
+            raise ValueError(f"cache={self.cache!r} is neither 'paged' nor 'contiguous'")
+        if self.cache == "contiguous":
+            for name in ("page_size", "num_pages"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}={getattr(self, name)!r} is for cache='paged' only")
+        if self.deterministic and self.draft_tree is not None:
             raise ValueError(
-                f"deterministic=True keeps every bit, and draft_tree={self.speculation.tree} does not: the keys of a "
-                f"tree are added up in another order; use a chain, num_draft_tokens"
+                f"deterministic=True cannot be combined with draft_tree={self.draft_tree}: the keys of a tree are "
+                f"summed in another order; draft a chain with num_draft_tokens"
             )
 
-    @property
-    def chunk(self) -> int:
-        """Prompt tokens of a step."""
-        default = DEFAULT_CHUNK
-        if self.deterministic:  # what the decoding answers leave of a step
-            default = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS
-        return min(self.prefill_chunk or default, self.max_model_len)
+    def check_draft(self, has_draft: bool) -> None:
+        """Raises ValueError for an option that needs a draft where there is none."""
+        for field in () if has_draft else fields(SpeculationOptions):
+            if (value := getattr(self, field.name)) != field.default:
+                raise ValueError(f"{field.name}={value!r} needs a draft")
 
-    @cached_property
-    def decode_slots(self) -> tuple[int, ...]:
-        """Numbers of slots that decode programs exist for: 1, 4, 8, 16, ... and max_seqs."""
-        return _buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
-
-    @cached_property
-    def step_slots(self) -> tuple[int, ...]:
-        """Numbers of slots that steps exist for: there only the sampler's work depends on it."""
-        return (self.max_seqs,) if self.deterministic else _buckets((1,), self.max_seqs)
-
-    @cached_property
-    def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of tokens that steps exist for: 32, 128, 256, ... and a whole chunk beside max_seqs slots."""
-        if self.deterministic:
-            most = self.chunk + self.max_seqs
-            if self.speculation is not None:
-                most = max(most, self.max_seqs * self.speculation.trees[-1].num_nodes)
-            return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
-        largest = -(-(self.chunk + self.max_seqs) // 16) * 16
-        return _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
-
-
-def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
-    """The sizes below the largest one, and that."""
-    return (*(size for size in sizes if size < largest), largest)
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None and type(self).__dataclass_fields__[name].default is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")

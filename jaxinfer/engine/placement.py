@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.engine.paged_programs import Slots, slot_axes
+from jaxinfer.engine.programs.paged import Slots, slot_axes
 from jaxinfer.sampling import SamplingBatch
 
 

@@ -1,14 +1,17 @@
-"""What goes into an engine and what comes out. Plain Python: no JAX here."""
+"""Requests, the state of their answers while they run, and what callers get. Plain Python: no JAX here."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from jaxinfer.sampling import SamplingParams, SamplingRow
+from jaxinfer.sampling import SamplingParams, SamplingRow, sample_seed
 from jaxinfer.speculative.statistics import SpeculationStats
+
+MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while any other can be preempted
 
 
 @dataclass(frozen=True)
@@ -23,64 +26,228 @@ class Logprob:
 TokenLogprob = dict[int, Logprob]  # the chosen token first, then the best ones by rank
 
 
-@dataclass(eq=False)
-class Generation:
-    """One answer in the making: the engine appends to it, the caller reads it.
+@dataclass(frozen=True)
+class RequestOptions:
+    """How a request is scheduled, beside what it asks of the sampler.
 
     Attributes:
-      prompt: token ids. row: sampling parameters with seed, end-of-sequence ids and tokenized bad words.
-      max_tokens: tokens it may generate. score_from: index into the prompt from which log-probabilities under the
-        sampling parameters are wanted (scoring), or None.
-      priority: lower goes first. deadline: monotonic seconds after which it is aborted. cache_salt: generations of
-        different salts share no cached prefix. leader: an earlier answer to the same prompt, whose pages are shared.
-      output, logprobs: what was generated. prompt_logprobs: one entry per prompt token, None for the first.
-      processed_logprobs: log-probabilities of prompt[score_from:] under the sampling parameters.
-      finish_reason: None while it runs, else one of "stop", "length", "abort", "error".
-      stop_reason: the token id that ended it. error: what went wrong, for "error", or why it was aborted.
-      arrival, admitted, first_token, finished: monotonic seconds.
-      rounds: how often a speculative round drafted and accepted so many tokens, by (drafted, accepted); None in an
-        engine without a draft. num_plain: tokens that came without a draft there.
+      priority: lower goes first.
+      timeout: seconds after which the request is aborted; None for no limit.
+      cache_salt: requests of different salts share no cached prefix.
     """
 
-    prompt: Sequence[int]
-    row: SamplingRow
-    max_tokens: int
-    score_from: int | None = None
     priority: int = 0
-    deadline: float | None = None
+    timeout: float | None = None
     cache_salt: str = ""
-    leader: "Generation | None" = None
-    output: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise ValueError(f"priority must be an integer, got {self.priority!r}")
+        timeout = self.timeout
+        if timeout is not None and (
+            isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < float("inf")
+        ):
+            raise ValueError(f"timeout must be positive seconds or None, got {timeout!r}")
+        if not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt must be a text, got {self.cache_salt!r}")
+
+
+DEFAULT_REQUEST_OPTIONS = RequestOptions()
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What was asked: one prompt, checked and tokenized, with everything that its answers depend on.
+
+    Attributes:
+      token_ids: the prompt.
+      params: sampling parameters. max_tokens: tokens of an answer at most.
+      seed: of answer 0; answer i is sampled with `sample_seed(seed, i)`. None takes `params.seed`.
+      text: the prompt's text, or None where token ids were given.
+      eos_token_ids: the model's end-of-sequence ids. bad_words: token sequences of `params.bad_words`.
+      score_from: index into the prompt from which log-probabilities under the sampling parameters are computed; None
+        for none.
+      options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
+    """
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int | None = None
+    text: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    score_from: int | None = None
+    options: RequestOptions = DEFAULT_REQUEST_OPTIONS
+    deadline: float | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted: then all of it is computed, cached or not."""
+        return self.params.prompt_logprobs is not None or self.score_from is not None
+
+    @cached_property
+    def ending_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        eos_ids = () if self.params.ignore_eos else self.eos_token_ids
+        return frozenset((*self.params.stop_token_ids, *eos_ids))
+
+    def row(self, index: int) -> SamplingRow:
+        """The sampler's parameters of answer `index`."""
+        seed = None if self.seed is None else sample_seed(self.seed, index)
+        return SamplingRow(self.params, seed, self.eos_token_ids, self.bad_words)
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """One answer of a request while it runs: its tokens, results, place in the schedule, and text so far.
+
+    Attributes:
+      request: what was asked. index: the answer's number among the request's n.
+      leader: an earlier answer to the same prompt, whose pages this one shares once they are computed.
+      tokens: the prompt's, and the answer's as far as they are known.
+
+    Results, which the engine writes:
+      logprobs: per token, if asked for. prompt_logprobs: per prompt token, None for the first. processed_logprobs: of
+        the prompt from `score_from` on, under the sampling parameters.
+      finish_reason: None while it runs, else "stop", "length", "abort" or "error". stop_reason: the token id or stop
+        string that ended it. error: what went wrong, for "error", or why it was aborted.
+      arrived, admitted, first_token, finished: `time.monotonic` seconds.
+      rounds: how often a speculative round drafted and accepted so many tokens, by (drafted, accepted); None in an
+        engine without a draft. num_plain: tokens that were made without a draft there.
+
+    Schedule, which the scheduler writes:
+      order: its number since the start. slot: its row in the device's arrays, None while it waits.
+      pages: those that it owns, in order.
+      num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
+        make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
+      num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
+      num_listed: leading pages that the device's table has; the runner raises it, the scheduler lowers it.
+      num_drafted: leading tokens that the draft had stored when it was admitted.
+      target: tokens to store before it decodes. num_preemptions: times it was preempted.
+
+    Text, which the client writes:
+      text: of the tokens read so far. num_read: answer tokens that were turned into text. reader: what does it.
+    """
+
+    request: Request
+    index: int = 0
+    leader: "SequenceState | None" = None
+    tokens: list[int] = field(default_factory=list)
+    # Results.
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    arrival: float = 0.0
+    arrived: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
     finished: float = 0.0
     rounds: Counter[tuple[int, int]] | None = None
     num_plain: int = 0
+    # Schedule.
+    order: int = -1
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    num_stored: int = 0
+    num_reserved: int = 0
+    num_confirmed: int = 0
+    num_reused: int = 0
+    num_listed: int = 0
+    num_drafted: int = 0
+    target: int = 0
+    num_preemptions: int = 0
+    _keys: list[bytes] = field(default_factory=list, repr=False)
+    # Text.
+    text: str = ""
+    num_read: int = 0
+    reader: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.tokens:
+            self.tokens = list(self.request.token_ids)
 
     @property
     def params(self) -> SamplingParams:
-        return self.row.params
+        return self.request.params
 
     @cached_property
-    def ending_ids(self) -> frozenset[int]:
-        """Tokens that end the answer."""
-        eos_ids = () if self.params.ignore_eos else self.row.eos_token_ids
-        return frozenset((*self.params.stop_token_ids, *eos_ids))
+    def row(self) -> SamplingRow:
+        """The sampler's parameters."""
+        return self.request.row(self.index)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def output(self) -> list[int]:
+        """The answer's tokens so far."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all of its known tokens but the newest are stored, or planned to be."""
+        return self.slot is not None and self.num_stored >= self.target
+
+    @property
+    def num_storable(self) -> int:
+        """Tokens that are ever stored: all but the last."""
+        return self.num_prompt + self.request.max_tokens - 1
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to be planned, once it decodes."""
+        return self.num_storable - self.num_stored
+
+    @property
+    def rank(self) -> tuple[bool, int, int]:
+        """Its place among the others: lower is served first and preempted last."""
+        return (self.num_preemptions < MAX_PREEMPTIONS, self.request.options.priority, self.order)
+
+    @property
+    def salt(self) -> str:
+        return self.request.options.cache_salt
+
+    def keys(self, page_size: int, num_tokens: int) -> list[bytes]:
+        """The bytes of each full page of its first `num_tokens` tokens."""
+        count = num_tokens // page_size
+        if len(self._keys) < count:
+            start = len(self._keys)
+            data = np.asarray(self.tokens[start * page_size : count * page_size], np.int32).tobytes()
+            width = 4 * page_size
+            self._keys += [data[i * width : (i + 1) * width] for i in range(count - start)]
+        return self._keys[:count]
+
+    def drop_after(self, num_output: int) -> None:
+        """Drops the answer's tokens beyond its first `num_output`: those after a stop string. It must have ended."""
+        del self.tokens[self.num_prompt + num_output :]
+        del self.logprobs[num_output:]
 
     @property
     def speculation(self) -> SpeculationStats | None:
-        """What came of drafting for it; None in an engine without a draft."""
+        """What was drafted and accepted for it; None in an engine without a draft."""
         if self.rounds is None:
             return None
         num_made = self.num_plain + sum((1 + accepted) * count for (_, accepted), count in self.rounds.items())
-        return SpeculationStats.of_rounds(self.rounds, self.num_plain, num_cut=max(num_made - len(self.output), 0))
+        return SpeculationStats.of_rounds(self.rounds, self.num_plain, num_cut=max(num_made - self.num_output, 0))
 
 
 @dataclass(frozen=True)
@@ -135,6 +302,26 @@ class RequestOutput:
     timings: RequestTimings | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
     taps: dict[str, np.ndarray] | None = None
+
+
+@dataclass(frozen=True)
+class StreamDelta:
+    """What was added to one answer.
+
+    Attributes:
+      index: the answer's number among the request's n. text, token_ids: what is new.
+      output: the whole request, in the last delta only.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    output: RequestOutput | None = None
+
+    def merged(self, later: "StreamDelta") -> "StreamDelta":
+        """This delta and the answer's next one in one."""
+        return replace(later, text=self.text + later.text, token_ids=[*self.token_ids, *later.token_ids])
 
 
 @dataclass(frozen=True)

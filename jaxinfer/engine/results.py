@@ -1,10 +1,8 @@
-"""From what a program sampled to what a `Generation` holds. Mirrors on the host what the program decided."""
-
-from collections.abc import Sequence
+"""From what a program sampled to the results in a `SequenceState`; mirrors on the host what the program decided."""
 
 import numpy as np
 
-from jaxinfer.engine.request import Generation, Logprob, TokenLogprob
+from jaxinfer.engine.request import Logprob, SequenceState, TokenLogprob
 from jaxinfer.sampling import SampleOutput, TokenLogprobs
 
 NOT_A_NUMBER = (
@@ -15,48 +13,47 @@ NOT_A_NUMBER = (
 End = tuple[str, int | None]  # finish reason, and the token that was one
 
 
-def take_token(generation: Generation, token: int) -> End | None:
-    """Appends a token; why the answer ends with it, if it does."""
-    generation.output.append(token)
-    if token in generation.ending_ids:
+def end_of(sequence: SequenceState, token: int) -> End | None:
+    """Why the answer ends with its newest token, if it does."""
+    if token in sequence.request.ending_ids:
         return "stop", token
-    if len(generation.output) >= generation.max_tokens:
+    if sequence.num_output >= sequence.request.max_tokens:
         return "length", None
     return None
 
 
-def take_error(generation: Generation) -> End:
+def take_error(sequence: SequenceState) -> End:
     """The row of the next token was not `ok`."""
-    position = len(generation.prompt) + len(generation.output)
-    generation.error = NOT_A_NUMBER.format(position=position)
+    position = len(sequence.tokens)
+    sequence.error = NOT_A_NUMBER.format(position=position)
     return "error", None
 
 
-def take_logprobs(generation: Generation, samples: SampleOutput, index: tuple[int, ...]) -> None:
+def take_logprobs(sequence: SequenceState, samples: SampleOutput, index: tuple[int, ...]) -> None:
     """The log-probabilities of the newest token; leaves of `samples` are NumPy arrays."""
-    wanted = generation.params.logprobs
+    wanted = sequence.params.logprobs
     if wanted is not None:
-        generation.logprobs.append(logprob_entry(samples, index, generation.output[-1], wanted))
+        sequence.logprobs.append(logprob_entry(samples, index, sequence.tokens[-1], wanted))
 
 
-def take_prompt_logprobs(generation: Generation, found: TokenLogprobs, rows: range, start: int) -> None:
+def take_prompt_logprobs(sequence: SequenceState, found: TokenLogprobs, rows: range, start: int) -> None:
     """Rows of `found` are the prompt's tokens from `start` on."""
-    wanted = generation.params.prompt_logprobs
+    wanted = sequence.params.prompt_logprobs
     if wanted is None:
         return
-    if not generation.prompt_logprobs:
-        generation.prompt_logprobs.append(None)
+    if not sequence.prompt_logprobs:
+        sequence.prompt_logprobs.append(None)
     for offset, row in enumerate(rows):
-        token = int(generation.prompt[start + offset])
-        generation.prompt_logprobs.append(logprob_entry(found, (row,), token, wanted))
+        token = int(sequence.tokens[start + offset])
+        sequence.prompt_logprobs.append(logprob_entry(found, (row,), token, wanted))
 
 
-def take_processed(generation: Generation, values: np.ndarray, rows: range, start: int) -> None:
+def take_processed(sequence: SequenceState, values: np.ndarray, rows: range, start: int) -> None:
     """The same for log-probabilities under the sampling parameters, from `score_from` on."""
-    if generation.score_from is None:
+    if sequence.request.score_from is None:
         return
-    generation.processed_logprobs += [
-        float(values[row]) for offset, row in enumerate(rows) if start + offset >= generation.score_from
+    sequence.processed_logprobs += [
+        float(values[row]) for offset, row in enumerate(rows) if start + offset >= sequence.request.score_from
     ]
 
 
@@ -70,10 +67,3 @@ def logprob_entry(
         if np.isfinite(logprob) or int(other) != token:
             entry.setdefault(int(other), Logprob(float(logprob), rank))
     return entry
-
-
-def padded(tokens: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
-    """int32[size], zeros after the tokens."""
-    array = np.zeros(size, np.int32)
-    array[: len(tokens)] = tokens
-    return array

@@ -11,15 +11,13 @@ import heapq
 import itertools
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix import PrefixTree
+from jaxinfer.engine.request import SequenceState
 
-MAX_PREEMPTIONS = 3  # after so many a sequence goes first and is spared while any other can give way
 MAX_LOOKED_AT = 256  # waiting sequences that one step looks at
 
 
@@ -58,75 +56,6 @@ class SchedulerOptions:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
-@dataclass(eq=False)
-class SequenceState:
-    """One answer as the scheduler sees it.
-
-    Attributes:
-      tokens: prompt, and answer as far as it is known. num_prompt: how many are the prompt's. max_tokens: of the
-        answer. priority: lower goes first. salt: sequences of different salts share no pages.
-      can_reuse: false where every token of the prompt must be computed, as for its log-probabilities.
-      owner: the engine's record of it. leader: a sequence of the same prompt whose pages this one shares once they
-        are computed (answers of one request).
-      slot: its row in the device's arrays, None while it waits. pages: those that it owns, in order.
-      num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
-        make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
-      num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
-      num_listed: leading pages that the device's table has; the engine's to raise, ours to lower.
-      target: tokens to store before it decodes. num_preemptions: times it gave way.
-    """
-
-    tokens: list[int]
-    num_prompt: int
-    max_tokens: int
-    priority: int = 0
-    salt: str = ""
-    can_reuse: bool = True
-    owner: Any = None
-    leader: "SequenceState | None" = None
-    arrival: int = -1
-    slot: int | None = None
-    pages: list[int] = field(default_factory=list)
-    num_stored: int = 0
-    num_reserved: int = 0
-    num_confirmed: int = 0
-    num_reused: int = 0
-    num_listed: int = 0
-    target: int = 0
-    num_preemptions: int = 0
-    is_finished: bool = False
-    _keys: list[bytes] = field(default_factory=list, repr=False)
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.slot is not None and self.num_stored >= self.target
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that are still to be planned, once it decodes: its last token is never stored."""
-        return self.num_storable - self.num_stored
-
-    @property
-    def num_storable(self) -> int:
-        """Tokens that are ever stored: all but the last."""
-        return self.num_prompt + self.max_tokens - 1
-
-    @property
-    def rank(self) -> tuple[bool, int, int]:
-        """Its place among the others: lower is served first and gives way last."""
-        return (self.num_preemptions < MAX_PREEMPTIONS, self.priority, self.arrival)
-
-    def keys(self, page_size: int, num_tokens: int) -> list[bytes]:
-        """The bytes of each full page of its first `num_tokens` tokens."""
-        count = num_tokens // page_size
-        if len(self._keys) < count:
-            start = len(self._keys)
-            data = np.asarray(self.tokens[start * page_size : count * page_size], np.int32).tobytes()
-            width = 4 * page_size
-            self._keys += [data[i * width : (i + 1) * width] for i in range(count - start)]
-        return self._keys[:count]
-
-
 @dataclass(frozen=True)
 class Chunk:
     """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen."""
@@ -147,6 +76,7 @@ class DispatchPlan:
       copies: pairs (page, new page) to copy before anything is stored. Neither moves nor copies depend on their order.
       chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
         makes a token, or up to `tokens_per_step`.
+      draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
     """
 
     admitted: list[SequenceState]
@@ -156,6 +86,7 @@ class DispatchPlan:
     decodes: list[SequenceState]
     num_steps: int
     tokens_per_step: int = 1
+    draft: Any = None
 
     @property
     def is_empty(self) -> bool:
@@ -193,7 +124,7 @@ class Scheduler:
         self.running: list[SequenceState] = []
         self._slot_buckets = sorted({*(slot_buckets or ()), options.max_seqs})
         self._free_slots = list(range(options.max_seqs))
-        self._arrivals = itertools.count()
+        self._orders = itertools.count()
 
     # What the engine asks for.
 
@@ -210,21 +141,20 @@ class Scheduler:
             )
 
     def add(self, sequence: SequenceState) -> None:
-        """Queues a sequence. Raises RequestTooLargeError, or QueueFullError when max_waiting sequences wait."""
-        self.check_fits(sequence.num_prompt, sequence.max_tokens)
+        """Queues a sequence that fits (`check_fits`). Raises QueueFullError when max_waiting sequences wait."""
         limit = self.options.max_waiting
         # Those for whom a slot is free go on with the next step.
         num_waiting = len(self.waiting) - len(self._free_slots)
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(f"{num_waiting} requests wait already, the limit is max_waiting={limit}")
-        sequence.arrival = next(self._arrivals)
+        sequence.order = next(self._orders)
         self.counters.num_added += 1
         self.counters.prompt_tokens += sequence.num_prompt
         insort(self.waiting, sequence, key=_rank)
 
     def num_known_tokens(self, sequence: SequenceState) -> int:
         """Leading tokens of a sequence that is not queued yet, whose pages are known."""
-        if not (sequence.can_reuse and self.options.reuses_prefixes):
+        if not self._can_reuse(sequence):
             return 0
         page_size = self.options.page_size
         keys = sequence.keys(page_size, len(sequence.tokens) - 1)
@@ -297,15 +227,15 @@ class Scheduler:
             sequence.num_stored = min(sequence.num_stored + num_made - num_steps, sequence.num_storable)
             sequence.num_reserved -= num_steps * tokens_per_step - num_made
 
-    def finish(self, sequence: SequenceState) -> None:
-        """Takes a sequence out, wherever it is; its slot and pages are free at once."""
+    def finish(self, sequence: SequenceState, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence, wherever it is; its slot and pages are free at once."""
         if sequence.is_finished:
             return
         if sequence.slot is None:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
-        sequence.is_finished = True
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         sequence.leader = None
         self.counters.num_finished += 1
 
@@ -320,7 +250,7 @@ class Scheduler:
             raise RuntimeError(f"slots {slots} are held and {sorted(self._free_slots)} are free")
         for one in self.waiting:
             if one.slot is not None or one.pages or one.is_finished:
-                raise RuntimeError(f"sequence {one.arrival} waits with {len(one.pages)} pages, slot {one.slot}")
+                raise RuntimeError(f"sequence {one.order} waits with {len(one.pages)} pages, slot {one.slot}")
         if self.waiting != sorted(self.waiting, key=_rank):
             raise RuntimeError("the queue is out of order")
         for one in self.running:
@@ -393,7 +323,7 @@ class Scheduler:
 
     def _should_wait(self, sequence: SequenceState) -> bool:
         """Whether somebody is just computing more of its beginning than is known: it is then cheaper to wait."""
-        if not (sequence.can_reuse and self.options.reuses_prefixes):
+        if not self._can_reuse(sequence):
             return False
         if self._has_live_leader(sequence):
             return not self._has_prompt(sequence.leader)
@@ -406,6 +336,10 @@ class Scheduler:
         return num_wanted <= len(keys) and any(
             keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
         )
+
+    def _can_reuse(self, sequence: SequenceState) -> bool:
+        """Whether pages that are known may stand for its first tokens."""
+        return self.options.reuses_prefixes and not sequence.request.scores_prompt
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
         """Whether its prompt's pages are, or are going to be, another's. A leader is never behind in rank."""
@@ -440,7 +374,7 @@ class Scheduler:
     def _find_known(self, sequence: SequenceState) -> tuple[list[int], int]:
         """Pages (shared now) that hold the beginning of its tokens, and how many tokens; at least one is left over, as
         the next token is chosen from what that one gives."""
-        if not (sequence.can_reuse and self.options.reuses_prefixes):
+        if not self._can_reuse(sequence):
             return [], 0
         num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
         if sequence.leader is not None and self._has_live_leader(sequence):

@@ -9,16 +9,16 @@ import numpy as np
 from jaxinfer.engine import programs, results
 from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.programs import ProgramModel, Weights
-from jaxinfer.engine.request import Generation
+from jaxinfer.engine.request import SequenceState
 from jaxinfer.sampling import SamplingBatch, SamplingState, TokenLogprobs, make_batch, make_state
 from jaxinfer.sampling.params import MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
 class ScoredChunk:
-    """Tokens `start` to `start + length` of a generation's prompt, in the rows of hidden states from `row` on."""
+    """Tokens `start` to `start + length` of a sequence's prompt, in the rows of hidden states from `row` on."""
 
-    generation: Generation
+    sequence: SequenceState
     row: int
     start: int
     length: int
@@ -26,7 +26,7 @@ class ScoredChunk:
     @property
     def num_targets(self) -> int:
         """Tokens that the rows predict and the prompt has."""
-        return max(min(self.length, len(self.generation.prompt) - self.start - 1), 0)
+        return max(min(self.length, len(self.sequence.request.token_ids) - self.start - 1), 0)
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class PendingScores:
     processed: tuple[jax.Array | None, ...]
 
     def deliver(self) -> None:
-        """Waits for them and appends them to their generations."""
+        """Waits for them and appends them to their sequences."""
         raw, processed = jax.device_get((self.raw, self.processed))
         for piece, values in zip(self.pieces, processed, strict=True):
             rows, first = range(piece.row, piece.row + piece.num_targets), piece.start + 1
             if raw is not None:
-                results.take_prompt_logprobs(piece.generation, raw, rows, first)
+                results.take_prompt_logprobs(piece.sequence, raw, rows, first)
             if values is not None:
-                results.take_processed(piece.generation, values, rows, first)
+                results.take_processed(piece.sequence, values, rows, first)
 
 
 @dataclass(frozen=True)
@@ -74,52 +74,52 @@ class ScoreOperations(Protocol):
 
 
 class PromptScorer:
-    """Scores the prompts of generations that ask for it: the host's side."""
+    """Scores the prompts of requests that ask for it: the host's side."""
 
     def __init__(self, vocab_size: int, operations: ScoreOperations):
         self._vocab_size, self._operations = vocab_size, operations
-        self._numbers: dict[Generation, int] = {}  # of those with a history on the device
+        self._numbers: dict[SequenceState, int] = {}  # of those with a history on the device
         self._next_number = 0
 
-    def start(self, generation: Generation) -> None:
+    def start(self, sequence: SequenceState) -> None:
         """Before the first chunk, and again where the prompt is computed once more."""
-        generation.prompt_logprobs, generation.processed_logprobs = [], []
-        self.stop(generation)
-        if generation.score_from is not None:
-            history = make_state([generation.prompt[: generation.score_from]], self._vocab_size)
-            self._numbers[generation] = number = self._next_number
+        sequence.prompt_logprobs, sequence.processed_logprobs = [], []
+        self.stop(sequence)
+        if sequence.request.score_from is not None:
+            history = make_state([sequence.tokens[: sequence.request.score_from]], self._vocab_size)
+            self._numbers[sequence] = number = self._next_number
             self._next_number += 1
             self._operations.start_scores(number, history)
 
-    def stop(self, generation: Generation) -> None:
+    def stop(self, sequence: SequenceState) -> None:
         """Its prompt is done, or is not wanted any more."""
-        number = self._numbers.pop(generation, None)
+        number = self._numbers.pop(sequence, None)
         if number is not None:
             self._operations.stop_scores(number)
 
     def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array) -> PendingScores | None:
         """Starts scoring the pieces that ask for it from the final hidden states [T, D] of the step just sent; None if
         none does."""
-        pieces = tuple(piece for piece in pieces if needs_scores(piece.generation) and piece.num_targets >= 0)
+        pieces = tuple(piece for piece in pieces if piece.sequence.request.scores_prompt and piece.num_targets >= 0)
         if not pieces:
             return None
         size = hidden.shape[0]
         targets = np.zeros(size, np.int32)
         for piece in pieces:
-            following = piece.generation.prompt[piece.start + 1 : piece.start + 1 + piece.num_targets]
+            following = piece.sequence.tokens[piece.start + 1 : piece.start + 1 + piece.num_targets]
             targets[piece.row : piece.row + piece.num_targets] = following
-        wants_raw = any(piece.generation.params.prompt_logprobs is not None for piece in pieces)
+        wants_raw = any(piece.sequence.params.prompt_logprobs is not None for piece in pieces)
         work = ScoreWork(targets, wants_raw, tuple(self._processed(piece, size) for piece in pieces))
         return PendingScores(pieces, *self._operations.run_scores(work))
 
     def _processed(self, piece: ScoredChunk, size: int) -> tuple[int, np.ndarray, SamplingBatch] | None:
-        generation = piece.generation
-        if generation.score_from is None:
+        sequence = piece.sequence
+        if sequence.request.score_from is None:
             return None
         offset = np.arange(size) - piece.row
         is_scored = (offset >= 0) & (offset < piece.num_targets)
-        is_scored &= piece.start + 1 + offset >= generation.score_from
-        return self._numbers[generation], is_scored, make_batch([generation.row], self._vocab_size)
+        is_scored &= piece.start + 1 + offset >= sequence.request.score_from
+        return self._numbers[sequence], is_scored, make_batch([sequence.row], self._vocab_size)
 
 
 class DeviceScorer:
@@ -153,8 +153,3 @@ class DeviceScorer:
                 )
             processed.append(values)
         return raw, tuple(processed)
-
-
-def needs_scores(generation: Generation) -> bool:
-    """Whether every token of its prompt must be computed, cached or not."""
-    return generation.params.prompt_logprobs is not None or generation.score_from is not None

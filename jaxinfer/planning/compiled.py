@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxinfer.engine.spec import EngineSpec, layer_kinds
 from jaxinfer.planning.programs import SPECULATE, Planned, planned_programs
-from jaxinfer.planning.subject import Subject, layer_kinds
 from pallas_kernels import ahead_of_time
 from pallas_kernels.ahead_of_time import Compilation
 from pallas_kernels.hbm_traffic import Instruction, Program
@@ -181,14 +181,14 @@ def chip_compiler(chip: str, mesh: Any) -> Compiler:
 
 
 def compile_programs(
-    subject: Subject,
+    spec: EngineSpec,
     compiler: Compiler,
     *,
     whole: bool | None = None,
     only: str | None = None,
     progress: ProgressCallback = no_progress,
 ) -> dict[str, CompiledProgram]:
-    """Compiles a subject's programs; returns their figures by name.
+    """Compiles a spec's programs; returns their figures by name.
 
     Args:
       whole: compile all layers (True) or a few of each kind (False); None takes the faster of the two.
@@ -197,14 +197,14 @@ def compile_programs(
 
     Raises OutOfChipMemory if not even a few layers fit.
     """
-    variants = _variants(subject)
+    variants = _variants(spec)
     if whole is None:
-        whole = variants is None or subject.config.num_layers <= _cost(variants)
-    programs = {name: one for name, one in planned_programs(subject).items() if only in (None, name)}
-    with _Compilations(subject, compiler, progress) as compilations:
+        whole = variants is None or spec.config.num_layers <= _cost(variants)
+    programs = {name: one for name, one in planned_programs(spec).items() if only in (None, name)}
+    with _Compilations(spec, compiler, progress) as compilations:
         if whole or variants is None:
-            futures = {name: compilations.start(one, subject) for name, one in programs.items()}
-            count = (subject.config.num_layers,)
+            futures = {name: compilations.start(one, spec) for name, one in programs.items()}
+            count = (spec.config.num_layers,)
             return {name: CompiledProgram(found.result(), count, True) for name, found in futures.items()}
         started = {name: _start(name, variants, compilations) for name in programs}
         return {
@@ -245,13 +245,13 @@ class _WithResident:
 class _Compilations:
     """Concurrent compilations; leaving the context cancels those that have not begun."""
 
-    def __init__(self, subject: Subject, compiler: Compiler, progress: Callable[[str], None]):
-        self._is_tpu, self._num_devices = subject.platform == "tpu", subject.num_devices
+    def __init__(self, spec: EngineSpec, compiler: Compiler, progress: Callable[[str], None]):
+        self._is_tpu, self._num_devices = spec.platform == "tpu", spec.num_devices
         self._compiler, self._progress = compiler, progress
         self._executor = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="compile")
 
-    def start(self, one: Planned, subject: Subject) -> "Future[ProgramFigures]":
-        return self._executor.submit(self._compile, one, subject.config.num_layers)
+    def start(self, one: Planned, spec: EngineSpec) -> "Future[ProgramFigures]":
+        return self._executor.submit(self._compile, one, spec.config.num_layers)
 
     def _compile(self, one: Planned, num_layers: int) -> ProgramFigures:
         self._progress(f"{one.name}, {num_layers} layers")
@@ -271,8 +271,8 @@ class _Variants:
     """Small subjects: `base` has a few layers of each kind; each of `larger` has more of one kind, and a factor: the
     layers of that kind that `base` lacks, divided by those that this one has more."""
 
-    base: Subject
-    larger: list[tuple[Subject, float]]
+    base: EngineSpec
+    larger: list[tuple[EngineSpec, float]]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -285,43 +285,43 @@ def _cost(variants: _Variants) -> int:
     return sum(variants.sizes) + LAYERS_OF_BASE * len(variants.larger)
 
 
-def _variants(subject: Subject) -> _Variants | None:
+def _variants(spec: EngineSpec) -> _Variants | None:
     """None if the model has too few layers to leave any out."""
-    kinds = list(layer_kinds(subject.config, subject.params).values())
-    drafted = [] if subject.draft_model is None else list(layer_kinds(*subject.draft_model).values())
+    kinds = list(layer_kinds(spec.config, spec.params).values())
+    drafted = [] if spec.draft_model is None else list(layer_kinds(*spec.draft_model).values())
     base = _few(kinds, None)
-    if len(base) >= subject.config.num_layers:
+    if len(base) >= spec.config.num_layers:
         return None
-    if subject.draft_model is not None and not subject.has_own_draft:  # first layers of the target's
-        return _variants_of_layers_draft(subject, kinds)
+    if spec.draft_model is not None and not spec.has_own_draft:  # first layers of the target's
+        return _variants_of_layers_draft(spec, kinds)
     draft_base = _few(drafted, None) if drafted else None
     larger = []
     for index, of_kind in enumerate(kinds):
         layers = _few(kinds, index)
         if surplus := len(layers) - len(base):
             factor = (len(of_kind) - _count(base, of_kind)) / surplus
-            larger.append((subject.with_layers(layers, draft_base), factor))
+            larger.append((spec.with_layers(layers, draft_base), factor))
     for index, of_kind in enumerate(drafted):
         layers = _few(drafted, index)
         if draft_base is not None and (surplus := len(layers) - len(draft_base)):
             factor = (len(of_kind) - _count(draft_base, of_kind)) / surplus
-            larger.append((subject.with_layers(base, layers), factor))
-    return _Variants(subject.with_layers(base, draft_base), larger)
+            larger.append((spec.with_layers(base, layers), factor))
+    return _Variants(spec.with_layers(base, draft_base), larger)
 
 
-def _variants_of_layers_draft(subject: Subject, kinds: list[list[int]]) -> _Variants | None:
+def _variants_of_layers_draft(spec: EngineSpec, kinds: list[list[int]]) -> _Variants | None:
     """For a draft that is the target's first layers: a variant with one more of them, others with more layers."""
-    wanted = subject.draft_model[0].num_layers if subject.draft_model is not None else 0
+    wanted = spec.draft_model[0].num_layers if spec.draft_model is not None else 0
     base, one, two = _few(kinds, None), (0,), (0, 1)
     if len(base) <= len(two):  # a draft has fewer layers than its target
         base = sorted({*base, *max(kinds, key=len)[: len(two) + 1]})
-    larger = [(subject.with_layers(base, two), float(wanted - 1))]
+    larger = [(spec.with_layers(base, two), float(wanted - 1))]
     for of_kind in kinds:
         first = _count(base, of_kind)
         layers = sorted({*base, *of_kind[: first + MORE_LAYERS]})
         if surplus := len(layers) - len(base):
-            larger.append((subject.with_layers(layers, one), (len(of_kind) - first) / surplus))
-    return _Variants(subject.with_layers(base, one), larger)
+            larger.append((spec.with_layers(layers, one), (len(of_kind) - first) / surplus))
+    return _Variants(spec.with_layers(base, one), larger)
 
 
 def _few(kinds: Sequence[list[int]], more: int | None) -> list[int]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization.tree import is_quantized, num_bytes
 
 
@@ -49,9 +49,9 @@ class Counted:
         return self.key_flops * num_keys + windowed
 
 
-def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> Counted:
-    """Counts a model that runs on the subject's devices, the subject's own or its draft; `params` are placed."""
-    num_devices = subject.num_devices
+def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> Counted:
+    """Counts a model that runs on the spec's devices, the spec's own or its draft; `params` are placed."""
+    num_devices = spec.num_devices
     flops: dict[str, float] = {}
     dense = experts = 0
     moe = config.moe
@@ -84,6 +84,6 @@ def count(subject: Subject, config: ModelConfig, params: Params, cache: Any) -> 
         expert_bytes=experts,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen=0 if moe is None else moe.num_experts_per_token,
-        token_cache_bytes=num_bytes(cache) // (num_pages * subject.page_size),
+        token_cache_bytes=num_bytes(cache) // (num_pages * spec.page_size),
         head=head,
     )

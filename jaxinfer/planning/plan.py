@@ -8,12 +8,12 @@ import jax
 
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params, fit_to_mesh
 from jaxinfer.planning.chips import Layout, Place, layout_of
 from jaxinfer.planning.compiled import CompiledProgram
 from jaxinfer.planning.counted import Counted
 from jaxinfer.planning.roofline import RooflinePoint, RoundPoint
-from jaxinfer.planning.subject import Subject
 from jaxinfer.speculative import Draft, ModelDraft
 from jaxinfer.tables import table_text
 
@@ -45,7 +45,7 @@ class PlanRequest:
         drafts = [self.draft.config] if isinstance(self.draft, ModelDraft) else []
         return layout_of(self.place, self.config, *drafts, mesh=self.mesh)
 
-    def subject(self, *, compiles: bool = False) -> Subject:
+    def spec(self, *, compiles: bool = False) -> EngineSpec:
         """The shapes of one replica; with `compiles`, on devices that programs can be compiled for.
 
         Raises as `layout`, and RuntimeError if the chip's compiler is not installed.
@@ -56,7 +56,7 @@ class PlanRequest:
         if isinstance(draft, ModelDraft):
             draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
             draft = replace(draft, config=draft_config, params=draft_params)
-        return Subject(self.name, config, params, self.options, self.place.chip.platform, mesh, draft)
+        return EngineSpec(config, params, self.options, self.place.chip.platform, mesh, draft)
 
     def with_options(self, **changes: Any) -> "PlanRequest":
         """The request with other options of the engine."""

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from jaxinfer.engine.memory import activation_bytes
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.planning.chips import Chip
 from jaxinfer.planning.compiled import (
     CompiledProgram,
@@ -18,7 +19,6 @@ from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest
 from jaxinfer.planning.programs import DECODE, PREFILL
 from jaxinfer.planning.roofline import Rates, RooflinePoint, RoundPoint, decode_point, round_point
-from jaxinfer.planning.subject import Subject
 from jaxinfer.speculative import NgramDraft
 
 
@@ -36,31 +36,31 @@ def make_plan(
     chip = request.place.chip
     notes: list[str] = []
     programs: dict[str, CompiledProgram] = {}
-    subject = request.subject(compiles=compiles and chip.can_compile)
+    spec = request.spec(compiles=compiles and chip.can_compile)
     if not chip.can_compile:
         notes.append(f"no compiler for {chip.title} on this machine: counted, not compiled; temporaries are estimated")
     elif not compiles:
         notes.append("counted, not compiled: temporaries are estimated")
     else:
-        if sum(subject.parts.values()) > request.place.device_bytes:
+        if sum(spec.parts.values()) > request.place.device_bytes:
             whole = False  # compiling all layers would fail after minutes
         try:
-            programs = compile_programs(subject, chip_compiler(chip.name, subject.mesh), whole=whole, progress=progress)
+            programs = compile_programs(spec, chip_compiler(chip.name, spec.mesh), whole=whole, progress=progress)
         except OutOfChipMemory as error:
             notes.append(f"even a few layers do not fit: {error}; counted, not compiled")
-    return assemble(request, subject, programs, chip, request.place.device_bytes, notes, start)
+    return assemble(request, spec, programs, chip, request.place.device_bytes, notes, start)
 
 
-def plan_here(request: PlanRequest, subject: Subject, compiler: Compiler, chip: Chip | None, usable: int) -> MemoryPlan:
+def plan_here(request: PlanRequest, spec: EngineSpec, compiler: Compiler, chip: Chip | None, usable: int) -> MemoryPlan:
     """A plan for the devices of this machine, each with `usable` bytes; `chip` is None if it is not listed."""
     start = time.perf_counter()
-    programs = compile_programs(subject, compiler, whole=True)
-    return assemble(request, subject, programs, chip, usable, [], start)
+    programs = compile_programs(spec, compiler, whole=True)
+    return assemble(request, spec, programs, chip, usable, [], start)
 
 
 def assemble(
     request: PlanRequest,
-    subject: Subject,
+    spec: EngineSpec,
     programs: dict[str, CompiledProgram],
     chip: Chip | None,
     usable: int,
@@ -68,21 +68,21 @@ def assemble(
     start: float,
 ) -> MemoryPlan:
     """The plan from compiled programs; `usable` bytes are those of a device, `start` is when planning began."""
-    memory = _memory(subject, programs, usable)
-    counted = count(subject, subject.config, subject.placed_params, subject.cache)
+    memory = _memory(spec, programs, usable)
+    counted = count(spec, spec.config, spec.placed_params, spec.cache)
     layout = request.layout
     points, rounds = (), ()
     if chip is None:
         notes.append("no roofline: the rates of this device are unknown")
     else:
-        points, rounds = _roofline(request, subject, programs, counted, Rates.of(chip), layout.num_replicas)
-    notes += _notes(subject, programs, bool(points))
+        points, rounds = _roofline(request, spec, programs, counted, Rates.of(chip), layout.num_replicas)
+    notes += _notes(spec, programs, bool(points))
     seconds = time.perf_counter() - start
     return MemoryPlan(request, layout, memory, programs, counted, points, rounds, tuple(notes), seconds)
 
 
-def _memory(subject: Subject, programs: dict[str, CompiledProgram], usable: int) -> Memory:
-    parts = dict(subject.parts)
+def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int) -> Memory:
+    parts = dict(spec.parts)
     peak = PREFILL
     if programs:
         peak = max(programs, key=lambda name: programs[name].figures.total_bytes)
@@ -91,32 +91,31 @@ def _memory(subject: Subject, programs: dict[str, CompiledProgram], usable: int)
         parts["code"] = round(found.code_bytes)
         parts["padding and inputs"] = max(round(found.total_bytes) - sum(parts.values()), 0)
     else:
-        guess = activation_bytes(subject.config, subject.options, subject.dtype.itemsize)
-        parts["temporaries"] = guess // subject.num_devices
-    fraction = subject.options.memory_fraction
+        guess = activation_bytes(spec)
+        parts["temporaries"] = guess // spec.num_devices
+    fraction = spec.options.memory_fraction
     return Memory(
         parts=parts,
         peak=peak,
         usable=usable,
         budget=int(fraction * usable),
-        page_size=subject.page_size,
-        page_bytes=subject.page_bytes,
-        planned_tokens=(subject.num_pages - 1) * subject.page_size,
+        page_size=spec.page_size,
+        page_bytes=spec.page_bytes,
+        planned_tokens=(spec.num_pages - 1) * spec.page_size,
         is_measured=bool(programs),
     )
 
 
 def _roofline(
     request: PlanRequest,
-    subject: Subject,
+    spec: EngineSpec,
     programs: dict[str, CompiledProgram],
     counted: Counted,
     rates: Rates,
     num_replicas: int,
 ) -> tuple[tuple[RooflinePoint, ...], tuple[RoundPoint, ...]]:
-    options = subject.options
     decoding = programs.get(DECODE)
-    batches = request.batches or default_batches(options.max_seqs)
+    batches = request.batches or default_batches(spec.max_seqs)
 
     def point(batch: int, counted: Counted, figures: Any) -> RooflinePoint:
         return decode_point(
@@ -124,23 +123,22 @@ def _roofline(
             counted,
             figures,
             batch=batch,
-            context=options.max_model_len,
-            compiled_batch=options.max_seqs,
-            compiled_context=subject.pages_per_sequence * subject.page_size,
+            context=spec.max_model_len,
+            compiled_batch=spec.max_seqs,
+            compiled_context=spec.pages_per_sequence * spec.page_size,
             num_replicas=num_replicas,
         )
 
     points = tuple(point(batch, counted, None if decoding is None else decoding.figures) for batch in batches)
-    settings = options.speculation
-    if subject.draft is None or settings is None:
+    if spec.draft is None:
         return points, ()
     drafts: list[RooflinePoint | None] = [None] * len(points)
-    if not isinstance(subject.draft, NgramDraft) and subject.draft_model is not None:
-        config, cache = subject.draft_model[0], subject.draft_cache
-        cache = subject.cache.first(config.num_layers) if cache is None else cache
-        draft_counted = count(subject, config, subject.placed_draft or {}, cache)
+    if not isinstance(spec.draft, NgramDraft) and spec.draft_model is not None:
+        config, cache = spec.draft_model[0], spec.draft_cache
+        cache = spec.cache.first(config.num_layers) if cache is None else cache
+        draft_counted = count(spec, config, spec.placed_draft or {}, cache)
         drafts = [point(batch, draft_counted, None) for batch in batches]
-    length = settings.trees[-1].depth
+    length = spec.trees[-1].depth
     rounds = (
         round_point(rates, target, draft, num_draft_tokens=length, num_replicas=num_replicas)
         for target, draft in zip(points, drafts, strict=True)
@@ -153,21 +151,21 @@ def default_batches(max_seqs: int) -> tuple[int, ...]:
     return (*(size for size in (1, 8, 64, 512) if size < max_seqs), max_seqs)
 
 
-def _notes(subject: Subject, programs: dict[str, CompiledProgram], has_roofline: bool) -> list[str]:
+def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline: bool) -> list[str]:
     notes = []
     if programs:
         notes.append("memory: from the compiler's analysis of each program")
         small = next((one for one in programs.values() if not one.is_whole), None)
         if small is not None:
             sizes = ", ".join(map(str, small.num_layers))
-            count = subject.config.num_layers
+            count = spec.config.num_layers
             notes.append(f"extrapolated to {count} layers from programs of {sizes} layers: layers of a kind are alike")
-        if subject.platform == "tpu":
+        if spec.platform == "tpu":
             notes.append("HBM bytes: from the compiled program; attention's from its kernels at full length")
         else:
             notes.append("HBM bytes: counted from shapes; only programs for TPUs report them")
     if has_roofline:
         notes.append("FLOPs of the roofline: counted from shapes; times are lower bounds, not measured")
-        if subject.dtype.name == "float32":
+        if spec.dtype.name == "float32":
             notes.append("the model computes in float32, at a fraction of the bf16 rate that the roofline assumes")
     return notes

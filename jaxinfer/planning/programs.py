@@ -4,14 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.cache import PagedCache
-from jaxinfer.engine import paged_programs
-from jaxinfer.engine.abstract import abstract_decode_work, abstract_rounds, abstract_step_work
-from jaxinfer.engine.programs import program_model
-from jaxinfer.engine.speculative_programs import Drafter, speculate
-from jaxinfer.planning.subject import Subject
+from jaxinfer.engine.programs import paged, program_model
+from jaxinfer.engine.programs.speculative import speculate
+from jaxinfer.engine.spec import EngineSpec, abstract_decode_work, abstract_rounds, abstract_step_work
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.speculative import LayersDraft, NgramDraft
+from jaxinfer.speculative import LayersDraft
 
 PREFILL, DECODE, SPECULATE = "prefill", "decode", "speculate"
 
@@ -32,50 +29,33 @@ class Planned:
     resident_bytes: int
 
 
-def planned_programs(subject: Subject) -> dict[str, Planned]:
+def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     """By name: "prefill", a step of the most tokens; "decode" of all slots; "speculate" with the longest draft.
 
     A deterministic engine decodes with the step's program. Raises ValueError for a mesh that does not divide the model.
     """
-    options = subject.options
-    mesh = subject.mesh if subject.is_sharded else None
-    model, weights = program_model(subject.config, subject.placed_params, mesh)
-    common = (model, weights, subject.cache, *subject.slots)
-    pages = subject.pages_per_sequence
+    model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh)
+    common = (model, weights, spec.cache, *spec.slots)
+    pages = spec.pages_per_sequence
     resident = 0
-    if subject.has_own_draft:
-        resident = num_bytes(subject.placed_draft) + num_bytes(subject.draft_cache)
-    work = abstract_step_work(options.token_buckets[-1], options.step_slots[-1], pages)
-    found = [Planned(PREFILL, paged_programs.step, (*common, work, options.deterministic), resident)]
-    if not options.deterministic:
-        decoding = abstract_decode_work(options.decode_slots[-1], pages)
-        found.append(Planned(DECODE, paged_programs.decode, (*common, decoding, options.steps_per_dispatch), resident))
-    if subject.draft is not None:
-        is_shared = isinstance(subject.draft, LayersDraft)
-        twice = -num_bytes(subject.placed_draft) if is_shared else 0
-        found.append(Planned(SPECULATE, speculate, _rounds(subject, model, weights), twice))
+    if spec.has_own_draft:
+        resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
+    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], pages)
+    found = [Planned(PREFILL, paged.step, (*common, work, spec.options.deterministic), resident)]
+    if not spec.options.deterministic:
+        decoding = abstract_decode_work(spec.decode_slots[-1], pages)
+        found.append(Planned(DECODE, paged.decode, (*common, decoding, spec.steps_per_dispatch), resident))
+    if spec.draft is not None:
+        is_shared = isinstance(spec.draft, LayersDraft)
+        twice = -num_bytes(spec.placed_draft) if is_shared else 0
+        found.append(Planned(SPECULATE, speculate, _rounds(spec, model, weights), twice))
     return {one.name: one for one in found}
 
 
-def _rounds(subject: Subject, model: Any, weights: Any) -> tuple[Any, ...]:
-    options, settings = subject.options, subject.options.speculation
-    if settings is None:
-        raise ValueError("a draft needs EngineOptions.speculation")
-    mesh = subject.mesh if subject.is_sharded else None
-    kind: Any = subject.draft
-    draft_weights: Any = ()
-    if not isinstance(subject.draft, NgramDraft) and subject.draft_model is not None:
-        kind, draft_weights = program_model(subject.draft_model[0], subject.placed_draft or {}, mesh)
-    drafter = Drafter(
-        kind,
-        settings.trees[-1],
-        is_maximal=settings.acceptance == "maximal",
-        shares_cache=isinstance(subject.draft, LayersDraft),
-        min_rows=options.token_buckets[-1] if options.deterministic else 0,
-        is_uniform=options.deterministic,
-    )
-    slots = (options.step_slots if options.deterministic else options.decode_slots)[-1]
-    max_rounds = 1 if options.deterministic else max(1, options.steps_per_dispatch // 2)
-    caches: tuple[PagedCache, PagedCache | None] = (subject.cache, subject.draft_cache)
-    work = abstract_rounds(slots, subject.pages_per_sequence)
-    return model, weights, drafter, draft_weights, *caches, *subject.slots, work, max_rounds
+def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
+    kind, draft_weights = spec.draft, ()
+    if spec.draft_model is not None:
+        kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
+    drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
+    work = abstract_rounds(spec.round_slots[-1], spec.pages_per_sequence)
+    return model, weights, drafter, draft_weights, spec.cache, spec.draft_cache, *spec.slots, work, spec.max_rounds

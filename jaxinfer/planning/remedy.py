@@ -45,9 +45,9 @@ def changes(plan: MemoryPlan, *, compiles: bool = True, progress: ProgressCallba
 
 
 def _verified(change: Change, request: PlanRequest, peak: str) -> Change:
-    subject = request.subject(compiles=True)
+    spec = request.spec(compiles=True)
     try:
-        programs = compile_programs(subject, chip_compiler(request.place.chip.name, subject.mesh), only=peak)
+        programs = compile_programs(spec, chip_compiler(request.place.chip.name, spec.mesh), only=peak)
     except OutOfChipMemory:
         return replace(change, compiled=change.budget + 1)
     return replace(change, compiled=round(programs[peak].figures.total_bytes))
@@ -57,11 +57,11 @@ def _candidates(plan: MemoryPlan, least: float) -> Iterator[tuple[Change, PlanRe
     """Each kind of change that fits by arithmetic, cheapest first, with the changed request. Memory beside the engine's
     arrays is taken from the plan."""
     original = plan.request
-    overhead = plan.memory.total - sum(original.subject().parts.values())
+    overhead = plan.memory.total - sum(original.spec().parts.values())
     yield from _fewer(original, {}, overhead, least)
     for flags, request in _kinds(original):
         budget = int(request.options.memory_fraction * request.place.device_bytes)
-        total = sum(request.subject().parts.values()) + overhead
+        total = sum(request.spec().parts.values()) + overhead
         if total <= budget:
             yield Change(flags, total, budget), request
             if "--on" in flags:  # larger places need not be tried
@@ -74,22 +74,23 @@ def _fewer(
     request: PlanRequest, flags: dict[str, str], overhead: int, least: float
 ) -> Iterator[tuple[Change, PlanRequest]]:
     """The request with as many sequences as fit, and with sequences as long as fit."""
-    subject, options = request.subject(), request.options
-    budget = int(options.memory_fraction * request.place.device_bytes)
-    slot_bytes = subject.parts["slots"] / options.max_seqs
-    sequence_bytes = subject.page_bytes * subject.pages_per_sequence + slot_bytes
-    rest = overhead + sum(size for name, size in subject.parts.items() if "cache" not in name and name != "slots")
-    left = budget - rest - subject.page_bytes
-    num = min(int(left // sequence_bytes), options.max_seqs)
-    if 1 <= num < options.max_seqs and num >= least * options.max_seqs:
-        total = round(rest + subject.page_bytes + num * sequence_bytes)
+    spec = request.spec()
+    max_seqs, max_model_len = spec.max_seqs, spec.max_model_len
+    budget = int(spec.options.memory_fraction * request.place.device_bytes)
+    slot_bytes = spec.parts["slots"] / max_seqs
+    sequence_bytes = spec.page_bytes * spec.pages_per_sequence + slot_bytes
+    rest = overhead + sum(size for name, size in spec.parts.items() if "cache" not in name and name != "slots")
+    left = budget - rest - spec.page_bytes
+    num = min(int(left // sequence_bytes), max_seqs)
+    if 1 <= num < max_seqs and num >= least * max_seqs:
+        total = round(rest + spec.page_bytes + num * sequence_bytes)
         smaller = request.with_options(max_seqs=num)
         yield Change({**flags, "--max-seqs": str(num)}, total, budget), smaller
-    pages = int((left - slot_bytes * options.max_seqs) // (options.max_seqs * subject.page_bytes))
-    context = pages * subject.page_size
-    if pages >= 1 and least * options.max_model_len <= context < options.max_model_len:
-        slots = slot_bytes * options.max_seqs
-        total = round(rest + subject.page_bytes * (1 + options.max_seqs * pages) + slots)
+    pages = int((left - slot_bytes * max_seqs) // (max_seqs * spec.page_bytes))
+    context = pages * spec.page_size
+    if pages >= 1 and least * max_model_len <= context < max_model_len:
+        slots = slot_bytes * max_seqs
+        total = round(rest + spec.page_bytes * (1 + max_seqs * pages) + slots)
         yield Change({**flags, "--context": str(context)}, total, budget), request.with_options(max_model_len=context)
 
 
@@ -117,9 +118,9 @@ def _kinds(request: PlanRequest) -> Iterator[tuple[dict[str, str], PlanRequest]]
 def _with_small_cache(request: PlanRequest) -> tuple[dict[str, str], PlanRequest] | None:
     """The request with an 8-bit cache; None if it has one already."""
     name = "int8" if request.config.caches_values else "fp8_e4m3"
-    before, smaller = request.subject(), request.with_options(kv_dtype=name)
+    before, smaller = request.spec(), request.with_options(kv_dtype=name)
     try:
-        after = smaller.subject()
+        after = smaller.spec()
         if num_bytes(after.cache) / after.num_pages / after.page_size >= 0.75 * (
             num_bytes(before.cache) / before.num_pages / before.page_size
         ):

@@ -1,15 +1,10 @@
-"""A tiny random model whose greedy answers vary, shared by the engine's tests; lets them import `fake_device`."""
-
-import sys
-from pathlib import Path
+"""A tiny random model whose greedy answers vary, shared by the engine's tests."""
 
 import jax
 import pytest
 
 from jaxinfer.models import init_params
 from tests.tiny import TINY
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

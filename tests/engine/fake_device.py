@@ -9,14 +9,9 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from jaxinfer.engine.scheduler import (
-    MAX_PREEMPTIONS,
-    DispatchPlan,
-    QueueFullError,
-    Scheduler,
-    SchedulerOptions,
-    SequenceState,
-)
+from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
+from jaxinfer.engine.scheduler import DispatchPlan, QueueFullError, Scheduler, SchedulerOptions
+from tests.engine.sequences import make_sequence
 
 VOCAB = 97
 EOS = 0
@@ -189,7 +184,7 @@ class Engine:
     # What a user does.
 
     def add(self, prompt: list[int], max_tokens: int, **arguments) -> SequenceState | None:
-        sequence = SequenceState(list(prompt), len(prompt), max_tokens, **arguments)
+        sequence = make_sequence(prompt, max_tokens, **arguments)
         self.num_operations += 1
         try:
             self.scheduler.add(sequence)
@@ -262,7 +257,7 @@ class Engine:
 
     def drain(self, max_schedules: int | None = None) -> None:
         """Runs to the end of all work. The bound: every token of everybody, again after each preemption."""
-        work = sum(len(sequence.tokens) + sequence.max_tokens for sequence in self.live)
+        work = sum(len(sequence.tokens) + sequence.request.max_tokens for sequence in self.live)
         limit = self.num_schedules + (max_schedules or 50 + (MAX_PREEMPTIONS + 2) * work)
         while self.scheduler.has_work or self.in_flight:
             self.step()
@@ -349,7 +344,9 @@ class Engine:
         device.copy(plan.copies)
         for one in plan.admitted:
             assert one.slot is not None
-            device.rows[one.slot] = Row(one.salt, one.num_reused, one.num_prompt + one.max_tokens - len(one.tokens))
+            device.rows[one.slot] = Row(
+                one.salt, one.num_reused, one.num_prompt + one.request.max_tokens - len(one.tokens)
+            )
             self.num_found_by_plans += one.num_reused
         results = []
         for chunk in plan.chunks:
@@ -368,5 +365,5 @@ class Engine:
 
     def _finish(self, sequence: SequenceState) -> None:
         self.num_operations += 1
-        self.scheduler.finish(sequence)
+        self.scheduler.finish(sequence, "stop")
         del self.live[sequence]

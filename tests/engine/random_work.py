@@ -2,9 +2,8 @@
 
 import random
 
-from fake_device import VOCAB, Engine
-
 from jaxinfer.engine.scheduler import SchedulerOptions
+from tests.engine.fake_device import VOCAB, Engine
 
 
 class RandomWork:

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer import parallel
-from jaxinfer.engine import abstract, paged_programs
-from jaxinfer.engine.abstract import abstract_array, abstract_decode_work, abstract_rounds, abstract_step_work
+from jaxinfer.engine import spec as abstract
 from jaxinfer.engine.programs import ProgramModel
-from jaxinfer.engine.speculative_programs import Drafter, speculate, verify
+from jaxinfer.engine.programs import paged as paged_programs
+from jaxinfer.engine.programs.speculative import Drafter, speculate, verify
+from jaxinfer.engine.spec import abstract_array, abstract_decode_work, abstract_rounds, abstract_step_work
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample

@@ -12,9 +12,9 @@ from test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, PAGE, SLOTS, abstract_
 
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
-from jaxinfer.engine import paged_programs
-from jaxinfer.engine.abstract import abstract_decode_work, abstract_step_work, placed_params
+from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.engine.programs import program_model
+from jaxinfer.engine.spec import abstract_decode_work, abstract_step_work, placed_params
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes

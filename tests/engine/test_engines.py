@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.engine import contiguous_programs, paged_programs, programs
+from jaxinfer.engine import programs
+from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.models import bind
+from tests.engine.mixed_requests import mixed_params, random_prompts
 
 
 def test_an_answer_does_not_depend_on_its_neighbours(llm):
@@ -35,7 +36,7 @@ def test_leaving_a_stream_frees_its_slot(llm):
     stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=100, temperature=0))
     next(stream)
     stream.close()
-    assert not llm._engine.has_work
+    assert not llm.engine.has_work
     assert len(llm.generate([1, 2, 3], SamplingParams(max_tokens=4, temperature=0))[0].outputs[0].token_ids) == 4
 
 
@@ -105,7 +106,6 @@ def test_no_module_or_variable_crosses_jit(tiny, cache, monkeypatch):
     seen = []
     homes = {
         programs: ("score", "score_processed", "hidden_states"),
-        contiguous_programs: ("prefill", "decode"),
         paged_programs: ("step", "decode", "write_slot", "write_plain_slot"),
     }
     for module, name in [(module, name) for module, names in homes.items() for name in names]:

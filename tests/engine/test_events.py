@@ -11,13 +11,12 @@ def generate(llm, lengths, num_tokens=9):
     """Requests of so many prompt tokens each, stepped to their end; what each step left."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     requests = [llm.prepare([3 + number] * length, params) for number, length in enumerate(lengths)]
-    for request in requests:
-        llm.submit(request)
+    answers = [answer for request in requests for answer in llm.submit(request)]
     snapshots = []
     while llm.engine.has_work:
         llm.engine.step()
         snapshots.append(llm.engine.snapshot())
-    return [request.generations[0] for request in requests], snapshots
+    return answers, snapshots
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +28,10 @@ def llm(tiny):
 def test_an_observer_hears_of_every_prompt_token_and_every_step(llm):
     heard = []
     with llm.engine.observe(heard.append):
-        generations, _ = generate(llm, [20, 5])
+        answers, _ = generate(llm, [20, 5])
         assert len(heard) > 3
-    for generation, length in zip(generations, (20, 5), strict=True):
-        mine = [(one, work) for one in heard for work in one.work if work.generation is generation]
+    for answer, length in zip(answers, (20, 5), strict=True):
+        mine = [(one, work) for one in heard for work in one.work if work.sequence is answer]
         chunks = [(work.start, work.num_prompt_tokens) for _, work in mine if not work.is_decoding]
         assert sum(count for _, count in chunks) == length
         assert [start for start, _ in chunks] == [sum(count for _, count in chunks[:i]) for i in range(len(chunks))]
@@ -66,9 +65,9 @@ def test_who_has_left_hears_nothing(llm):
 
 def test_a_snapshot_has_slots_pages_and_totals(llm):
     before = llm.engine.snapshot()
-    generations, snapshots = generate(llm, [17, 6, 11])
+    answers, snapshots = generate(llm, [17, 6, 11])
     assert before.running == ()
-    assert {one.generation for found in snapshots for one in found.running} == set(generations)
+    assert {one.sequence for found in snapshots for one in found.running} == set(answers)
     assert snapshots[0].num_waiting == 1
     for found in snapshots:
         assert len({one.slot for one in found.running}) == len(found.running)
@@ -95,7 +94,7 @@ def test_replicas_are_heard_and_shown_together(tiny):
     heard = []
     with LLM(tiny, mesh="data=2", **OPTIONS) as llm:
         with llm.engine.observe(heard.append):
-            generations, snapshots = generate(llm, [9, 10, 11, 12, 13])
+            answers, snapshots = generate(llm, [9, 10, 11, 12, 13])
         counters = llm.engine.snapshot().counters
     assert {one.replica for one in heard} == {0, 1}
     assert max(len(found.running) for found in snapshots) == 4
@@ -103,4 +102,4 @@ def test_replicas_are_heard_and_shown_together(tiny):
     assert max(found.num_waiting for found in snapshots) == 1
     assert (counters.num_added, counters.num_finished) == (5, 5)
     told = sum(work.num_prompt_tokens for one in heard for work in one.work)
-    assert told == counters.computed_prompt_tokens == sum(len(one.prompt) for one in generations)
+    assert told == counters.computed_prompt_tokens == sum(one.num_prompt for one in answers)

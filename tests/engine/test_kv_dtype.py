@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import KVScales
@@ -19,6 +18,7 @@ from jaxinfer.engine.paged import default_page_size
 from jaxinfer.loading import load_model
 from jaxinfer.models import bind
 from jaxinfer.training.corpus import held_out_files
+from tests.engine.mixed_requests import mixed_params, random_prompts
 
 NUM_PROMPTS = 18
 KV_DTYPES = ("int8", "fp8_e4m3")
@@ -216,7 +216,7 @@ def test_what_is_allocated_is_explained(tiny, kv_dtype, per_token):
     """2 layers of 2 heads of 8, keys and values: 64 numbers a token; int8 has 8 scales of 4 bytes beside them."""
     with LLM(tiny, kv_dtype=kv_dtype, max_seqs=2, num_pages=9) as llm:
         facts = llm.explain().to_dict()["cache"]
-        leaves = jax.tree.leaves(llm.engine._cache)
+        leaves = jax.tree.leaves(llm.engine.runner._cache)
         assert sum(leaf.nbytes for leaf in leaves) == 9 * 16 * per_token == facts["bytes"]
         assert (facts["dtype"], facts["bytes per token"]) == (kv_dtype, per_token)
         assert facts.get("  of these scales") == (32 if kv_dtype == "int8" else None)
@@ -232,13 +232,13 @@ def test_what_is_allocated_is_explained(tiny, kv_dtype, per_token):
 
 def test_fewer_bytes_are_more_pages(tiny):
     """Of the same memory: nearly four times as many with fp8 as with float32."""
-    from jaxinfer.engine.paged import PagedEngine
+    from jaxinfer.engine.engine import Engine
 
     pages = {}
     for kv_dtype in ("float32", "fp8_e4m3"):
         options = EngineOptions(max_model_len=128, max_seqs=200, kv_dtype=kv_dtype)
-        engine = PagedEngine(*tiny, options, available=2_000_000)
-        pages[kv_dtype] = engine.memory.num_pages
+        engine = Engine(*tiny, options, available=2_000_000)
+        pages[kv_dtype] = engine.runner.memory.num_pages
         engine.close()
     assert pages["fp8_e4m3"] == pytest.approx(4 * pages["float32"], abs=4)
 
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused(tiny, options, message):
 
 
 def test_options_check_the_names():
-    for make in (lambda: EngineOptions(8, 1, kv_dtype="int5"), lambda: SpeculationOptions(kv_dtype="int5")):
+    for make in (lambda: EngineOptions(kv_dtype="int5"), lambda: SpeculationOptions(draft_kv_dtype="int5")):
         with pytest.raises(ValueError, match="kv_dtype='int5' is not one of"):
             make()
 

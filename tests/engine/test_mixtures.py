@@ -7,10 +7,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, init_params
+from tests.engine.mixed_requests import mixed_params, random_prompts
 
 NUM_PROMPTS = 8
 PROMPTS = random_prompts(NUM_PROMPTS, 100, seed=8)

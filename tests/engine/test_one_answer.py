@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import jax
 import pytest
-from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import init_params
+from tests.engine.mixed_requests import mixed_params, random_prompts
 
 NUM_PROMPTS = 30
 MAX_MODEL_LEN = 192
@@ -136,17 +136,17 @@ def test_after_its_neighbours_were_cancelled(model, expected):
                 for prompt in random_prompts(7, 100, seed=number)
             ]
             request = llm.prepare(PROMPTS[number], PARAMS[number])
-            for one in (*neighbours[:4], request, *neighbours[4:]):
-                llm.submit(one)
-            while not request.is_finished:
-                llm.engine.step()
-                for answer in request.answers:
+            others = [llm.submit(one)[0] for one in neighbours[:4]]
+            answers = llm.submit(request)
+            others += [llm.submit(one)[0] for one in neighbours[4:]]
+            while not all(answer.is_finished for answer in answers):
+                llm.step()
+                for answer in answers:
                     llm.advance(answer)
-                if neighbours and numbers.random() < 0.5:
-                    llm.engine.finish(neighbours.pop().generations[0], "abort")
-            for one in neighbours:
-                llm.engine.finish(one.generations[0], "abort")
-            assert llm.output_of(request).outputs[0].token_ids == expected[number], number
+                if others and numbers.random() < 0.5:
+                    llm.engine.finish(others.pop(), "abort")
+            llm.client.abort(others)
+            assert llm.collect(answers).outputs[0].token_ids == expected[number], number
             llm.engine.scheduler.check()
             assert llm.engine.scheduler.pool.num_owned == 0
 

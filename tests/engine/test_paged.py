@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.engine import paged_programs, programs
+from jaxinfer.engine import programs
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.paged import PagedEngine
-from jaxinfer.engine.request import Generation
+from jaxinfer.engine.programs import paged as paged_programs
+from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import RequestTooLargeError
-from jaxinfer.sampling import SamplingRow
+from tests.engine.mixed_requests import mixed_params, random_prompts
+from tests.engine.sequences import make_sequence
 
 OPTIONS = {"max_seqs": 4, "max_model_len": 128, "prefill_chunk": 32, "num_pages": 60}
 COMPILED = [
@@ -30,15 +31,13 @@ COMPILED = [
 
 @pytest.fixture(scope="module")
 def engine(tiny):
-    engine = PagedEngine(*tiny, EngineOptions(**OPTIONS))
+    engine = Engine(*tiny, EngineOptions(**OPTIONS))
     engine.warm_up()
     yield engine
     engine.close()
 
 
-def make(prompt, max_tokens=16, **params) -> Generation:
-    one = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, **params})
-    return Generation(list(prompt), SamplingRow(one, seed=one.seed or 0), max_tokens)
+make = make_sequence
 
 
 def run(engine, generations, between=lambda: None):
@@ -54,7 +53,7 @@ def run(engine, generations, between=lambda: None):
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_the_first_token_of_all_does_not_wait_for_the_next_program(tiny, is_warm):
-    engine = PagedEngine(*tiny, EngineOptions(**{**OPTIONS, "prefill_chunk": 16}))
+    engine = Engine(*tiny, EngineOptions(**{**OPTIONS, "prefill_chunk": 16}))
     if is_warm:
         engine.warm_up()
     heard = []
@@ -94,13 +93,16 @@ def test_no_retrace_and_no_hidden_transfer_in_2000_mixed_requests(tiny):
 
 def test_a_hidden_transfer_would_be_noticed(engine):
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="isallowed"):
-        paged_programs.copy_pages(None, engine._cache, np.zeros(8, np.int32), np.full(8, 60, np.int32))
+        paged_programs.copy_pages(None, engine.runner._cache, np.zeros(8, np.int32), np.full(8, 60, np.int32))
 
 
 def test_programs_take_the_cache_and_the_slots_donated(tiny):
-    engine = PagedEngine(*tiny, EngineOptions(**OPTIONS))
-    for name, call in (("step", engine._warm_up_step), ("decode", lambda _, slots: engine._warm_up_decode(slots))):
-        pages, counts = engine._cache.layers[0].k, engine._slots.history.output_counts
+    engine = Engine(*tiny, EngineOptions(**OPTIONS))
+    for name, call in (
+        ("step", engine.runner._warm_up_step),
+        ("decode", lambda _, slots: engine.runner._warm_up_decode(slots)),
+    ):
+        pages, counts = engine.runner._cache.layers[0].k, engine.runner._slots.history.output_counts
         call(32, 1)
         assert pages.is_deleted(), name
         assert counts.is_deleted(), name
@@ -112,11 +114,11 @@ def test_the_logits_do_not_depend_on_what_others_left_in_the_pages(tiny):
     config, params = tiny
     found = []
     for canary in (None, 0.0, 1e30, jnp.inf, jnp.nan):
-        engine = PagedEngine(config, params, EngineOptions(**OPTIONS, deterministic=True, prefix_cache=False))
+        engine = Engine(config, params, EngineOptions(**OPTIONS, deterministic=True, prefix_cache=False))
         if canary is None:
             run(engine, [make(prompt) for prompt in random_prompts(8, 100, seed=2)])
         else:
-            engine._cache = jax.tree.map(partial(jnp.full_like, fill_value=canary), engine._cache)
+            engine.runner._cache = jax.tree.map(partial(jnp.full_like, fill_value=canary), engine.runner._cache)
         generations = [make([5] * 30, logprobs=5), make([6, 7], logprobs=5, temperature=1.0, seed=4)]
         run(engine, generations)
         found.append([(one.output, one.logprobs) for one in generations])
@@ -127,7 +129,7 @@ def test_the_logits_do_not_depend_on_what_others_left_in_the_pages(tiny):
 def random_aborts(engine, num_aborts: int) -> None:
     """Aborts at random moments of prompts, decode and waiting; what is not aborted ends by itself."""
     numbers = random.Random(num_aborts)
-    live: list[Generation] = []
+    live: list[SequenceState] = []
     num_aborted = num_ended = num_added = 0
     while num_aborted < num_aborts:
         while len(live) < 8:
@@ -139,7 +141,7 @@ def random_aborts(engine, num_aborts: int) -> None:
             engine.step()
         for one in numbers.sample(live, numbers.randint(0, 3)):
             if one.finish_reason is None:
-                pages = set(engine._sequences[one].pages)
+                pages = set(one.pages)
                 engine.finish(one, "abort")
                 num_aborted += 1
                 # Nobody else shares a page, so all are free at once: within no step at all.
@@ -173,10 +175,10 @@ def test_several_answers_share_the_pages_of_their_prompt(tiny):
     with LLM(tiny, **OPTIONS) as llm:
         most = 0
         request = llm.prepare(prompt, SamplingParams(n=4, seed=2, max_tokens=6))
-        llm.submit(request)
-        while not request.is_finished:
-            llm.engine.step()
-            for answer in request.answers:
+        answers = llm.submit(request)
+        while not all(answer.is_finished for answer in answers):
+            llm.step()
+            for answer in answers:
                 llm.advance(answer)
             most = max(most, llm.engine.scheduler.pool.num_owned)
             llm.engine.scheduler.check()
@@ -186,9 +188,9 @@ def test_several_answers_share_the_pages_of_their_prompt(tiny):
         assert most == 2 + 4
         alone = [
             llm.generate(prompt, SamplingParams(seed=one.seed, max_tokens=6))[0].outputs[0].token_ids
-            for one in llm.output_of(request).outputs
+            for one in llm.collect(answers).outputs
         ]
-    assert [one.token_ids for one in llm._processor.output(request).outputs] == alone
+        assert [one.token_ids for one in llm.collect(answers).outputs] == alone
     assert len({tuple(tokens) for tokens in alone}) > 2
 
 
@@ -271,8 +273,8 @@ def test_a_request_that_can_never_fit_is_refused_at_once(tiny):
 
 def room_for(tiny, options: EngineOptions, num_pages: int) -> int:
     """Available bytes that hold so many pages beside everything else."""
-    engine = PagedEngine(*tiny, options, available=10**9)
-    memory = engine.memory
+    engine = Engine(*tiny, options, available=10**9)
+    memory = engine.runner.memory
     engine.close()
     total = memory.weights + memory.sampler + memory.activations + num_pages * memory.page_bytes
     return round(total / options.memory_fraction) + 100 - memory.weights
@@ -288,10 +290,10 @@ def room_for(tiny, options: EngineOptions, num_pages: int) -> int:
     ],
 )
 def test_what_does_not_fit_says_how_much_is_missing_and_what_helps(tiny, options, num_pages, helps):
-    options = EngineOptions(128, **options)
+    options = EngineOptions(max_model_len=128, **options)
     available = room_for(tiny, replace(options, num_pages=None), num_pages)
     with pytest.raises(OutOfMemoryError) as caught:
-        PagedEngine(*tiny, options, available=available)
+        Engine(*tiny, options, available=available)
     message = str(caught.value)
     assert message.endswith(helps)
     for part in ("weights", "sampler", "activations", "cache", "needed in all", "available"):
@@ -299,10 +301,10 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_helps(tiny, options
 
 
 def test_fewer_pages_where_memory_is_short(tiny):
-    options = EngineOptions(128, 8)
-    engine = PagedEngine(*tiny, options, available=room_for(tiny, options, 12))
-    assert engine.memory.is_reduced
-    assert engine.memory.num_pages == 12
+    options = EngineOptions(max_model_len=128, max_seqs=8)
+    engine = Engine(*tiny, options, available=room_for(tiny, options, 12))
+    assert engine.runner.memory.is_reduced
+    assert engine.runner.memory.num_pages == 12
     run(engine, [make([3] * 100, 20) for _ in range(8)])
     engine.close()
 

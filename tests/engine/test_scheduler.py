@@ -9,13 +9,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from fake_device import MAX_IN_FLIGHT, Engine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from random_work import RandomWork
 
-from jaxinfer.engine.scheduler import MAX_PREEMPTIONS, SchedulerOptions
+from jaxinfer.engine.request import MAX_PREEMPTIONS
+from jaxinfer.engine.scheduler import SchedulerOptions
+from tests.engine.fake_device import MAX_IN_FLIGHT, Engine
+from tests.engine.random_work import RandomWork
 
 
 def options(**changes) -> SchedulerOptions:

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions, SequenceState
+from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
+from tests.engine.sequences import make_sequence
 
 
 def options(**changes) -> SchedulerOptions:
@@ -23,20 +25,20 @@ def plan_and_report(scheduler: Scheduler, token: int = 1):
         if chunk.is_last:
             scheduler.append(chunk.sequence, token)
     for sequence in plan.decodes:
-        for _ in range(min(plan.num_steps, sequence.num_prompt + sequence.max_tokens - len(sequence.tokens))):
+        for _ in range(min(plan.num_steps, sequence.num_prompt + sequence.request.max_tokens - len(sequence.tokens))):
             scheduler.append(sequence, token)
     scheduler.check()
     return plan
 
 
 def add(scheduler: Scheduler, prompt, max_tokens: int = 8, **arguments) -> SequenceState:
-    sequence = SequenceState(list(prompt), len(prompt), max_tokens, **arguments)
+    sequence = make_sequence(prompt, max_tokens, **arguments)
     scheduler.add(sequence)
     return sequence
 
 
 def chunks_of(plan) -> list[tuple[int, int, int, bool]]:
-    return [(chunk.sequence.arrival, chunk.start, chunk.length, chunk.is_last) for chunk in plan.chunks]
+    return [(chunk.sequence.order, chunk.start, chunk.length, chunk.is_last) for chunk in plan.chunks]
 
 
 def test_prompts_are_stored_in_chunks_beside_decodes():
@@ -61,7 +63,7 @@ def test_several_steps_when_there_is_nothing_else_to_do():
     plan = plan_and_report(scheduler)
     assert plan.num_steps == 3, "somebody waits for a slot: as far as the first known end"
     assert first.num_left == 0
-    scheduler.finish(first)
+    scheduler.finish(first, "stop")
     plan_and_report(scheduler)
     plan = scheduler.schedule(max_steps=5)
     assert plan is not None
@@ -144,7 +146,7 @@ def test_followers_go_on_without_a_leader():
     leader = add(scheduler, range(10))
     follower = add(scheduler, range(10), leader=leader)
     scheduler.schedule()
-    scheduler.finish(leader)  # its row failed
+    scheduler.finish(leader, "stop")  # its row failed
     assert chunks_of(plan_and_report(scheduler)) == [(1, 0, 10, True)]
     assert follower.num_reused == 0
 
@@ -154,7 +156,7 @@ def test_pages_of_a_failed_row_are_never_found():
     failing = add(scheduler, range(16))
     plan_and_report(scheduler)
     scheduler.schedule()
-    scheduler.finish(failing)
+    scheduler.finish(failing, "stop")
     again = add(scheduler, range(16))
     plan_and_report(scheduler)
     assert again.num_reused == 8
@@ -164,11 +166,11 @@ def test_sequences_move_to_lower_slots_when_a_smaller_program_suffices():
     scheduler = Scheduler(options(), slot_buckets=[1, 2])
     sequences = [add(scheduler, [number]) for number in range(4)]
     plan_and_report(scheduler)
-    scheduler.finish(sequences[0])
-    scheduler.finish(sequences[1])
+    scheduler.finish(sequences[0], "stop")
+    scheduler.finish(sequences[1], "stop")
     plan = plan_and_report(scheduler)
     assert sorted(plan.moves) == [(2, 0), (3, 1)]
-    scheduler.finish(sequences[2])
+    scheduler.finish(sequences[2], "stop")
     assert plan_and_report(scheduler).moves == [(1, 0)]
     assert plan_and_report(scheduler).moves == []
 
@@ -181,14 +183,13 @@ def test_buckets_need_not_hold_all_slots():
     assert plan_and_report(scheduler).moves == []
 
 
-def test_too_large_is_said_with_numbers_and_queues_nothing():
+def test_too_large_is_refused_with_numbers():
     scheduler = Scheduler(options(num_pages=4))
-    add(scheduler, range(5), 8)
+    scheduler.check_fits(5, 8)
     with pytest.raises(RequestTooLargeError, match=r"5 prompt tokens and max_tokens=9 need 4 pages of 4.* has 3"):
-        add(scheduler, range(5), 9)
+        scheduler.check_fits(5, 9)
     with pytest.raises(ValueError, match="a prompt token"):
-        add(scheduler, [])
-    assert len(scheduler.waiting) == scheduler.counters.num_added == 1
+        scheduler.check_fits(0, 8)
 
 
 def test_a_full_queue_refuses():
@@ -198,7 +199,7 @@ def test_a_full_queue_refuses():
     with pytest.raises(QueueFullError, match="max_waiting=1"):
         add(scheduler, [3])
     plan_and_report(scheduler)
-    scheduler.finish(first)
+    scheduler.finish(first, "stop")
     add(scheduler, [3])
 
 
@@ -207,7 +208,7 @@ def test_finish_may_be_said_twice_and_while_it_waits():
     first, second = add(scheduler, [1]), add(scheduler, [2])
     plan_and_report(scheduler)
     for sequence in (first, second, first):
-        scheduler.finish(sequence)
+        scheduler.finish(sequence, "stop")
     scheduler.confirm(first, 1)
     scheduler.check()
     assert not scheduler.has_work
@@ -280,7 +281,7 @@ def run_prompts(prompts: list[list[int]], reuses_prefixes: bool) -> float:
             scheduler.confirm(chunk.sequence, chunk.start + chunk.length)
             if chunk.is_last:
                 scheduler.append(chunk.sequence, 1)
-                scheduler.finish(chunk.sequence)
+                scheduler.finish(chunk.sequence, "stop")
     assert scheduler.counters.reused_tokens == 0
     return (time.perf_counter() - start) / len(prompts)
 

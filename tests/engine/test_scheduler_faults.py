@@ -6,11 +6,11 @@ Without a fault the same work passes.
 from dataclasses import replace
 
 import pytest
-from random_work import RandomWork
 
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.scheduler import Scheduler
+from tests.engine.random_work import RandomWork
 
 
 def forget_copies(monkeypatch):
@@ -103,7 +103,7 @@ def preempt_while_results_are_coming(monkeypatch):
 
 def store_a_page_too_few(monkeypatch):
     give_room = Scheduler._allocate_pages
-    monkeypatch.setattr(Scheduler, "_give_room", lambda self, decodes, steps: give_room(self, decodes, steps - 1))
+    monkeypatch.setattr(Scheduler, "_allocate_pages", lambda self, decodes, steps: give_room(self, decodes, steps - 1))
 
 
 def keep_the_slot(monkeypatch):

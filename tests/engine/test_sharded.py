@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixed_requests import random_prompts
 
 from jaxinfer import parallel
 from jaxinfer.cache import init_paged_cache
-from jaxinfer.engine import paged_programs as programs
+from jaxinfer.engine.programs import paged as programs
 from jaxinfer.engine.programs import program_model
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig, init_params, parameter_shardings
 from jaxinfer.quantization import quantize_params
 from jaxinfer.sampling import SamplingParams, SamplingRow, make_batch, make_state
+from tests.engine.mixed_requests import random_prompts
 
 PAGE, PAGES, NUM_STEPS = 4, 8, 12
 # One of each kind of row; every one reads the vocabulary in its own way.

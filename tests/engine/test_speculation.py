@@ -7,13 +7,13 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from mixed_requests import mixed_params, random_prompts
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine import speculative_programs
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import init_params
 from jaxinfer.speculative import acceptance
+from tests.engine.mixed_requests import mixed_params, random_prompts
 
 NUM_PROMPTS = 30
 OPTIONS = {"max_model_len": 128, "num_pages": 400, "steps_per_dispatch": 6}

@@ -13,7 +13,8 @@ from flax import nnx
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import CachedAttention, attend_without_cache, init_cache
-from jaxinfer.engine import paged_programs, programs
+from jaxinfer.engine import programs
+from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.models import (
     Decoder,
     ModelConfig,

@@ -6,12 +6,12 @@ from functools import partial
 import jax
 import pytest
 
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import MoEConfig
 from jaxinfer.planning import chips
 from jaxinfer.planning.compiled import ProgramFigures
 from jaxinfer.planning.counted import count
 from jaxinfer.planning.roofline import Rates, decode_point, round_point
-from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization import quantize_params
 from tests.planning.plan_models import LLAMA_3_8B
 from tests.planning.plan_models import TINY as DEEP
@@ -22,8 +22,8 @@ STREAMED = 8_030_261_248 - 128_256 * 4096
 
 
 def counted(request, **changes):
-    subject = Subject("model", request.config, request.params, request.options, "tpu", None, None)
-    return count(subject, subject.config, subject.placed_params, subject.cache)
+    spec = EngineSpec(request.config, request.params, request.options, "tpu", None, None)
+    return count(spec, spec.config, spec.placed_params, spec.cache)
 
 
 def test_a_token_of_llama_3_8b(ask):

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.engine.options import SpeculationOptions
 from jaxinfer.models import abstract_params
 from jaxinfer.planning import changes, make_plan
 from jaxinfer.planning.compiled import chip_compiler, compile_programs
@@ -33,14 +32,14 @@ def test_few_layers_for_a_gpu(ask):
     """Memory of a decode program of 12 layers from those of 2 and of 4."""
     needs("h200")
     request = ask(replace(TINY, num_layers=12), "h200x1", max_model_len=256, max_seqs=4, page_size=16)
-    subject = request.subject(compiles=True)
-    compiler = chip_compiler("h200", subject.mesh)
-    whole, few = (compile_programs(subject, compiler, whole=how, only="decode")["decode"] for how in (True, False))
+    spec = request.spec(compiles=True)
+    compiler = chip_compiler("h200", spec.mesh)
+    whole, few = (compile_programs(spec, compiler, whole=how, only="decode")["decode"] for how in (True, False))
     print(f"{whole.figures} whole, {few.figures} from {few.num_layers} layers")
     assert few.num_layers == (2, 4)
     assert few.figures.argument_bytes == whole.figures.argument_bytes
     assert few.figures.total_bytes == pytest.approx(whole.figures.total_bytes, rel=BOUND)
-    parts = subject.parts
+    parts = spec.parts
     assert 0 <= whole.figures.argument_bytes - sum(parts.values()) < 2**12  # and what a dispatch takes
 
 
@@ -49,9 +48,9 @@ def test_few_layers_for_a_gpu(ask):
 def test_few_layers_of_llama_3_8b_tell_what_all_do(ask):
     needs("v5e")
     request = ask(LLAMA_3_8B, "v5e:2x2", max_model_len=4096, max_seqs=64)
-    subject = request.subject(compiles=True)
-    compiler = chip_compiler("v5e", subject.mesh)
-    wholes, fews = (compile_programs(subject, compiler, whole=how) for how in (True, False))
+    spec = request.spec(compiles=True)
+    compiler = chip_compiler("v5e", spec.mesh)
+    wholes, fews = (compile_programs(spec, compiler, whole=how) for how in (True, False))
     for name, whole in wholes.items():
         few, expected = fews[name].figures, whole.figures
         print(f"{name}: {expected.to_dict()} whole; {few.to_dict()} from {fews[name].num_layers} layers")
@@ -67,11 +66,9 @@ def test_few_layers_of_llama_3_8b_tell_what_all_do(ask):
 @pytest.mark.timeout(3600)
 def test_few_layers_of_llama_3_70b_tell_what_all_do(ask):
     needs("v6e")
-    subject = int8(ask(LLAMA_3_70B, "v6e:2x4", max_model_len=4096, max_seqs=64)).subject(compiles=True)
-    compiler = chip_compiler("v6e", subject.mesh)
-    whole, few = (
-        compile_programs(subject, compiler, whole=how, only="decode")["decode"].figures for how in (True, False)
-    )
+    spec = int8(ask(LLAMA_3_70B, "v6e:2x4", max_model_len=4096, max_seqs=64)).spec(compiles=True)
+    compiler = chip_compiler("v6e", spec.mesh)
+    whole, few = (compile_programs(spec, compiler, whole=how, only="decode")["decode"].figures for how in (True, False))
     print(f"{whole.to_dict()} whole; {few.to_dict()} from few layers")
     assert few.argument_bytes == whole.argument_bytes
     assert few.total_bytes == pytest.approx(whole.total_bytes, rel=BOUND)
@@ -106,13 +103,13 @@ def test_whole_models(ask, name, tmp_path):
     assert processor < 2 * 120  # two minutes of two cores
     peak = plan.programs[plan.memory.peak].figures
     assert plan.memory.total == pytest.approx(peak.total_bytes, abs=8)
-    subject = request.subject()
-    held = num_bytes(subject.placed_params) + num_bytes(subject.cache) + num_bytes(subject.slots)
-    assert plan.memory.parts["weights"] == num_bytes(subject.placed_params)
+    spec = request.spec()
+    held = num_bytes(spec.placed_params) + num_bytes(spec.cache) + num_bytes(spec.slots)
+    assert plan.memory.parts["weights"] == num_bytes(spec.placed_params)
     assert peak.argument_bytes == pytest.approx(held, rel=0.002)
     decoding = plan.programs["decode"].figures
     if request.place.chip.platform == "tpu":
-        assert 1.0 <= plan.roofline[-1].hbm_bytes / (subject.parts["cache"] + plan.counted.dense_bytes) < 1.1 or (
+        assert 1.0 <= plan.roofline[-1].hbm_bytes / (spec.parts["cache"] + plan.counted.dense_bytes) < 1.1 or (
             config.moe is not None
         )
         assert decoding.flops == pytest.approx(plan.roofline[-1].flops, rel=0.1) or config.moe is not None
@@ -130,9 +127,8 @@ def test_a_draft(ask):
     needs("v6e")
     small = replace(TINY, vocab_size=LLAMA_3_8B.vocab_size, num_layers=4)
     draft = ModelDraft("draft", small, abstract_params(small, jnp.bfloat16))
-    speculation = SpeculationOptions(4)
     config = replace(LLAMA_3_8B, num_layers=4)
-    request = ask(config, "v6e:1x1", max_model_len=2048, max_seqs=16, draft=draft, speculation=speculation)
+    request = ask(config, "v6e:1x1", max_model_len=2048, max_seqs=16, draft=draft, num_draft_tokens=4)
     plan = make_plan(request)
     print(plan)
     assert set(plan.programs) == {"prefill", "decode", "speculate"}

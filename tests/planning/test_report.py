@@ -6,7 +6,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from jaxinfer.engine.options import SpeculationOptions
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params
 from jaxinfer.planning import MemoryPlan, changes, make_plan, to_dict, to_text
 from jaxinfer.planning.chips import chips
@@ -14,7 +14,6 @@ from jaxinfer.planning.compiled import compile_programs
 from jaxinfer.planning.picture import draw
 from jaxinfer.planning.plan import Memory
 from jaxinfer.planning.planner import assemble
-from jaxinfer.planning.subject import Subject
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft, NgramDraft
 from tests.planning.plan_models import LLAMA_3_8B, TINY
@@ -23,9 +22,9 @@ from tests.planning.plan_models import LLAMA_3_8B, TINY
 @pytest.fixture
 def planned(ask, fake) -> MemoryPlan:
     """Of programs that a compiler which is none has made."""
-    request = ask(TINY, "v6e:1x1", draft=NgramDraft(), speculation=SpeculationOptions(3))
-    subject = Subject("model", TINY, request.params, request.options, "cpu", None, request.draft)
-    return assemble(request, subject, compile_programs(subject, fake), chips()["v6e"], 2**30, [], 0.0)
+    request = ask(TINY, "v6e:1x1", draft=NgramDraft(), num_draft_tokens=3)
+    spec = EngineSpec(TINY, request.params, request.options, "cpu", None, request.draft)
+    return assemble(request, spec, compile_programs(spec, fake), chips()["v6e"], 2**30, [], 0.0)
 
 
 def test_the_parts_are_all_there_is(planned):

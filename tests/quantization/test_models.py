@@ -77,7 +77,7 @@ def test_copies_on_a_cpu(params):
     quantized = quantize_params(params, "int8")
     with LLM((CONFIG, quantized), max_seqs=1, max_model_len=32) as llm:
         explanation = str(llm.explain())
-        weights = llm.engine.weights
+        weights = llm.engine.runner.weights
         assert llm.params is quantized
     assert {leaf.dtype.name for leaf in weights} == {"float32"}
     assert "21 of 23 matrices in int8, a scale per output" in explanation

@@ -168,20 +168,20 @@ class TrialRunner:
 
     def _sizes(self, llm: LLM, row: TrialResult) -> TrialResult:
         engine = engines_of(llm.engine)[0]
-        memory = engine.memory
+        memory, page_size = engine.runner.memory, engine.spec.page_size
         lengths = [len(request.prompt) + request.num_tokens for request in self.requests]
-        pages = -(-max(lengths) // engine.page_size)
+        pages = -(-max(lengths) // page_size)
         rest = memory.weights + memory.sampler + memory.activations
-        running = min(engine.options.max_seqs, self.settings.num_requests)
+        running = min(engine.spec.max_seqs, self.settings.num_requests)
         if self._budget is None and memory.available is not None:  # of the baseline, since free memory varies
-            self._budget = engine.options.memory_fraction * (memory.available + memory.weights)
+            self._budget = engine.spec.options.memory_fraction * (memory.available + memory.weights)
         fitting = None
         if self._budget is not None:
-            fitting = max(int((self._budget - rest) // memory.page_bytes) - 1, 0) * engine.page_size
+            fitting = max(int((self._budget - rest) // memory.page_bytes) - 1, 0) * page_size
         return replace(
             row,
             weight_bytes=memory.weights,
-            token_bytes=memory.page_bytes / engine.page_size,
+            token_bytes=memory.page_bytes / page_size,
             needed_bytes=rest + memory.page_bytes * (running * pages + 1),
             cache_tokens=fitting,
         )

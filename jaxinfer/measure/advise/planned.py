@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxinfer.engine.options import EngineOptions, SpeculationOptions
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
 from jaxinfer.measure.advise.trials import Arguments, TrialResult
 from jaxinfer.models import ModelConfig, Params
@@ -80,18 +80,19 @@ class Planner:
         params = self.params
         if (recipe := arguments.get("quantize")) is not None:
             params = jax.eval_shape(partial(quantize_params, how=recipe), params)
+        length, max_seqs = self.prompt_tokens + self.answer_tokens, values.get("max_seqs") or self.max_seqs
         options = EngineOptions(
-            max_model_len=self.prompt_tokens + self.answer_tokens,
-            max_seqs=values.get("max_seqs") or self.max_seqs,
+            max_model_len=length,
+            max_seqs=max_seqs,
             kv_dtype=values.get("kv_dtype") or "auto",
-            speculation=None if num_draft_tokens is None else SpeculationOptions(num_draft_tokens),
+            num_draft_tokens="auto" if num_draft_tokens is None else num_draft_tokens,
             **{name: values[name] for name in ENGINE if name in values},
         )
         draft = None
         if num_draft_tokens is not None:
             dtype = self.arguments.get("dtype", "auto")
-            draft = load_draft_shapes(arguments["draft"], self.config, self.params, options.max_model_len, dtype)
-        batches = tuple(dict.fromkeys((1, options.max_seqs)))
+            draft = load_draft_shapes(arguments["draft"], self.config, self.params, length, dtype)
+        batches = tuple(dict.fromkeys((1, max_seqs)))
         return PlanRequest(
             self.model, self.config, params, self.place, options, self.arguments.get("mesh"), draft, batches
         )

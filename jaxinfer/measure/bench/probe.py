@@ -12,15 +12,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.events import Dispatch
-from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.engine.replicas import Replicas
 
 MAX_SAMPLES = 400
 SAMPLE_SECONDS = 0.05
 
 
-def engines_of(engine: Any) -> list[PagedEngine]:
+def engines_of(engine: Any) -> list[Engine]:
     """The paged engines of a model: one, or its replicas."""
     return list(engine.engines) if isinstance(engine, Replicas) else [engine]
 
@@ -33,7 +33,7 @@ class DispatchProbe:
     the host reads them later.
     """
 
-    def __init__(self, engine: PagedEngine):
+    def __init__(self, engine: Engine):
         self._engine = engine
         self._ready_at: float | None = None
         self._num_pending = 0

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.engine.paged import PagedEngine
+from jaxinfer.engine.engine import Engine
 from jaxinfer.planning.counted import Counted, count
-from jaxinfer.planning.here import subject_of
 from jaxinfer.planning.roofline import Rates, RooflinePoint, decode_point, prefill_seconds
 
 # Larger than any cache: of a CPU, of an accelerator.
@@ -133,11 +132,11 @@ class Ideal:
     num_replicas: int = 1
 
     @classmethod
-    def of(cls, engine: PagedEngine, num_replicas: int = 1, **sizes: Any) -> "Ideal":
+    def of(cls, engine: Engine, num_replicas: int = 1, **sizes: Any) -> "Ideal":
         """Counts the engine's bytes and FLOPs, and measures the rates that it needs; `sizes` as for `measure_rates`."""
-        subject = subject_of("model", engine)
-        counted = count(subject, subject.config, subject.placed_params, subject.cache)
-        return cls(measure_rates(engine.dtype, tuple(counted.token_flops), **sizes), counted, num_replicas)
+        spec = engine.spec
+        counted = count(spec, spec.config, spec.placed_params, spec.cache)
+        return cls(measure_rates(spec.dtype, tuple(counted.token_flops), **sizes), counted, num_replicas)
 
     def decode(self, batch: float, context: float) -> RooflinePoint:
         """The roofline of a decode step of `batch` sequences of `context` tokens on each replica."""

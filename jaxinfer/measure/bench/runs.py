@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxinfer import compilation_cache
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.engine.processor import RequestOptions
+from jaxinfer.engine.request import RequestOptions
 from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.metrics import Trace, figures
 from jaxinfer.measure.bench.model import Bench
@@ -55,26 +55,21 @@ def serve_all(llm: LLM, requests: Sequence[WorkloadRequest], options: RunOptions
     running = {}
     traces = []
     for one in prepared:
-        (answer,) = one.answers
-        traces.append(Trace(time.perf_counter(), len(answer.generation.prompt)))
-        llm.submit(one)
-        running[answer.generation] = (answer, traces[-1])
+        traces.append(Trace(time.perf_counter(), one.num_prompt))
+        running |= dict.fromkeys(llm.submit(one), traces[-1])
     try:
         while running:
-            for generation in llm.engine.step():
-                if generation not in running:
-                    continue
-                answer, trace = running[generation]
-                _, tokens = llm.advance(answer)
-                if tokens:
-                    trace.deliver(time.perf_counter(), len(tokens))
-                if generation.finish_reason is not None:
-                    del running[generation]
-                    _check(generation.finish_reason, generation.error)
+            llm.step()
+            for answer in llm.client.take_progress(running):
+                delta, trace = llm.advance(answer), running[answer]
+                if delta.token_ids:
+                    trace.deliver(time.perf_counter(), len(delta.token_ids))
+                if answer.is_finished:
+                    del running[answer]
+                    _check(answer.finish_reason, answer.error)
                     options.progress()
     finally:
-        for generation in running:
-            llm.engine.finish(generation, "abort")
+        llm.client.abort(list(running))
     return traces, time.perf_counter() - start
 
 

@@ -14,11 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxinfer import compilation_cache
-from jaxinfer.engine.contiguous import ContiguousEngine
 from jaxinfer.engine.events import Dispatch
-from jaxinfer.engine.paged import PagedEngine
-from jaxinfer.engine.processor import RequestOptions
-from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.request import RequestOptions
 from jaxinfer.llm import LLM
 from jaxinfer.measure.bench.model import Bench
 from jaxinfer.measure.bench.probe import DispatchProbe, engines_of
@@ -107,13 +104,13 @@ def _decode(llm: LLM, workload: Workload) -> Generator[Turn, None, None]:
     num_tokens = llm.max_model_len - workload.prompt_tokens
     num_answers = workload.batch * len(engines_of(llm.engine))
     with _submitted(llm, workload, num_tokens, -1):
-        while sum(one.is_decoding for one in _engine(llm).snapshot().running) < num_answers:
+        while sum(one.is_decoding for one in llm.engine.snapshot().running) < num_answers:
             _step(llm)
         while True:
             turn = _turn(
                 llm, lambda dispatches: sum(one.num_steps for one in dispatches if not one.replica) >= workload.steps
             )
-            if len(_engine(llm).snapshot().running) < num_answers:
+            if len(llm.engine.snapshot().running) < num_answers:
                 raise RuntimeError(f"an answer of {num_tokens} tokens ended before the trace did")
             yield turn
 
@@ -129,20 +126,19 @@ def _submitted(llm: LLM, workload: Workload, num_tokens: int, number: int) -> It
         llm.prepare(numbers.integers(0, rows, workload.prompt_tokens).tolist(), params, request_options)
         for _ in range(count)
     ]
+    answers = []
     try:
         for request in requests:
-            llm.submit(request)
+            answers += llm.submit(request)
         yield
     finally:
-        for request in requests:
-            for generation in request.generations:
-                llm.engine.finish(generation, "abort")
+        llm.client.abort(answers)
 
 
 def _turn(llm: LLM, is_enough: Callable[[list[Dispatch]], bool]) -> Turn:
     """Steps the engine until `is_enough` dispatches were sent or there is no more work, and waits for them."""
     dispatches: list[Dispatch] = []
-    with _engine(llm).observe(dispatches.append):
+    with llm.engine.observe(dispatches.append):
         start = time.perf_counter()
         while llm.engine.has_work and not is_enough(dispatches):
             _step(llm)
@@ -152,13 +148,7 @@ def _turn(llm: LLM, is_enough: Callable[[list[Dispatch]], bool]) -> Turn:
     return Turn(tuple(dispatches), seconds)
 
 
-def _engine(llm: LLM) -> PagedEngine | Replicas:
-    if isinstance(llm.engine, ContiguousEngine):
-        raise ValueError("profiling is for cache='paged' only")
-    return llm.engine
-
-
 def _step(llm: LLM) -> None:
-    for generation in llm.engine.step():
-        if generation.finish_reason == "error":
-            raise RuntimeError(f"a request failed: {generation.error}")
+    for sequence in llm.engine.step():
+        if sequence.finish_reason == "error":
+            raise RuntimeError(f"a request failed: {sequence.error}")

@@ -51,8 +51,7 @@ def profile(
         opened(model, arguments, random_weights=random_weights, warms_up=False, sizes=sizes) as bench,
     ):
         engine = engines_of(bench.llm.engine)[0]
-        settings = engine.options.speculation
-        if settings is not None and settings.is_adaptive:  # which of several programs is next is not known
+        if engine.spec.draft is not None and engine.spec.options.is_adaptive:  # any program may be next
             progress("compiling")
             bench.llm.warm_up(use_tqdm=False)
         found = [run_phase(bench, name, workload, traces / name, progress) for name in phases]

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.events import Dispatch
-from jaxinfer.engine.paged import PagedEngine
 from jaxinfer.measure.bench.probe import host_gap
 from jaxinfer.measure.bench.rates import Ideal
 from jaxinfer.measure.profiling.ops import DRAFT, KINDS, PARTS, Op, Programs, op_of
 from jaxinfer.measure.profiling.phases import Phase, Turn
 from jaxinfer.measure.profiling.trace import Interval, intervals, shares
 from jaxinfer.planning.counted import Counted, count
-from jaxinfer.planning.here import subject_of
 from jaxinfer.planning.roofline import Rates, pass_flops
 
 
@@ -65,18 +64,18 @@ def needed(
 class WorkModel:
     """Computes what an engine's dispatches need, including its draft."""
 
-    def __init__(self, engine: PagedEngine, ideal: Ideal):
+    def __init__(self, engine: Engine, ideal: Ideal):
         self._target, self._rates = ideal.counted, ideal.measured.rates
         self._draft: Counted | None = None
         self._tree: tuple[int, ...] | None = None
-        subject = subject_of("model", engine)
-        if subject.draft_model is not None:  # not for n-grams
-            config, _ = subject.draft_model
+        spec = engine.spec
+        if spec.draft_model is not None:  # not for n-grams
+            config, _ = spec.draft_model
             # A draft of the target's first layers uses the target's cache.
-            cache = subject.draft_cache if subject.draft_cache is not None else subject.cache.first(config.num_layers)
-            self._draft = count(subject, config, subject.placed_draft or {}, cache)
-        if (settings := engine.options.speculation) is not None:
-            self._tree = settings.tree
+            cache = spec.draft_cache if spec.draft_cache is not None else spec.cache.first(config.num_layers)
+            self._draft = count(spec, config, spec.placed_draft or {}, cache)
+        if spec.options.draft_tree is not None:
+            self._tree = tuple(spec.options.draft_tree)
 
     def needs(self, dispatch: Dispatch) -> Needed:
         """The needs of all its steps. A round needs a draft pass for each depth, and one pass of the target."""

@@ -1,4 +1,4 @@
-"""What the jitted programs of both caches share: how a model crosses `jax.jit`, and the scoring of hidden states.
+"""The jitted programs of an engine; here what they share: how a model crosses `jax.jit`, and scoring.
 
 Shapes use the legend of jaxinfer/README.md.
 """
@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from jaxinfer import parallel
 from jaxinfer.cache import KVScales, attend_as_stored
-from jaxinfer.engine.results import padded
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -134,6 +133,13 @@ def tapped_states(
         size *= 2
     found = hidden_states(model, weights, jnp.asarray(padded(tokens, size)), taps, kv_dtype, scales)
     return {name: np.asarray(value)[: len(tokens)] for name, value in found.items()}
+
+
+def padded(tokens: Sequence[int] | np.ndarray, size: int) -> np.ndarray:
+    """int32[size], zeros after the tokens."""
+    array = np.zeros(size, np.int32)
+    array[: len(tokens)] = tokens
+    return array
 
 
 def _score_block(config: ModelConfig, num_tokens: int) -> int:

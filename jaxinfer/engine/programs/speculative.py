@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache import PagedAttention, PagedCache
-from jaxinfer.engine.paged_programs import (
+from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.engine.programs.paged import (
     INVALID_LOGITS,
     NO_TOKEN,
     Slots,
@@ -23,7 +24,6 @@ from jaxinfer.engine.paged_programs import (
     take_rows,
     write_rows,
 )
-from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import SampleOutput, SamplingBatch
 from jaxinfer.sampling.logprobs import no_logprobs
@@ -223,7 +223,7 @@ def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache
     if drafter.shares_cache:
         num_layers = drafter.kind.config.num_layers
         slots = replace(slots, num_drafted=rows.positions)
-        own, slots, proposal = propose(decoder, cache.take_rows(num_layers), slots, rows, drafter.tree)
+        own, slots, proposal = propose(decoder, cache.first(num_layers), slots, rows, drafter.tree)
         return cache.with_first(own), draft_cache, slots, proposal
     draft_cache, slots = catch_up(decoder, draft_cache, slots, rows)
     draft_cache, slots, proposal = propose(decoder, draft_cache, slots, rows, drafter.tree)

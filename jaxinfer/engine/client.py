@@ -1,0 +1,369 @@
+"""Requests in, outputs out, over one engine: prepare, submit, step, advance, collect.
+
+`LLM` and `AsyncEngine` are thin faces over a `Client`.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.request import (
+    DEFAULT_REQUEST_OPTIONS,
+    CompletionOutput,
+    Request,
+    RequestOptions,
+    RequestOutput,
+    RequestTimings,
+    Score,
+    SequenceState,
+    StreamDelta,
+    TokenLogprob,
+)
+from jaxinfer.models import ModelConfig
+from jaxinfer.sampling import SamplingParams, derive_seed, make_batch, tokenize_bad_words
+from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+class Client:
+    """Prepares requests for one engine, drives it, and turns tokens into text.
+
+    Requests without a seed get theirs from `seed` and their number since the start. Methods that take a prompt raise
+    ValueError, or TypeError, for what cannot be served; `what` names it in the message.
+
+    Args:
+      name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Replicas,
+        *,
+        name: str,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: tuple[int, ...],
+        seed: int,
+    ):
+        derive_seed(seed)  # checks its range
+        self._engine: Engine | Replicas | None = engine
+        self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.eos_token_ids, self.max_model_len, self.seed = eos_token_ids, engine.spec.max_model_len, seed
+        self._numbers = itertools.count()
+        self._request_ids = itertools.count()
+        self._progressed: dict[SequenceState, None] = {}  # of submitted answers, until `take_progress` returns them
+
+    @property
+    def engine(self) -> Engine | Replicas:
+        """What runs the requests. Raises RuntimeError once closed."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self._engine
+
+    def close(self) -> None:
+        """Aborts what runs and frees the engine's memory. Closing twice is harmless."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    # Prepare.
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        options: RequestOptions = DEFAULT_REQUEST_OPTIONS,
+        *,
+        what: str = "the prompt",
+    ) -> Request:
+        """A checked and tokenized request; raises if it can never be served."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{what}: params must be SamplingParams, got {type(params).__name__}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"{what}: stop strings need a tokenizer; use stop_token_ids")
+        text, ids = self.tokenize(prompt)
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = max(self.max_model_len - len(ids), 1)
+        self._check_fits(what, len(ids), max_tokens)
+        limit = self.engine.spec.options.max_waiting
+        if limit is not None and params.n > self.engine.spec.max_seqs + limit:
+            raise ValueError(
+                f"{what}: n={params.n} is more than max_seqs={self.engine.spec.max_seqs} and max_waiting={limit} can "
+                f"take together"
+            )
+        bad_words = self._check_params(params)
+        seed = params.seed
+        if seed is None:
+            seed = 0 if params.is_greedy else derive_seed(self.seed, next(self._numbers))
+        return Request(
+            ids,
+            params,
+            max_tokens,
+            seed,
+            text=text,
+            eos_token_ids=self.eos_token_ids,
+            bad_words=bad_words,
+            options=options,
+            deadline=None if options.timeout is None else time.monotonic() + options.timeout,
+        )
+
+    def prepare_score(self, prompt: Prompt, continuation: Prompt, params: SamplingParams, *, what: str) -> Request:
+        """A request that scores `continuation` after `prompt`; they are tokenized apart."""
+        _, ids = self.tokenize(prompt)
+        _, more = self.tokenize(continuation, add_special_tokens=False)
+        if not ids or not more:
+            raise ValueError(f"{what}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
+        params = replace(params, n=1, max_tokens=1, prompt_logprobs=1, stop=(), logprobs=None)
+        self._check_fits(what, len(ids) + len(more), 1)
+        bad_words = self._check_params(params)
+        return Request(
+            [*ids, *more], params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words, score_from=len(ids)
+        )
+
+    def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
+        """The text, if it is one, and its token ids."""
+        if isinstance(prompt, str):
+            return prompt, self.need_tokenizer("a text prompt").encode(prompt, add_special_tokens)
+        ids = [int(token) for token in prompt]
+        for token in ids:
+            if not 0 <= token < self.config.vocab_size:
+                raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
+        return None, ids
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer; raises ValueError where there is none."""
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, and {self.name} has none: pass token ids or tokenizer=...")
+        return self.tokenizer
+
+    def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Checks sampling parameters against the model; returns the token sequences of `bad_words`."""
+        params.validate_for_model(self.config.vocab_size, self.max_model_len)
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words:
+            tokenizer = self.need_tokenizer("bad_words")
+            bad_words = tokenize_bad_words(params.bad_words, lambda text: tokenizer.encode(text, False))
+        if params.allowed_token_ids is not None or params.bad_words or params.logit_bias:
+            request = Request((), params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words)
+            make_batch([request.row(0)], self.config.vocab_size)  # raises here rather than among running requests
+        return bad_words
+
+    def _check_fits(self, what: str, num_prompt: int, max_tokens: int) -> None:
+        limit = self.max_model_len
+        if num_prompt == 0:
+            raise ValueError(f"{what} is empty: it needs at least 1 token")
+        if num_prompt + max_tokens > limit:
+            raise ValueError(
+                f"{what}: {num_prompt} prompt tokens and max_tokens={max_tokens} make "
+                f"{num_prompt + max_tokens}, but max_model_len={limit} "
+                f"(the model allows {self.config.max_position_embeddings})"
+            )
+        try:
+            self.engine.check_fits(num_prompt, max_tokens)
+        except ValueError as error:
+            raise type(error)(f"{what}: {error}") from None
+
+    # Submit.
+
+    def submit(self, request: Request) -> list[SequenceState]:
+        """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them."""
+        answers: list[SequenceState] = []
+        try:
+            for index in range(request.params.n):
+                answer = SequenceState(request, index, leader=answers[0] if answers else None)
+                answer.reader = _TextReader(answer, self.tokenizer)
+                self.engine.add(answer)
+                answers.append(answer)
+        except BaseException:
+            self.abort(answers)
+            raise
+        return answers
+
+    def abort(self, answers: Sequence[SequenceState], error: str | None = None) -> None:
+        """Ends those that still run with finish_reason "abort"."""
+        for answer in answers:
+            self._progressed.pop(answer, None)
+            if self._engine is not None:  # closing has ended them
+                if error is not None and not answer.is_finished:
+                    answer.error = error
+                self._engine.finish(answer, "abort")
+
+    # Advance.
+
+    def step(self, max_steps: int | None = None) -> None:
+        """One step of the engine; `take_progress` tells whose answers it advanced."""
+        self._progressed |= dict.fromkeys(self.engine.step(max_steps))
+
+    def take_progress(self, answers: Mapping[SequenceState, Any]) -> list[SequenceState]:
+        """Those of `answers` that made progress since they were last taken. Several callers may take turns in stepping
+        one engine; none misses its own."""
+        found = [answer for answer in self._progressed if answer in answers]
+        for answer in found:
+            del self._progressed[answer]
+        return found
+
+    def advance(self, answer: SequenceState) -> StreamDelta:
+        """An answer's new tokens and text; a stop string in the text ends it."""
+        delta, matched = answer.reader.read()
+        if matched is not None:
+            # It may have ended otherwise after the stop string.
+            self.engine.finish(answer, "stop", matched)
+            answer.finish_reason, answer.stop_reason, answer.error = "stop", matched, None
+            answer.drop_after(answer.num_read)
+        return replace(delta, finish_reason=answer.finish_reason)
+
+    def run(
+        self, answers: dict[SequenceState, Any], max_steps: int | None = None
+    ) -> Iterator[tuple[SequenceState, StreamDelta]]:
+        """Steps the engine until all answers have ended; yields what each gains, and removes those that have ended.
+
+        The caller may add answers between two yields.
+        """
+        while answers:
+            self.step(max_steps)
+            for answer in self.take_progress(answers):
+                if answer not in answers:  # the caller has given it up meanwhile
+                    continue
+                delta = self.advance(answer)
+                if answer.is_finished:
+                    del answers[answer]
+                yield answer, delta
+
+    # Collect.
+
+    def collect(self, answers: Sequence[SequenceState]) -> RequestOutput:
+        """The output of a request with these answers, as they stand."""
+        request = answers[0].request
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            prompt_logprobs = [self._with_text(entry) for entry in answers[0].prompt_logprobs]
+        return RequestOutput(
+            request_id=str(next(self._request_ids)),
+            prompt=request.text,
+            prompt_token_ids=list(request.token_ids),
+            outputs=[self._completion(answer) for answer in answers],
+            finished=all(answer.is_finished for answer in answers),
+            timings=timings(answers),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _completion(self, answer: SequenceState) -> CompletionOutput:
+        logprobs = total = None
+        if answer.params.logprobs is not None:
+            total = float(sum(next(iter(entry.values())).logprob for entry in answer.logprobs))
+            logprobs = [self._with_text(entry) or {} for entry in answer.logprobs]
+        seed = answer.row.seed if answer.row.seed is not None else answer.params.seed
+        return CompletionOutput(
+            index=answer.index,
+            text=answer.text,
+            token_ids=answer.output,
+            seed=seed or 0,
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            error=answer.error,
+            cumulative_logprob=total,
+            logprobs=logprobs,
+            speculation=answer.speculation,
+        )
+
+    def _with_text(self, entry: TokenLogprob | None) -> TokenLogprob | None:
+        if entry is None or self.tokenizer is None:
+            return entry
+        known = {token: value for token, value in entry.items() if self.tokenizer.has_id(token)}
+        return entry | {
+            token: replace(value, decoded_token=self.tokenizer.decode([token], skip_special_tokens=False))
+            for token, value in known.items()
+        }
+
+
+class _TextReader:
+    """Turns an answer's new tokens into text.
+
+    What `read` returns adds up to `answer.text`. Nothing after a stop string is part of it; the text of a stop token is
+    left out unless the request includes it.
+    """
+
+    def __init__(self, answer: SequenceState, tokenizer: Tokenizer | None):
+        params = answer.params
+        self._answer, self._tokenizer, self._is_closed = answer, tokenizer, False
+        self._detokenizer = None if tokenizer is None else StreamingDetokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
+
+    def read(self) -> tuple[StreamDelta, str | None]:
+        """The tokens since the last call and their text, and the stop string that was found. After one, tokens beyond
+        `num_read` do not count."""
+        answer, first, text, matched = self._answer, self._answer.num_read, "", None
+        tokens = answer.tokens[answer.num_prompt + first :]
+        while answer.num_read < first + len(tokens) and matched is None:
+            token = tokens[answer.num_read - first]
+            answer.num_read += 1
+            is_stop_token = isinstance(answer.stop_reason, int) and answer.num_read == first + len(tokens)
+            if is_stop_token and answer.finish_reason == "stop" and not answer.params.include_stop_str_in_output:
+                continue
+            new, matched = self._text_of(token)
+            text += new
+        if matched is None and answer.is_finished and not self._is_closed:
+            text, matched = self._close(text)
+        self._is_closed |= answer.is_finished or matched is not None
+        answer.text += text
+        return StreamDelta(answer.index, text, tokens[: answer.num_read - first]), matched
+
+    def _text_of(self, token: int) -> tuple[str, str | None]:
+        """A token's text and the stop string that it completes. A row of the model that is none of the tokenizer's
+        tokens has no text."""
+        if self._detokenizer is None or self._tokenizer is None or not self._tokenizer.has_id(token):
+            return "", None
+        text = self._detokenizer.add([token])
+        if self._stops is None or self._answer.num_read <= self._answer.params.min_tokens:
+            return text, None
+        result = self._stops.feed(text)
+        return result.text, result.matched
+
+    def _close(self, text: str) -> tuple[str, str | None]:
+        """The text with what was held back when the answer has ended, which may itself complete a stop string."""
+        if self._detokenizer is None:
+            return text, None
+        rest, matched = self._detokenizer.finalize(), None
+        if self._stops is not None and self._answer.num_read > self._answer.params.min_tokens:
+            result = self._stops.feed(rest)
+            rest, matched = result.text, result.matched
+            if matched is None:
+                rest += self._stops.flush()
+        return text + rest, matched
+
+
+def timings(answers: Sequence[SequenceState]) -> RequestTimings:
+    """Of a request with these answers: the first token of any, the end of the last."""
+    arrived = min(answer.arrived for answer in answers)
+    admitted = min(answer.admitted or answer.finished for answer in answers)
+    first = min(answer.first_token or answer.finished for answer in answers)
+    finished = max(answer.finished for answer in answers)
+    num_tokens = max(answer.num_output for answer in answers)
+    return RequestTimings(
+        queue_time=admitted - arrived,
+        time_to_first_token=first - arrived,
+        total_time=finished - arrived,
+        time_per_output_token=(finished - first) / max(num_tokens - 1, 1),
+    )
+
+
+def score_of(answer: SequenceState) -> Score:
+    """The scores of a request from `prepare_score` that has ended."""
+    first = answer.request.score_from or 0
+    entries = answer.prompt_logprobs[first:]
+    tokens = list(answer.request.token_ids[first:])
+    if answer.finish_reason == "error" or len(entries) != len(tokens):
+        raise FloatingPointError(answer.error or "the score was not computed")
+    pairs = [(entry or {})[token] for entry, token in zip(entries, tokens, strict=True)]
+    return Score(
+        token_ids=tokens,
+        raw=[pair.logprob for pair in pairs],
+        processed=answer.processed_logprobs,
+        is_greedy=all(pair.rank == 1 for pair in pairs),
+    )

@@ -1,0 +1,344 @@
+"""The engine: continuous batching over a cache of pages. Each request gets the tokens it would get alone."""
+
+import heapq
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxinfer.cache import KVScales
+from jaxinfer.engine import results
+from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
+from jaxinfer.engine.model_runner import Flight, FlightResults, ModelRunner
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.programs.paged import INVALID_LOGITS
+from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.scheduler import DispatchPlan, Scheduler, SchedulerOptions
+from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.engine.speculation import DraftPlan, Speculation
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.sampling import SampleOutput
+from jaxinfer.speculative import Draft, SpeculationStats
+
+
+class Engine:
+    """Runs sequences to their end, with a draft beside the model if there is one.
+
+    Every `step` plans a dispatch, runs it, and commits the results of the one before, so that the device never waits
+    for the host. Owns its cache (`close` frees it); the parameters belong to the caller.
+
+    Args:
+      config, params: the model; with a `mesh`, as `models.fit_to_mesh` makes them.
+      options: how to run it. draft: what drafts, if anything does.
+      kv_scales: a checkpoint's, for an fp8 cache; ignored by others.
+      available: free bytes, in place of the device's own figure.
+      replica: its number among engines behind one queue.
+
+    Raises OutOfMemoryError if model and cache do not fit, and ValueError for options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        params: Params,
+        options: EngineOptions,
+        *,
+        draft: Draft | None = None,
+        kv_scales: KVScales | None = None,
+        available: int | None = None,
+        mesh: Mesh | None = None,
+        replica: int = 0,
+    ):
+        spec = EngineSpec.of(config, params, options, draft, mesh)
+        self.replica = replica
+        self.runner = ModelRunner(spec, params, draft, kv_scales=kv_scales, available=available)
+        self.spec = self.runner.spec
+        self.speculation = None if draft is None else Speculation(self.spec)
+        self.scheduler = Scheduler(
+            SchedulerOptions(
+                num_pages=self.spec.num_pages,
+                page_size=self.spec.page_size,
+                max_seqs=self.spec.max_seqs,
+                prefill_chunk=self.spec.prefill_chunk,
+                steps_per_dispatch=self.spec.steps_per_dispatch,
+                max_waiting=options.max_waiting,
+                reuses_prefixes=self.spec.reuses_prefixes,
+                shuffle_seed=options.shuffle_seed,
+            ),
+            self.spec.decode_slots,
+        )
+        self._sequences: dict[SequenceState, None] = {}  # unfinished ones, in the order of their arrival
+        self._num_with_logprobs = 0  # of the unfinished ones
+        self._in_flight: deque[Flight] = deque()
+        self._deadlines = Deadlines()
+        self._observers = Observers()
+        self._busy_since = 0.0
+
+    # Requests.
+
+    def check_fits(self, num_prompt: int, max_tokens: int) -> None:
+        """Raises RequestTooLargeError, with both numbers, where the pool could never hold the request."""
+        self.scheduler.check_fits(num_prompt, max_tokens)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queues a sequence, which must fit: at most max_model_len tokens, and `check_fits`.
+
+        Raises QueueFullError when max_waiting sequences wait.
+        """
+        self.scheduler.add(sequence)
+        if sequence.leader not in self._sequences:
+            sequence.leader = None
+        sequence.rounds = None if self.speculation is None else Counter()
+        sequence.arrived = sequence.arrived or time.monotonic()
+        if not self._sequences:
+            self._busy_since = time.perf_counter()
+        self._sequences[sequence] = None
+        self._num_with_logprobs += sequence.params.logprobs is not None
+        self._deadlines.add(sequence)
+
+    def finish(self, sequence: SequenceState, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence from outside (a stop string, an abort), in any phase; its slot and pages are free at once.
+        What the device still computes for it is dropped."""
+        if sequence not in self._sequences:
+            return
+        del self._sequences[sequence]
+        self.scheduler.finish(sequence, reason, stop_reason)
+        if self.speculation is not None:
+            self.speculation.end(sequence)
+        self._num_with_logprobs -= sequence.params.logprobs is not None
+        self.runner.stop_scoring(sequence)
+        sequence.finished = time.monotonic()
+        if not self._sequences:
+            self._in_flight.clear()  # no sequence takes what is still coming
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    # A step.
+
+    def step(self, max_steps: int | None = None) -> list[SequenceState]:
+        """Plans a dispatch, runs it, commits the results of the one before; returns the sequences that made progress.
+
+        `max_steps` shortens the dispatch, for a caller who shows every token as it comes.
+        """
+        progressed = self._abort_expired()
+        plan = self._plan(max_steps, can_preempt=not self._in_flight)
+        if plan is None:  # pages are short: what is in flight may end sequences, and decides who is preempted
+            progressed += self._commit_all()
+            plan = self._plan(max_steps, can_preempt=True)
+        flight = None if plan is None else self._run(plan)
+        if self._in_flight and (flight is None or len(self._in_flight) >= self.runner.max_in_flight):
+            progressed += self._commit(self._in_flight.popleft())
+        return progressed
+
+    def _plan(self, max_steps: int | None, *, can_preempt: bool) -> DispatchPlan | None:
+        """The next dispatch with what it drafts; None where pages are short and nothing may be preempted."""
+        if self.speculation is None:
+            return self.scheduler.schedule(max_steps, can_preempt=can_preempt)
+        decodes = [one for one in self.scheduler.running if one.is_decoding and one.num_left > 0]
+        draft = self.speculation.choose(decodes)
+        if draft is None:
+            plan = self.scheduler.schedule(max_steps, can_preempt=can_preempt)
+        else:
+            plan = self.scheduler.schedule(
+                min(max_steps or draft.max_rounds, draft.max_rounds),
+                can_preempt=can_preempt,
+                tokens_per_step=draft.tree.depth + 1,
+                num_scratch=draft.tree.num_nodes - draft.tree.depth - 1,
+            )
+        return None if plan is None else self.speculation.start(plan, draft)
+
+    def _run(self, plan: DispatchPlan) -> Flight | None:
+        for sequence in plan.admitted:
+            sequence.admitted = sequence.admitted or time.monotonic()
+        flight = self.runner.run(plan)
+        if flight is not None:
+            self._in_flight.append(flight)
+            if self._observers:
+                self._observers.notify(self._dispatch_event(flight))
+        return flight
+
+    def _commit_all(self) -> list[SequenceState]:
+        progressed = []
+        while self._in_flight:
+            progressed += self._commit(self._in_flight.popleft())
+        return progressed
+
+    def _commit(self, flight: Flight) -> list[SequenceState]:
+        """Reads a dispatch's results: appends tokens, ends sequences, lets others use pages that are known."""
+        found = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
+        if self.speculation is not None:
+            self._record_speculation(self.speculation, flight, found)
+        progressed = []
+        for slot, chunk in flight.chunks:
+            sequence, tokens = chunk.sequence, found.tokens[slot][:1]
+            if sequence.is_finished:
+                continue
+            if tokens[0] != INVALID_LOGITS:
+                self.scheduler.confirm(sequence, chunk.start + chunk.length)
+                if not chunk.is_last:
+                    continue
+                self.runner.stop_scoring(sequence)
+                sequence.first_token = sequence.first_token or time.monotonic()
+            self._append(sequence, slot, tokens, found.samples)
+            progressed.append(sequence)
+        for slot, sequence in flight.decodes:
+            if not sequence.is_finished:
+                self._append(sequence, slot, found.tokens[slot], found.samples)
+                if self.speculation is not None and flight.plan.draft is not None:
+                    self.speculation.mark_draft_pages(sequence)
+                progressed.append(sequence)
+        return progressed
+
+    def _append(self, sequence: SequenceState, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
+        """A slot's tokens of a dispatch, one each step; INVALID_LOGITS and NO_TOKEN stand after the last one."""
+        for step, token in enumerate(tokens):
+            if token < 0:
+                if token == INVALID_LOGITS:
+                    self.finish(sequence, *results.take_error(sequence))
+                return
+            self.scheduler.append(sequence, token)
+            if samples is not None:
+                results.take_logprobs(sequence, samples, (step, slot))
+            if (end := results.end_of(sequence, token)) is not None:
+                self.finish(sequence, *end)
+                return
+
+    def _record_speculation(self, speculation: Speculation, flight: Flight, found: FlightResults) -> None:
+        """What a dispatch of decoding sequences made, before they take it."""
+        num_made = [sum(token >= 0 for token in found.tokens[slot]) for slot, _ in flight.decodes]
+        draft: DraftPlan | None = flight.plan.draft
+        if draft is None or found.proposed is None or found.accepted is None:
+            for (_, sequence), count in zip(flight.decodes, num_made, strict=True):
+                speculation.record_plain(sequence, count)
+            for slot, chunk in flight.chunks:
+                if found.tokens[slot][0] >= 0:
+                    speculation.record_plain(chunk.sequence, 1)
+            if not flight.chunks:
+                speculation.record_time(flight.num_slots, None, found.seconds, max(num_made, default=0), 1.0)
+            return
+        proposed, accepted = found.proposed.T.tolist(), found.accepted.T.tolist()
+        num_rounds = 0
+        for (slot, sequence), count in zip(flight.decodes, num_made, strict=True):
+            pairs = [pair for pair in zip(proposed[slot], accepted[slot], strict=True) if pair[0] >= 0]
+            num_rounds += len(pairs)
+            speculation.record_rounds(sequence, pairs, draft.tree)
+            self.scheduler.reconcile(sequence, flight.plan.num_steps, draft.tree.depth + 1, count)
+        longest = int((found.proposed >= 0).any(axis=1).sum())
+        tokens_per_round = sum(num_made) / max(num_rounds, 1)
+        speculation.record_time(flight.num_slots, draft, found.seconds, longest, tokens_per_round)
+
+    def _abort_expired(self) -> list[SequenceState]:
+        expired = self._deadlines.pop_expired(self._sequences)
+        for sequence in expired:
+            self.finish(sequence, "abort")
+        return expired
+
+    # Observing.
+
+    def observe(self, observer: Observer) -> AbstractContextManager[None]:
+        """While the block runs, `observer` is called with every `Dispatch` when it has been sent, on the thread that
+        steps the engine. It must not wait for the dispatch there. On several hosts only host 0 observes."""
+        return self._observers.including(observer)
+
+    def snapshot(self) -> Snapshot:
+        """Which sequence holds which slot and pages, and the totals. Call it between steps, on the thread that steps
+        the engine."""
+        return Snapshot.of(self.scheduler, self.replica)
+
+    def _dispatch_event(self, flight: Flight) -> Dispatch:
+        chunks = (SlotWork(one.sequence, slot, one.start, one.length) for slot, one in flight.chunks)
+        decodes = (SlotWork(one, slot, len(one.tokens), 0) for slot, one in flight.decodes)
+        # A deterministic engine decodes with the program for prompts; that is still decoding.
+        kind = "rounds" if flight.counts is not None else "step" if flight.chunks else "decode"
+        return Dispatch(
+            kind=kind,
+            num_steps=flight.plan.num_steps,
+            work=(*chunks, *decodes),
+            num_rows=flight.num_rows,
+            num_drafted=0 if flight.plan.draft is None else flight.plan.draft.tree.num_nodes - 1,
+            replica=self.replica,
+            sent_at=time.perf_counter(),
+            busy_since=self._busy_since,
+            output=flight.output.tokens,
+        )
+
+    @property
+    def speculation_stats(self) -> SpeculationStats | None:
+        """Of all answers since the start; None without a draft."""
+        return None if self.speculation is None else self.speculation.stats
+
+    def num_known_tokens(self, sequence: SequenceState) -> int:
+        """Leading tokens of a sequence whose pages are cached and could be reused."""
+        return self.scheduler.num_known_tokens(sequence)
+
+    # Programs and memory.
+
+    def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
+        """Compiles every program, so that none compiles later; returns how many. Raises RuntimeError while requests
+        run. `progress` may wrap the iteration over the calls."""
+        if self.has_work:
+            raise RuntimeError(f"warm_up while {len(self._sequences)} requests are unfinished")
+        calls = self.runner.warm_up_calls()
+        for call in progress(iter(calls)) if progress else calls:
+            call()
+        return self.runner.finish_warm_up()
+
+    @property
+    def num_warm_up_calls(self) -> int:
+        """How many steps `warm_up` has, for a progress bar."""
+        return len(self.runner.warm_up_calls())
+
+    def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
+        return self.runner.hidden_states(tokens, taps)
+
+    @property
+    def kv_scales(self) -> KVScales | None:
+        """The scales that an fp8 cache applies."""
+        return self.runner.kv_scales
+
+    @property
+    def device(self) -> Any:
+        """The first device."""
+        return self.runner.device
+
+    def close(self) -> None:
+        """Frees the cache's memory now; everything still running is aborted."""
+        for sequence in list(self._sequences):
+            self.finish(sequence, "abort")
+        self._in_flight.clear()
+        self.runner.close()
+
+
+class Deadlines:
+    """Sequences by the time after which they are aborted."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, SequenceState]] = []
+        self._numbers = itertools.count()
+        self._limit = 64
+
+    def add(self, sequence: SequenceState) -> None:
+        if len(self._heap) > self._limit:  # most have ended long before their deadline
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            heapq.heapify(self._heap)
+            self._limit = 2 * len(self._heap) + 64
+        if (deadline := sequence.request.deadline) is not None:
+            heapq.heappush(self._heap, (deadline, next(self._numbers), sequence))
+
+    def pop_expired(self, unfinished: Iterable[SequenceState]) -> list[SequenceState]:
+        """Those among `unfinished` (a set or dict) whose deadline has passed, with their `error` set."""
+        now, expired = time.monotonic(), []
+        while self._heap and (self._heap[0][0] <= now or self._heap[0][2].is_finished):
+            sequence = heapq.heappop(self._heap)[2]
+            if sequence in unfinished:
+                sequence.error = f"its deadline passed, {now - sequence.arrived:.3f} s after it arrived"
+                expired.append(sequence)
+        return expired

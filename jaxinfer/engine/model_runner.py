@@ -1,0 +1,466 @@
+"""The arrays and compiled programs of one engine: runs planned dispatches, reads their results, warms up.
+
+On several hosts this is what is repeated: methods marked with `operation` take host values only, and the other hosts
+call the same ones in the same order.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxinfer import compilation_cache
+from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cache
+from jaxinfer.engine.lockstep import operation
+from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
+from jaxinfer.engine.placement import DevicePlacement
+from jaxinfer.engine.programs import padded, program_model, tapped_states
+from jaxinfer.engine.programs import paged as programs
+from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, speculate
+from jaxinfer.engine.request import Request, SequenceState
+from jaxinfer.engine.scheduler import Chunk, DispatchPlan
+from jaxinfer.engine.scoring import DeviceScorer, PendingScores, PromptScorer, ScoredChunk, ScoreWork
+from jaxinfer.engine.spec import EngineSpec, draft_model
+from jaxinfer.models import Params
+from jaxinfer.parallel import hosts
+from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.sampling import (
+    SampleOutput,
+    SamplingBatch,
+    SamplingParams,
+    SamplingState,
+    TokenLogprobs,
+    make_batch,
+    make_state,
+)
+from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
+
+COPIES = 8  # pages of one copy program
+MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A dispatch whose results are not read yet.
+
+    Attributes:
+      plan: what was dispatched. chunks, decodes: its sequences with the slots that they had.
+      output: tokens and samples; counts: of speculative rounds. scores: of prompts.
+      num_slots: of the program. num_rows: of tokens of a step, padding included.
+      sent_at: seconds of `time.perf_counter`.
+    """
+
+    plan: DispatchPlan
+    chunks: list[tuple[int, Chunk]]
+    decodes: list[tuple[int, SequenceState]]
+    output: StepOutput
+    num_slots: int
+    num_rows: int
+    sent_at: float
+    counts: RoundCounts | None = None
+    scores: PendingScores | None = None
+
+
+@dataclass(frozen=True)
+class FlightResults:
+    """What a dispatch computed, on the host.
+
+    Attributes:
+      tokens: by slot, one a step; INVALID_LOGITS and NO_TOKEN stand after the last one.
+      samples: for log-probabilities, leaves [steps, slots, ...]; None where nobody asked for them.
+      proposed, accepted: drafted and accepted tokens of each slot's rounds, -1 where it took no part.
+      seconds: from when the dispatch began to when it was read. It began when it was sent, or when the one before it
+        had ended.
+    """
+
+    tokens: list[list[int]]
+    samples: SampleOutput | None
+    proposed: np.ndarray | None
+    accepted: np.ndarray | None
+    seconds: float
+
+
+class ModelRunner:
+    """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); parameters are the caller's.
+
+    Args:
+      spec: what to allocate; its pool is made as large as the memory allows where it names no size.
+      params, draft: the concrete parameters of the spec.
+      kv_scales: a checkpoint's, for an fp8 cache; ignored by others.
+      available: free bytes, in place of the device's own figure.
+
+    Raises OutOfMemoryError if model and cache do not fit. Figures in bytes are those of one device.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        params: Params,
+        draft: Draft | None = None,
+        *,
+        kv_scales: KVScales | None = None,
+        available: int | None = None,
+    ):
+        self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
+        mesh = spec.mesh
+        self.placement = DevicePlacement(mesh)
+        self.model, self.weights = program_model(spec.config, params, mesh)
+        self.device = self.weights[0].addressable_shards[0].device
+        kind: Any = draft if isinstance(draft, NgramDraft) else None
+        self.draft_weights: tuple[jax.Array, ...] = ()
+        if (model := draft_model(draft, spec.config, params)) is not None:
+            kind, self.draft_weights = program_model(*model, mesh)
+        self.drafters = {} if draft is None else spec.drafters(kind)
+        self.memory = self._plan_pool(spec, available)
+        self.spec = spec = spec.with_pages(self.memory.num_pages)
+        self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
+        self._cache = self._init_cache(spec.config, spec.kv_dtype, self.kv_scales)
+        self._draft_cache: PagedCache | None = None
+        if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
+            scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
+            self._draft_cache = self._init_cache(draft.config, spec.draft_kv_dtype, scales)
+        slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
+        self._slots, self._batch = self.placement.slots(slots, batch)
+        self._table = np.zeros((spec.max_seqs, spec.pages_per_sequence), np.int32)
+        self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
+        self._scorer = PromptScorer(spec.config.vocab_size, self)
+        self._scores = DeviceScorer(self.model, self.weights, self.placement)
+        self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
+        self._read_at = 0.0
+        self._has_decoded = False
+
+    def _plan_pool(self, spec: EngineSpec, available: int | None) -> PoolPlan:
+        if available is None:
+            available = available_bytes(self.device)
+            if not self.placement.is_of_this_process and (others := hosts.current()) is not None:
+                available = others.least(available)  # a page has the same number on all hosts
+        weights = num_bytes(self.weights) + (num_bytes(self.draft_weights) if spec.has_own_draft else 0)
+        return plan_pool(spec, weights=weights, available=available)
+
+    def _init_cache(self, config: Any, kv_dtype: str, scales: KVScales | None) -> PagedCache:
+        spec = self.spec
+        return init_paged_cache(
+            config, spec.num_pages, spec.page_size, kv_dtype, spec.layout_of(config, kv_dtype), spec.mesh, scales
+        )
+
+    def close(self) -> None:
+        """Frees the caches' and slots' memory now."""
+        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch, self._draft_cache)):
+            leaf.delete()
+
+    @property
+    def max_in_flight(self) -> int:
+        """Dispatches that may be sent before the oldest is read: one until a decode program has run, since tracing and
+        compiling it keeps the host from reading the first token."""
+        return MAX_IN_FLIGHT if self._has_decoded else 1
+
+    # A dispatch.
+
+    def run(self, plan: DispatchPlan) -> Flight | None:
+        """Sends a planned dispatch; None where the plan only admits and moves sequences."""
+        self._update_slots(plan)
+        if plan.is_empty:
+            return None
+        chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
+        decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
+        is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
+        highest = max(slot for slot, _ in (*chunks, *decodes))
+        sizes = self.spec.step_slots if is_step else self.spec.round_slots
+        num_slots = next(size for size in sizes if size > highest)
+        self._update_table(plan, num_slots)
+        sent = partial(Flight, plan, chunks, decodes, num_slots=num_slots, sent_at=time.perf_counter())
+        self._has_decoded |= not chunks
+        if is_step:
+            return self._send_step(sent, chunks, decodes, num_slots)
+        is_scheduled = np.zeros(num_slots, np.bool_)
+        slots = [slot for slot, _ in decodes]
+        is_scheduled[slots] = True
+        if plan.draft is None:
+            return sent(output=self._run_decode(is_scheduled, plan.num_steps), num_rows=num_slots)
+        tree, num_drafts = plan.draft.tree, np.zeros(num_slots, np.int32)
+        num_drafts[slots] = [plan.draft.length_of(sequence) for _, sequence in decodes]
+        work = {"is_scheduled": is_scheduled, "num_rounds": np.int32(plan.num_steps), "num_drafts": num_drafts}
+        output, counts = self._run_rounds(work, list(self.drafters).index(tree))
+        num_rows = max(num_slots * tree.num_nodes, self.drafters[tree].min_rows)
+        return sent(output=output, num_rows=num_rows, counts=counts)
+
+    def read(self, flight: Flight, *, with_samples: bool) -> FlightResults:
+        """Waits for a dispatch and reads its results; scores of prompts are delivered to their sequences."""
+        tokens = jax.device_get(flight.output.tokens).T.tolist()
+        now = time.perf_counter()
+        seconds, self._read_at = now - max(flight.sent_at, self._read_at), now
+        samples = jax.device_get(flight.output.samples) if with_samples else None
+        if flight.scores is not None:
+            flight.scores.deliver()
+        proposed = accepted = None
+        if flight.counts is not None:
+            proposed, accepted = jax.device_get((flight.counts.proposed, flight.counts.accepted))
+        return FlightResults(tokens, samples, proposed, accepted, seconds)
+
+    def stop_scoring(self, sequence: SequenceState) -> None:
+        """Drops what scoring keeps of a sequence."""
+        self._scorer.stop(sequence)
+
+    def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""
+        return tapped_states(self.model, self.weights, tokens, taps, self.spec.kv_dtype, self.kv_scales)
+
+    # Before a dispatch: slots and page table.
+
+    def _update_slots(self, plan: DispatchPlan) -> None:
+        if plan.moves:
+            order = np.arange(self.spec.max_seqs, dtype=np.int32)
+            for old, new in plan.moves:
+                order[[old, new]] = order[[new, old]]
+            self._move_slots(order)
+        for sequence in plan.admitted:
+            self._write_slot(sequence)
+        for start in range(0, len(plan.copies), COPIES):
+            self._copy(plan.copies[start : start + COPIES])
+
+    def _copy(self, pairs: list[tuple[int, int]]) -> None:
+        destinations = np.full(COPIES, self.spec.num_pages, np.int32)
+        destinations[: len(pairs)] = [destination for _, destination in pairs]
+        self._copy_pages(padded([source for source, _ in pairs], COPIES), destinations)
+
+    def _write_slot(self, sequence: SequenceState) -> None:
+        if sequence.request.scores_prompt:
+            self._scorer.start(sequence)
+        params, vocab_size = sequence.params, self.spec.config.vocab_size
+        has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        is_plain = not (has_penalties or params.logit_bias or params.allowed_token_ids is not None)
+        rows = make_batch([sequence.row], vocab_size)
+        history = make_state([() if is_plain else sequence.request.token_ids], vocab_size, [sequence.output])
+        slot = _slot(sequence)
+        if is_plain:
+            row, small = (
+                {name: part for name, part in vars(one).items() if name not in WIDE_ROWS} for one in (rows, history)
+            )
+            self._write_plain_row(slot, row, small)
+        else:
+            self._write_row(slot, rows, history)
+        if self.spec.draft_length is not None:
+            length = self.spec.draft_length
+            self._write_draft_row(slot, padded(sequence.tokens[:length], length), sequence.num_drafted)
+
+    def _update_table(self, plan: DispatchPlan | None, num_slots: int) -> None:
+        """Brings the first rows of the page table to the device, where they have changed."""
+        for sequence in plan.sequences if plan is not None else ():
+            start, end = sequence.num_listed, len(sequence.pages)
+            if start < end:
+                self._table[_slot(sequence), start:end] = sequence.pages[start:end]
+                sequence.num_listed = end
+                self._sent_table = None
+        if self._sent_table is None or self._sent_table.shape[0] != num_slots:
+            # A copy: the device may read the host's memory for as long as it computes.
+            self._send_table(self._table[:num_slots].copy())
+
+    def _send_step(
+        self,
+        sent: Callable[..., Flight],
+        chunks: list[tuple[int, Chunk]],
+        decodes: list[tuple[int, SequenceState]],
+        num_slots: int,
+    ) -> Flight:
+        """One step: first the rows of the decoding slots, then the prompts' tokens."""
+        num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
+        size = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
+        work = _empty_work(size, num_slots)
+        slots = [slot for slot, _ in decodes]
+        work["token_slots"][: len(slots)] = slots
+        work["query_starts"][slots] = np.arange(len(slots))
+        work["query_lengths"][slots] = 1
+        row, pieces = len(slots), []
+        for slot, chunk in chunks:
+            sequence, rows = chunk.sequence, slice(row, row + chunk.length)
+            end = chunk.start + chunk.length
+            work["tokens"][rows] = sequence.tokens[chunk.start : end]
+            work["token_slots"][rows] = slot
+            work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
+            work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
+            work["remaining"][slot] = sequence.num_storable + 1 - end
+            pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
+            row += chunk.length
+        is_scored = any(piece.sequence.request.scores_prompt for piece in pieces)
+        output, scores = self._run_step(work, is_scored), None
+        if is_scored and self._hidden is not None:
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden), None
+        return sent(output=output, num_rows=size, scores=scores)
+
+    # What runs on the devices, on those of all hosts alike: arguments are host values.
+
+    @operation
+    def _move_slots(self, order: np.ndarray) -> None:
+        mesh = self.placement.mesh
+        self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, self.placement.put(order))
+
+    @operation
+    def _copy_pages(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+        arguments = self.placement.put((sources, destinations))
+        self._cache = programs.copy_pages(self.placement.mesh, self._cache, *arguments)
+        if self._draft_cache is not None:
+            self._draft_cache = programs.copy_pages(self.placement.mesh, self._draft_cache, *arguments)
+
+    @operation
+    def _write_plain_row(self, slot: int, row: dict[str, np.ndarray], history: dict[str, np.ndarray]) -> None:
+        arguments = self.placement.put((np.int32(slot), row, history))
+        self._slots, self._batch = programs.write_plain_slot(self.placement.mesh, self._slots, self._batch, *arguments)
+
+    @operation
+    def _write_row(self, slot: int, row: SamplingBatch, history: SamplingState) -> None:
+        arguments = self.placement.put((np.int32(slot), row, history))
+        self._slots, self._batch = programs.write_slot(self.placement.mesh, self._slots, self._batch, *arguments)
+
+    @operation
+    def _write_draft_row(self, slot: int, tokens: np.ndarray, num_drafted: int) -> None:
+        arguments = self.placement.put((np.int32(slot), tokens, np.int32(num_drafted)))
+        self._slots = programs.write_draft_slot(self.placement.mesh, self._slots, *arguments)
+
+    @operation
+    def _send_table(self, table: np.ndarray) -> None:
+        self._sent_table = self.placement.put(table)
+
+    @property
+    def _page_table(self) -> jax.Array:
+        if self._sent_table is None:
+            raise RuntimeError("a dispatch was planned without a page table")
+        return self._sent_table
+
+    @operation
+    def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
+        device_work = StepWork(**self.placement.put(work), page_table=self._page_table)
+        self._cache, self._slots, output, hidden = programs.step(
+            self.model,
+            self.weights,
+            self._cache,
+            self._slots,
+            self._batch,
+            device_work,
+            self.spec.options.deterministic,
+        )
+        self._hidden = hidden if is_scored else None
+        return output
+
+    @operation
+    def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
+        scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
+        work = DecodeWork(scheduled, self._page_table, steps)
+        self._cache, self._slots, output = programs.decode(
+            self.model, self.weights, self._cache, self._slots, self._batch, work, self.spec.steps_per_dispatch
+        )
+        return output
+
+    @operation
+    def _run_rounds(self, work: dict[str, Any], tree: int) -> tuple[StepOutput, RoundCounts]:
+        """Speculative rounds with the tree of this number."""
+        device_work = SpeculativeWork(**self.placement.put(work), page_table=self._page_table)
+        self._cache, self._draft_cache, self._slots, output, counts = speculate(
+            self.model,
+            self.weights,
+            list(self.drafters.values())[tree],
+            self.draft_weights,
+            self._cache,
+            self._draft_cache,
+            self._slots,
+            self._batch,
+            device_work,
+            self.spec.max_rounds,
+        )
+        return output, counts
+
+    @operation
+    def start_scores(self, number: int, history: SamplingState) -> None:
+        """As `DeviceScorer.start`."""
+        self._scores.start(number, history)
+
+    @operation
+    def stop_scores(self, number: int) -> None:
+        """As `DeviceScorer.stop`."""
+        self._scores.stop(number)
+
+    @operation
+    def run_scores(self, work: ScoreWork) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]:
+        """As `DeviceScorer.run`, of the step just sent."""
+        if self._hidden is None:
+            raise RuntimeError("scores were planned of a step that keeps no hidden states")
+        hidden, self._hidden = self._hidden, None
+        return self._scores.run(work, hidden)
+
+    @operation
+    def _keep_empty_hidden(self, size: int) -> None:
+        self._hidden = self.placement.put(np.zeros((size, self.spec.config.hidden_size), self.spec.dtype))
+
+    # Compiling.
+
+    def warm_up_calls(self) -> list[Callable[[], object]]:
+        """Runs every program once, with nothing to do; call them all, then `finish_warm_up`."""
+        spec = self.spec
+        calls: list[Callable[[], object]] = [self._warm_up_slots, partial(self._copy, [])]
+        for num_slots in spec.step_slots:
+            calls += [partial(self._warm_up_step, size, num_slots) for size in spec.token_buckets]
+        if not spec.options.deterministic:
+            calls += [partial(self._warm_up_decode, num_slots) for num_slots in spec.decode_slots]
+        for number in range(len(self.drafters)):
+            calls += [partial(self._warm_up_rounds, num_slots, number) for num_slots in spec.round_slots]
+        return calls + [partial(self._warm_up_scores, size) for size in spec.token_buckets]
+
+    def finish_warm_up(self) -> int:
+        """Waits for the devices; returns how many programs there are."""
+        jax.block_until_ready(self._slots)
+        self._has_decoded = True
+        # The call for the slots runs three programs, and each for scores two.
+        return len(self.warm_up_calls()) + 2 + len(self.spec.token_buckets)
+
+    def _warm_up_step(self, size: int, num_slots: int) -> None:
+        self._update_table(None, num_slots)
+        self._run_step(_empty_work(size, num_slots), False)
+
+    def _warm_up_decode(self, num_slots: int) -> None:
+        self._update_table(None, num_slots)
+        self._run_decode(np.zeros(num_slots, np.bool_), 0)
+
+    def _warm_up_rounds(self, num_slots: int, tree: int) -> None:
+        work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
+        work["num_drafts"] = np.zeros(num_slots, np.int32)
+        self._update_table(None, num_slots)
+        self._run_rounds(work, tree)
+
+    def _warm_up_slots(self) -> None:
+        compilation_cache.fix_trace_context()
+        for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
+            self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
+        self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
+
+    def _warm_up_scores(self, size: int) -> None:
+        request = Request([0], SamplingParams(seed=0, prompt_logprobs=0), max_tokens=1, score_from=0)
+        sequence = SequenceState(request)
+        self._keep_empty_hidden(size)
+        self._scorer.start(sequence)
+        if self._hidden is not None:
+            scores = self._scorer.score((ScoredChunk(sequence, 0, 0, 1),), self._hidden)
+            # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
+            jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
+        self._scorer.stop(sequence)
+
+
+def _slot(sequence: SequenceState) -> int:
+    if sequence.slot is None:
+        raise RuntimeError("a sequence without a slot was planned")
+    return sequence.slot
+
+
+def _empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+    """The arrays of a step in which nothing takes part, without the page table."""
+    counts = ("query_starts", "query_lengths", "starts", "remaining")
+    return {
+        "tokens": np.zeros(num_tokens, np.int32),
+        "token_slots": np.full(num_tokens, num_slots, np.int32),
+        **{name: np.zeros(num_slots, np.int32) for name in counts},
+        "is_prompt": np.zeros(num_slots, np.bool_),
+        "is_last": np.zeros(num_slots, np.bool_),
+    }

@@ -1,0 +1,466 @@
+"""Everything static of an engine: shapes, dtypes, buckets, cache kinds, bytes. Allocates nothing.
+
+The runner allocates what a spec describes; the planner, `explain()` and the benchmarks read it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer import parallel
+from jaxinfer.cache import PagedCache, abstract_paged_cache, stored_dtype
+from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.programs import ProgramModel, Weights, program_model
+from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepWork, init_slots, slot_axes
+from jaxinfer.engine.programs.speculative import Drafter, SpeculativeWork
+from jaxinfer.models import ModelConfig, Params, abstract_params, compute_dtype, parameter_shardings
+from jaxinfer.quantization.on_gpu import OUTPUTS_TOGETHER, is_laid_out
+from jaxinfer.quantization.tree import is_quantized, num_bytes
+from jaxinfer.sampling import SamplingBatch
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_name, first_layers
+from pallas_kernels.paged_attention import Pages, platform_layout
+
+DEFAULT_MAX_MODEL_LEN = 4096
+CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64  # on a CPU more answers at once would wait for its few cores
+MIN_STEP_TOKENS = 32
+UNIFORM_STEP_TOKENS = 256  # of every step of a deterministic engine: bits may depend on the shape, so there is one
+DEFAULT_CHUNK = 512
+DRAFT_LENGTHS, NGRAM_LENGTHS = (2, 4, 8), (3, 7, 15)  # n-gram drafts are free, and accepted in long runs
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Where one layer keeps its keys and values.
+
+    Attributes:
+      kind: "full", "window" (only the last `window` tokens are read), "latent" (keys that hold the values) or
+        "contiguous" (one page per slot).
+      window: tokens that a query of the layer sees; None for all.
+    """
+
+    kind: str
+    window: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class EngineSpec:
+    """A model, an engine's options and, if it speculates, a draft; all arrays are `jax.ShapeDtypeStruct`s.
+
+    Attributes:
+      config, params: of the model, as the mesh runs it.
+      platform: "tpu", "gpu" or "cpu".
+      mesh: the devices of one replica, or for counting an `AbstractMesh` of as many; None for one device whose programs
+        are compiled without a mesh.
+      draft: what drafts, a `ModelDraft` with abstract parameters.
+      pool_pages: pages that the memory is good for; None until that is known.
+
+    Raises ValueError for options that the draft cannot fulfil, and for those that need a draft where there is none.
+    """
+
+    config: ModelConfig
+    params: Params
+    options: EngineOptions
+    platform: str
+    mesh: Any = None
+    draft: Draft | None = None
+    pool_pages: int | None = None
+
+    def __post_init__(self) -> None:
+        options = self.options
+        options.check_draft(self.draft is not None)
+        if self.draft is None:
+            return
+        if options.draft_kv_dtype is not None and not isinstance(self.draft, ModelDraft):
+            raise ValueError(
+                f"draft_kv_dtype={options.draft_kv_dtype!r}: draft={draft_name(self.draft)!r} has no cache of its own"
+            )
+        if options.draft_tree is not None and isinstance(self.draft, NgramDraft):
+            raise ValueError(f"draft='ngram' drafts a chain, it cannot fill draft_tree={options.draft_tree}")
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, params: Params, options: EngineOptions, draft: Draft | None, mesh: Mesh | None
+    ) -> "EngineSpec":
+        """The spec of an engine over concrete parameters, on the devices where they lie."""
+        platform = jax.tree.leaves(params)[0].addressable_shards[0].device.platform
+        if isinstance(draft, ModelDraft):
+            draft = replace(draft, params=shapes_of(draft.params), kv_scales=None)
+        is_gpu = platform in ("cuda", "rocm")
+        return cls(config, shapes_of(params), options, "gpu" if is_gpu else platform, mesh, draft)
+
+    # Sizes.
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt with its answer."""
+        allowed = min(self.config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+        return self.options.max_model_len or allowed
+
+    @property
+    def max_seqs(self) -> int:
+        """Sequences that run at once: slots."""
+        return self.options.max_seqs or (CPU_MAX_SEQS if self.platform == "cpu" else DEFAULT_MAX_SEQS)
+
+    @cached_property
+    def dtype(self) -> Any:
+        """What the model computes in."""
+        return compute_dtype(self.params)
+
+    @property
+    def kv_dtype(self) -> str:
+        """What keys and values are stored as."""
+        return stored_dtype(self.options.kv_dtype, self.dtype)
+
+    @property
+    def draft_kv_dtype(self) -> str | None:
+        """The same of a draft's own cache; None where it has none."""
+        if not isinstance(self.draft, ModelDraft):
+            return None
+        return stored_dtype(self.options.draft_kv_dtype or self.options.kv_dtype, compute_dtype(self.draft.params))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        if self.options.cache == "contiguous":
+            return self.max_model_len
+        return self.options.page_size or default_page_size(self.platform, self.kv_dtype)
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the null page included: room for max_seqs sequences of max_model_len unless set."""
+        return self.pool_pages or self.options.num_pages or self.max_seqs * self.pages_per_sequence + 1
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether pages of finished work are kept; pages of a contiguous cache are never full before the end."""
+        return self.options.prefix_cache and self.options.cache == "paged"
+
+    @cached_property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """The cache of each layer."""
+        if self.options.cache == "contiguous":
+            return (LayerCache("contiguous"),) * self.config.num_layers
+        if self.config.mla is not None:
+            return (LayerCache("latent"),) * self.config.num_layers
+        windows = (self.config.window(layer) for layer in range(self.config.num_layers))
+        return tuple(LayerCache("full" if window is None else "window", window) for window in windows)
+
+    # Buckets: the numbers of tokens and slots that programs are compiled for.
+
+    @cached_property
+    def prefill_chunk(self) -> int:
+        """Prompt tokens of a step."""
+        default = DEFAULT_CHUNK
+        if self.options.deterministic:  # what the decoding sequences leave of a step
+            default = UNIFORM_STEP_TOKENS - self.max_seqs % UNIFORM_STEP_TOKENS
+        return min(self.options.prefill_chunk or default, self.max_model_len)
+
+    @cached_property
+    def decode_slots(self) -> tuple[int, ...]:
+        """Numbers of slots of decode programs: 1, 4, 8, 16, ... and max_seqs."""
+        return _buckets((1, *(4 * 2**i for i in range(16))), self.max_seqs)
+
+    @cached_property
+    def step_slots(self) -> tuple[int, ...]:
+        """Numbers of slots of steps, where only the sampler's work depends on it."""
+        return (self.max_seqs,) if self.options.deterministic else _buckets((1,), self.max_seqs)
+
+    @property
+    def round_slots(self) -> tuple[int, ...]:
+        """Numbers of slots of speculative rounds."""
+        return self.step_slots if self.options.deterministic else self.decode_slots
+
+    @cached_property
+    def token_buckets(self) -> tuple[int, ...]:
+        """Numbers of tokens of steps: 32, 128, 256, ... and a whole chunk beside max_seqs slots."""
+        if self.options.deterministic:
+            most = self.prefill_chunk + self.max_seqs
+            if self.draft is not None:
+                most = max(most, self.max_seqs * self.trees[-1].num_nodes)
+            return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
+        largest = -(-(self.prefill_chunk + self.max_seqs) // 16) * 16
+        return _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
+
+    @property
+    def steps_per_dispatch(self) -> int:
+        """Decode steps of one dispatch."""
+        return 1 if self.options.deterministic else self.options.steps_per_dispatch
+
+    # Drafting.
+
+    @cached_property
+    def trees(self) -> tuple[TokenTree, ...]:
+        """What rounds are compiled for, the smallest first."""
+        return self.options.trees(NGRAM_LENGTHS if isinstance(self.draft, NgramDraft) else DRAFT_LENGTHS)
+
+    @property
+    def max_rounds(self) -> int:
+        """Speculative rounds of one dispatch."""
+        return 1 if self.options.deterministic else max(1, self.options.steps_per_dispatch // 2)
+
+    @property
+    def draft_length(self) -> int | None:
+        """Tokens of the longest sequence that slots hold for drafting; None without a draft."""
+        return None if self.draft is None else self.max_model_len + 1
+
+    @property
+    def has_own_draft(self) -> bool:
+        """Whether there is a draft with weights and a cache of its own."""
+        return isinstance(self.draft, ModelDraft)
+
+    @cached_property
+    def draft_model(self) -> tuple[ModelConfig, Params] | None:
+        """Configuration and parameters of a draft that is a model, or the target's own first layers."""
+        return draft_model(self.draft, self.config, self.params)
+
+    def drafters(self, kind: NgramDraft | ProgramModel) -> dict[TokenTree, Drafter]:
+        """The static argument of each tree's program; `kind` is the draft model as programs take it, or n-grams."""
+        return {
+            tree: Drafter(
+                kind,
+                tree,
+                is_maximal=self.options.acceptance == "maximal",
+                shares_cache=isinstance(self.draft, LayersDraft),
+                min_rows=self.token_buckets[-1] if self.options.deterministic else 0,
+                is_uniform=self.options.deterministic,
+            )
+            for tree in self.trees
+        }
+
+    # Arrays on the devices.
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of one replica."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.mesh is not None and self.mesh.size > 1
+
+    @property
+    def program_mesh(self) -> Any:
+        """The mesh that abstract programs are compiled over; None on one device."""
+        return self.mesh if self.is_sharded else None
+
+    @cached_property
+    def placed_params(self) -> Params:
+        """The parameters with their shardings and layouts."""
+        return self._placed(self.config, self.params)
+
+    @cached_property
+    def placed_draft(self) -> Params | None:
+        """The same of the draft's."""
+        return None if self.draft_model is None else self._placed(*self.draft_model)
+
+    def _placed(self, config: ModelConfig, params: Params) -> Params:
+        placed = placed_params(config, params, self.program_mesh)
+        if self.platform != "gpu" or self.is_sharded or not isinstance(self.mesh, Mesh):
+            return placed
+        return _outputs_together(placed, NamedSharding(self.mesh, PartitionSpec()))
+
+    def layout_of(self, config: ModelConfig, kv_dtype: str) -> str:
+        """How the pages of a model, the target or the draft, lie in memory."""
+        return platform_layout(self.platform, kv_dtype, has_values=config.caches_values)
+
+    @cached_property
+    def cache(self) -> PagedCache:
+        """The model's pages."""
+        return self._cache(self.config, self.kv_dtype)
+
+    @cached_property
+    def draft_cache(self) -> PagedCache | None:
+        """The pages of a draft model's own."""
+        if self.draft_kv_dtype is None or self.draft_model is None:
+            return None
+        return self._cache(self.draft_model[0], self.draft_kv_dtype)
+
+    def _cache(self, config: ModelConfig, kv_dtype: str) -> PagedCache:
+        layout = self.layout_of(config, kv_dtype)
+        return abstract_paged_cache(config, self.num_pages, self.page_size, kv_dtype, layout, self.program_mesh)
+
+    @property
+    def pages(self) -> Pages:
+        """One layer's pages."""
+        return self.cache.layers[0]
+
+    @cached_property
+    def slots(self) -> tuple[Slots, SamplingBatch]:
+        """What slots carry between dispatches, and their sampling parameters."""
+        return abstract_slots(self.max_seqs, self.config.vocab_size, self.program_mesh, self.draft_length)
+
+    @cached_property
+    def parts(self) -> dict[str, int]:
+        """Bytes of one device that stay allocated, without the padding of a layout."""
+        parts = {"weights": num_bytes(self.placed_params)}
+        if self.has_own_draft:
+            parts["draft weights"] = num_bytes(self.placed_draft)
+        parts["cache"] = num_bytes(self.cache)
+        if self.draft_cache is not None:
+            parts["draft cache"] = num_bytes(self.draft_cache)
+        return {**parts, "slots": num_bytes(self.slots)}
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page on a device, in all layers and the draft's."""
+        caches = [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
+        return sum(num_bytes(one) for one in caches) // self.num_pages
+
+    # Variants.
+
+    def with_pages(self, num_pages: int) -> "EngineSpec":
+        """The same with a pool of so many pages."""
+        return replace(self, pool_pages=num_pages)
+
+    def with_layers(self, layers: Sequence[int], draft_layers: Sequence[int] | None = None) -> "EngineSpec":
+        """The same with these layers only, and these of a draft model."""
+        config, params = take_layers(self.config, self.params, layers)
+        draft = self.draft
+        if draft_layers is not None and isinstance(draft, ModelDraft):
+            smaller = take_layers(draft.config, draft.params, draft_layers)
+            draft = replace(draft, config=smaller[0], params=smaller[1], kv_scales=None)
+        elif draft_layers is not None and isinstance(draft, LayersDraft):
+            draft = LayersDraft(len(draft_layers))
+        return replace(self, config=config, params=params, draft=draft)
+
+
+def draft_model(draft: Draft | None, config: ModelConfig, params: Params) -> tuple[ModelConfig, Params] | None:
+    """What a draft computes: its own model, or the first layers of the target's (`config`, `params`); None for none."""
+    if isinstance(draft, ModelDraft):
+        return draft.config, draft.params
+    return first_layers(config, params, draft.num_layers) if isinstance(draft, LayersDraft) else None
+
+
+def default_page_size(platform: str, kv_dtype: str) -> int:
+    """Tokens of a page. The scales of a page and head, of int8, must fill a copy of the GPU's kernel: 128 bytes."""
+    if platform == "tpu":
+        return 64
+    return 32 if platform == "gpu" and kv_dtype == "int8" else 16
+
+
+def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:
+    """The model of these layers, in this order."""
+    kept = {str(new): params["layers"][str(old)] for new, old in enumerate(layers)}
+    return config.with_layers(layers), {**params, "layers": kept}
+
+
+def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
+    """The layers by kind, in the order in which kinds first appear: those of one kind make the same computation, of
+    weights of the same shapes and formats."""
+    kinds: dict[Any, list[int]] = {}
+    for layer in range(config.num_layers):
+        leaves, structure = jax.tree.flatten(params["layers"][str(layer)])
+        shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
+        is_moe = config.experts_of(layer) is not None
+        kinds.setdefault((config.window(layer), config.rope_of(layer), is_moe, structure, shapes), []).append(layer)
+    return kinds
+
+
+def shapes_of(params: Any) -> Any:
+    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh and the layouts of a GPU's kernels."""
+
+    def shape(array: jax.Array, place: Any = None) -> jax.ShapeDtypeStruct:
+        is_cut = len(array.sharding.device_set) > 1
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place or (array.sharding if is_cut else None))
+
+    def of_leaf(leaf: Any) -> Any:
+        if not is_quantized(leaf) or jax.default_backend() != "gpu" or not is_laid_out(leaf):
+            return jax.tree.map(shape, leaf)
+        place = Format(leaf.values.format.layout, leaf.values.sharding)
+        return replace(jax.tree.map(shape, leaf), values=shape(leaf.values, place))
+
+    return jax.tree.map(of_leaf, params, is_leaf=is_quantized)
+
+
+def _outputs_together(params: Params, sharding: NamedSharding) -> Params:
+    """As `quantization.on_gpu.outputs_together`, of abstract arrays."""
+
+    def laid_out(leaf: Any) -> Any:
+        if not is_quantized(leaf) or not is_laid_out(leaf):
+            return leaf
+        place: Any = Format(OUTPUTS_TOGETHER, getattr(leaf.values, "sharding", None) or sharding)
+        return replace(leaf, values=jax.ShapeDtypeStruct(leaf.shape, leaf.values.dtype, sharding=place))
+
+    return jax.tree.map(laid_out, params, is_leaf=is_quantized)
+
+
+def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
+    """The sizes below the largest one, and that."""
+    return (*(size for size in sizes if size < largest), largest)
+
+
+# Arguments of programs as shapes, to compile them without weights or a chip.
+
+
+def abstract_model(
+    config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None, *, dtype: Any = jnp.bfloat16
+) -> tuple[ProgramModel, Weights, PagedCache]:
+    """A model, its weights and its pages for a TPU, all of `dtype`, as a program takes them. Raises ValueError as
+    `models.check_divides`."""
+    params = placed_params(config, abstract_params(config, dtype), mesh)
+    cache = abstract_paged_cache(config, num_pages, page_size, dtype, "interleaved", mesh)
+    return *program_model(config, params, mesh), cache
+
+
+def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
+    """Abstract parameters, of which some may be quantized, with their shardings. Raises ValueError as
+    `models.check_divides`."""
+    return params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
+
+
+def abstract_slots(
+    num_slots: int, vocab_size: int, mesh: Mesh | None = None, draft_length: int | None = None
+) -> tuple[Slots, SamplingBatch]:
+    """Slots and sampling parameters; `draft_length` as in `init_slots`."""
+    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length))
+    return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
+
+
+def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int) -> StepWork:
+    """What a step of so many tokens takes."""
+    rows, counts, flags = (
+        abstract_array(jnp.int32, num_tokens),
+        abstract_array(jnp.int32, num_slots),
+        abstract_array(jnp.bool_, num_slots),
+    )
+    table = abstract_array(jnp.int32, num_slots, pages_per_sequence)
+    return StepWork(rows, rows, counts, counts, counts, flags, flags, counts, table)
+
+
+def abstract_decode_work(num_slots: int, pages_per_sequence: int) -> DecodeWork:
+    """What decoding takes."""
+    table = abstract_array(jnp.int32, num_slots, pages_per_sequence)
+    return DecodeWork(
+        is_scheduled=abstract_array(jnp.bool_, num_slots), page_table=table, num_steps=abstract_array(jnp.int32)
+    )
+
+
+def abstract_rounds(num_slots: int, pages_per_sequence: int) -> SpeculativeWork:
+    """What speculative rounds take."""
+    return SpeculativeWork(
+        is_scheduled=abstract_array(jnp.bool_, num_slots),
+        page_table=abstract_array(jnp.int32, num_slots, pages_per_sequence),
+        num_rounds=abstract_array(jnp.int32),
+        num_drafts=abstract_array(jnp.int32, num_slots),
+    )
+
+
+def abstract_array(dtype: Any, *shape: int) -> Any:
+    """An array that every device has all of."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def placed(arrays: Any, shardings: Any) -> Any:
+    """Abstract arrays with a sharding each."""
+    return jax.tree.map(lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arrays, shardings)

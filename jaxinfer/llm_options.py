@@ -1,0 +1,85 @@
+"""Options of `LLM`. Imports neither JAX nor NumPy, so that a command line can describe them at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxinfer.engine.options import SPECULATION, EngineOptions
+from jaxinfer.options import option
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxinfer.cache import KVScales
+    from jaxinfer.models import ModelConfig, Params
+    from jaxinfer.text import Tokenizer
+
+    LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
+
+MODEL = "Model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMOptions(EngineOptions):
+    """What `LLM` takes beside a model: how to load it, and the options of its engine."""
+
+    tokenizer: "Tokenizer | str | Path | None" = option(
+        None,
+        "A Tokenizer or a folder with tokenizer files; by default the checkpoint's own. A model without one works on "
+        "token ids.",
+        "DIR",
+        group=MODEL,
+    )
+    dtype: str = option(
+        "auto",
+        "auto keeps the checkpoint's dtype, but computes in float32 on CPUs, where bfloat16 is far slower; or a name "
+        "such as bfloat16.",
+        "DTYPE",
+        group=MODEL,
+    )
+    quantize: str | None = option(
+        None,
+        "Rounds the weights of linear layers to the nearest values of a format as they are loaded: int8, w8a8, "
+        "int4-g128, nf4, fp8 and others (jaxinfer.quantization.RECIPES).",
+        "FORMAT",
+        group=MODEL,
+    )
+    requantize: str | None = option(
+        None,
+        "What becomes of weights that a GGUF file quantized: by default they are kept exactly; dense makes them "
+        "floating point; a format as of quantize rounds those of linear layers to it, but for Q8_0 and Q4_0.",
+        "FORMAT",
+        group=MODEL,
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.", "NAME", group=MODEL)
+    seed: int = option(
+        0,
+        "Requests without a seed of their own derive theirs from this one and their number since the start.",
+        "N",
+    )
+    mesh: "str | Mapping[str, int] | Mesh | None" = option(
+        None,
+        "Devices to run on: model=4 (each holds a part of every layer), expert=8 (each holds some experts), "
+        "data=2,model=4 (two replicas of four devices); or a jax.sharding.Mesh with such axes. By default one device. "
+        "max_seqs and num_pages are those of each replica. On several hosts it names devices of all of them, and every "
+        "host makes the same calls.",
+        "AXES",
+        group=MODEL,
+    )
+    kv_scales: "KVScales | None" = option(
+        None, "Static scales of an fp8 cache; by default the checkpoint's, if it has some."
+    )
+    draft: "str | Path | LiveModel | None" = option(
+        None,
+        "What drafts tokens that the model then checks several at a time: a model of the same tokens, ngram (finds "
+        "them in the prompt and the answer) or layers:4 (the model's own first 4 layers).",
+        "MODEL",
+        group=SPECULATION,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kv_scales is not None and not self.kv_dtype.startswith("fp8"):
+            raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {self.kv_dtype!r}")
+        self.check_draft(self.draft is not None)
