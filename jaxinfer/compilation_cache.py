@@ -86,12 +86,12 @@ def _listening() -> Counts:
     """All since the first call; here `compiled` counts those that were read, too. JAX has no way to stop listening."""
     total = Counts()
 
-    def took_time(event: str, duration_secs: float, **_: object) -> None:
+    def record_duration(event: str, duration_secs: float, **_: object) -> None:
         total.compiled += event == _COMPILED_OR_READ
 
     def happened(event: str, **_: object) -> None:
         total.hits += event == _READ
 
-    monitoring.register_event_duration_secs_listener(took_time)
+    monitoring.register_event_duration_secs_listener(record_duration)
     monitoring.register_event_listener(happened)
     return total

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Union, get_args, get_origin
 
 import jaxtyping
+import numpy as np
 
 
 def install(*packages: str) -> None:
@@ -105,6 +106,8 @@ def _matches(value: Any, hint: Any) -> bool:
             return False
         parts = (parts[0],) * len(value) if parts[-1] is ... else parts
         return len(parts) == len(value) and all(map(_matches, value, parts))
+    if isinstance(value, np.ndarray) and getattr(hint, "array_type", None) is jaxtyping.Array:
+        hint = hint.dtype[np.ndarray, hint.dim_str]  # host arrays are taken where arrays of JAX are
     return isinstance(value, hint) if isinstance(hint, type) and hint not in (Any, _Unknown) else True
 
 
