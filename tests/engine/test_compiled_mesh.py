@@ -11,7 +11,6 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from test_compiled import COLLECTIVES, LLAMA_3_8B, MAX_STEPS, PAGE, PAGES, SLOTS
 
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
@@ -22,6 +21,7 @@ from jaxinfer.models import abstract_params, fit_to_mesh
 from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
+from tests.engine.test_compiled import COLLECTIVES, LLAMA_3_8B, MAX_STEPS, PAGE, PAGES, SLOTS
 
 LLAMA_3_70B = replace(LLAMA_3_8B, hidden_size=8192, intermediate_size=28_672, num_heads=64)
 MODELS = {"8b": LLAMA_3_8B, "70b": LLAMA_3_70B}

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, PAGE, SLOTS, abstract_slots, has_rows
 
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
@@ -20,6 +19,7 @@ from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
+from tests.engine.test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, PAGE, SLOTS, abstract_slots, has_rows
 
 STEP_TOKENS = 512
 

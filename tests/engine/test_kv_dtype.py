@@ -14,7 +14,7 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import KVScales
 from jaxinfer.engine.cache_quality import cache_quality
 from jaxinfer.engine.options import EngineOptions, SpeculationOptions
-from jaxinfer.engine.paged import default_page_size
+from jaxinfer.engine.spec import default_page_size
 from jaxinfer.loading import load_model
 from jaxinfer.models import bind
 from jaxinfer.training.corpus import held_out_files
@@ -173,7 +173,7 @@ def test_deterministic_answers_keep_every_bit(tiny, drafts, kv_dtype, is_drafted
 
 def planted(tiny, monkeypatch, name, wrong) -> list:
     """The answers of a tree of drafts over an int8 cache, with a mistake in one of the cache's functions."""
-    from jaxinfer.engine import speculative_programs
+    from jaxinfer.engine.programs import speculative as speculative_programs
     from jaxinfer.speculative import proposers
 
     monkeypatch.setattr(proposers, name, wrong)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.engine import speculative_programs
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.programs import speculative as speculative_programs
 from jaxinfer.models import init_params
 from jaxinfer.speculative import acceptance
 from tests.engine.mixed_requests import mixed_params, random_prompts
