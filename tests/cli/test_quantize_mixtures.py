@@ -138,9 +138,9 @@ def test_what_was_left_out_is_told():
     layers = [{"layer": number, "linears": {}, "notes": [note]} for number in range(9)]
     report = {"path": "out", "method": "gptq", "schemes": {}, "num_bytes": 1, "source_bytes": 2, "num_resumed": 0,
               "quality": None, "max_logit_difference": 0.0, "layers": layers}  # fmt: skip
-    lines = summary(report).splitlines()
-    assert f"layer 5        {note}" in lines
-    assert "               and 3 more such notes, all of which --json gives" in lines
+    lines = [" ".join(line.split()) for line in summary(report).splitlines()]
+    assert f"layer 5 {note}" in lines
+    assert any(line.startswith("and 3 more") for line in lines), lines
     assert sum(note in line for line in lines) == 6
 
 
