@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import speculative as speculative_programs
+from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import init_params
 from jaxinfer.speculative import acceptance
 from tests.engine.mixed_requests import mixed_params, random_prompts
@@ -32,7 +32,7 @@ TREES = ((2, 2), (3, 1, 2))
 def one_program_for_all_loads():
     """Not a program for each number of slots: they would take minutes to compile."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineOptions, "decode_slots", property(lambda self: (self.max_seqs,)))
+        patch.setattr(EngineSpec, "decode_slots", property(lambda self: (self.max_seqs,)))
         yield
 
 

@@ -78,7 +78,7 @@ def test_minima(bits):
 
 
 def test_what_cannot_be_an_embedding():
-    with pytest.raises(ValueError, match=r"scales of their own, blocks \(1, D\), not \(128, 1\)"):
+    with pytest.raises(ValueError, match=r"a scale per row, blocks \(1, D\), not \(128, 1\)"):
         rows(quantize(W, "int8"), jnp.zeros(2, jnp.int32))
     with pytest.raises(ValueError, match="nested scales cannot be transposed"):
         transposed(quantize(W, "nf4-dq"))
