@@ -173,7 +173,7 @@ def test_what_is_quantized_of_a_model():
 def test_unknown_names_and_shapes():
     with pytest.raises(ValueError, match="did you mean 'int4-g128'"):
         recipe("int4g128")
-    with pytest.raises(ValueError, match=r"inputs and outputs, this one is of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"inputs and outputs, got shape \(4,\)"):
         quantize(jnp.ones(4), "int8")
 
 
