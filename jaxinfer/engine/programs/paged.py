@@ -89,7 +89,7 @@ class StepWork:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeWork:
-    """Decode steps of B slots: is_held bool[B], the slots that take part if active, page_table int32[B, P], and
+    """Decode steps of B slots: is_scheduled bool[B], the slots that take part if active, page_table int32[B, P], and
     num_steps, an int32 scalar."""
 
     is_scheduled: jax.Array
@@ -103,7 +103,7 @@ class StepOutput:
     """What N steps of B slots gave; leaves are [N, B, ...].
 
     Attributes:
-      tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or NOT_SOUND where its
+      tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or INVALID_LOGITS where its
         logits hold a NaN or infinity, or leave no token. All that most requests need, in one array.
       samples: the rest, for requests that ask for log-probabilities.
     """
