@@ -103,8 +103,8 @@ class StepOutput:
     """What N steps of B slots gave; leaves are [N, B, ...].
 
     Attributes:
-      tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or INVALID_LOGITS where its
-        logits hold a NaN or infinity, or leave no token. All that most requests need, in one array.
+      tokens: int32, the token; or NO_TOKEN where the slot took no part or its prompt goes on; or INVALID_LOGITS where
+        its logits hold a NaN or infinity, or leave no token. All that most requests need, in one array.
       samples: the rest, for requests that ask for log-probabilities.
     """
 

@@ -66,8 +66,8 @@ class Drafter:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SpeculativeWork:
-    """Rounds of B slots: is_scheduled bool[B], the slots that take part if active; page_table int32[B, P]; num_rounds, an
-    int32 scalar; num_drafts int32[B], how many tokens each slot may draft in a round."""
+    """Rounds of B slots: is_scheduled bool[B], the slots that take part if active; page_table int32[B, P];
+    num_rounds, an int32 scalar; num_drafts int32[B], how many tokens each slot may draft in a round."""
 
     is_scheduled: jax.Array
     page_table: jax.Array
