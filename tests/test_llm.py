@@ -229,7 +229,7 @@ def test_a_bad_prompt_among_good_ones_starts_nothing(llm):
 
 
 def test_unknown_arguments_are_refused_with_the_nearest_name(model):
-    with pytest.raises(TypeError, match="'max_model_length'; did you mean 'max_model_len'"):
+    with pytest.raises(TypeError, match="'max_model_length': did you mean 'max_model_len'"):
         LLM(model, max_model_length=5)
     with pytest.raises(ValueError, match="cache='rings' is neither"):
         LLM(model, cache="rings")
@@ -279,11 +279,12 @@ def test_a_failing_pair_leaves_nothing_behind(model):
         assert not llm.engine.has_work
 
 
-def test_what_only_the_paged_cache_honours_is_refused(model):
-    with LLM(model, max_seqs=1, cache="contiguous") as llm:
-        for name, value in (("timeout", 1.0), ("priority", 1), ("cache_salt", "a")):
-            with pytest.raises(ValueError, match=f"{name}=.* is for cache='paged' only"):
-                llm.generate([1], SamplingParams(max_tokens=1), **{name: value})
+def test_a_contiguous_cache_honours_what_a_paged_one_does(model):
+    params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
+    with LLM(model, max_seqs=1, cache="contiguous", draft="ngram") as llm:
+        plain, _ = llm.generate([[1], [2]], params, priority=[1, 0], cache_salt="a")
+        late = llm.generate([1], params, timeout=1e-9)[0].outputs[0]
+    assert [len(plain.outputs[0].token_ids), late.finish_reason] == [9, "abort"]
 
 
 def test_a_stream_may_be_closed_after_the_model(model):
@@ -344,7 +345,6 @@ class TestDrafts:
             ({"draft": "layers:1", "draft_tree": ()}, "no depth"),
             ({"draft": "layers:9"}, "the target has 2 layers"),
             ({"draft": "layers:x"}, "layers:4"),
-            ({"draft": "ngram", "cache": "contiguous"}, "for cache='paged' only"),
         ],
     )
     def test_options_that_do_not_fit(self, model, options, message):
@@ -355,7 +355,7 @@ class TestDrafts:
         (tmp_path / "in.jsonl").write_text('{"prompt": [1, 2]}\n')
         with (
             LLM(model, draft="ngram", acceptance="maximal", max_seqs=2) as llm,
-            pytest.raises(ValueError, match="needs 'exact'"),
+            pytest.raises(ValueError, match="needs acceptance='exact'"),
         ):
             llm.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 

@@ -138,6 +138,9 @@ def jaxinfer_process() -> Callable[..., subprocess.Popen]:
 
     def start(*arguments: Any, **options: Any) -> subprocess.Popen:
         environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", **options.pop("env", {})}
+        paths = environment.pop("PYTHONPATH", "").split(os.pathsep)
+        # The compilers of other chips write to standard error when they are found.
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if not (Path(path) / "libtpu").exists())
         return subprocess.Popen(
             [sys.executable, "-c", START, *map(str, arguments)],
             env=environment,
