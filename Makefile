@@ -97,12 +97,12 @@ format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 report: $(VENV)/stamp-base $(VENV)/stamp-compilers  ## Compile every kernel for chips that are not here; a table
 	$(WITH_COMPILERS) $(BIN)/python -m pallas_kernels.report --json benchmarks/results/kernels_compiled.json
 
-bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## jaxinfer next to Transformers and llama.cpp, in one run; the README's table
+bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## jaxinfer next to Transformers and llama.cpp, in one run; the table of the README
 	@$(MAKE) $(VENV)/stamp-peers || echo "llama.cpp is left out: it could not be built here"
 	$(BIN)/python -m benchmarks.peers --json benchmarks/results/peers.json $(if $(EASYDEL_PYTHON),--easydel-python $(EASYDEL_PYTHON))
 	$(BIN)/python docs/update_readme.py bench
 
-bench-ratios: $(VENV)/stamp-base  ## Print the README's other ratios again: batching, prefixes, drafts, int8
+bench-ratios: $(VENV)/stamp-base  ## Measure batching, prefix reuse, drafts and int8, each off and on; docs/speed.md
 	$(BIN)/python -m benchmarks.ratios --json benchmarks/results/ratios.json
 	$(BIN)/python docs/update_readme.py ratios
 
@@ -125,7 +125,7 @@ docs: $(VENV)/stamp-docs  ## Build the documentation site into site/; warnings a
 notebooks: $(VENV)/stamp-notebooks  ## Run the notebooks and keep their pictures
 	$(BIN)/python docs/update_notebooks.py
 
-readme: $(VENV)/stamp-base  ## Print the README's examples again
+readme: $(VENV)/stamp-base  ## Print the examples of README and docs again
 	$(BIN)/python docs/update_readme.py
 
 clean:  ## Remove the virtual environment and caches

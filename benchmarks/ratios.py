@@ -1,4 +1,4 @@
-"""Every ratio that the README quotes beside the peers', measured again and printed: `make bench-ratios`.
+"""The ratios that docs/speed.md quotes beside the peers', measured again and printed: `make bench-ratios`.
 
     python -m benchmarks.ratios [--only static-continuous,plain-speculative,prefix,int8] [--rounds N] [--json FILE]
 

@@ -5,6 +5,7 @@ A hook of mkdocs (see mkdocs.yml). Nothing is executed: pictures are those that 
 
 import ast
 import base64
+import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ DATA = "jaxinfer/data/demo"
 PAGES = {
     "README.md": "index.md",
     "jaxinfer/README.md": "reading_the_code.md",
+    "CHANGELOG.md": "changelog.md",
     f"{DATA}/MODEL_CARD.md": "model_card.md",
 }
 # Each page has the public names (`__all__`) of these packages, or the names given.
@@ -63,7 +65,7 @@ def on_files(files: Files, config: Any) -> Files:
 def pages() -> Iterator[tuple[str, str | bytes]]:
     """Where each page or picture goes, below docs/, and what it holds."""
     for source, page in PAGES.items():
-        yield page, with_links_of(ROOT / source)
+        yield page, page_links((ROOT / source).read_text(encoding="utf-8"), ROOT / source, page)
     yield "loss.png", (ROOT / DATA / "loss.png").read_bytes()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         yield from notebook_pages(path)
@@ -72,22 +74,28 @@ def pages() -> Iterator[tuple[str, str | bytes]]:
         yield f"api/{name}.md", api_page(name, packages)
 
 
-def with_links_of(source: Path) -> str:
-    """A document's text, its links to other files of the repository made links between pages."""
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links from a page of docs/ to other files of the repository become links to their pages; called by mkdocs."""
+    if page.file.generated_by is not None:
+        return markdown
+    return page_links(markdown, ROOT / "docs" / page.file.src_uri, page.file.src_uri)
+
+
+def page_links(text: str, source: Path, page: str) -> str:
+    """A document's text, its links to files of the repository made links from `page` to other pages."""
 
     def page_link(match: re.Match[str]) -> str:
         target, _, anchor = match[1].partition("#")
         place = (source.parent / target).resolve().relative_to(ROOT).as_posix()
-        if place in PAGES:
-            place = PAGES[place]
-        place = place.removeprefix("docs/")
+        place = PAGES.get(place, place).removeprefix("docs/")
         if place.startswith("notebooks/"):
             place = place.replace(".ipynb", ".md")
         if place == f"{DATA}/loss.png":
             place = "loss.png"
+        place = posixpath.relpath(place, posixpath.dirname(page) or ".")
         return f"]({place}{'#' + anchor if anchor else ''})"
 
-    return re.sub(r"\]\((?!https?:|#)([^)]+)\)", page_link, source.read_text(encoding="utf-8"))
+    return re.sub(r"\]\((?!https?:|#)([^)]+)\)", page_link, text)
 
 
 def notebook_pages(path: Path) -> Iterator[tuple[str, str | bytes]]:

@@ -1,14 +1,13 @@
-"""Prints the README's examples again and puts them where they belong: `make readme`.
+"""Writes the printed examples and the tables of the README and docs/ again: `make readme`.
 
-Each block stands between `<!-- NAME -->` and `<!-- /NAME -->`. The speed table comes from the newest `make bench`.
+Each block stands between `<!-- NAME -->` and `<!-- /NAME -->`. Figures come from benchmarks/results.
 """
 
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -19,16 +18,6 @@ RATIOS = ROOT / "benchmarks" / "results" / "ratios.json"
 SPECULATIVE = ROOT / "benchmarks" / "results" / "speculative.json"
 QUANTIZATION = ROOT / "benchmarks" / "results" / "quantization_quality.json"
 KERNELS = ROOT / "benchmarks" / "results" / "kernels_compiled.json"
-IN_README = (
-    "float32",
-    "int8",
-    "w8a8",
-    "nf4-dq",
-    "rtn int4-g128",
-    "awq int4-g128",
-    "gptq int4-g128",
-    "gptq int3-g128",
-)
 PROMPTS = (
     "def read_lines(path):",
     "def __repr__(self):",
@@ -55,13 +44,24 @@ def completions() -> str:
 
 
 def demo() -> str:
-    return "```\n" + jaxinfer("demo").rstrip() + "\n```"
+    """The first completion and the summary of `jaxinfer demo`."""
+    text = jaxinfer("demo").rstrip()
+    start = re.match(r".*? · ended by [a-z_]+\n", text, re.DOTALL)
+    if start is None:
+        raise SystemExit("jaxinfer demo printed no completion")
+    summary = text.rpartition("\n\n")[2]
+    return f"```\n{start[0]}\n...\n\n{summary}\n```"
 
 
 def bench() -> str:
     from benchmarks.peers.report import to_markdown
 
     return to_markdown(json.loads(BENCH.read_text(encoding="utf-8")))
+
+
+def speed_table() -> str:
+    """The first table of `bench`."""
+    return bench().partition("\n\n")[0]
 
 
 def ratios() -> str:
@@ -121,18 +121,17 @@ def speculation() -> str:
     )
 
 
-def quantization(names: Sequence[str] | None = None) -> str:
-    """What `make bench-quantization` measured: all methods, or those named."""
+def quantization() -> str:
+    """What `make bench-quantization` measured."""
     report = json.loads(QUANTIZATION.read_text(encoding="utf-8"))
     rows = [
         "| method | bits a weight | bytes | of bfloat16 | KL | perplexity | same best token |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in report["rows"]:
-        if names is None or row["method"] in names:
-            size = f"{row['bits_per_weight']:.2f} | {row['num_bytes']:,} | {row['of_bf16']:.1%}"
-            quality = f"{row['kl']:.5f} | {row['perplexity']:.2f} | {row['top1_agreement']:.1%}"
-            rows.append(f"| {row['method']} | {size} | {quality} |")
+        size = f"{row['bits_per_weight']:.2f} | {row['num_bytes']:,} | {row['of_bf16']:.1%}"
+        quality = f"{row['kl']:.5f} | {row['perplexity']:.2f} | {row['top1_agreement']:.1%}"
+        rows.append(f"| {row['method']} | {size} | {quality} |")
     text = f"{report['num_tokens']:,} held-out tokens; calibrated on {report['num_calibration_tokens']:,}."
     return "\n".join([*rows, "", text])
 
@@ -184,15 +183,13 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
-        ROOT / "README.md": {
-            "demo": demo,
-            "completions": completions,
+        ROOT / "README.md": {"demo": demo, "bench": speed_table},
+        ROOT / "docs" / "models.md": {"models": models, "completions": completions},
+        ROOT / "docs" / "speed.md": {
             "bench": bench,
             "ratios": ratios,
             "batching": batching,
             "speculation": speculation,
-            "models": models,
-            "quantization": partial(quantization, IN_README),
         },
         ROOT / "docs" / "quantization.md": {"quantization": quantization},
         ROOT / "docs" / "kernels.md": {"kernels": kernels},

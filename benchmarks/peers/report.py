@@ -1,4 +1,4 @@
-"""The figures as Markdown: what `make bench` prints and the README shows."""
+"""The figures as Markdown: what `make bench` prints, and the README and docs/speed.md show."""
 
 from typing import Any
 

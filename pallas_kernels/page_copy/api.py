@@ -31,8 +31,8 @@ def copy_pages(
 
     Args:
       pages: pytree of arrays whose first axis is the page, of one layer or all. Donate it: the result aliases it.
-      source, destination: page ids. A page must not be in both, nor twice in destination: the order of the copies is
-        undefined. A destination equal to the number of pages copies nothing.
+      source: page ids. None may be in `destination` too: the order of the copies is undefined.
+      destination: page ids, each at most once. An id equal to the number of pages copies nothing.
       count: number of valid entries, N when None. Entries beyond it may hold anything.
       implementation: "xla" or "pallas_tpu" (page-sized DMAs within HBM, no temporary); None selects by platform.
 

@@ -116,10 +116,12 @@ def paged_attention(
       pages: one layer's cache. Donate it: the result aliases it.
       page_table: page ids of each sequence in order. Ids of pages without a visible key may be anything. Sequences
         with new tokens must not share the pages that these are written to.
-      query_lengths, kv_lengths: new tokens and all tokens of each sequence. Sequences without new tokens cost nothing.
+      query_lengths: number of new tokens of each sequence. Sequences without new tokens cost nothing.
+      kv_lengths: number of all tokens of each sequence, the new ones included.
       query_starts: the running sum of query_lengths when None.
       max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
-      window, soft_cap, scale, sinks: as in `flash_attention`. `scale` may include the scale of an fp8 cache's keys.
+      window: as in `flash_attention`, and so are `soft_cap` and `sinks`.
+      scale: as in `flash_attention`; it may include the scale of an fp8 cache's keys.
       ancestors: token trees. Bit j means that the token sees the j-th new token of its sequence; its own bit is set,
         parents come before children, and its depth in a window is its number of bits less 1. Sequences of more than 32
         new tokens are causal.

@@ -34,7 +34,7 @@ def quantized_matmul(
     """x [..., K] @ weight [K, N] for a quantized weight; sums are float32 (int32 for int8 activations).
 
     Args:
-      values, scales, zeros, codebook, minima: the weight, as in `dequantize`.
+      values: the weight's, as in `dequantize`, and so are `scales`, `zeros`, `codebook` and `minima`.
       block: numbers of inputs and outputs that share a scale; block[0] >= K means one scale per output.
       activations: "int8" or "fp8" quantizes each token of x first (W8A8); None does not.
       out_dtype: dtype of the result, x's when None.

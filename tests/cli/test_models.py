@@ -31,10 +31,10 @@ def test_for_people(jaxinfer):
     assert "\x1b" not in result.stdout
 
 
-def test_the_readme_has_the_same_table():
+def test_the_docs_have_the_same_table():
     spec = importlib.util.spec_from_file_location("update_readme", ROOT / "docs" / "update_readme.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     block = text.partition("<!-- models -->\n")[2].partition("\n<!-- /models -->")[0]
     assert block == module.models()

@@ -72,7 +72,7 @@ def test_its_two_forms_agree(path):
     ]
 
 
-@pytest.mark.parametrize("place", ["README.md", "mkdocs.yml", "docs/guides/notebooks.md"])
+@pytest.mark.parametrize("place", ["mkdocs.yml", "docs/guides/notebooks.md"])
 def test_all_are_listed(place):
     text = (NOTEBOOKS[0].parent.parent / place).read_text(encoding="utf-8")
     assert not [path.stem for path in NOTEBOOKS if f"notebooks/{path.stem}." not in text]
