@@ -15,8 +15,7 @@ from jaxinfer.cache import KVScales
 from jaxinfer.data import embedded_path
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
 from jaxinfer.quantization import Selection, check, quantize_params
-from jaxinfer.quantization.on_cpu import Copies, float32_copies
-from jaxinfer.quantization.on_gpu import outputs_together
+from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
 from jaxinfer.quantization.tree import describe, is_quantized
 from jaxinfer.sampling import SamplingParams, from_generation_config
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers

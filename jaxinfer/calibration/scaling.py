@@ -1,7 +1,7 @@
 """AWQ and SmoothQuant of one decoder layer: inputs of linear layers are divided by scales, which go into what comes
 before, and the weights that read them are multiplied, and rounded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -14,8 +14,6 @@ from jaxinfer.calibration.stacks import common_losses, own_scales, relative_size
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import quantize
 from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, relative_sizes, scaled_error
-from jaxinfer.quantization.folding import fold_into_norm, fold_into_outputs
-from jaxinfer.quantization.smoothquant import smoothing_scale
 
 
 @dataclass(frozen=True)
@@ -275,3 +273,45 @@ def _sharing(config: ModelConfig, fold: Fold) -> Callable[[jax.Array], jax.Array
 def _of_kv_heads(config: ModelConfig, scale: jax.Array) -> jax.Array:
     """[Hkv * K] of [Hq * K], where the query heads of a key-value head have the same."""
     return scale.reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
+
+
+def smoothing_scale(largest: jax.Array, weights: Sequence[jax.Array], alpha: float) -> jax.Array:
+    """The scale [K] by which to divide an input, and to multiply the rows of the weights [K, N] that it enters.
+
+    Xiao et al. 2022, equation 4: max|x|^alpha / max|w|^(1 - alpha), at least 1e-5, with the maximum over all weights. 1
+    where the input or the rows are always 0.
+
+    Args:
+      largest: the largest |x| observed, [K]. alpha: migration strength, 0..1.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha must be 0 to 1, got {alpha}")
+    of_weights = jnp.max(jnp.stack([jnp.abs(weight).max(axis=1) for weight in weights]), axis=0).astype(jnp.float32)
+    is_used = (largest > 0) & (of_weights > 0)
+    largest, of_weights = jnp.maximum(largest, 1e-5), jnp.maximum(of_weights, 1e-5)
+    return jnp.where(is_used, jnp.maximum(largest**alpha / of_weights ** (1 - alpha), 1e-5), 1.0)
+
+
+def fold_into_norm(
+    norm: jax.Array, scale: jax.Array, *, zero_centred: bool = False, dtype: str = "float32"
+) -> tuple[jax.Array, jax.Array]:
+    """Divides the output of a norm with weight [D] by `scale` [D].
+
+    Args:
+      zero_centred: the norm multiplies by 1 + weight (Gemma, Qwen3-Next).
+      dtype: dtype in which the weight is stored.
+
+    Returns: the new weight, rounded to `dtype`, and the effective scale after rounding, by which the following weights
+      are to be multiplied; 1 where the norm's weight is, or would become, 0.
+    """
+    factor = norm.astype(jnp.float32) + zero_centred
+    stored = (factor / scale - zero_centred).astype(dtype).astype(jnp.float32)
+    divided = stored + zero_centred
+    is_usable = (factor != 0) & (divided != 0)
+    exact = jnp.where(is_usable, factor / jnp.where(is_usable, divided, 1.0), 1.0)
+    return jnp.where(is_usable, stored, norm.astype(jnp.float32)), exact
+
+
+def fold_into_outputs(weight: jax.Array, bias: jax.Array | None, scale: jax.Array):
+    """Weight [K, N] and bias [N] of a linear layer with outputs divided by `scale` [N]."""
+    return weight / scale, None if bias is None else bias / scale

@@ -1,9 +1,10 @@
 """`jaxinfer convert`: a checkpoint to the native format, back to Hugging Face's, or to another dtype."""
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jaxinfer.cli.command import INTERRUPTED, say
+from jaxinfer.cli.command import ERROR, INTERRUPTED, say
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import shows_progress, write_json, write_text
 from jaxinfer.options import MISSING, argument, option
@@ -30,6 +31,7 @@ class ConvertOptions:
         "NAME",
     )
     tokenizer: str | None = option(None, "Folder with tokenizer files to write instead of SRC's own.", "PATH")
+    verify: bool = option(False, "Read the result again and compare its values with SRC's.")
     as_json: bool = as_json("The report as one JSON object.")
 
 
@@ -40,6 +42,7 @@ def convert(options: ConvertOptions) -> int | None:
     """
     import checkpoints_convert
 
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
     try:
         report = checkpoints_convert.convert(
             options.source,
@@ -52,11 +55,28 @@ def convert(options: ConvertOptions) -> int | None:
             raise
         say("interrupted; the same command continues after the last complete layer")
         return INTERRUPTED
+    problems = _problems(report) if options.verify else []
+    for problem in problems:
+        say(f"error: {problem}")
     if options.as_json:
-        write_json(report.to_dict())
+        write_json({**report.to_dict(), "problems": problems})
     else:
         write_text(_summary(report))
-    return None
+    return ERROR if problems else None
+
+
+def _problems(report: "ConvertReport") -> list[str]:
+    """What is wrong with the written checkpoint, read again. A cast may change values, by what the report says."""
+    from checkpoints_convert import compare_tensors, verify_manifest
+    from checkpoints_convert.files import MANIFEST
+
+    problems = verify_manifest(report.destination) if (report.destination / MANIFEST).exists() else []
+    if not problems and not report.cast_errors and not report.requantize_errors:
+        problems = [
+            f"{difference.name}: {difference.num_different} of {difference.size} values differ"
+            for difference in compare_tensors(report.destination, report.source)
+        ]
+    return problems
 
 
 def _summary(report: "ConvertReport") -> str:

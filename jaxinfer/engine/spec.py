@@ -20,7 +20,7 @@ from jaxinfer.engine.programs import ProgramModel, Weights, program_model
 from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepWork, init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import Drafter, SpeculativeWork
 from jaxinfer.models import ModelConfig, Params, abstract_params, compute_dtype, parameter_shardings
-from jaxinfer.quantization.on_gpu import OUTPUTS_TOGETHER, is_laid_out
+from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
 from jaxinfer.quantization.tree import is_quantized, num_bytes
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_name, first_layers

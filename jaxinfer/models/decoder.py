@@ -11,11 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.checks import did_you_mean
+from jaxinfer.models.basic import Linear, hidden_norm
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.layers import Attend, DecoderLayer, Tap
-from jaxinfer.models.linear import Linear
 from jaxinfer.models.moe import SparseMoE
-from jaxinfer.models.norms import hidden_norm
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
 

@@ -7,6 +7,8 @@ from jaxinfer.engine.memory import activation_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.planning.chips import Chip
 from jaxinfer.planning.compiled import (
+    DECODE,
+    PREFILL,
     CompiledProgram,
     Compiler,
     OutOfChipMemory,
@@ -17,7 +19,6 @@ from jaxinfer.planning.compiled import (
 )
 from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest
-from jaxinfer.planning.programs import DECODE, PREFILL
 from jaxinfer.planning.roofline import Rates, RooflinePoint, RoundPoint, decode_point, round_point
 from jaxinfer.speculative import NgramDraft
 

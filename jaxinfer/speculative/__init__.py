@@ -6,14 +6,16 @@ from jaxinfer.speculative.drafts import Draft, LayersDraft, ModelDraft, NgramDra
 from jaxinfer.speculative.proposers import (
     DraftDecoder,
     DraftRows,
+    DraftSlots,
     Proposal,
     catch_up,
+    init_draft_slots,
     keep_path,
     propose_chain,
     propose_ngram,
     propose_tree,
+    record,
 )
-from jaxinfer.speculative.slots import DraftSlots, init_draft_slots, record
 from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup
 from jaxinfer.speculative.tree import TokenTree, chain
 

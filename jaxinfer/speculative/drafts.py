@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxinfer.cache import KVScales
 from jaxinfer.models import ModelConfig, Params
-from jaxinfer.quantization.on_cpu import Copies
+from jaxinfer.quantization.on_device import Copies
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,16 +6,14 @@ from jaxinfer.text.chat_template import (
     ChatTemplateLimitError,
     RenderedChat,
 )
-from jaxinfer.text.compare import check_same_tokens
 from jaxinfer.text.files import (
     TokenizerFiles,
     TokenizerNotFoundError,
     read_tokenizer_files,
     tokenizer_files_of,
 )
-from jaxinfer.text.stop import StopResult, StopStringMatcher
-from jaxinfer.text.stream import StreamingDetokenizer
-from jaxinfer.text.tokenizer import Tokenizer
+from jaxinfer.text.stream import StopResult, StopStringMatcher, StreamingDetokenizer
+from jaxinfer.text.tokenizer import Tokenizer, check_same_tokens
 
 __all__ = [
     "ChatTemplate",

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
@@ -16,6 +16,10 @@ from jaxinfer.text.chat_template import ChatTemplate, ChatTemplateError, Rendere
 from jaxinfer.text.encoding import ChatEncoder, ContentEncoder
 from jaxinfer.text.files import TokenizerFiles, read_tokenizer_files
 from jaxinfer.text.messages import check_text
+
+if TYPE_CHECKING:
+    from jaxinfer.text.tokenizer import Tokenizer
+
 
 # The classes whose fast tokenizers take BOS and EOS from add_bos_token and add_eos_token.
 _FLAG_DRIVEN_CLASSES = frozenset(
@@ -358,3 +362,19 @@ def _is_reachable(model: Mapping[str, Any], control: Mapping[str, int]) -> bool:
     prefix = model.get("continuing_subword_prefix") or ""
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())
     return any(left + right.removeprefix(prefix) in own for left, right in pairs)
+
+
+def check_same_tokens(one: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> None:
+    """Raises ValueError, with the first id that differs, unless both map the same ids to the same tokens.
+
+    Ids that only one of them has are ignored, since models pad their vocabularies differently.
+    """
+    tokens, others = one.tokens_by_id(), other.tokens_by_id()
+    for token_id in sorted(tokens.keys() & others.keys()):
+        if tokens[token_id] != others[token_id]:
+            raise ValueError(
+                f"{names[0]} and {names[1]} have different tokenizers: token id {token_id} is "
+                f"{tokens[token_id]!r} in one and {others[token_id]!r} in the other"
+            )
+    if not tokens.keys() & others.keys():
+        raise ValueError(f"{names[0]} and {names[1]} have no token in common")

@@ -6,7 +6,7 @@ activations in flight by TMA. A step is one group of inputs: the weights' intege
 registers, which is exact, and the product is scaled when it is added to the total. If there are too few output tiles to
 fill the chip, several blocks share the groups of a tile, and their totals are added afterwards.
 
-The weights of an output must be contiguous, [N, K] in memory (`jaxinfer.quantization.on_gpu`); XLA copies weights of
+The weights of an output must be contiguous, [N, K] in memory (`jaxinfer.quantization.on_device`); XLA copies weights of
 another layout on every call.
 """
 

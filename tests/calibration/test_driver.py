@@ -245,16 +245,16 @@ def test_what_is_compared_differs_where_it_should(config, model, gptq_result, he
 
 def test_the_products_of_the_model_that_was_written_are_compared(config, model, held_out, gptq_result, monkeypatch):
     """A product that is wrong with the right weights shows in the logits."""
-    from jaxinfer.models import linear
+    from jaxinfer.models import basic
 
-    original = linear.matmul
+    original = basic.matmul
 
     def wrong(x, weight, *rest):
         y = original(x, weight, *rest)
         return y * 1.01 if isinstance(weight, QuantizedArray) else y
 
     capture._programs.cache_clear()
-    monkeypatch.setattr(linear, "matmul", wrong)
+    monkeypatch.setattr(basic, "matmul", wrong)
     sides = ComparedModel(config, gptq_result.read, model.rest), ComparedModel(config, gptq_result.read, model.rest)
     found = compare_models(*sides, held_out[:2])
     capture._programs.cache_clear()

@@ -8,8 +8,8 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, Keep
 from jaxinfer.calibration.capture import LayerProgram
+from jaxinfer.calibration.driver import quantize_layer
 from jaxinfer.calibration.inputs import FloatModel
-from jaxinfer.calibration.layer import quantize_layer
 from jaxinfer.calibration.layer_state import LayerState, dequantized, find, linear_names
 from jaxinfer.calibration.scaling import folds
 from jaxinfer.models import abstract_params

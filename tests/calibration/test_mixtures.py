@@ -9,9 +9,8 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, quantize_model, quantize_within
 from jaxinfer.calibration.capture import ROUTER, STACKS, LayerProgram
-from jaxinfer.calibration.driver import abstract_weights
+from jaxinfer.calibration.driver import abstract_weights, quantize_layer
 from jaxinfer.calibration.journal import CalibrationJournal
-from jaxinfer.calibration.layer import quantize_layer
 from jaxinfer.calibration.layer_state import dequantized, find
 from jaxinfer.calibration.quality import logits
 from jaxinfer.calibration.scaling import folds

@@ -144,9 +144,10 @@ def test_full_disk_says_so_and_keeps_what_is_whole(checkpoint, tmp_path):
     source = checkpoint().write()
     program = """
 import resource, sys
-from checkpoints_convert.__main__ import main
+from jaxinfer.cli.main import main
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
-sys.exit(main([sys.argv[1], sys.argv[2], "--quiet"]))
+sys.argv[1:1] = ["convert"]
+main()
 """
     done = run(program, source, tmp_path / "native")
     assert (done.returncode, done.stdout) == (1, "")

@@ -31,7 +31,7 @@ def other_model(tmp_path_factory, model) -> Path:
 
 def test_convert_and_verify(jaxinfer, model, tmp_path):
     path = tmp_path / "native"
-    result = jaxinfer("convert", model, path)
+    result = jaxinfer("convert", model, path, "--verify")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "LlamaForCausalLM, 2 layers" in result.stdout
     result = jaxinfer("verify", path, "--against", model)
@@ -55,6 +55,16 @@ def test_convert_reports_json(jaxinfer, json_lines, model, tmp_path):
     assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     text = jaxinfer("convert", model, tmp_path / "second", "--dtype", "bfloat16").stdout
     assert "largest relative error" in text
+
+
+def test_convert_verifies_what_it_wrote(jaxinfer, json_lines, model, tmp_path, monkeypatch):
+    from checkpoints_convert import TensorDifference
+
+    differences = [TensorDifference("embed", 3, 64, 0.5)]
+    monkeypatch.setattr("checkpoints_convert.compare_tensors", lambda *_, **__: differences)
+    result = jaxinfer("convert", model, tmp_path / "native", "--verify", "--json")
+    assert (result.exit_code, result.stderr) == (1, "error: embed: 3 of 64 values differ\n")
+    assert json_lines(result.stdout)[0]["problems"] == ["embed: 3 of 64 values differ"]
 
 
 def test_verify_compares_what_is_computed(jaxinfer, json_lines, converted, model, other_model):

@@ -24,6 +24,7 @@ from jaxinfer.sampling import sample
 from jaxinfer.speculative import DraftRows, Proposal, TokenTree, chain
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Instruction, Program
+from tests.hbm import made_in_hbm
 from tests.planning.plan_models import LLAMA_3_8B
 
 LLAMA_3_1B = replace(
@@ -152,7 +153,7 @@ def test_a_step_of_llama_3_8b_holds_and_moves_what_it_must(case):
     # The cache and the slots are updated where they are.
     assert memory.aliased_bytes >= found.pages + found.slots
     # Nothing of a weight's or of a layer's pages' size is made, only rows of tokens and of slots.
-    large = found.program.made_in_hbm(at_least=found.smallest_weight)
+    large = made_in_hbm(found.program, at_least=found.smallest_weight)
     assert [i.name for i in large if not has_rows(i, SLOTS, case.num_rows)] == []
     wide = 4 * SLOTS * config.vocab_size // case.num_devices
     rows = 2 * case.num_rows * (config.hidden_size + config.intermediate_size // case.num_devices)
@@ -239,7 +240,7 @@ def test_a_speculative_round_is_one_program_that_updates_all_in_place(case):
     smallest_pages = min(_num_bytes(layer) for layer in (*cache.layers, *draft_cache.layers))
     smallest = min(smallest_pages, *(_num_bytes(leaf) for leaf in weights if leaf.ndim == 2))
     num_rows = SPECULATING_SLOTS * case.tree.num_nodes
-    large = [i for i in program.made_in_hbm(at_least=smallest) if not has_rows(i, SPECULATING_SLOTS, num_rows)]
+    large = [i for i in made_in_hbm(program, at_least=smallest) if not has_rows(i, SPECULATING_SLOTS, num_rows)]
     assert [i.name for i in large if not is_eviction(i)] == []
     wide = 4 * SPECULATING_SLOTS * case.config.vocab_size // case.num_devices
     rows = 2 * num_rows * (case.config.hidden_size + case.config.intermediate_size // case.num_devices)

@@ -20,6 +20,7 @@ from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
 from tests.engine.test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, PAGE, SLOTS, abstract_slots, has_rows
+from tests.hbm import made_in_hbm
 
 STEP_TOKENS = 512
 
@@ -111,7 +112,7 @@ def test_a_step_reads_each_weight_once_as_it_is_stored(case):
     )
     # Nothing of a weight's size is written, in any dtype; rows of tokens and of slots are.
     smallest = min(num_bytes(leaf) for leaf in jax.tree.leaves(case.params["layers"]) if leaf.size > 2**19)
-    large = program.made_in_hbm(at_least=smallest)
+    large = made_in_hbm(program, at_least=smallest)
     assert [i.name for i in large if not has_rows(i, SLOTS, STEP_TOKENS)] == []
     assert found.aliased_bytes >= pages
     if case.program == "step":  # of many tokens, whose own arrays count

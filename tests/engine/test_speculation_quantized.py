@@ -51,7 +51,7 @@ def answers(params, **options):
 @pytest.mark.parametrize(("recipe", "kv_dtype"), CASES)
 def test_a_draft_changes_no_answer(params, recipe, kv_dtype, monkeypatch, request):
     # Without float32 copies, so that the quantized products themselves are what verifies.
-    monkeypatch.setattr("jaxinfer.quantization.on_cpu.float32_copies.__defaults__", (0,))
+    monkeypatch.setattr("jaxinfer.quantization.on_device.float32_copies.__defaults__", (0,))
     quantized = quantize_params(params, recipe)
     plain, _ = answers(quantized, kv_dtype=kv_dtype)
     model = (CONFIG, quantize_params(params, "int4-g32"))

@@ -22,10 +22,10 @@ def test_every_fault_applies():
 
 
 def test_a_fault_that_no_longer_applies_is_named():
-    gone = Fault("text/gone", "jaxinfer/text/stop.py", "no such line", "", ("tests/text",), "nothing")
+    gone = Fault("text/gone", "jaxinfer/text/stream.py", "no such line", "", ("tests/text",), "nothing")
     assert "text/gone" in failing_anchors([gone])[0]
     with pytest.raises(DoesNotApplyError, match="times 'self', not once"):
-        Fault("text/often", "jaxinfer/text/stop.py", "self", "", ("tests/text",), "nothing").applied()
+        Fault("text/often", "jaxinfer/text/stream.py", "self", "", ("tests/text",), "nothing").applied()
     with pytest.raises(DoesNotApplyError, match="there is no"):
         Fault("text/file", "jaxinfer/text/none.py", "self", "", ("tests/text",), "nothing").applied()
 

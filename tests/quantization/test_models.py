@@ -11,7 +11,7 @@ from jaxinfer import LLM, SamplingParams, parallel
 from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, bind, compute_dtype, parameter_shardings
 from jaxinfer.quantization import QuantizedArray, Recipe, quantize_params
-from jaxinfer.quantization.on_cpu import float32_copies
+from jaxinfer.quantization.on_device import float32_copies
 from jaxinfer.quantization.tree import describe, is_quantized, num_bytes, num_parameters
 from jaxinfer.training.distill import pruned_draft
 from jaxinfer.training.loop import TrainOptions, train
@@ -65,7 +65,7 @@ def test_a_model_computes_what_the_dequantized_one_does(params, recipe):
 
 
 def test_answers_are_those_of_the_dequantized_model(params, monkeypatch):
-    monkeypatch.setattr("jaxinfer.quantization.on_cpu.float32_copies.__defaults__", (0,))
+    monkeypatch.setattr("jaxinfer.quantization.on_device.float32_copies.__defaults__", (0,))
     quantized = quantize_params(params, "int4-g32-asym")
     found, explanation = answers(quantized)
     assert found == answers(dequantized(quantized))[0]

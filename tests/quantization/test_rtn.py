@@ -18,7 +18,7 @@ from jaxinfer.quantization import (
     quantize_params,
     recipe,
 )
-from jaxinfer.quantization.codebooks import E2M1, FP4, NF4, dynamic_map
+from jaxinfer.quantization.rtn import E2M1, FP4, NF4, dynamic_map
 
 SHAPES = [(256, 24), (130, 33)]  # of the second, the last blocks are cut off
 FORMATS = ["int8", "int4-asym", "int4-g64", "int3-g64-asym", "int2-g32", "nf4", "nf4-dq", "fp4", "mxfp4"]

@@ -8,7 +8,7 @@ SAMPLING = (
         "jaxinfer/sampling",
         "place = jnp.argmax(reached, axis=-1)[:, None]",
         "place = jnp.maximum(jnp.argmax(reached, axis=-1) - 1, 0)[:, None]",
-        ("tests/sampling/test_filters.py",),
+        ("tests/sampling/test_transforms_top.py",),
         "the token that reaches top_p can never be drawn",
     ),
     Fault(
@@ -16,7 +16,7 @@ SAMPLING = (
         "jaxinfer/sampling",
         "keys >= t[:, None]) >= least",
         "keys >= t[:, None]) > least",
-        ("tests/sampling/test_filters.py::test_a_mass_that_is_met_exactly_is_enough",),
+        ("tests/sampling/test_transforms_top.py::test_a_mass_that_is_met_exactly_is_enough",),
         "on TPUs and GPUs top_p keeps a token more where the mass is met exactly",
     ),
     Fault(
@@ -24,7 +24,7 @@ SAMPLING = (
         "jaxinfer/sampling",
         "jnp.clip(top_k - 1, 0,",
         "jnp.clip(top_k, 0,",
-        ("tests/sampling/test_filters.py",),
+        ("tests/sampling/test_transforms_top.py",),
         "top_k=1 is not greedy",
     ),
     Fault(
@@ -209,7 +209,7 @@ MODELS = (
         "jaxinfer/models",
         "keepdims=True) + self.eps)",
         "keepdims=True))",
-        ("tests/models/test_norms.py",),
+        ("tests/models/test_basic.py",),
         "hidden states of zeros become NaN",
     ),
     Fault(

@@ -53,10 +53,10 @@ QUANTIZATION = (
     ),
     Fault(
         "quantization/smoothing-with-the-exponents-swapped",
-        "jaxinfer/quantization",
+        "jaxinfer/calibration",
         "largest**alpha / of_weights ** (1 - alpha)",
         "largest ** (1 - alpha) / of_weights**alpha",
-        ("tests/quantization/test_smoothquant.py",),
+        ("tests/calibration/test_scaling.py",),
         "SmoothQuant moves the outliers the wrong way",
     ),
 )

@@ -9,8 +9,8 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.flash_attention import explain, flash_attention
-from pallas_kernels.flash_attention.shapes import MODELS, FlashShape
 from pallas_kernels.flash_attention.specs import IMPLEMENTATIONS
+from tests.pallas_kernels.flash_attention.shapes import MODELS, FlashShape
 
 PLAIN = FlashShape(128, heads=(8, 2), head_dim=128, dtype="bfloat16", return_lse=False)
 

@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.flash_attention import pallas_gpu, pallas_tpu
-from pallas_kernels.flash_attention.shapes import MODELS, FlashShape
+from tests.pallas_kernels.flash_attention.shapes import MODELS, FlashShape
 from tests.pallas_kernels.quick import quick
 
 CHIPS = (("v5e", "pallas_tpu"), ("v6e", "pallas_tpu"), ("tpu7x", "pallas_tpu"), ("h100", "pallas_gpu"))

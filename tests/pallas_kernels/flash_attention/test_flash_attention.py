@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.flash_attention import flash_attention, xla
-from pallas_kernels.flash_attention.shapes import SMALL, FlashShape
+from tests.pallas_kernels.flash_attention.shapes import SMALL, FlashShape
 from tests.pallas_kernels.quick import quick
 
 # Error of one rounding; a sum of n products of unit size errs by about this times sqrt(n).

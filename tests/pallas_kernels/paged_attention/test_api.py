@@ -17,7 +17,8 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, _within_window
 from pallas_kernels.paged_attention.layout import layout_of
-from pallas_kernels.paged_attention.shapes import SMALL, PagedShape
+from pallas_kernels.paged_attention.shapes import PagedShape
+from tests.pallas_kernels.paged_attention.shapes import SMALL
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 

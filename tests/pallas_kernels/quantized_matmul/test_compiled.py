@@ -10,6 +10,7 @@ from jaxinfer.quantization import quantize
 from jaxinfer.quantization.matmul import matmul
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
+from tests.hbm import made_in_hbm
 from tests.pallas_kernels.quick import quick
 
 K, N = 4096, 14_336  # of Llama-3-8B's feed-forward layer
@@ -43,7 +44,7 @@ def test_xla_reads_the_weight_once_as_it_is_stored(chip, name, rows):
     what, times = MOVES_MORE.get((chip, name, rows), ("", 0))
     more = times * {"": 0, "weight": weight.num_bytes, "scales": weight.scales.size * 2}[what]
     # What is written besides is of the size of the rows.
-    shapes = [r.shape for i in program.made_in_hbm(at_least=weight.num_bytes // 16) for r in i.results]
+    shapes = [r.shape for i in made_in_hbm(program, at_least=weight.num_bytes // 16) for r in i.results]
     assert [shape for shape in shapes if shape[0] != rows and (what, shape) != ("scales", weight.scales.shape)] == []
     assert found.temporary_bytes <= 2 * activations + (more if what == "scales" else 0)
     assert moved <= 1.03 * weight.num_bytes + 2 * activations + more

@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 
 from jaxinfer.quantization import quantize, quantize_params
 from jaxinfer.quantization.matmul import matmul
-from jaxinfer.quantization.on_gpu import OUTPUTS_TOGETHER, outputs_together
+from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, outputs_together
 from pallas_kernels import ahead_of_time
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.quantized_matmul import choose, make_spec, pallas_gpu, quantized_matmul

@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfer.models.norms import Norm
+from jaxinfer.models.basic import Norm
 
 X = np.random.default_rng(0).normal(0.5, 2, (3, 4, 8)).astype(np.float32)
 W = np.random.default_rng(1).normal(1, 0.5, 8).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Named calls of flash attention, shared by the tests and the benchmarks."""
+"""Named calls of flash attention."""
 
 import zlib
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""RMSNorm, in three variants of rounding, and LayerNorm."""
+"""Linear layers, and norms: RMSNorm in three variants of rounding, and LayerNorm."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import ModelConfig, NormKind
+from jaxinfer.quantization.matmul import matmul
 
 
 class Norm(nnx.Module):
@@ -51,3 +52,22 @@ def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype) -> No
         "all_heads": ((num_heads * config.head_dim,), (heads_axis,)),
     }[config.qk_norm_span]
     return Norm(shape, axes, config.norm, eps=config.norm_eps, bias=config.qk_norm_bias, dtype=dtype)
+
+
+class Linear(nnx.Module):
+    """x @ weight + bias, with weight [inputs, outputs], which may be quantized.
+
+    `scope` is the module's name in the model, set by `bind`, and the name of its operations in compiled programs.
+    """
+
+    scope = "linear"
+
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.02)
+        self.weight = nnx.Param(init(rngs.params(), (inputs, outputs), dtype), axes=axes)
+        self.bias = nnx.Param(jnp.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        with jax.named_scope(self.scope):
+            y = matmul(x, self.weight.get_value())
+            return y if self.bias is None else y + self.bias[...]

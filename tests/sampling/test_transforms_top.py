@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxinfer.sampling import filters
+from jaxinfer.sampling import transforms
 
 S, V = 4, 300
-IMPLEMENTATIONS = {name: jax.jit(getattr(filters, name)) for name in ("by_search", "by_candidates")}
+IMPLEMENTATIONS = {name: jax.jit(getattr(transforms, name)) for name in ("by_search", "by_candidates")}
 
 
 def kept_by_sort(logits, top_k, top_p):
@@ -122,5 +122,5 @@ def test_the_chosen_implementation_is_that_of_the_platform():
     logits = np.random.default_rng(0).normal(0, 2, (S, V)).astype(np.float32)
     top_k, top_p = np.full(S, 40, np.int32), np.full(S, 0.9, np.float32)
     assert np.array_equal(
-        jax.jit(filters.top_k_top_p)(logits, top_k, top_p), IMPLEMENTATIONS["by_candidates"](logits, top_k, top_p)
+        jax.jit(transforms.top_k_top_p)(logits, top_k, top_p), IMPLEMENTATIONS["by_candidates"](logits, top_k, top_p)
     )

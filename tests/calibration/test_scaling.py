@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxinfer.quantization.folding import fold_into_norm, fold_into_outputs
-from jaxinfer.quantization.smoothquant import smoothing_scale
+from jaxinfer.calibration.scaling import fold_into_norm, fold_into_outputs, smoothing_scale
 
 RANDOM = np.random.default_rng(0)
 
