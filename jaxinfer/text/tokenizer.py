@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 
@@ -16,10 +16,6 @@ from jaxinfer.text.chat_template import ChatTemplate, ChatTemplateError, Rendere
 from jaxinfer.text.encoding import ChatEncoder, ContentEncoder
 from jaxinfer.text.files import TokenizerFiles, read_tokenizer_files
 from jaxinfer.text.messages import check_text
-
-if TYPE_CHECKING:
-    from jaxinfer.text.tokenizer import Tokenizer
-
 
 # The classes whose fast tokenizers take BOS and EOS from add_bos_token and add_eos_token.
 _FLAG_DRIVEN_CLASSES = frozenset(
