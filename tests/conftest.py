@@ -9,14 +9,19 @@ from pathlib import Path
 # Before JAX starts: several CPU devices, as an accelerator host has.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
-# A device that waits for another aborts the process after 40 s unless told otherwise.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=280")
+# A device that waits for another aborts the process after 40 s unless told otherwise. The others: tests/compilation.py.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=280 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false",
+)
 os.environ.setdefault("JAXINFER_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxinfer-tests-{os.getuid()}"))
 
 import pytest
 
-from tests import shape_checks
+from tests import compilation, shape_checks
 
+compilation.install()
 shape_checks.install("pallas_kernels", "jaxinfer", "checkpoints_convert")
 
 
@@ -36,6 +41,11 @@ def pytest_collection_modifyitems(config, items):
         for marker in ("slow", "oracle"):
             if item.get_closest_marker(marker) and not config.getoption(f"--{marker}"):
                 item.add_marker(pytest.mark.skip(reason=f"{marker}: run with --{marker}"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    compilation.optimize(item.get_closest_marker("optimized") is not None)
 
 
 MAX_MAPPINGS = 30_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxinfer.models import ModelConfig, RopeConfig
-from tests.compilation import quick_compilation  # noqa: F401
 from tests.random_params import random_params
 
 CONFIG = ModelConfig(

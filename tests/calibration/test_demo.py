@@ -17,13 +17,8 @@ from jaxinfer.data import embedded_path
 from jaxinfer.text import Tokenizer
 from jaxinfer.training.corpus import standard_library
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]  # its programs run for longer than they take to compile
 MAX_KL = {4: 0.045}  # nats per token; the bound for 4 bits in groups of 128
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Off: this model is large enough that its programs run for longer than they take to compile."""
 
 
 @cache

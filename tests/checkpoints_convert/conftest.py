@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from tests.compilation import quick_compilation  # noqa: F401
-
 D, F, V, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 80, 4, 2, 8, 2
 
 

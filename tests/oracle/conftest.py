@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.compilation import quick_compilation  # noqa: F401
-
 
 @pytest.fixture(scope="session")
 def reference():

@@ -13,13 +13,8 @@ import checkpoints_convert
 from tests.oracle import parity
 from tests.oracle.cases import CASES, Case, prompt_tokens
 
-pytestmark = pytest.mark.oracle
+pytestmark = [pytest.mark.oracle, pytest.mark.optimized]
 FIRST_SEED = 1000  # beyond any that a golden file uses
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Off: here the optimized programs are compared."""
 
 
 @pytest.fixture(params=list(CASES), scope="module")

@@ -30,7 +30,7 @@ class Pair:
         environment = {
             **{name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"},
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }

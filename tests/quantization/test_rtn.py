@@ -177,7 +177,8 @@ def test_unknown_names_and_shapes():
         quantize(jnp.ones(4), "int8")
 
 
-def test_nested_scales_are_those_of_the_formula_in_a_program_too(full_optimization):
+@pytest.mark.optimized
+def test_nested_scales_are_those_of_the_formula_in_a_program_too():
     """Where compilers make one operation of a product and a sum, the last bit differs."""
     array = quantize(jnp.asarray(np.random.default_rng(0).standard_normal((256, 128)), jnp.float32), "nf4-dq")
     scales = array.scales

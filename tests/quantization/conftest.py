@@ -1,3 +1,0 @@
-"""Programs here run for less time than they take to compile."""
-
-from tests.compilation import full_optimization, quick_compilation  # noqa: F401
