@@ -1,6 +1,6 @@
 """Requests in, outputs out, over one engine: prepare, submit, step, advance, collect.
 
-`LLM` and `AsyncEngine` are thin faces over a `Client`.
+`LLM` and `AsyncEngine` are thin layers over a `Client`.
 """
 
 import itertools
@@ -33,8 +33,8 @@ Prompt = str | Sequence[int]
 class Client:
     """Prepares requests for one engine, drives it, and turns tokens into text.
 
-    Requests without a seed get theirs from `seed` and their number since the start. Methods that take a prompt raise
-    ValueError, or TypeError, for what cannot be served; `what` names it in the message.
+    A request without a seed gets one derived from `seed` and its number since the start. Methods that take a prompt
+    raise ValueError or TypeError if it cannot be served; `what` names it in the message.
 
     Args:
       name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only.
@@ -66,7 +66,7 @@ class Client:
         return self._engine
 
     def close(self) -> None:
-        """Aborts what runs and frees the engine's memory. Closing twice is harmless."""
+        """Aborts unfinished requests and frees the engine's memory. A second call does nothing."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -201,8 +201,8 @@ class Client:
         self._progressed |= dict.fromkeys(self.engine.step(max_steps))
 
     def take_progress(self, answers: Mapping[SequenceState, Any]) -> list[SequenceState]:
-        """Those of `answers` that made progress since they were last taken. Several callers may take turns in stepping
-        one engine; none misses its own."""
+        """Those of `answers` that made progress since the last call. Several callers may step one engine in turn;
+        each gets the progress of all its answers."""
         found = [answer for answer in self._progressed if answer in answers]
         for answer in found:
             del self._progressed[answer]
@@ -221,14 +221,14 @@ class Client:
     def run(
         self, answers: dict[SequenceState, Any], max_steps: int | None = None
     ) -> Iterator[tuple[SequenceState, StreamDelta]]:
-        """Steps the engine until all answers have ended; yields what each gains, and removes those that have ended.
+        """Steps the engine until all answers have ended; yields the deltas of each, and removes those that have ended.
 
         The caller may add answers between two yields.
         """
         while answers:
             self.step(max_steps)
             for answer in self.take_progress(answers):
-                if answer not in answers:  # the caller has given it up meanwhile
+                if answer not in answers:  # the caller has removed it meanwhile
                     continue
                 delta = self.advance(answer)
                 if answer.is_finished:
@@ -315,8 +315,7 @@ class _TextReader:
         return StreamDelta(answer.index, text, tokens[: answer.num_read - first]), matched
 
     def _text_of(self, token: int) -> tuple[str, str | None]:
-        """A token's text and the stop string that it completes. A row of the model that is none of the tokenizer's
-        tokens has no text."""
+        """A token's text and the stop string that it completes. An id without a token gives no text."""
         if self._detokenizer is None or self._tokenizer is None or not self._tokenizer.has_id(token):
             return "", None
         text = self._detokenizer.add([token])

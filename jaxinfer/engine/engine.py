@@ -27,7 +27,7 @@ from jaxinfer.speculative import Draft, SpeculationStats
 
 
 class Engine:
-    """Runs sequences to their end, with a draft beside the model if there is one.
+    """Runs sequences until they end, optionally with a draft model, n-grams or early layers.
 
     Every `step` plans a dispatch, runs it, and commits the results of the one before, so that the device never waits
     for the host. Owns its cache (`close` frees it); the parameters belong to the caller.
@@ -125,7 +125,7 @@ class Engine:
     def step(self, max_steps: int | None = None) -> list[SequenceState]:
         """Plans a dispatch, runs it, commits the results of the one before; returns the sequences that made progress.
 
-        `max_steps` shortens the dispatch, for a caller who shows every token as it comes.
+        `max_steps` limits the decode steps of the dispatch, for callers that stream single tokens.
         """
         progressed = self._abort_expired()
         plan = self._plan(max_steps, can_preempt=not self._in_flight)
@@ -138,7 +138,7 @@ class Engine:
         return progressed
 
     def _plan(self, max_steps: int | None, *, can_preempt: bool) -> DispatchPlan | None:
-        """The next dispatch with what it drafts; None where pages are short and nothing may be preempted."""
+        """The next dispatch and its draft; None if pages are short and no sequence may be preempted."""
         if self.speculation is None:
             return self.scheduler.schedule(max_steps, can_preempt=can_preempt)
         decodes = [one for one in self.scheduler.running if one.is_decoding and one.num_left > 0]
@@ -211,7 +211,7 @@ class Engine:
                 return
 
     def _record_speculation(self, speculation: Speculation, flight: Flight, found: FlightResults) -> None:
-        """What a dispatch of decoding sequences made, before they take it."""
+        """Records the numbers of tokens that a decode dispatch made, before they are appended."""
         num_made = [sum(token >= 0 for token in found.tokens[slot]) for slot, _ in flight.decodes]
         draft: DraftPlan | None = flight.plan.draft
         if draft is None or found.proposed is None or found.accepted is None:
@@ -326,7 +326,7 @@ class Deadlines:
         self._limit = 64
 
     def add(self, sequence: SequenceState) -> None:
-        if len(self._heap) > self._limit:  # most have ended long before their deadline
+        if len(self._heap) > self._limit:  # most sequences end long before their deadline
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapq.heapify(self._heap)
             self._limit = 2 * len(self._heap) + 64

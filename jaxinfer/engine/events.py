@@ -1,4 +1,4 @@
-"""Events of an engine: each dispatch, for observers, and snapshots of who holds what."""
+"""Events of an engine: each dispatch, for observers, and snapshots of slots and pages."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -168,7 +168,7 @@ def _describe_stored(engine: Engine) -> dict[str, str]:
 
 
 def _describe_model(config: ModelConfig) -> dict[str, Any]:
-    """What the family's layers are, where it is not what Llama's are."""
+    """How the family's layers differ from Llama's."""
     windows = [window for window in config.sliding_windows if window is not None]
     facts: dict[str, Any] = {}
     if config.rope_of(0) is None and not any(config.rotated_layers):

@@ -1,4 +1,4 @@
-"""Several hosts, one scheduler: what the engines of host 0 do on their devices, the engines of the others repeat.
+"""Several hosts, one scheduler: the engines of the other hosts repeat what those of host 0 run on their devices.
 
 An engine touches its devices in operations only: methods that take host values, marked with `operation`. On host 0 each
 call is published before it runs; the other hosts read the calls in the same order and run the same methods. Whatever
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Operated(Protocol):
-    """What has operations. `publish` tells the other hosts of a call, None where there are none."""
+    """Base class of objects with operations. `publish` sends a call to the other hosts; None on a single host."""
 
     publish: Callable[[str, Sequence[Any]], None] | None
 
@@ -79,7 +79,7 @@ class Lockstep:
 
     @property
     def is_inside(self) -> bool:
-        """Whether the other hosts follow already."""
+        """Whether a call of `lead_or_follow` is in progress."""
         return self._depth > 0
 
     def lead_or_follow(self, name: str, work: Callable[[], T]) -> T:
@@ -153,7 +153,7 @@ class Lockstep:
     # The others.
 
     def _follow(self, number: int, name: str) -> tuple[str, Any]:
-        """Runs what host 0 does until this call ends or gives an item."""
+        """Runs the operations of host 0 until this call ends or yields an item."""
         with self.hosts.needing():
             while True:
                 kind, which, what, value = self._codec.decode(self.hosts.receive())

@@ -1,4 +1,4 @@
-"""How much memory a model and its pool of pages take, and whether there is as much."""
+"""Memory of a model and its pool of pages, and whether the device has enough."""
 
 import os
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class OutOfMemoryError(RuntimeError):
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """Bytes by part, and the pages that the rest is good for.
+    """Bytes by part, and the number of pages that fit in the rest.
 
     Attributes:
       num_pages: the pool, null page included. page_bytes: of one page in all layers. weights, sampler, activations:
-        bytes of the other parts. available: free bytes before the pool is allocated, None where the device does not
-        tell. is_reduced: whether fewer pages are planned than all slots could use.
+        bytes of the other parts. available: free bytes before the pool is allocated, None if the device does not
+        report them. is_reduced: whether fewer pages are planned than all slots could use.
     """
 
     num_pages: int
@@ -77,7 +77,7 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
 
 
 def activation_bytes(spec: EngineSpec) -> int:
-    """A guess of what a step's arrays of tokens and rows of logits take at once, on one device that has all of them."""
+    """Estimated bytes of a step's activations and logits, on one device that holds all of them."""
     config = spec.config
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
@@ -86,7 +86,7 @@ def activation_bytes(spec: EngineSpec) -> int:
 
 
 def available_bytes(device: Any) -> int | None:
-    """Free bytes of a device; of a CPU, what the system says processes can have. None where nothing tells."""
+    """Free bytes of a device; on a CPU the available memory of the system. None if unknown."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

@@ -1,7 +1,6 @@
 """The arrays and compiled programs of one engine: runs planned dispatches, reads their results, warms up.
 
-On several hosts this is what is repeated: methods marked with `operation` take host values only, and the other hosts
-call the same ones in the same order.
+On several hosts, methods marked with `operation` run on each of them, in the same order; they take host values only.
 """
 
 import time
@@ -89,7 +88,7 @@ class ModelRunner:
     """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); parameters are the caller's.
 
     Args:
-      spec: what to allocate; its pool is made as large as the memory allows where it names no size.
+      spec: what to allocate; without `num_pages` its pool is as large as the memory allows.
       params, draft: the concrete parameters of the spec.
       kv_scales: a checkpoint's, for an fp8 cache; ignored by others.
       available: free bytes, in place of the device's own figure.

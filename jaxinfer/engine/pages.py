@@ -1,12 +1,12 @@
-"""Who owns which page of the cache. Plain Python: no JAX here.
+"""Ownership of the pages of a cache. Plain Python: no JAX here.
 
 A page is in one of four states:
 
-  null    page 0: it stands where a table has no page, nobody ever owns it.
-  free    nobody's, contents meaningless.
+  null    page 0: fills unused entries of page tables; it is never owned.
+  free    without owner, contents meaningless.
   owned   by one or more sequences; those that share a page only read it.
-  idle    nobody's, but kept: its contents may be wanted again. The longest idle page is given away when no page is
-          free, and whoever kept it is told to forget it.
+  idle    without owner, but kept, as its contents may be reused. The page that is idle for longest is allocated when
+          no page is free, and its `forget` callback is called.
 """
 
 import random
@@ -55,7 +55,7 @@ class PagePool:
         return self._owners[page]
 
     def is_kept(self, page: int) -> bool:
-        """Whether its contents are known, so that nobody may write it."""
+        """Whether its contents may be reused, so that it must not be written."""
         return page in self._forget
 
     def allocate(self, count: int) -> list[int]:
@@ -81,7 +81,7 @@ class PagePool:
     def release(self, pages: Sequence[int]) -> None:
         """One owner less for each, the last page of a sequence first.
 
-        In that order an idle page is never given away before one that continues it.
+        In that order no idle page is reallocated before a page that continues it.
         """
         for page in reversed(pages):
             if self._owners[page] == 0:

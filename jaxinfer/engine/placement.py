@@ -28,7 +28,7 @@ class DevicePlacement:
         return self._everywhere is None or self._everywhere.is_fully_addressable
 
     def put(self, tree: Any) -> Any:
-        """Host arrays on the device, or whole on every device of the mesh. Every process has the same ones."""
+        """Puts host arrays on the device, or copies on every device of the mesh. All processes pass the same ones."""
         if self._everywhere is None:
             return jax.device_put(tree)
         if self.is_of_this_process:

@@ -1,4 +1,4 @@
-"""Which pages hold the beginnings of earlier sequences, so that a prompt that starts alike need not compute them.
+"""Prefix cache: the pages that hold the beginnings of earlier sequences, for prompts that begin alike.
 
 A radix tree (Zheng et al. 2024, SGLang, section 3) whose edges are whole pages: a node is a page, the path to it
 spells the tokens it and the pages before it hold. Plain Python: no JAX here.
@@ -38,11 +38,11 @@ class PrefixTree:
         return pages
 
     def num_known(self, keys: Sequence[bytes], salt: str = "") -> int:
-        """How many pages `match` would find."""
+        """Number of pages that `match` would find."""
         return len(self._walk(keys, salt))
 
     def insert(self, keys: Sequence[bytes], pages: list[int], salt: str = "") -> bool:
-        """Makes pages, which the caller owns and which hold what `keys` say, known.
+        """Inserts pages that the caller owns and that hold the tokens of `keys`.
 
         Where another page is known for the same beginning, it takes its place in `pages`, in the list itself: so a
         sequence owns every page on its path, and what it computed twice becomes free. Returns whether it did so.

@@ -23,7 +23,7 @@ def end_of(sequence: SequenceState, token: int) -> End | None:
 
 
 def take_error(sequence: SequenceState) -> End:
-    """The row of the next token was not `ok`."""
+    """Ends the answer with an error: its logits were not finite."""
     position = len(sequence.tokens)
     sequence.error = NOT_A_NUMBER.format(position=position)
     return "error", None

@@ -1,4 +1,4 @@
-"""Who runs next, with which pages: continuous batching, chunked prefill, prefix reuse, preemption.
+"""Plans dispatches: continuous batching, chunked prefill, prefix reuse, preemption.
 
 Plain Python: no JAX here, so that millions of its steps can be tested. A step plans one dispatch of the device: every
 running sequence that decodes makes a token (or several, when nothing else is to do), and up to `prefill_chunk` tokens
@@ -194,7 +194,7 @@ class Scheduler:
                     break
             if not can_preempt:
                 return None
-            # The last in rank gives way: the first always goes on, so all come to their end.
+            # The last in rank is preempted. The first always continues, so every sequence ends.
             self._preempt(max(self.running, key=_rank))
         if chunks:
             steps = width = 1
@@ -222,7 +222,7 @@ class Scheduler:
         sequence.num_confirmed = len(sequence.tokens) - 1
 
     def reconcile(self, sequence: SequenceState, num_steps: int, tokens_per_step: int, num_made: int) -> None:
-        """Of steps that were planned, so many tokens came."""
+        """Corrects planned steps to the number of tokens that they made."""
         if not sequence.is_finished and sequence.slot is not None:
             sequence.num_stored = min(sequence.num_stored + num_made - num_steps, sequence.num_storable)
             sequence.num_reserved -= num_steps * tokens_per_step - num_made
@@ -265,7 +265,7 @@ class Scheduler:
     # Planning.
 
     def _num_steps(self, decodes: list[SequenceState], max_steps: int | None) -> int:
-        """With somebody waiting for a slot or pages, no further than the first known end."""
+        """Decode steps of a dispatch; while a sequence waits, at most until the first running one is known to end."""
         steps = min(max_steps or self.options.steps_per_dispatch, self.options.steps_per_dispatch)
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
@@ -284,7 +284,7 @@ class Scheduler:
         return len(self.running) + sum(self._pages_for(one.target) - len(one.pages) for one in prompts)
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
-        """Pages for so many more tokens of each; takes none and says no where there are too few for all."""
+        """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
         tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
         missing = [max(0, self._pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
         if sum(missing) > self.pool.num_available:
@@ -322,7 +322,7 @@ class Scheduler:
         return length
 
     def _should_wait(self, sequence: SequenceState) -> bool:
-        """Whether somebody is just computing more of its beginning than is known: it is then cheaper to wait."""
+        """Whether a running sequence is computing more of its beginning than is cached: it is then cheaper to wait."""
         if not self._can_reuse(sequence):
             return False
         if self._has_live_leader(sequence):
@@ -338,11 +338,11 @@ class Scheduler:
         )
 
     def _can_reuse(self, sequence: SequenceState) -> bool:
-        """Whether pages that are known may stand for its first tokens."""
+        """Whether cached pages may be used for its first tokens."""
         return self.options.reuses_prefixes and not sequence.request.scores_prompt
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
-        """Whether its prompt's pages are, or are going to be, another's. A leader is never behind in rank."""
+        """Whether its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""
         leader = sequence.leader
         return leader is not None and not leader.is_finished and len(sequence.tokens) == sequence.num_prompt
 

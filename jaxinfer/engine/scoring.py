@@ -31,7 +31,7 @@ class ScoredChunk:
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Scores on their way from the device: raw ones of all rows, and processed ones by piece."""
+    """Scores that are computed on the device: raw ones of all rows, and processed ones by piece."""
 
     pieces: tuple[ScoredChunk, ...]
     raw: TokenLogprobs | None
@@ -92,7 +92,7 @@ class PromptScorer:
             self._operations.start_scores(number, history)
 
     def stop(self, sequence: SequenceState) -> None:
-        """Its prompt is done, or is not wanted any more."""
+        """Ends scoring of a sequence: its prompt is finished, or the sequence has ended."""
         number = self._numbers.pop(sequence, None)
         if number is not None:
             self._operations.stop_scores(number)

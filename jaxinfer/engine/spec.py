@@ -58,7 +58,7 @@ class EngineSpec:
       mesh: the devices of one replica, or for counting an `AbstractMesh` of as many; None for one device whose programs
         are compiled without a mesh.
       draft: what drafts, a `ModelDraft` with abstract parameters.
-      pool_pages: pages that the memory is good for; None until that is known.
+      pool_pages: pages that fit in the memory; None before that is known.
 
     Raises ValueError for options that the draft cannot fulfil, and for those that need a draft where there is none.
     """

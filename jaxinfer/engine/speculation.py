@@ -38,7 +38,7 @@ class DraftPlan:
 
 
 class Speculation:
-    """Chooses what each dispatch drafts and learns from what was accepted. Touches no device."""
+    """Chooses what each dispatch drafts, adapted to the acceptance rate. Host values only."""
 
     def __init__(self, spec: EngineSpec):
         if spec.draft is None:
