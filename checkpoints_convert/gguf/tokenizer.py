@@ -1,8 +1,8 @@
 """tokenizer.json and tokenizer_config.json of a GGUF file's metadata.
 
-`tokenizer.ggml.model` says which of two kinds it is: "gpt2", byte pairs of bytes spelled as printable characters
-(Radford et al. 2019, section 2.2), with the cut named by `tokenizer.ggml.pre`; or "llama", SentencePiece's BPE (Kudo &
-Richardson 2018) with a score per token and bytes for what the vocabulary lacks."""
+`tokenizer.ggml.model` names one of two kinds: "gpt2", byte-level BPE (Radford et al. 2019, section 2.2), whose
+pre-tokenizer is named by `tokenizer.ggml.pre`; or "llama", SentencePiece's BPE (Kudo &
+Richardson 2018) with a score per token and byte fallback."""
 
 import json
 from collections.abc import Iterable
@@ -21,8 +21,9 @@ Component = dict[str, Any]
 @dataclass(frozen=True)
 class PreTokenizer:
     """Attributes:
-    steps: of tokenizer.json's pre-tokenizer, in order. normalizes: whether text is brought to Unicode's form C first.
-    ignores_merges: whether a piece that is a token stays whole without merges. adds_bos: unless the file says.
+    steps: of tokenizer.json's pre-tokenizer, in order. normalizes: whether text is normalized to NFC first.
+    ignores_merges: whether a piece that is a token stays whole without merges.
+    adds_bos: whether BOS is added if the file has no `add_bos_token`.
     """
 
     steps: tuple[Component, ...]
@@ -105,7 +106,7 @@ _GGML = "tokenizer.ggml."
 _HUGGING_FACE = "tokenizer.huggingface.json"
 _TEMPLATE = "tokenizer.chat_template"
 MODELS = ("gpt2", "llama")
-MAX_TOKEN_LENGTH = 2**10  # characters; every cut of a piece is looked at
+MAX_TOKEN_LENGTH = 2**10  # characters; every split of a token in two is tried
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"
 _NAMED = {
@@ -131,8 +132,8 @@ def tokenizer_files(index: GGUFIndex) -> dict[str, str]:
     """The files of the tokenizer and their contents, as a Hugging Face repository has them; {} where the metadata has
     none.
 
-    Raises CheckpointError, naming the key, for a kind of tokenizer or a cut of text that is not known exactly, and for
-    tokens, scores or merges that do not fit together.
+    Raises CheckpointError, naming the key, for an unsupported kind of tokenizer or pre-tokenizer, and for tokens,
+    scores or merges that do not fit together.
     """
     given = index.text(_HUGGING_FACE)
     if given is None and index.text(f"{_GGML}model") is None:
@@ -143,8 +144,8 @@ def tokenizer_files(index: GGUFIndex) -> dict[str, str]:
 
 
 def end_token_ids(index: GGUFIndex) -> tuple[int, ...]:
-    """Ids that end a generation: the end of the sequence, of a turn and of a message, by the metadata, and then the
-    special tokens that are spelled so. Raises CheckpointError."""
+    """Ids that end a generation: the metadata's end of sequence, of turn and of message, then special tokens with the
+    spelling of an end token. Raises CheckpointError."""
     found = [token_id(index, name) for name in _ENDS]
     spelled = _spelled_ends(index)
     if all(text in spelled for text in (_PART, *_WHOLE)) and (part := spelled.pop(_PART)) in found:
@@ -153,9 +154,9 @@ def end_token_ids(index: GGUFIndex) -> tuple[int, ...]:
 
 
 def _spelled_ends(index: GGUFIndex) -> dict[str, int]:
-    """Ids by spelling; {} in a file without kinds of tokens, as any text may be spelled so."""
+    """Ids by spelling; {} in a file without token types, where ordinary text could have that spelling."""
     kinds = index.numbers(f"{_GGML}token_type")
-    if kinds is None or len(kinds) != index.count(f"{_GGML}tokens"):  # an error of the tokenizer's, not of the model's
+    if kinds is None or len(kinds) != index.count(f"{_GGML}tokens"):  # reported when the tokenizer is read
         return {}
     places = index.places(f"{_GGML}tokens", _END_SPELLINGS)
     found = {ids[0]: text for text, ids in places.items() if kinds[ids[0]] in (CONTROL, USER_DEFINED)}
@@ -240,10 +241,10 @@ class _TokenizerReader:
     def _pre_tokenizer(self) -> PreTokenizer:
         name = self.index.text(f"{_GGML}pre")
         if name is None:
-            raise self._error("pre", f"missing: nothing says how text is cut before merging; {_OVERRIDE}")
+            raise self._error("pre", f"missing: the pre-tokenizer is unknown; {_OVERRIDE}")
         if name not in PRE_TOKENIZERS:
             hint = did_you_mean(name, PRE_TOKENIZERS)
-            raise self._error("pre", f"{name!r}, a pre-tokenizer that is not known exactly{hint}; {_OVERRIDE}")
+            raise self._error("pre", f"{name!r}, an unsupported pre-tokenizer{hint}; {_OVERRIDE}")
         return PRE_TOKENIZERS[name]
 
     def _pairs(self, merges: Iterable[str], vocab: dict[str, int]) -> list[list[str]]:
@@ -252,7 +253,7 @@ class _TokenizerReader:
             cut = merge.find(" ", 1)  # a space in front would be part of the token
             left, right = merge[:cut], merge[cut + 1 :]
             if cut < 0 or left not in vocab or right not in vocab or left + right not in vocab:
-                raise self._error("merges", f"{merge!r} at {number}, which does not make a token of two others")
+                raise self._error("merges", f"{merge!r} at {number}, which does not join two tokens to a token")
             pairs.append([left, right])
         return pairs
 
@@ -293,14 +294,14 @@ class _TokenizerReader:
         }
 
     def _respell_spaces(self) -> None:
-        """Gemma's runs of spaces are stored as such, and its pieces as all others with U+2581."""
+        """Gemma stores runs of spaces as spaces, and other tokens with U+2581 for a space."""
         self.kinds = self.kinds.copy()
         for id, token in enumerate(self.tokens):
             if token and not token.strip(" "):
                 self.tokens[id], self.kinds[id] = _SPACE * len(token), NORMAL
 
     def _added_tokens(self) -> list[dict[str, Any]]:
-        """Control tokens, the unknown token and the user's own, which are found in text before anything else."""
+        """Control tokens, the unknown token and user-defined tokens, which are matched before any other."""
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         return [
             {"id": id, "content": self.tokens[id], **flags, "special": bool(self.kinds[id] != USER_DEFINED)}
@@ -372,8 +373,8 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **settings: Any) -> dic
 
 
 def _merges_of(vocab: dict[str, int], scores: np.ndarray, skipped: set[str]) -> list[list[str]]:
-    """Every way to make a token of two others, the tokens of the highest score first: SentencePiece merges whichever
-    neighbours make the best token. Ties are ordered as Transformers orders them."""
+    """Every pair of tokens that concatenates to a token, in descending order of that token's score: SentencePiece
+    merges the neighbours with the best result. Ties are ordered as in Transformers."""
     found = []
     for token, id in vocab.items():
         if token in skipped:

@@ -1,4 +1,4 @@
-"""The table of families: what differs between them, as data that loading and saving share.
+"""The table of model families: their differences, as data that loading and saving share.
 
 A family's entry says how its config.json is read where that differs from Llama's; the tensor rules say which tensors
 of the checkpoint are which parameters. Adding a family is adding an entry."""

@@ -55,8 +55,7 @@ def _attention(fields: Fields, values: Mapping[str, Any], *, is_interleaved: boo
 
 
 def _mscale(rope: RopeConfig) -> float:
-    """What yarn multiplies queries and keys by, beside what it does to the rotation (Transformers'
-    `yarn_apply_mscale`)."""
+    """The factor of YaRN on queries and keys, besides the rotation's (Transformers' `yarn_apply_mscale`)."""
     if rope.kind == "default" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0

@@ -32,7 +32,7 @@ _REFUSED = {"use_bidirectional_attention": (True, "the model sees later tokens, 
 
 
 def _scaled(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The embedding is multiplied by the square root of the width, which config.json does not say."""
+    """Multiplies the embedding by the square root of the width; config.json has no field for it."""
     width = data.get("hidden_size")
     if not isinstance(width, int) or width < 1:  # what is noted as a problem when the field itself is read
         width = 1

@@ -104,7 +104,7 @@ def mixture(config: ModelConfig) -> MoEConfig:
 
 
 def _qwen(num_experts: int, per_token: int, expert_size: int, shared_size: int = 0):
-    """`build` of Qwen's mixtures, with the numbers of a silent config.json."""
+    """`build` of Qwen's mixtures, with their defaults where config.json has no value."""
 
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         step = fields.integer("decoder_sparse_step", 1)

@@ -133,7 +133,7 @@ def read_whole(index: SafetensorsIndex, name: str, *, is_checked: bool = True) -
 def _part(
     weight: QuantizedArray | np.ndarray, plan: QuantizedPlan, index: SafetensorsIndex
 ) -> QuantizedArray | np.ndarray:
-    """What of a module [K, N] with several layers, or with outputs in another order, is the parameter."""
+    """The parameter's part of a module [K, N] with several layers, or with outputs in another order."""
     assert plan.outputs is not None
     if isinstance(weight, np.ndarray):
         return weight[:, plan.outputs.index]

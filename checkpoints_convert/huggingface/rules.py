@@ -70,8 +70,7 @@ class TensorPlacement:
 
 @dataclass(frozen=True)
 class Stacked(Sequence[str]):
-    """The names of the tensors of a stack, made on access: a configuration may have any number of experts, and in many
-    files they are one tensor."""
+    """The names of the tensors of a stack, made on access, because a configuration may have any number of experts."""
 
     source: str
     count: int

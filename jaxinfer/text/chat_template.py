@@ -1,6 +1,6 @@
-"""Chat templates: messages in, the text of the prompt out, with every control token's origin known.
+"""Renders chat templates: messages to the text of the prompt, with the origin of every control token.
 
-How content is kept from forging a role. Rendering gives one string, and a tokenizer cannot see that the
+How message content is kept from imitating a role. Rendering gives one string, and a tokenizer cannot see that the
 `<|im_end|>` in it came out of a user's message. Three designs were weighed. Replacing content by sentinels breaks
 templates that look into it (`content.split('</think>')`, `| trim`). Breaking up every control string in the content
 survives transforms, but not joins: two fields side by side, or `replace` taking out a middle, put the pieces

@@ -1,9 +1,9 @@
 """The decoders of `tokenizer.json` as streams: tokens in, text out as soon as it cannot change.
 
 `tokenizers` decodes a whole sequence at once: a chain of stages, each a list of strings to a list of strings.
-Here every stage takes one piece at a time and gives out what is already certain. A stage either still sees the
+Here every stage takes one piece at a time and emits the text that later tokens cannot change. A stage sees either the
 tokens one by one, or (after `Fuse` or `ByteLevel`) pieces of one long string. A stage without an exact
-streaming form makes the whole chain unsupported (`build_decoder` returns None) rather than nearly right.
+streaming form makes the whole chain unsupported (`build_decoder` returns None).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ _kept_component = lru_cache(maxsize=64)(_build_component)
 
 
 class _Pass:
-    """Hands every piece on."""
+    """Passes every piece on."""
 
     def push(self, piece: str) -> Sequence[str]:
         return (piece,)
@@ -194,8 +194,8 @@ class _BpeSuffix:
 class _ByteFallback:
     """Runs of byte tokens (`<0xE4>`): text if the *whole run* is valid UTF-8, else one U+FFFD per byte.
 
-    So a valid run must be held until it ends: one bad byte at its end turns all of it into U+FFFD. A run that
-    already has a bad byte cannot be mended, and is given out at once.
+    So a valid run must be held until it ends: one bad byte at its end turns all of it into U+FFFD. A run that already
+    has an invalid byte is emitted at once.
     """
 
     _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")

@@ -1,4 +1,4 @@
-"""Text that is not trusted, to token ids: message content never becomes a control token.
+"""Encodes untrusted text: message content never becomes a control token.
 
 `tokenizers` can be told to ignore *special* tokens only, and even then its models may produce an added token's id
 by merging (or, for Unigram, by finding it in the vocabulary). So content is encoded by a second tokenizer that has
@@ -215,7 +215,7 @@ class _TrustedText:
 
 
 def _without_first_prefix(spec: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A pre-tokenizer that no longer takes its text for the start of the whole: Metaspace "first" becomes "never"."""
+    """A pre-tokenizer that does not treat its text as the start of a string: Metaspace "first" becomes "never"."""
     if spec is None:
         return None
     if spec["type"] == "Sequence":

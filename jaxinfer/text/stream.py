@@ -22,8 +22,8 @@ class StreamingDetokenizer:
     The decoder runs as an incremental machine, not as repeated decodes of a window: a window has no exact answer
     for decoders whose output depends on how far back a run of byte tokens began. Two consequences:
 
-    - With byte-level tokenizers (GPT-2, Llama 3, Qwen, DeepSeek) a character comes with its last byte.
-    - With byte fallback (`<0xE4>` tokens: Llama 2, Mistral v1, Gemma) a run of byte tokens comes when the run ends,
+    - With byte-level tokenizers (GPT-2, Llama 3, Qwen, DeepSeek) a character is emitted with its last byte.
+    - With byte fallback (`<0xE4>` tokens: Llama 2, Mistral v1, Gemma) a run of byte tokens is emitted when it ends,
       since the library turns the whole run into U+FFFD if one of its bytes is invalid.
 
     `is_incremental` is False for a decoder without an exact streaming form (CTC, a regular expression after Fuse):
@@ -83,7 +83,7 @@ class StopResult(NamedTuple):
 
 
 class StopStringMatcher:
-    """Cuts streamed text at the first stop string; nothing from the stop string on is ever sent.
+    """Ends streamed text at the first stop string; no text from the stop string on is returned.
 
     The text ends at the *earliest character that completes* a stop string; of several stop strings completed by
     that same character the longest counts, so the cut is as early as can be. This depends on the characters

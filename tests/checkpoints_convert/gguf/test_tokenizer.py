@@ -219,14 +219,14 @@ def test_a_file_without_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pre": "qwen3"}, r"pre is 'qwen3', a pre-tokenizer that is not known exactly: did you mean 'qwen2'\?"),
-        ({"pre": None}, "pre is missing: nothing says how text is cut before merging"),
+        ({"pre": "qwen3"}, r"pre is 'qwen3', an unsupported pre-tokenizer: did you mean 'qwen2'\?"),
+        ({"pre": None}, "pre is missing: the pre-tokenizer is unknown"),
         ({"model": "t5"}, "model is 't5', and only gpt2 and llama are read"),
         ({"tokens": None}, "tokens is not an array of strings"),
         ({"tokens": ["a", "a"]}, "token_type is an array of .* for 2 tokens"),
         ({"tokens": ["a", "a"], "token_type": None}, "tokens is the token 'a' twice"),
         ({"merges": None}, "merges is not an array of strings"),
-        ({"merges": ["a b c"]}, "merges is 'a b c' at 0, which does not make a token of two others"),
+        ({"merges": ["a b c"]}, "merges is 'a b c' at 0, which does not join two tokens to a token"),
         ({"merges": ["nospace"]}, "merges is 'nospace' at 0"),
         ({"bos_token_id": 10**6}, "bos_token_id is 1000000, not the id of a token of 514 tokens"),
         ({"eos_token_id": "x"}, "eos_token_id is a string of 1 bytes, not the id of a token"),
