@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.cli import options
+from jaxinfer.llm_options import LLMOptions
 from jaxinfer.options import describe
 from jaxinfer.sampling.params import SamplingParams
 
@@ -12,8 +13,8 @@ FILE = Path(__file__).parent / "options.md"
 TABLES = (
     (
         "Model, engine and speculative decoding",
-        "Arguments of `LLM` and flags of the commands.",
-        options.DraftedServingOptions,
+        "Arguments of `LLM`; most are also flags of the commands.",
+        LLMOptions,
     ),
     ("Sampling", "Fields of `SamplingParams` and flags of the commands that generate.", SamplingParams),
     ("Several hosts", "Flags of `jaxinfer generate` and `jaxinfer batch`.", options.HostsOptions),

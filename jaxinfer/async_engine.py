@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.engine.client import Prompt
-from jaxinfer.engine.request import Request, RequestOptions, RequestOutput, SequenceState, StreamDelta
+from jaxinfer.engine.request import Prompt, Request, RequestOptions, RequestOutput, SequenceState, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LiveModel
 from jaxinfer.parallel import hosts

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,13 +15,14 @@ from tqdm.auto import tqdm
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.checks import did_you_mean
-from jaxinfer.engine.client import Client, Prompt, score_of
+from jaxinfer.engine.client import Client, score_of
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.explanation import Explanation, explain_engine
 from jaxinfer.engine.lockstep import Lockstep
-from jaxinfer.engine.replicas import Replicas
+from jaxinfer.engine.replicas import Replicas, make_engine
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
+    Prompt,
     Request,
     RequestOptions,
     RequestOutput,
@@ -30,7 +30,6 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
-from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
@@ -108,12 +107,8 @@ class LLM:
             mesh=self.mesh,
         )
         loaded, self.max_model_len = loaded.for_length(chosen.max_model_len)
-        self.name, self.config, self.params, self.tokenizer = (
-            loaded.name,
-            loaded.config,
-            loaded.params,
-            loaded.tokenizer,
-        )
+        self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
+        self.params = loaded.params
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self._owned_params = [loaded.params] if loaded.is_owned else []
         self.default_params: SamplingParams = loaded.default_params
@@ -143,25 +138,7 @@ class LLM:
             if is_owned and isinstance(draft, ModelDraft):
                 self._owned_params.append(draft.params)
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
-        if self.mesh is None:
-            return Engine(self.config, params, options, draft=draft, kv_scales=scales)
-        engines = []
-        for replica, mesh in enumerate(parallel.replicas(self.mesh)):
-            on_replica = draft
-            if isinstance(draft, ModelDraft):
-                on_replica = replace(draft, params=parallel.on_replica(draft.params, mesh))
-            engines.append(
-                Engine(
-                    self.config,
-                    parallel.on_replica(params, mesh),
-                    options,
-                    draft=on_replica,
-                    kv_scales=scales,
-                    mesh=mesh,
-                    replica=replica,
-                )
-            )
-        return engines[0] if len(engines) == 1 else Replicas(engines)
+        return make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
 
     # Generating.
 
@@ -250,8 +227,8 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
         if self._lockstep is not None:
-            return self._lockstep.each("stream", lambda: self._stream(self.prepare(prompt, params)))
-        return self._stream(self.prepare(prompt, params))
+            return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params)))
+        return self.client.stream(self.prepare(prompt, params))
 
     def generate_each(
         self, requests: Iterable[tuple[Key, Prompt, SamplingParams]], *, max_queued: int | None = None
@@ -268,9 +245,10 @@ class LLM:
         limit = 2 * self.engine.spec.max_seqs + 4 if max_queued is None else max_queued
         if limit < 1:
             raise ValueError(f"max_queued must be at least 1, got {limit}")
-        if self._lockstep is None or self._lockstep.is_inside:
-            return self._generate_each(iter(requests), limit)
-        return self._generate_each_together(iter(requests), limit)
+        items = ((key, prompt, params or self.default_params) for key, prompt, params in requests)
+        if self._lockstep is None:
+            return self.client.generate_each(items, limit)
+        return self._lockstep.each_request(items, lambda numbered: self.client.generate_each(numbered, limit))
 
     @_together
     def generate_file(
@@ -480,81 +458,6 @@ class LLM:
                 self.client.abort(answers)
             raise
         return submitted
-
-    def _generate_each(
-        self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
-    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
-        running: dict[SequenceState, tuple[Key, list[SequenceState]]] = {}
-        refused: tuple[Key, Request] | None = None
-        try:
-            while True:
-                while len(running) < limit:
-                    if refused is not None:  # as it was prepared: its seed may be derived from its number
-                        (key, request), refused = refused, None
-                    elif (item := next(requests, None)) is None:
-                        break
-                    else:
-                        key, prompt, params = item
-                        try:
-                            request = self.prepare(prompt, params)
-                        except ValueError as error:
-                            yield key, error
-                            continue
-                    try:
-                        answers = self.submit(request)
-                    except QueueFullError:
-                        if not running:
-                            raise
-                        refused = key, request  # again, once some have ended
-                        break
-                    running |= dict.fromkeys(answers, (key, answers))
-                if not running:
-                    return
-                self.step()
-                for answer in self.client.take_progress(running):
-                    self.client.advance(answer)
-                    if answer.is_finished:
-                        key, answers = running.pop(answer)
-                        if not any(other in running for other in answers):
-                            yield key, self.client.collect(answers)
-        finally:
-            self.client.abort(list(running))
-
-    def _generate_each_together(
-        self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
-    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
-        """Keys are what the caller likes: the other hosts find them, by number, among requests of their own."""
-        if self._lockstep is None:
-            raise RuntimeError("there is one host only")
-        keys: dict[int, Key] = {}
-        numbers = itertools.count()
-
-        def numbered() -> Iterator[tuple[int, Prompt, SamplingParams]]:
-            for number, (key, prompt, params) in zip(numbers, requests, strict=False):
-                keys[number] = key
-                yield number, prompt, params
-
-        def items() -> Iterator[tuple[int, RequestOutput | str]]:
-            for number, result in self._generate_each(numbered(), limit):
-                yield number, str(result) if isinstance(result, ValueError) else result
-
-        taken = iter(()) if self.is_leader else numbered()
-        for number, result in self._lockstep.each("generate_each", items):
-            while number not in keys and next(taken, None) is not None:
-                pass
-            if number not in keys:
-                raise RuntimeError(f"host 0 has a request {number}, and this host has fewer")
-            yield keys.pop(number), ValueError(result) if isinstance(result, str) else result
-
-    def _stream(self, request: Request) -> Iterator[StreamDelta]:
-        answers = self.submit(request)
-        running: dict[SequenceState, Any] = dict.fromkeys(answers)
-        try:
-            for _, delta in self.client.run(running, max_steps=1):
-                if delta.text or delta.token_ids or delta.finish_reason is not None:
-                    yield delta if running else replace(delta, output=self.client.collect(answers))
-        finally:
-            self.client.abort(answers)
 
 
 def _progress_bar(total: int, unit: str, use_tqdm: bool | None) -> tqdm:

@@ -26,8 +26,8 @@ class LLMOptions(EngineOptions):
 
     tokenizer: "Tokenizer | str | Path | None" = option(
         None,
-        "A Tokenizer or a folder with tokenizer files; by default the checkpoint's own. A model without one works on "
-        "token ids.",
+        "Folder with tokenizer files, or in Python a Tokenizer; by default the checkpoint's own. A model without one "
+        "works on token ids.",
         "DIR",
         group=MODEL,
     )
@@ -61,7 +61,7 @@ class LLMOptions(EngineOptions):
     mesh: "str | Mapping[str, int] | Mesh | None" = option(
         None,
         "Devices to run on: model=4 (each holds a part of every layer), expert=8 (each holds some experts), "
-        "data=2,model=4 (two replicas of four devices); or a jax.sharding.Mesh with such axes. By default one device. "
+        "data=2,model=4 (two replicas of four devices); in Python also a jax.sharding.Mesh. By default one device. "
         "max_seqs and num_pages are those of each replica. On several hosts it names devices of all of them, and every "
         "host makes the same calls.",
         "AXES",

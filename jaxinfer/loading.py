@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ class LoadedModel:
     params: Params
     tokenizer: Tokenizer | None
     is_owned: bool
-    default_params: SamplingParams
-    ignored_defaults: Sequence[str]
-    eos_token_ids: tuple[int, ...]
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    ignored_defaults: Sequence[str] = ()
+    eos_token_ids: tuple[int, ...] = ()
     kv_scales: KVScales | None = None
     fit: MeshFit | None = None
     mesh: Mesh | None = None
@@ -97,60 +97,80 @@ def load_model(
     generation_config settings that are not applied.
     """
     chosen = None if quantize is None else Selection(quantize)
-    generation_config, eos_ids, is_owned = {}, set(), not isinstance(model, tuple)
-    kv_scales = None
     if isinstance(model, tuple):
-        name = "live parameters"
         if requantize is not None:
             raise ValueError("requantize is for GGUF files, not for live parameters")
-        config, params, own_tokenizer = _check_live(model, dtype)
-        if chosen is not None:
-            params = quantize_params(params, chosen.recipe)
-        if mesh is not None:
-            params = fit_to_mesh(mesh, config).place(params)
+        found = _live(model, dtype, chosen, mesh)
     else:
-        import checkpoints_convert
-
-        name = str(model)
-        path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
-        if dtype == "auto" and jax.default_backend() == "cpu":
-            dtype = "float32"
-        with checkpoints_convert.open_checkpoint(path, dtype=dtype, requantize=requantize) as checkpoint:
-            config = checkpoint.config
-            params = checkpoints_convert.load_params(checkpoint, convert=chosen, mesh=mesh)
-            if layers := checkpoint.kv_scales:
-                kv_scales = KVScales.of_layers(config, [layer.k for layer in layers], [layer.v for layer in layers])
-            own_tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if tokenizer is None else None
-            generation_config = checkpoint.generation_config
-            eos_ids |= set(checkpoint.eos_token_ids)
+        found = _read(str(model), dtype, revision, chosen, requantize, mesh, reads_tokenizer=tokenizer is None)
+    params = found.params
     if jax.default_backend() == "gpu" and mesh is None:
-        params = outputs_together(params, donate=is_owned)
-    if isinstance(tokenizer, (str, Path)):
-        tokenizer = Tokenizer.from_dir(tokenizer)
-    tokenizer = tokenizer or own_tokenizer
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos_ids.add(tokenizer.eos_token_id)
-    defaults = from_generation_config(generation_config)
-    if defaults.ignored:
+        params = outputs_together(params, donate=found.is_owned)
+    if tokenizer is not None:
+        chosen_tokenizer = Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
+    else:
+        chosen_tokenizer = found.tokenizer
+    if found.ignored_defaults:
         warnings.warn(
-            f"{name}: generation_config.json asks for {', '.join(defaults.ignored)}, which is not applied",
+            f"{found.name}: generation_config.json asks for {', '.join(found.ignored_defaults)}, which is not applied",
             stacklevel=3,
         )
-    eos_ids |= set(defaults.eos_token_ids)
-    fitted = None if mesh is None else fit_to_mesh(mesh, config)
-    return LoadedModel(
-        name,
-        config if fitted is None else fitted.config,
-        params,
-        tokenizer,
-        is_owned,
-        defaults.params,
-        defaults.ignored,
-        tuple(sorted(eos_ids)),
-        kv_scales,
-        fitted,
-        mesh,
+    eos_ids = set(found.eos_token_ids)
+    if chosen_tokenizer is not None and chosen_tokenizer.eos_token_id is not None:
+        eos_ids.add(chosen_tokenizer.eos_token_id)
+    fit = None if mesh is None else fit_to_mesh(mesh, found.config)
+    return replace(
+        found,
+        config=found.config if fit is None else fit.config,
+        params=params,
+        tokenizer=chosen_tokenizer,
+        eos_token_ids=tuple(sorted(eos_ids)),
+        fit=fit,
+        mesh=mesh,
     )
+
+
+def _live(model: LiveModel, dtype: str, chosen: Selection | None, mesh: Mesh | None) -> LoadedModel:
+    config, params, tokenizer = _check_live(model, dtype)
+    if chosen is not None:
+        params = quantize_params(params, chosen.recipe)
+    if mesh is not None:
+        params = fit_to_mesh(mesh, config).place(params)
+    return LoadedModel("live parameters", config, params, tokenizer, is_owned=False)
+
+
+def _read(
+    name: str,
+    dtype: str,
+    revision: str | None,
+    chosen: Selection | None,
+    requantize: str | None,
+    mesh: Mesh | None,
+    *,
+    reads_tokenizer: bool,
+) -> LoadedModel:
+    import checkpoints_convert
+
+    path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
+    if dtype == "auto" and jax.default_backend() == "cpu":
+        dtype = "float32"
+    with checkpoints_convert.open_checkpoint(path, dtype=dtype, requantize=requantize) as checkpoint:
+        params = checkpoints_convert.load_params(checkpoint, convert=chosen, mesh=mesh)
+        kv_scales = None
+        if layers := checkpoint.kv_scales:
+            kv_scales = KVScales.of_layers(checkpoint.config, [one.k for one in layers], [one.v for one in layers])
+        defaults = from_generation_config(checkpoint.generation_config)
+        return LoadedModel(
+            name,
+            checkpoint.config,
+            params,
+            _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None,
+            is_owned=True,
+            default_params=defaults.params,
+            ignored_defaults=defaults.ignored,
+            eos_token_ids=(*checkpoint.eos_token_ids, *defaults.eos_token_ids),
+            kv_scales=kv_scales,
+        )
 
 
 def load_shapes(

@@ -1,6 +1,7 @@
 """The house: imports point down, no room and no module is in a circle."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -36,10 +37,16 @@ def module_of(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Names that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -107,6 +114,29 @@ def test_no_module_is_in_a_circle():
     assert (
         circle({name: {other for other in imported(path) if other in modules} for name, path in modules.items()}) == []
     )
+
+
+def too_long(path: Path) -> list[str]:
+    """Files of more than 500 lines and functions of more than 60."""
+    name, count = path.relative_to(ROOT), len(path.read_text(encoding="utf-8").splitlines())
+    found = [f"{name}: {count} lines"] if count > 500 else []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            count = node.end_lineno - node.lineno + 1
+            if count > 60:
+                found.append(f"{name}: {node.name} has {count} lines")
+    return found
+
+
+def test_files_and_functions_are_short():
+    assert not [one for path in FILES for one in too_long(path)]
+
+
+def test_a_step_of_the_engine_is_short():
+    tree = parsed(ROOT / "jaxinfer/engine/engine.py")
+    (step,) = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "step"]
+    assert step.end_lineno is not None
+    assert step.end_lineno - step.lineno + 1 <= 12
 
 
 def test_replaced_words_are_gone():

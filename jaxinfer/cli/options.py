@@ -2,23 +2,20 @@
 
 import dataclasses
 import os
-import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import OK, UsageError
-from jaxinfer.options import MISSING, argument, describe, option
+from jaxinfer.llm_options import LLMOptions
+from jaxinfer.options import MISSING, Description, argument, describe, option
 from jaxinfer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
 
-_model = partial(option, group="Model")
-_engine = partial(option, group="Engine")
-_draft = partial(option, group="Speculative decoding")
 _hosts = partial(option, group="Several hosts")
 as_json = partial(option, False, flag="--json")
 overwrite = partial(option, False, flag="--overwrite")
@@ -29,93 +26,76 @@ def model_argument(help: str = "A checkpoint's folder, a GGUF file, a Hugging Fa
     return argument(MISSING, help, "MODEL")
 
 
+def given(source: type, names: Sequence[str] | None = None) -> Callable[[type], Any]:
+    """A class decorator: a dataclass of the options of `source`, or those of `names`, as the command line has them. All
+    are None by default: not given."""
+
+    def decorate(cls: type) -> type:
+        described = describe(source, names)
+        added = [
+            (field.name, _text_type(field.type, described[field.name]), _not_given(field, described[field.name]))
+            for field in fields(source)
+            if field.name in described
+        ]
+        made = dataclasses.make_dataclass(cls.__name__, added, bases=(cls,), frozen=True, kw_only=True)
+        made.__doc__, made.__module__ = cls.__doc__, cls.__module__
+        return made
+
+    return decorate
+
+
+def _not_given(field: "dataclasses.Field[Any]", about: Description) -> Any:
+    """The field with None as its default; a switch that is off by default has no negative form."""
+    flags = about.flags or (("--" + field.name.replace("_", "-"),) if field.default is False else ())
+    return dataclasses.field(default=None, metadata={"option": replace(about, flags=flags)})
+
+
+def _text_type(hint: Any, about: Description) -> Any:
+    """The type of an option's text: lists for those that may be repeated. A type in quotes is one of ours, for which
+    the command line takes a text."""
+    if about.is_repeated:
+        return list[str] | None
+    if about.parse is not None or isinstance(hint, str):
+        return str | None
+    return hint | None
+
+
+ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "revision")
+
+
+@given(LLMOptions, (*ON_LOADING, "max_model_len", "kv_dtype"))
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: str = _model(
+    model: str = option(
         MISSING,
         "A checkpoint's folder or URL (gs://, s3://), a GGUF file, a Hugging Face hub id, or demo.",
         "MODEL",
         "--model -m",
-    )
-    tokenizer: str | None = _model(None, "Folder with tokenizer files, if not the checkpoint's own.", "PATH")
-    dtype: str = _model(
-        "auto", "auto, float32, bfloat16 or float16; auto is the checkpoint's, and float32 on CPUs.", "DTYPE"
-    )
-    quantize: str | None = _model(
-        None, "Quantize weights while loading: int8, int4-g128, nf4, w8a8, fp8 or others.", "RECIPE"
-    )
-    max_model_len: int | None = _model(
-        None, "Tokens of a prompt with its answer; default: the model's limit, at most 4,096.", "N", min=1
-    )
-    kv_dtype: str | None = _model(
-        None, "Type of cached keys and values: auto, float32, bfloat16, float16, int8, fp8_e4m3 or fp8_e5m2.", "DTYPE"
-    )
-    revision: str | None = _model(None, "Branch, tag or commit of a hub id.", "TEXT")
-    requantize: str | None = _model(
-        None,
-        "Quantized weights of a GGUF file become dense, or a format such as int4-g128; default: unchanged.",
-        "NAME",
+        group="Model",
     )
 
+    if TYPE_CHECKING:
 
-@dataclass(frozen=True, kw_only=True)
+        def __init__(self, **values: Any) -> None: ...
+
+
+@given(
+    LLMOptions,
+    (
+        *("max_seqs", "mesh", "cache", "page_size", "num_pages", "memory_fraction", "prefill_chunk"),
+        *("deterministic", "prefix_cache"),
+    ),
+)
 class ServingOptions(ModelOptions):
-    """The model, and the engine that serves many requests with it. None is not given."""
-
-    max_seqs: int | None = _engine(None, "Sequences generated at the same time; default: 64, on a CPU 16.", "N", min=1)
-    mesh: str | None = _engine(
-        None, "Devices to run on: model=4, data=2,model=4, expert=8; default: one device.", "AXIS=N,..."
-    )
-    page_size: int | None = _engine(None, "Tokens of a cache page; default: 16, on a TPU 64.", "N", min=1)
-    num_pages: int | None = _engine(None, "Pages of the cache; default: what --memory-fraction allows.", "N", min=2)
-    memory_fraction: float | None = _engine(
-        None, "Share of the device's memory for weights and cache; default: 0.9.", "X"
-    )
-    prefill_chunk: int | None = _engine(None, "Prompt tokens of one step; default: 512.", "N", min=1)
-    deterministic: bool | None = _engine(
-        None,
-        "Log-probabilities are the same to the last bit, whatever else runs. Slower.",
-        flag="--deterministic",
-    )
-    prefix_cache: bool | None = _engine(
-        None, "Reuse the cached prefixes of earlier prompts; default: on.", flag="--prefix-cache/--no-prefix-cache"
-    )
+    """The model, and the engine that serves many requests with it."""
 
 
-def read_num_draft_tokens(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a number of tokens or 'auto'") from None
+DRAFT = ("draft", "num_draft_tokens", "draft_tree", "acceptance", "draft_kv_dtype")
 
 
-def _read_widths(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(width) for width in text.split(","))
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of widths, such as 3,2,1") from None
-
-
-@dataclass(frozen=True, kw_only=True)
+@given(LLMOptions, DRAFT)
 class DraftOptions:
-    """A draft for speculative decoding. None is not given."""
-
-    draft: str | None = _draft(None, "Proposes tokens that the model verifies: a model, ngram, or layers:N.", "DRAFT")
-    num_draft_tokens: str | None = _draft(
-        None,
-        "Draft tokens per round, 1 to 31; default: auto, adapted to the acceptance rate.",
-        "N",
-        parse=read_num_draft_tokens,
-    )
-    draft_tree: str | None = _draft(
-        None, "Draft a tree instead of a chain: its widths by depth, such as 3,2,1.", "N,N,...", parse=_read_widths
-    )
-    acceptance: str | None = _draft(
-        None, "exact: the answers without a draft; maximal: the same distribution, with more tokens accepted.", "RULE"
-    )
-    draft_kv_dtype: str | None = _draft(
-        None, "As --kv-dtype, for the cache of a draft model; default: the same.", "DTYPE"
-    )
+    """A draft for speculative decoding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,37 +122,6 @@ class HostsOptions:
     @property
     def is_given(self) -> bool:
         return any(value not in (None, False) for value in vars(self).values()) or "JAXINFER_COORDINATOR" in os.environ
-
-
-def given(source: type, names: Sequence[str] | None = None) -> Callable[[type], Any]:
-    """A class decorator: a dataclass of the options of `source`, or those of `names`, as the command line has them. All
-    are None by default: not given."""
-
-    def decorate(cls: type) -> type:
-        hints = typing.get_type_hints(source)
-        added = [
-            (name, _text_type(hints[name], about), option(None, about.help, **_rest(about)))
-            for name, about in describe(source, names).items()
-        ]
-        made = dataclasses.make_dataclass(cls.__name__, added, bases=(cls,), frozen=True, kw_only=True)
-        made.__doc__, made.__module__ = cls.__doc__, cls.__module__
-        return made
-
-    return decorate
-
-
-def _text_type(hint: Any, about: Any) -> Any:
-    """The type of an option's text: lists for those that may be repeated."""
-    if about.is_repeated:
-        return list[str] | None
-    if about.parse is not None:
-        return str | None
-    return hint | None
-
-
-def _rest(about: Any) -> dict[str, Any]:
-    values = {field.name: getattr(about, field.name) for field in fields(about) if field.name not in ("help", "flags")}
-    return {**values, "flag": " ".join(about.flags)}
 
 
 LOGITS = (

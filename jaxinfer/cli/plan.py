@@ -6,14 +6,22 @@ from typing import TYPE_CHECKING
 
 from jaxinfer.cli.bench import check_picture
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import as_json, given_values, model_argument, read_num_draft_tokens
+from jaxinfer.cli.options import as_json, given, given_values, model_argument
 from jaxinfer.cli.output import report_step, write_json, write_text
+from jaxinfer.llm_options import LLMOptions
 from jaxinfer.options import MISSING, option
 
 if TYPE_CHECKING:
     from jaxinfer.planning import PlanRequest
 
 
+SHARED = (
+    *("dtype", "quantize", "requantize", "revision", "kv_dtype", "page_size", "prefill_chunk", "memory_fraction"),
+    *("draft", "num_draft_tokens"),
+)
+
+
+@given(LLMOptions, SHARED)
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     model: str = model_argument("A checkpoint's folder (a config.json is enough), a GGUF file, or a hub id.")
@@ -21,25 +29,11 @@ class PlanOptions:
     mesh: str | None = option(
         None, "Such as model=4 or data=2,model=4; default: the model is sharded over all devices.", "AXES"
     )
-    max_seqs: int = option(64, "Sequences generated at the same time.", "N", min=1)
+    max_seqs: int = option(64, "Answers generated at once.", "N", min=1)
     context: int | None = option(
         None, "Tokens of a prompt with its answer; default: the model's limit, at most 4,096.", "N", min=1
     )
-    quantize: str | None = option(None, "Quantize weights to int8, int4-g128, w8a8, fp8 or others.", "RECIPE")
-    kv_dtype: str = option("auto", "Type of cached keys and values, such as int8 or fp8_e4m3.", "DTYPE")
-    dtype: str = option("auto", "auto is the checkpoint's.", "DTYPE")
-    draft: str | None = option(None, "A draft model's folder or hub id, ngram, or layers:N.", "DRAFT")
-    num_draft_tokens: str = option(
-        "auto", "Draft tokens per round; auto plans for the largest number.", "N", parse=read_num_draft_tokens
-    )
     batch: str | None = option(None, "Batch sizes of the roofline.", "N,N,...")
-    page_size: int | None = option(None, "Tokens of a cache page.", "N", min=1)
-    prefill_chunk: int | None = option(None, "Prompt tokens of a step.", "N", min=1)
-    memory_fraction: float = option(0.9, "Share of the usable memory for everything.", "X")
-    requantize: str | None = option(
-        None, "Quantized weights of a GGUF file become dense, or are quantized by a recipe.", "NAME"
-    )
-    revision: str | None = option(None, "Branch, tag or commit of a hub id.", "TEXT")
     whole: bool | None = option(
         None, "Compile all layers, or a few of each kind; default: the faster.", flag="--whole/--few-layers"
     )
@@ -84,27 +78,20 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     from jaxinfer.planning import PlanRequest, parse_place
 
     place = parse_place(options.on)
-    config, params = load_shapes(
-        options.model,
-        dtype=options.dtype,
-        revision=options.revision,
-        quantize=options.quantize,
-        requantize=options.requantize,
-    )
+    values = given_values(options)
+    dtype = values.get("dtype", "auto")
+    loading = {name: values[name] for name in ("dtype", "quantize", "requantize", "revision") if name in values}
+    config, params = load_shapes(options.model, **loading)
     config, length = for_length(config, options.context)
-    count = given_values(options)["num_draft_tokens"]
-    if options.draft is None and count != "auto":
-        raise UsageError(f"--num-draft-tokens {count} needs --draft")
+    if options.draft is None and "num_draft_tokens" in values:
+        raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
+    names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "num_draft_tokens")
     engine_options = EngineOptions(
         max_model_len=length,
         max_seqs=options.max_seqs,
-        page_size=options.page_size,
-        prefill_chunk=options.prefill_chunk,
-        memory_fraction=options.memory_fraction,
-        kv_dtype=options.kv_dtype,
-        num_draft_tokens=count,
+        **{name: values[name] for name in names if name in values},
     )
-    draft = None if options.draft is None else load_draft_shapes(options.draft, config, params, length, options.dtype)
+    draft = None if options.draft is None else load_draft_shapes(options.draft, config, params, length, dtype)
     return PlanRequest(
         options.model, config, params, place, engine_options, options.mesh, draft, _batches(options.batch)
     )

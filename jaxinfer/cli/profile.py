@@ -86,7 +86,7 @@ def _max_model_len(options: ProfileOptions, workload: "Workload", arguments: dic
     """The length that the phases need, up to the model's limit. Raises UsageError if the prompts leave no room."""
     from jaxinfer.loading import load_shapes
 
-    config, _ = load_shapes(options.model, dtype=options.dtype, revision=options.revision)
+    config, _ = load_shapes(options.model, dtype=options.dtype or "auto", revision=options.revision)
     count, tree = arguments.get("num_draft_tokens", "auto"), arguments.get("draft_tree")
     depth = 0 if options.draft is None else len(tree) if tree else 16 if count == "auto" else count
     answer = workload.answer_tokens(

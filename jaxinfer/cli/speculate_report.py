@@ -3,12 +3,12 @@
 import importlib.util
 import statistics
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.options import ModelOptions, ServingOptions, as_json
+from jaxinfer.cli.options import ON_LOADING, ServingOptions, as_json, llm_arguments
 from jaxinfer.cli.output import console, note, waiting, write_json, write_text
 from jaxinfer.cli.prompts import PromptLine, read_prompts
 from jaxinfer.options import MISSING, argument, option
@@ -186,22 +186,14 @@ class _Bench:
     def __init__(self, options: ServingOptions, draft: str, acceptance: str, lines: list[PromptLine], repeats: int):
         from jaxinfer.loading import load_model
 
-        own = {field.name for field in fields(ModelOptions)} - {"kv_dtype"}
-        values = {field.name: getattr(options, field.name) for field in fields(options)}
-        self.model = load_model(
-            options.model,
-            tokenizer=options.tokenizer,
-            dtype=options.dtype,
-            revision=options.revision,
-            quantize=options.quantize,
-            requantize=options.requantize,
-        )
+        values = llm_arguments(options)
+        loading = {name: values.pop(name) for name in ON_LOADING if name in values}
+        self.model = load_model(options.model, **loading)
         self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
         self.draft_model: LoadedModel | None = None
         if draft != "ngram" and not draft.startswith("layers:"):
-            self.draft_model = load_model(draft, dtype=options.dtype)
-        self.engine: dict[str, Any] = {"max_seqs": 1, "max_model_len": options.max_model_len}
-        self.engine |= {name: value for name, value in values.items() if name not in own and value is not None}
+            self.draft_model = load_model(draft, dtype=loading.get("dtype", "auto"))
+        self.engine: dict[str, Any] = {"max_seqs": 1, **values}
 
     def params(self, values: dict[str, Any]) -> "list[SamplingParams]":
         """Sampling parameters of each prompt, with the end-of-sequence ids, which live parameters do not have."""

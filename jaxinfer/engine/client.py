@@ -7,13 +7,14 @@ import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     CompletionOutput,
+    Prompt,
     Request,
     RequestOptions,
     RequestOutput,
@@ -23,11 +24,12 @@ from jaxinfer.engine.request import (
     StreamDelta,
     TokenLogprob,
 )
+from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, Tokenizer
 
-Prompt = str | Sequence[int]
+Key = TypeVar("Key")
 
 
 class Client:
@@ -234,6 +236,58 @@ class Client:
                 if answer.is_finished:
                     del answers[answer]
                 yield answer, delta
+
+    def stream(self, request: Request) -> Iterator[StreamDelta]:
+        """Runs a request; yields what is new as it comes, the whole output last. Closing the iterator aborts it."""
+        answers = self.submit(request)
+        running: dict[SequenceState, Any] = dict.fromkeys(answers)
+        try:
+            for _, delta in self.run(running, max_steps=1):
+                if delta.text or delta.token_ids or delta.finish_reason is not None:
+                    yield delta if running else replace(delta, output=self.collect(answers))
+        finally:
+            self.abort(answers)
+
+    def generate_each(
+        self, requests: Iterator[tuple[Key, Prompt, SamplingParams]], limit: int
+    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
+        """Runs requests as there is room, at most `limit` answers at once; yields each output, or the error for which
+        the request was refused, as it is there. Closing the iterator aborts what runs."""
+        running: dict[SequenceState, tuple[Key, list[SequenceState]]] = {}
+        refused: tuple[Key, Request] | None = None
+        try:
+            while True:
+                while len(running) < limit:
+                    if refused is not None:  # as it was prepared: its seed may be derived from its number
+                        (key, request), refused = refused, None
+                    elif (item := next(requests, None)) is None:
+                        break
+                    else:
+                        key, prompt, params = item
+                        try:
+                            request = self.prepare(prompt, params)
+                        except ValueError as error:
+                            yield key, error
+                            continue
+                    try:
+                        answers = self.submit(request)
+                    except QueueFullError:
+                        if not running:
+                            raise
+                        refused = key, request  # again, once some have ended
+                        break
+                    running |= dict.fromkeys(answers, (key, answers))
+                if not running:
+                    return
+                self.step()
+                for answer in self.take_progress(running):
+                    self.advance(answer)
+                    if answer.is_finished:
+                        key, answers = running.pop(answer)
+                        if not any(other in running for other in answers):
+                            yield key, self.collect(answers)
+        finally:
+            self.abort(list(running))
 
     # Collect.
 

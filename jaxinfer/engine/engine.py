@@ -127,15 +127,21 @@ class Engine:
 
         `max_steps` limits the decode steps of the dispatch, for callers that stream single tokens.
         """
-        progressed = self._abort_expired()
-        plan = self._plan(max_steps, can_preempt=not self._in_flight)
-        if plan is None:  # pages are short: what is in flight may end sequences, and decides who is preempted
-            progressed += self._commit_all()
-            plan = self._plan(max_steps, can_preempt=True)
+        expired = self._abort_expired()
+        plan, committed = self._plan_with_room(max_steps)
         flight = None if plan is None else self._run(plan)
         if self._in_flight and (flight is None or len(self._in_flight) >= self.runner.max_in_flight):
-            progressed += self._commit(self._in_flight.popleft())
-        return progressed
+            committed += self._commit(self._in_flight.popleft())
+        return expired + committed
+
+    def _plan_with_room(self, max_steps: int | None) -> tuple[DispatchPlan | None, list[SequenceState]]:
+        """The next dispatch; and the sequences that made progress where dispatches had to be committed for it."""
+        plan = self._plan(max_steps, can_preempt=not self._in_flight)
+        if plan is not None:
+            return plan, []
+        # Pages are short: what is in flight may end sequences, and decides who is preempted.
+        committed = self._commit_all()
+        return self._plan(max_steps, can_preempt=True), committed
 
     def _plan(self, max_steps: int | None, *, can_preempt: bool) -> DispatchPlan | None:
         """The next dispatch and its draft; None if pages are short and no sequence may be preempted."""

@@ -13,11 +13,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
-from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput, RequestTimings, Score, StreamDelta
+from jaxinfer.engine.request import CompletionOutput, Logprob, Prompt, RequestOutput, RequestTimings, Score, StreamDelta
 from jaxinfer.engine.scoring import ScoreWork
 from jaxinfer.parallel.hosts import Hosts
 from jaxinfer.parallel.wire import Codec
-from jaxinfer.sampling import SamplingBatch, SamplingState
+from jaxinfer.sampling import SamplingBatch, SamplingParams, SamplingState
 from jaxinfer.speculative import SpeculationStats
 
 CLASSES = (
@@ -36,6 +36,7 @@ _RAISED = (ValueError, TypeError, RuntimeError, FloatingPointError, FileNotFound
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+Key = TypeVar("Key")
 
 
 class Operated(Protocol):
@@ -126,6 +127,36 @@ class Lockstep:
             close = getattr(iterator, "close", None)
             if close is not None:
                 close()
+
+    def each_request(
+        self,
+        requests: Iterator[tuple[Key, Prompt, SamplingParams]],
+        run: Callable[[Iterator[tuple[Any, Prompt, SamplingParams]]], Iterator[tuple[Any, RequestOutput | ValueError]]],
+    ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
+        """`Client.generate_each`, which is `run`, on host 0. Keys are what the caller likes: the other hosts find them,
+        by number, among requests of their own."""
+        if self.is_inside:
+            yield from run(requests)
+            return
+        keys: dict[int, Key] = {}
+        numbers = itertools.count()
+
+        def numbered() -> Iterator[tuple[int, Prompt, SamplingParams]]:
+            for number, (key, prompt, params) in zip(numbers, requests, strict=False):
+                keys[number] = key
+                yield number, prompt, params
+
+        def items() -> Iterator[tuple[int, RequestOutput | str]]:
+            for number, result in run(numbered()):
+                yield number, str(result) if isinstance(result, ValueError) else result
+
+        taken = iter(()) if self.hosts.is_leader else numbered()
+        for number, result in self.each("generate_each", items):
+            while number not in keys and next(taken, None) is not None:
+                pass
+            if number not in keys:
+                raise RuntimeError(f"host 0 has a request {number}, and this host has fewer")
+            yield keys.pop(number), ValueError(result) if isinstance(result, str) else result
 
     # Host 0.
 

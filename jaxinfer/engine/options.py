@@ -159,7 +159,7 @@ class EngineOptions(SpeculationOptions):
         min=2,
     )
     memory_fraction: float = option(
-        0.9, "Share of the device's memory for weights, cache and temporary arrays.", "X", group=ENGINE
+        0.9, "Share of the device's memory for weights, cache and temporary arrays; by default 0.9.", "X", group=ENGINE
     )
     prefill_chunk: int | None = option(
         None,
@@ -177,7 +177,7 @@ class EngineOptions(SpeculationOptions):
     )
     prefix_cache: bool = option(
         True,
-        "Reuse the cached beginnings of earlier prompts and answers.",
+        "Reuse the cached beginnings of earlier prompts and answers; on by default.",
         flag="--prefix-cache/--no-prefix-cache",
         group=ENGINE,
     )

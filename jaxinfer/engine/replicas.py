@@ -5,17 +5,22 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxinfer import parallel
 from jaxinfer.cache import KVScales
 from jaxinfer.engine.engine import Deadlines, Engine
 from jaxinfer.engine.events import Observer, Snapshot
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.speculative import SpeculationStats
+from jaxinfer.models import ModelConfig, Params
+from jaxinfer.speculative import Draft, ModelDraft, SpeculationStats
 
 
 class Replicas:
@@ -167,6 +172,37 @@ class Replicas:
     def _remove_ended(self) -> None:
         for sequence in [one for one in self._owner if one.is_finished]:
             del self._owner[sequence]
+
+
+def make_engine(
+    config: ModelConfig,
+    params: Params,
+    options: EngineOptions,
+    *,
+    draft: Draft | None = None,
+    kv_scales: KVScales | None = None,
+    mesh: Mesh | None = None,
+) -> Engine | Replicas:
+    """One engine, or one for each replica of a mesh, whose devices hold `params` and the draft's parameters already."""
+    if mesh is None:
+        return Engine(config, params, options, draft=draft, kv_scales=kv_scales)
+    engines = [
+        Engine(
+            config,
+            parallel.on_replica(params, devices),
+            options,
+            draft=(
+                replace(draft, params=parallel.on_replica(draft.params, devices))
+                if isinstance(draft, ModelDraft)
+                else draft
+            ),
+            kv_scales=kv_scales,
+            mesh=devices,
+            replica=number,
+        )
+        for number, devices in enumerate(parallel.replicas(mesh))
+    ]
+    return engines[0] if len(engines) == 1 else Replicas(engines)
 
 
 def _num_tokens(sequence: SequenceState) -> int:

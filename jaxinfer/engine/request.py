@@ -11,6 +11,7 @@ import numpy as np
 from jaxinfer.sampling import SamplingParams, SamplingRow, sample_seed
 from jaxinfer.speculative.statistics import SpeculationStats
 
+Prompt = str | Sequence[int]  # a text, or token ids
 MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while any other can be preempted
 
 

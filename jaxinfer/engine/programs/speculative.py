@@ -102,59 +102,10 @@ def speculate(
 
     A slot's tokens stand together at the beginning of its column of the output, NO_TOKEN after them.
     """
-    target = model.bind(weights)
-    draft = drafter.kind.bind(draft_weights) if isinstance(drafter.kind, ProgramModel) else None
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
-    num_outputs = max_rounds * (drafter.tree.depth + 1)
-
-    def one_round(carry):
-        count, (cache, draft_cache), slots, outputs, num_tokens, counts = carry
-        is_active = slots.is_active & work.is_scheduled
-        # A node is stored where it may stay, so there is never one more than tokens are left.
-        num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, drafter.tree.num_nodes) - 1)
-        rows = DraftRows(
-            slots.positions, is_active, jnp.where(is_active, num_nodes, 0), work.page_table, batch, slots.history
-        )
-        cache, draft_cache, draft_slots, proposal = _propose(
-            drafter, draft, model, cache, draft_cache, slots.draft, rows
-        )
-        proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
-        cache, hidden = verify(target, model, cache, proposal, rows, drafter)
-        state, outputs = walk(
-            _logits_at(target, hidden, drafter),
-            proposal,
-            rows,
-            drafter.tree,
-            slots.remaining,
-            partial(_keep, num_tokens, batch.has_logprobs & work.is_scheduled),
-            outputs,
-            is_maximal=drafter.is_maximal,
-        )
-        if drafter.tree.max_width > 1:
-            moved = (rows, state.path, state.num_tokens)
-            cache = keep_path(cache, *moved, model.mesh)
-            if draft_cache is not None and isinstance(drafter.kind, ProgramModel):
-                draft_cache = keep_path(draft_cache, *moved, drafter.kind.mesh)
-        positions = rows.positions + state.num_tokens
-        nodes = jnp.arange(drafter.tree.depth + 1)
-        path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
-        new_slots = Slots(
-            tokens=jnp.where(is_active, state.newest, slots.tokens),
-            positions=positions,
-            remaining=state.remaining,
-            is_active=jnp.where(is_active, state.is_active, slots.is_active),
-            history=state.history,
-            draft=_settle(draft_slots, rows, path, state.newest, positions, nodes),
-        )
-        # Where an answer ended with an accepted draft, nobody asked what the target thinks of those after it.
-        is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
-        proposed = jnp.where(is_cut, state.num_accepted, proposal.num_nodes - 1)
-        counts = RoundCounts(
-            counts.proposed.at[count].set(jnp.where(is_active, proposed, -1)),
-            counts.accepted.at[count].set(jnp.where(is_active, state.num_accepted, -1)),
-        )
-        return count + 1, (cache, draft_cache), new_slots, outputs, num_tokens + state.num_tokens, counts
+    draft = drafter.kind.bind(draft_weights) if isinstance(drafter.kind, ProgramModel) else None
+    one_round = _Round(model, model.bind(weights), drafter, draft, batch, work)
 
     def keep_going(carry):
         count, _, slots, *_ = carry
@@ -165,13 +116,73 @@ def speculate(
         jnp.int32(0),
         (cache, draft_cache),
         slots,
-        _no_outputs(num_outputs, num_slots, batch.vocab_size),
+        _no_outputs(max_rounds * (drafter.tree.depth + 1), num_slots, batch.vocab_size),
         jnp.zeros((num_slots,), jnp.int32),
         RoundCounts(nothing, nothing),
     )
     _, caches, slots, outputs, _, counts = lax.while_loop(keep_going, one_round, carry)
     slots = constrain_sharding(model.mesh, write_rows(all_slots, slots))
     return *caches, slots, replicate(model.mesh, outputs), replicate(model.mesh, counts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """One round of `speculate`: a body for `lax.while_loop`, which hashes it, and so not by its arrays."""
+
+    model: ProgramModel
+    target: Decoder
+    drafter: Drafter
+    draft: Decoder | None
+    batch: SamplingBatch
+    work: SpeculativeWork
+
+    def __call__(self, carry):
+        count, (cache, draft_cache), slots, outputs, num_tokens, counts = carry
+        tree, batch, work = self.drafter.tree, self.batch, self.work
+        is_active = slots.is_active & work.is_scheduled
+        # A node is stored where it may stay, so there is never one more than tokens are left.
+        num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
+        rows = DraftRows(
+            slots.positions, is_active, jnp.where(is_active, num_nodes, 0), work.page_table, batch, slots.history
+        )
+        cache, draft_cache, draft_slots, proposal = _propose(
+            self.drafter, self.draft, self.model, cache, draft_cache, slots.draft, rows
+        )
+        proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
+        cache, hidden = verify(self.target, self.model, cache, proposal, rows, self.drafter)
+        state, outputs = walk(
+            _logits_at(self.target, hidden, self.drafter),
+            proposal,
+            rows,
+            tree,
+            slots.remaining,
+            partial(_keep, num_tokens, batch.has_logprobs & work.is_scheduled),
+            outputs,
+            is_maximal=self.drafter.is_maximal,
+        )
+        if tree.max_width > 1:
+            moved = (rows, state.path, state.num_tokens)
+            cache = keep_path(cache, *moved, self.model.mesh)
+            if draft_cache is not None and isinstance(self.drafter.kind, ProgramModel):
+                draft_cache = keep_path(draft_cache, *moved, self.drafter.kind.mesh)
+        positions = rows.positions + state.num_tokens
+        path = jnp.take_along_axis(proposal.tokens, state.path, axis=1)
+        new_slots = Slots(
+            tokens=jnp.where(is_active, state.newest, slots.tokens),
+            positions=positions,
+            remaining=state.remaining,
+            is_active=jnp.where(is_active, state.is_active, slots.is_active),
+            history=state.history,
+            draft=_extend_sequences(draft_slots, rows, path, state.newest, positions, jnp.arange(tree.depth + 1)),
+        )
+        # Where an answer ended with an accepted draft, nobody asked what the target thinks of those after it.
+        is_cut = ~state.is_active & (state.num_accepted == state.num_tokens)
+        proposed = jnp.where(is_cut, state.num_accepted, proposal.num_nodes - 1)
+        counts = RoundCounts(
+            counts.proposed.at[count].set(jnp.where(is_active, proposed, -1)),
+            counts.accepted.at[count].set(jnp.where(is_active, state.num_accepted, -1)),
+        )
+        return count + 1, (cache, draft_cache), new_slots, outputs, num_tokens + state.num_tokens, counts
 
 
 def verify(
@@ -230,7 +241,7 @@ def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache
     return cache, draft_cache, slots, proposal
 
 
-def _settle(
+def _extend_sequences(
     draft: DraftSlots, rows: DraftRows, path: jax.Array, newest: jax.Array, positions: jax.Array, depths: jax.Array
 ) -> DraftSlots:
     """The sequence with the accepted path int32[S, D + 1] and the newest token, and what the draft has of it."""

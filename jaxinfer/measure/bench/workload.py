@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.engine.client import Prompt
+from jaxinfer.engine.request import Prompt
 
 
 @dataclass(frozen=True)
