@@ -1,4 +1,4 @@
-"""`jaxinfer quantize`: writes a checkpoint with weights of few bits, calibrated on text."""
+"""`jaxinfer quantize`: writes a checkpoint with quantized weights, calibrated on text."""
 
 import hashlib
 import sys
