@@ -120,8 +120,7 @@ def paged_attention(
       kv_lengths: number of all tokens of each sequence, the new ones included.
       query_starts: the running sum of query_lengths when None.
       max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
-      window: as in `flash_attention`, and so are `soft_cap` and `sinks`.
-      scale: as in `flash_attention`; it may include the scale of an fp8 cache's keys.
+      window: this, soft_cap, scale and sinks are as in `flash_attention`; scale may include an fp8 cache's key scale.
       ancestors: token trees. Bit j means that the token sees the j-th new token of its sequence; its own bit is set,
         parents come before children, and its depth in a window is its number of bits less 1. Sequences of more than 32
         new tokens are causal.
