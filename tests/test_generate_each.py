@@ -1,26 +1,23 @@
 """Requests as a stream: taken as there is room, answered as they end; and as a file."""
 
 import json
-from dataclasses import replace
 
 import jax
 import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import init_params
-from tests.tiny import TINY
-
-CONFIG = replace(TINY, max_position_embeddings=64)
+from tests.tiny import OPTIONS, TINY
 
 
 @pytest.fixture(scope="module")
 def params():
-    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(CONFIG, jax.random.key(0)))
+    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, init_params(TINY, jax.random.key(0)))
 
 
 @pytest.fixture(scope="module")
 def llm(params):
-    with LLM((CONFIG, params), max_seqs=2) as llm:
+    with LLM((TINY, params), **OPTIONS) as llm:
         yield llm
 
 
@@ -50,7 +47,7 @@ def test_short_answers_do_not_wait_for_long_ones(llm):
 def test_what_is_refused_is_told_under_its_key_and_the_others_go_on(llm):
     stream = [
         ("a", [1], SamplingParams(max_tokens=3)),
-        ("too long", [1] * 60, SamplingParams(max_tokens=30)),
+        ("too long", [1] * 120, SamplingParams(max_tokens=30)),
         ("empty", [], SamplingParams()),
         ("no such token", [97], SamplingParams()),
         ("text", "x", SamplingParams()),
@@ -62,7 +59,7 @@ def test_what_is_refused_is_told_under_its_key_and_the_others_go_on(llm):
     assert len(found) == 8
     assert not any(isinstance(found[key], ValueError) for key in "ab")
     messages = {key: str(value) for key, value in found.items() if isinstance(value, ValueError)}
-    assert messages["too long"].startswith("the prompt: 60 prompt tokens and max_tokens=30 make 90")
+    assert messages["too long"].startswith("the prompt: 120 prompt tokens and max_tokens=30 make 150")
     assert len(messages) == 6
 
 
@@ -103,12 +100,12 @@ def test_an_error_among_the_requests_aborts_what_runs(llm):
 
 def test_fingerprints_tell_models_apart(llm, params):
     def fingerprint(tree, **options):
-        with LLM((CONFIG, tree), max_seqs=3, **options) as other:
+        with LLM((TINY, tree), **{**OPTIONS, "max_seqs": 3, **options}) as other:
             return other.fingerprint()
 
     same = llm.fingerprint()
     assert fingerprint(params) == same  # whatever max_seqs
-    assert fingerprint(params, max_model_len=32) != same
+    assert fingerprint(params, max_model_len=64) != same
     leaves, structure = jax.tree.flatten(params)
     for index, leaf in enumerate(leaves):
         changed = [*leaves]
@@ -133,7 +130,7 @@ def test_a_file_is_served_and_resumed(llm, tmp_path):
 def test_several_answers_come_together_once_each_and_whole(params):
     asked = [(i, [i + 1, 5], SamplingParams(n=3, seed=i, max_tokens=9)) for i in range(6)]
     for options in ({}, {"prefix_cache": False}):
-        with LLM((CONFIG, params), max_seqs=3, **options) as llm:
+        with LLM((TINY, params), **OPTIONS, **options) as llm:
             found = list(llm.generate_each(asked))
             whole = {key: llm.generate(prompt, one)[0] for key, prompt, one in asked}
         assert sorted(key for key, _ in found) == list(range(6))
@@ -144,7 +141,7 @@ def test_several_answers_come_together_once_each_and_whole(params):
 def test_the_model_may_be_used_between_two_answers(params):
     asked = [(i, [i + 1], SamplingParams(temperature=0, max_tokens=4 + i)) for i in range(6)]
     keys = []
-    with LLM((CONFIG, params), max_seqs=2) as llm:
+    with LLM((TINY, params), **OPTIONS) as llm:
         for key, _ in llm.generate_each(asked):
             keys.append(key)
             llm.generate([9, 9, key], SamplingParams(temperature=0, max_tokens=12))
@@ -155,10 +152,10 @@ def test_a_short_queue_only_slows_it_down(params):
     asked = [(i, [i + 1], SamplingParams(max_tokens=3)) for i in range(20)]  # seeds come from their numbers
 
     def tokens(**options):
-        with LLM((CONFIG, params), max_seqs=2, **options) as llm:
+        with LLM((TINY, params), **OPTIONS, **options) as llm:
             return {key: output.outputs[0].token_ids for key, output in llm.generate_each(asked)}
 
     assert tokens(max_waiting=1) == tokens()
-    llm = LLM((CONFIG, params), max_seqs=2, max_waiting=1)
+    llm = LLM((TINY, params), **{**OPTIONS, "max_seqs": 2}, max_waiting=1)
     with llm, pytest.raises(ValueError, match="n=4 is more than max_seqs=2 and max_waiting=1"):
         llm.generate([1], SamplingParams(n=4, seed=1))

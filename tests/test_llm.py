@@ -17,16 +17,14 @@ from jaxinfer.models import init_params
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 4
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
+def train_tokenizer(folder, vocab_size=300) -> Tokenizer:
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.train_from_iterator(
         [TEXT],
         trainers.BpeTrainer(
-            vocab_size=300,
+            vocab_size=vocab_size,
             special_tokens=["<eos>", "<user>", "<bot>"],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
@@ -36,6 +34,11 @@ def tokenizer(tmp_path_factory):
     template = "{% for m in messages %}<user>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.from_dir(folder)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return train_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +91,7 @@ def test_nothing_after_a_stop_string_is_emitted(llm):
 def test_end_of_sequence_ends_unless_ignored(model):
     tokenizer = model[2]
     free = SamplingParams(max_tokens=30, seed=4)
-    with LLM(model, max_seqs=1) as llm:
+    with LLM(model, max_seqs=4) as llm:
         tokens = llm.generate([5, 6], free)[0].outputs[0].token_ids
         llm.client.eos_token_ids = (tokens[10],)
         first = tokens.index(tokens[10])
@@ -249,7 +252,7 @@ def test_live_parameters_that_do_not_fit_are_refused(model):
 
 
 def test_a_model_without_tokenizer_works_on_ids(model):
-    with LLM(model[:2], max_seqs=1) as llm:
+    with LLM(model[:2], max_seqs=4) as llm:
         answer = llm.generate([1, 2], SamplingParams(max_tokens=3, temperature=0))[0].outputs[0]
         assert len(answer.token_ids) == 3
         assert answer.text == ""
@@ -259,13 +262,13 @@ def test_a_model_without_tokenizer_works_on_ids(model):
             llm.generate([1], SamplingParams(stop=["x"]))
 
 
-def test_rows_beyond_the_tokenizer_have_no_text(model):
+def test_rows_beyond_the_tokenizer_have_no_text(model, tmp_path):
     """Vocabularies are often padded: the model has more rows than the tokenizer has tokens."""
-    config, _, tokenizer = model
-    config = replace(config, vocab_size=config.vocab_size + 8)
+    config, params, _ = model
+    tokenizer = train_tokenizer(tmp_path, vocab_size=280)
     beyond = config.vocab_size - 1
     assert not tokenizer.has_id(beyond)
-    with LLM((config, init_params(config, jax.random.key(0)), tokenizer), max_seqs=2) as llm:
+    with LLM((config, params, tokenizer), max_seqs=4) as llm:
         params = SamplingParams(allowed_token_ids=[beyond], max_tokens=3, logprobs=1, prompt_logprobs=1, seed=0)
         output = llm.generate([1, beyond], params)[0]
     assert (output.outputs[0].token_ids, output.outputs[0].text) == ([beyond] * 3, "")
@@ -288,7 +291,7 @@ def test_a_contiguous_cache_honours_what_a_paged_one_does(model):
 
 
 def test_a_stream_may_be_closed_after_the_model(model):
-    llm = LLM(model, max_seqs=1)
+    llm = LLM(model, max_seqs=4)
     stream = llm.stream([1], SamplingParams(max_tokens=9, temperature=0))
     next(stream)
     llm.close()
@@ -360,7 +363,7 @@ class TestDrafts:
             llm.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
     def test_it_is_explained_and_counted(self, model):
-        with LLM(model, draft=model, num_draft_tokens=2, max_seqs=2) as llm:
+        with LLM(model, draft=model, num_draft_tokens=2, max_seqs=4) as llm:
             output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=10))[0].outputs[0]
             stats = output.speculation
             assert stats is not None
@@ -369,6 +372,6 @@ class TestDrafts:
             facts = llm.explain().to_dict()["speculation"]
             assert facts["draft"] == "live parameters"
             assert facts["drafted / accepted tokens"] == f"{stats.proposed} / {stats.accepted}"
-        with LLM(model, max_seqs=2) as llm:
+        with LLM(model, max_seqs=4) as llm:
             assert llm.speculation_stats() is None
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0].speculation is None

@@ -1,4 +1,4 @@
-"""The configuration of a tiny model, for tests of what does not depend on the model."""
+"""A tiny model and options of an engine, for tests of what depends on neither: equal ones share their programs."""
 
 from jaxinfer.models import ModelConfig, RopeConfig
 
@@ -14,3 +14,5 @@ TINY = ModelConfig(
     rope=RopeConfig(rotary_dim=8),
     max_position_embeddings=128,
 )
+OPTIONS = {"max_seqs": 4, "max_model_len": 128, "prefill_chunk": 32, "num_pages": 60}
+CONTIGUOUS_OPTIONS = {"cache": "contiguous", "max_seqs": 4, "max_model_len": 128}

@@ -10,6 +10,8 @@ import pytest
 
 from jaxinfer import SamplingParams
 
+SLOTS = ("--max-seqs", 4)
+
 
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -53,7 +55,7 @@ def batch(jaxinfer, model, tmp_path):
 
     def batch(rows, *options, name="out", seed=0):
         path_in = write(tmp_path / "in.jsonl", rows)
-        return jaxinfer("batch", path_in, tmp_path / f"{name}.jsonl", "-m", model, "--seed", seed, *options)
+        return jaxinfer("batch", path_in, tmp_path / f"{name}.jsonl", "-m", model, *SLOTS, "--seed", seed, *options)
 
     return batch
 
@@ -86,7 +88,7 @@ def test_rows_without_a_seed_are_sampled_as_generate_samples_them(batch, tmp_pat
     prompts = [f"prompt {number}" for number in range(6)]
     assert batch([{"prompt": prompt} for prompt in prompts], seed=5).exit_code == 0
     found = answers(tmp_path / "out.jsonl")
-    with LLM(model, seed=5) as llm:
+    with LLM(model, max_seqs=4, seed=5) as llm:
         for number, output in enumerate(llm.generate(prompts), 1):
             assert found[f"row-{number}"]["outputs"][0]["token_ids"] == output.outputs[0].token_ids
 
@@ -133,7 +135,7 @@ def test_what_is_refused_leaves_nothing_behind(batch, tmp_path, rows, options, c
 def test_the_wrong_model_is_told_and_the_results_stay(batch, tmp_path, jaxinfer, model_without_template):
     assert batch([{"prompt": "x"}]).exit_code == 0
     before = (tmp_path / "out.jsonl").read_bytes()
-    arguments = ("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", model_without_template)
+    arguments = ("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", model_without_template, *SLOTS)
     result = jaxinfer(*arguments)
     assert result.exit_code == 1
     assert "differences: the model" in result.stderr
@@ -143,7 +145,8 @@ def test_the_wrong_model_is_told_and_the_results_stay(batch, tmp_path, jaxinfer,
 
 @pytest.fixture
 def start(jaxinfer_process, model, tmp_path):
-    return lambda: jaxinfer_process("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", model, "--seed", 0)
+    arguments = ("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", model, *SLOTS, "--seed", 0)
+    return lambda: jaxinfer_process(*arguments)
 
 
 def test_ctrl_c_says_how_to_go_on(batch, start, tmp_path):

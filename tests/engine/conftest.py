@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxinfer.models import init_params
-from tests.tiny import TINY
+from tests.tiny import CONTIGUOUS_OPTIONS, OPTIONS, TINY
 
 
 @pytest.fixture(scope="session")
@@ -14,15 +14,15 @@ def tiny():
     return TINY, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
 
 
-@pytest.fixture(scope="session", params=["paged", "contiguous"])
-def cache(request):
+@pytest.fixture(scope="session", params=[OPTIONS, CONTIGUOUS_OPTIONS], ids=["paged", "contiguous"])
+def options(request):
     """What runs over either cache is tested over both."""
     return request.param
 
 
 @pytest.fixture(scope="session")
-def llm(tiny, cache):
+def llm(tiny, options):
     from jaxinfer import LLM
 
-    with LLM(tiny, max_seqs=4, seed=11, cache=cache) as llm:
+    with LLM(tiny, seed=11, **options) as llm:
         yield llm

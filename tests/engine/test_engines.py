@@ -56,9 +56,9 @@ def test_first_of_n_answers_is_the_only_one(llm):
     assert again.token_ids == many[2].token_ids
 
 
-def test_requests_without_a_seed_differ_but_repeat_with_the_llm_seed(tiny, cache):
+def test_requests_without_a_seed_differ_but_repeat_with_the_llm_seed(tiny, options):
     def run(seed):
-        with LLM(tiny, max_seqs=2, seed=seed, cache=cache) as llm:
+        with LLM(tiny, seed=seed, **options) as llm:
             return [llm.generate([1, 2], SamplingParams(max_tokens=12))[0].outputs[0].token_ids for _ in range(2)]
 
     first, again, other = run(1), run(1), run(2)
@@ -67,27 +67,27 @@ def test_requests_without_a_seed_differ_but_repeat_with_the_llm_seed(tiny, cache
     assert first != other
 
 
-def test_nan_weights_end_the_request_with_an_error_and_a_reason(tiny, cache):
+def test_nan_weights_end_the_request_with_an_error_and_a_reason(tiny, options):
     config, params = tiny
     broken = {**params, "final_norm": {"weight": params["final_norm"]["weight"].at[0].set(jnp.nan)}}
-    with LLM((config, broken), max_seqs=1, cache=cache) as llm:
+    with LLM((config, broken), **options) as llm:
         answer = llm.generate([1, 2, 3], SamplingParams(temperature=0))[0].outputs[0]
     assert (answer.finish_reason, answer.token_ids) == ("error", [])
     assert "position 3" in answer.error
 
 
-def test_nan_in_one_row_leaves_the_others_bit_identical(tiny, cache):
+def test_nan_in_one_row_leaves_the_others_bit_identical(tiny, options):
     config, params = tiny
     poisoned = 96
     broken = {**params, "embed": params["embed"].at[poisoned].set(jnp.nan)}
     prompts = [[1, 2, 3], [4, poisoned, 5], [6, 7], [8] * 20]
-    options = SamplingParams(temperature=0, max_tokens=16, logprobs=3, bad_words=(), logit_bias={poisoned: -100.0})
-    with LLM((config, params), max_seqs=4, cache=cache) as llm:
-        healthy = llm.generate([prompts[i] for i in (0, 2, 3)], options)
-    with LLM((config, broken), max_seqs=4, cache=cache) as llm:
-        outputs = llm.generate(prompts, options)
+    sampling = SamplingParams(temperature=0, max_tokens=16, logprobs=3, bad_words=(), logit_bias={poisoned: -100.0})
+    with LLM((config, params), **options) as llm:
+        healthy = llm.generate([prompts[i] for i in (0, 2, 3)], sampling)
+    with LLM((config, broken), **options) as llm:
+        outputs = llm.generate(prompts, sampling)
         # The slot that held the poisoned row serves the next request as if nothing had been there.
-        after = llm.generate(prompts[:1] * 4, options)
+        after = llm.generate(prompts[:1] * 4, sampling)
     assert outputs[1].outputs[0].finish_reason == "error"
     for expected, found in zip(healthy, [outputs[0], outputs[2], outputs[3]], strict=True):
         assert expected.outputs[0].token_ids == found.outputs[0].token_ids
@@ -101,7 +101,7 @@ def flax_objects(tree) -> list:
     return [x for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)) if isinstance(x, kinds)]
 
 
-def test_no_module_or_variable_crosses_jit(tiny, cache, monkeypatch):
+def test_no_module_or_variable_crosses_jit(tiny, options, monkeypatch):
     config, params = tiny
     seen = []
     homes = {
@@ -111,7 +111,7 @@ def test_no_module_or_variable_crosses_jit(tiny, cache, monkeypatch):
     for module, name in [(module, name) for module, names in homes.items() for name in names]:
         program = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, program=program: seen.append(args) or program(*args))
-    with LLM((config, params), max_seqs=1, cache=cache) as llm:
+    with LLM((config, params), **options) as llm:
         llm.generate([1, 2], SamplingParams(max_tokens=3, prompt_logprobs=1), taps=["final_norm"])
         llm.score([[1, 2]], [[3]])
     assert len(seen) >= 5
@@ -119,10 +119,10 @@ def test_no_module_or_variable_crosses_jit(tiny, cache, monkeypatch):
     assert flax_objects({"a": [bind(config, params)]}) != []  # the check finds one where there is one
 
 
-def test_a_retrace_would_be_noticed(tiny, cache):
+def test_a_retrace_would_be_noticed(tiny, options):
     one = SamplingParams(max_tokens=2)
     with (
-        LLM(tiny, max_seqs=3, max_model_len=77, cache=cache) as llm,
+        LLM(tiny, **{**options, "max_seqs": 3, "max_model_len": 77}) as llm,
         jax.no_tracing(),
         pytest.raises(Exception, match="trac"),
     ):

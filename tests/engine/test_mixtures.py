@@ -104,7 +104,7 @@ def logprobs(output) -> list[float]:
     return [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_deterministic_bits_do_not_depend_on_what_others_route(model, dtype):
     config, params = model
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)

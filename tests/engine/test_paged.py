@@ -20,8 +20,8 @@ from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import RequestTooLargeError
 from tests.engine.mixed_requests import mixed_params, random_prompts
 from tests.engine.sequences import make_sequence
+from tests.tiny import OPTIONS
 
-OPTIONS = {"max_seqs": 4, "max_model_len": 128, "prefill_chunk": 32, "num_pages": 60}
 COMPILED = [
     *(getattr(paged_programs, name) for name in ("step", "decode", "write_slot", "write_plain_slot")),
     *(getattr(paged_programs, name) for name in ("move_slots", "copy_pages")),
@@ -53,12 +53,12 @@ def run(engine, generations, between=lambda: None):
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_the_first_token_of_all_does_not_wait_for_the_next_program(tiny, is_warm):
-    engine = Engine(*tiny, EngineOptions(**{**OPTIONS, "prefill_chunk": 16}))
+    engine = Engine(*tiny, EngineOptions(**OPTIONS))
     if is_warm:
         engine.warm_up()
     heard = []
     with engine.observe(heard.append):
-        first = make(range(20), max_tokens=3)
+        first = make(range(40), max_tokens=3)
         engine.add(first)
         while not first.output:
             engine.step()
@@ -70,14 +70,15 @@ def test_the_first_token_of_all_does_not_wait_for_the_next_program(tiny, is_warm
     engine.close()
 
 
-def test_no_retrace_and_no_hidden_transfer_in_2000_mixed_requests(tiny):
+@pytest.mark.parametrize("num_requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_no_retrace_and_no_hidden_transfer_in_mixed_requests(tiny, num_requests):
     with LLM(tiny, **OPTIONS) as llm:
         llm.warm_up(use_tqdm=False)
-        prompts = random_prompts(2000, 100, seed=1)
-        params = [mixed_params(number) for number in range(2000)]
+        prompts = random_prompts(num_requests, 100, seed=1)
+        params = [mixed_params(number) for number in range(num_requests)]
         before = [program._cache_size() for program in COMPILED]
         with jax.no_tracing(), jax.transfer_guard("disallow"):
-            for start, count in ((0, 1), (1, 3), (4, 96), (100, 900), (1000, 1000)):
+            for start, count in ((0, 1), (1, 3), (4, 96), (100, num_requests - 100)):
                 llm.generate(prompts[start : start + count], params[start : start + count])
             # Alone, streamed, scored, several answers, with so few pages that some are preempted.
             list(llm.stream(prompts[0], params[0]))
