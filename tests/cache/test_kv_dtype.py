@@ -133,6 +133,20 @@ def test_what_is_attended_to_is_what_is_stored(attend, name):
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
 def test_stored_bits_do_not_depend_on_how_a_token_was_written(name):
+    assert_bits_do_not_depend_on_the_writing(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.optimized
+def test_nor_do_they_in_programs_compiled_as_for_users(name):
+    for program in (attend_paged, attend_contiguous):
+        program.clear_cache()
+    run.cache_clear()
+    assert_bits_do_not_depend_on_the_writing(name)
+
+
+def assert_bits_do_not_depend_on_the_writing(name):
     for attend in (attend_paged, attend_contiguous):
         whole, cut = (jax.tree.leaves(run(attend, name, chunks)[1]) for chunks in (WHOLE, CUT))
         for one, other in zip(whole, cut, strict=True):

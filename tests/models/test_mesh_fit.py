@@ -1,5 +1,6 @@
 """Models made to fit a mesh answer as before: the logits of resized parameters are those of the model's own."""
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -107,8 +108,21 @@ def test_logits_stay(name, parts):
     jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), found, shardings)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "w8a8", "int4-g32", "int4-g32-asym", "nf4", "fp8-block"])
-@pytest.mark.parametrize("changes", [{}, {"intermediate_size": 90, "vocab_size": 101}], ids=["even", "odd"])
+ODD_SIZES = {"intermediate_size": 90, "vocab_size": 101}
+# Scales of outputs, of groups and of blocks, zeros and codebooks; all of them in even and odd sizes with --slow.
+QUICK_RESIZED = [("int8", ODD_SIZES), ("int4-g32-asym", {}), ("nf4", ODD_SIZES), ("fp8-block", {})]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        pytest.param(*case, id=f"{'odd' if case[1] else 'even'}-{case[0]}", marks=marks)
+        for case in itertools.product(
+            ("int8", "w8a8", "int4-g32", "int4-g32-asym", "nf4", "fp8-block"), ({}, ODD_SIZES)
+        )
+        for marks in [() if case in QUICK_RESIZED else pytest.mark.slow]
+    ],
+)
 def test_quantized_weights_stay_exactly(recipe, changes):
     config = replace(LLAMA, mlp_bias=False, **changes)
     params = quantize_params(random_params(config), recipe)

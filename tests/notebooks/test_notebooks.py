@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom (all but the first with --slow), and its two forms say the same."""
+"""Every notebook runs from top to bottom (with --slow), and its two forms say the same."""
 
 import ast
 import importlib
@@ -39,13 +39,8 @@ def test_what_it_imports_exists_and_takes_the_keywords_it_gives(path):
                 assert not unknown, f"line {node.lineno}: {node.func.id} takes no {unknown}"
 
 
-QUICK = ("first_steps",)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow) for path in NOTEBOOKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path, tmp_path):
     pytest.importorskip("matplotlib", reason="notebooks plot: pip install 'jaxinfer[notebooks]'")
     root = str(path.parent.parent)  # a process of its own: found where the package is not installed, too

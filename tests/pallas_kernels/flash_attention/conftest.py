@@ -11,16 +11,13 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import mosaic_gpu_compat
 from pallas_kernels.flash_attention import api, pallas_gpu, pallas_tpu, xla
 
-# The interpreted kernels are compiled for a run of milliseconds.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-
 
 def compiled(programs: dict, function, options: dict, arguments):
     """Runs a function of its arguments, compiled once for equal options and shapes."""
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype.name), arguments)
     key = repr((options, shapes))
     if key not in programs:
-        programs[key] = jax.jit(function).lower(arguments).compile(QUICK_COMPILE)
+        programs[key] = jax.jit(function).lower(arguments).compile()
     return programs[key](arguments)
 
 

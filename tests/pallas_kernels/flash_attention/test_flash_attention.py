@@ -115,6 +115,15 @@ def test_the_interpreter_flags_a_copy_that_nobody_waits_for(race_check):
 RAGGED = FlashShape(40, 200, heads=(2, 1), offset=(0, 30, 150), lengths=(40, 70, 190))
 
 
+@pytest.mark.parametrize(
+    "attend",
+    [
+        pytest.param("xla", marks=pytest.mark.optimized),
+        "pallas_tpu",
+        pytest.param("pallas_gpu", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_rows_are_independent_to_the_bit_and_a_nan_is_never_hidden(attend):
     shape = attend.nearest(RAGGED)
     arguments = shape.arguments()
@@ -152,6 +161,7 @@ def test_a_row_is_the_same_bits_beside_any_neighbours(attend):
 
 
 @ON_XLA
+@pytest.mark.optimized
 def test_unused_capacity_changes_no_bit(attend):
     num_queries = 20
     offset = (0, 40, 8)
@@ -249,6 +259,7 @@ def attend_by_xla(q, k, v):
     return flash_attention(q, k, v, implementation="xla")
 
 
+@pytest.mark.optimized
 def test_memory_is_linear_in_the_number_of_tokens():
     tokens = 32768
     operand_bytes = 4 * tokens * 16 * 4
@@ -258,6 +269,7 @@ def test_memory_is_linear_in_the_number_of_tokens():
     assert size < 2.2 * temp_bytes(attend_by_xla, tokens // 2)
 
 
+@pytest.mark.optimized
 def test_memory_of_the_gradient_is_linear_in_the_number_of_tokens():
     tokens = 32768
     size = temp_bytes(jax.grad(lambda *x: attend_by_xla(*x).sum(), (0, 1, 2)), tokens)

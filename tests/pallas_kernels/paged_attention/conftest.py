@@ -23,9 +23,7 @@ def run_paged(shape: PagedShape, arguments: dict, implementation: str) -> tuple[
         out, pages = paged_attention(**arrays, **shape.options, implementation=implementation)
         return out, unpack(pages, shape.heads[1], shape.head_dim)
 
-    # The oracle runs once: what it saves by fast code it loses twice by compiling it.
-    options = {"xla_backend_optimization_level": 0} if implementation == "reference" else None
-    return jax.jit(call, compiler_options=options)(arguments)
+    return jax.jit(call)(arguments)
 
 
 @functools.cache

@@ -43,11 +43,8 @@ def use_blocks(*programs: TpuProgramSizes):
 
 @pytest.fixture
 def small_blocks():
-    """Also compiles the interpreted program with less care: that is most of the time of these tests."""
-    jax.config.update("jax_disable_most_optimizations", True)
     with use_blocks(TpuProgramSizes(16, 32, 3, 1), TpuProgramSizes(16, 32, 2, 1)):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def jitted(shape: PagedShape):

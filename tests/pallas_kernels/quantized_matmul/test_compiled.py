@@ -23,7 +23,7 @@ CASES = [
     for rows in (1, 64, 512)
     if chip != "tpu7x" or rows == 64
 ]
-ALWAYS = [("v6e", "int8", 64), ("v6e", "int4-g128-asym", 64), ("v6e", "int4-g128", 1), ("v6e", "w8a8-fp8-block", 64)]
+ALWAYS = [("v6e", "int4-g128-asym", 64), ("v6e", "w8a8-fp8-block", 64)]
 
 
 # Where XLA moves more than it has to: the weight twice, or the scales once more, written as float32.
