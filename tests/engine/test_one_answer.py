@@ -13,13 +13,14 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import init_params
 from tests.engine.mixed_requests import mixed_params, random_prompts
+from tests.pallas_kernels.quick import quick
 
 NUM_PROMPTS = 30
 MAX_MODEL_LEN = 192
 PROMPTS = random_prompts(NUM_PROMPTS, 150, seed=7)
 PARAMS = [replace(mixed_params(number), max_tokens=6 + number) for number in range(NUM_PROMPTS)]
 # One set of shapes for most tests, so that they share their compiled programs.
-OPTIONS = {"max_seqs": 32, "num_pages": 800, "max_model_len": MAX_MODEL_LEN}
+OPTIONS = {"max_seqs": 8, "num_pages": 200, "max_model_len": MAX_MODEL_LEN}
 # What differs from the default engine, whose prompts are computed whole, in pages of 16 tokens.
 VARIANTS = {
     "pages of 64": {"page_size": 64},
@@ -85,7 +86,7 @@ def test_alone(model, expected):
     assert found == expected
 
 
-@pytest.mark.parametrize("size", [2, 8, 32])
+@pytest.mark.parametrize("size", quick([2, 8, 32], 8))
 def test_among_random_neighbours(model, expected, size):
     numbers = random.Random(size)
     with open_llm(model) as llm:
@@ -93,7 +94,7 @@ def test_among_random_neighbours(model, expected, size):
             assert with_neighbours(llm, size, PARAMS, number, numbers).token_ids == expected[number], number
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 64, pages of 64", "one step a dispatch"))
 def test_however_it_is_cut_and_stored(model, expected, variant):
     with open_llm(model, **VARIANTS[variant]) as llm:
         shuffle_pages(llm)
@@ -161,7 +162,7 @@ def bits(outputs) -> list:
 
 
 def deterministic(model, **options) -> LLM:
-    return open_llm(model, **{"deterministic": True, "max_seqs": 8, "prefill_chunk": 64, **options})
+    return open_llm(model, **{"deterministic": True, "prefill_chunk": 64, **options})
 
 
 @pytest.fixture(scope="module")
@@ -170,19 +171,21 @@ def expected_bits(model):
         return bits(llm.generate(p, one)[0].outputs[0] for p, one in zip(PROMPTS, DETERMINISTIC, strict=True))
 
 
+@pytest.mark.optimized
 def test_deterministic_tokens_are_the_same(expected, expected_bits):
     assert [tokens for tokens, _ in expected_bits] == expected
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"page_size": 64},
         {"prefill_chunk": 16},
-        {"prefill_chunk": 150},
         {"num_pages_left": 14},
-        {"steps_per_dispatch": 1},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({}, {"page_size": 64}, {"prefill_chunk": 150}, {"steps_per_dispatch": 1})
+        ),
     ],
     ids=str,
 )
@@ -198,7 +201,8 @@ def test_deterministic_bits_do_not_depend_on_pages_chunks_and_preemption(model, 
         assert llm.engine.scheduler.counters.reused_tokens > 0 or num_left is not None
 
 
-@pytest.mark.parametrize("size", [2, 8, 32])
+@pytest.mark.optimized
+@pytest.mark.parametrize("size", quick([2, 8, 32], 8))
 def test_deterministic_bits_do_not_depend_on_neighbours(model, expected_bits, size):
     numbers = random.Random(size)
     with deterministic(model) as llm:
@@ -206,6 +210,7 @@ def test_deterministic_bits_do_not_depend_on_neighbours(model, expected_bits, si
     assert bits(found) == expected_bits
 
 
+@pytest.mark.optimized
 def test_the_bits_would_tell_a_difference(model, expected_bits):
     """Without `deterministic` programs of several shapes run: tokens are the same, some bits are not."""
     with open_llm(model) as llm:
