@@ -95,7 +95,7 @@ format: $(VENV)/stamp-lint  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 
 report: $(VENV)/stamp-base $(VENV)/stamp-compilers  ## Compile every kernel for chips that are not here; a table
-	$(WITH_COMPILERS) $(BIN)/python -m pallas_kernels.report --json benchmarks/results/kernels_compiled.json
+	$(WITH_COMPILERS) $(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels_compiled.json
 
 bench: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## jaxinfer next to Transformers and llama.cpp, in one run; the table of the README
 	@$(MAKE) $(VENV)/stamp-peers || echo "llama.cpp is left out: it could not be built here"

@@ -54,13 +54,6 @@ def is_wrapper(data: Mapping[str, Any]) -> bool:
     return text_part(data) is not data
 
 
-def source_of(family: Family, path: tuple[str, ...]) -> tuple[str, bool]:
-    """The name of the tensor of a parameter, and whether it is stored transposed. Raises KeyError if it is fused."""
-    wanted = ".".join("{layer}" if key.isdigit() else key for key in path)
-    rule = {rule.targets[0]: rule for rule in reversed(family.tensors) if len(rule.targets) == 1}[wanted]
-    return rule.source.format(layer=next((key for key in path if key.isdigit()), "")), rule.transpose
-
-
 @dataclass(frozen=True)
 class SupportedFamily:
     """A supported family, for documentation.

@@ -11,6 +11,8 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from checkpoints_convert.huggingface.family import Family
+
 GOLDEN = sorted((Path(__file__).parent.parent / "oracle" / "golden" / "families").glob("*.safetensors"))
 
 
@@ -72,3 +74,10 @@ def flat(params) -> dict[str, np.ndarray]:
         ".".join(key.key for key in path): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
+
+
+def source_of(family: Family, path: tuple[str, ...]) -> tuple[str, bool]:
+    """The name of the tensor of a parameter, and whether it is stored transposed. Raises KeyError if it is fused."""
+    wanted = ".".join("{layer}" if key.isdigit() else key for key in path)
+    rule = {rule.targets[0]: rule for rule in reversed(family.tensors) if len(rule.targets) == 1}[wanted]
+    return rule.source.format(layer=next((key for key in path if key.isdigit()), "")), rule.transpose

@@ -10,10 +10,11 @@ import pytest
 
 from checkpoints_convert import load, save_huggingface
 from checkpoints_convert.formats import mxfp4_experts
-from checkpoints_convert.huggingface.families import FAMILIES, source_of
+from checkpoints_convert.huggingface.families import FAMILIES
 from jaxinfer.models import ModelConfig, RopeConfig, init_params
 from jaxinfer.quantization.rtn import quantize
 from jaxinfer.quantization.tree import is_quantized
+from tests.checkpoints_convert.family_files import source_of
 from tests.oracle import format_cases
 
 pytestmark = pytest.mark.oracle

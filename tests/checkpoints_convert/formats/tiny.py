@@ -169,8 +169,9 @@ def by_stored_name(params: Any) -> dict[str, Any]:
     """Leaves of loaded parameters under the names of the tensors they come from, and whether as the transpose."""
     import jax
 
-    from checkpoints_convert.huggingface.families import FAMILIES, source_of
+    from checkpoints_convert.huggingface.families import FAMILIES
     from jaxinfer.quantization.tree import is_quantized
+    from tests.checkpoints_convert.family_files import source_of
 
     family = FAMILIES["LlamaForCausalLM"]
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_quantized)

@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 
 from checkpoints_convert.checkpoint import param_shapes
-from checkpoints_convert.huggingface.families import FAMILIES, source_of
+from checkpoints_convert.huggingface.families import FAMILIES
 from jaxinfer.models import ModelConfig, RopeConfig
+from tests.checkpoints_convert.family_files import source_of
 
 LARGEST = ModelConfig(
     "LlamaForCausalLM",

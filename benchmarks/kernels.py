@@ -1,6 +1,6 @@
 """Compiles every kernel ahead of time for chips that are not attached, and prints memory, FLOPs and bytes.
 
-    python -m pallas_kernels.report [--chip v6e ...] [--only decode ...] [--quick] [--json FILE]
+    python -m benchmarks.kernels [--chip v6e ...] [--only decode ...] [--quick] [--json FILE]
 
 Bytes are those of the kernel's cost estimate with full page tables, next to the ideal: queries, output, and the keys
 and values in use once. The GPU compiler reports neither bytes nor FLOPs; FLOPs are then those of unmasked attention.
@@ -160,7 +160,7 @@ def _row(line: ReportLine) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pallas_kernels.report", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chip", action="append", choices=ahead_of_time.CHIPS, help=f"default: {', '.join(CHIPS)}")
     parser.add_argument("--only", action="append", choices=["flash", *PROGRAMS], help="one program (may be repeated)")
     parser.add_argument("--quick", action="store_true", help="one model instead of all")

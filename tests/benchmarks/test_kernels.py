@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import ahead_of_time, report
+from benchmarks import kernels as report
+from pallas_kernels import ahead_of_time
 from tests.pallas_kernels.quick import quick
 
 ROOT = Path(__file__).parents[2]
