@@ -90,12 +90,12 @@ class ProgramFigures:
         return {**values, "total_bytes": self.total_bytes}
 
 
-def read_figures(found: Compilation, num_devices: int, *, is_tpu: bool, loop_trips: int = 1) -> ProgramFigures:
+def read_figures(found: Compilation, num_devices: int, *, is_tpu: bool) -> ProgramFigures:
     """Reads the figures of a program that was compiled for `num_devices` devices."""
     program = Program(found.program.as_text()) if is_tpu or num_devices > 1 else None
     moved = kernels = None
     if program is not None and is_tpu:
-        moves = program.moves(loop_trips=loop_trips)
+        moves = program.moves()
         attention = [move for move in moves if is_attention(move.instruction)]
         every = sum(move.num_bytes for move in attention)
         moved = sum(move.num_bytes for move in moves) - every

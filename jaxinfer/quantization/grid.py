@@ -59,14 +59,12 @@ def in_groups(weight: jax.Array, size: int) -> jax.Array:
     return jnp.pad(weight, ((0, missing), (0, 0))).reshape(-1, size, weight.shape[1])
 
 
-def find_params(
-    groups: jax.Array, grid: IntegerGrid, *, search: bool = False, importance: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def find_params(groups: jax.Array, grid: IntegerGrid, *, search: bool = False) -> tuple[jax.Array, jax.Array]:
     """float32 scales and zeros [G, N] of float32 groups [G, g, N].
 
     Symmetric: scale = 2 absmax / (2^bits - 1), zero 0, as Frantar et al. 2022 (GPTQ, quant.py) and compressed-tensors.
     Asymmetric: scale = (max - min) / (2^bits - 1), and the zero maps min to the lowest value. `search` shrinks the
-    range in 80 steps to the least sum of |error|^2.4 (same file), with inputs weighted by `importance` [G, g].
+    range in 80 steps to the least sum of |error|^2.4 (same file).
     """
     lowest = jnp.minimum(groups.min(axis=1), 0)
     highest = jnp.maximum(groups.max(axis=1), 0)
@@ -86,7 +84,7 @@ def find_params(
     def loss(scales, zeros):
         scales, zeros = scales[:, None], zeros[:, None]
         errors = jnp.abs((to_values(groups, scales, zeros, grid) - zeros) * scales - groups) ** _SEARCH_NORM
-        return jnp.sum(errors if importance is None else errors * importance[..., None], axis=1)
+        return jnp.sum(errors, axis=1)
 
     def try_step(step, best):
         scales, zeros = at(1 - step / 100)

@@ -8,8 +8,8 @@ import pytest
 
 from pallas_kernels import measure, tune, tuning
 from pallas_kernels.paged_attention import make_spec
-from pallas_kernels.paged_attention.shapes import PagedShape, decode_shape
-from tests.pallas_kernels.paged_attention.shapes import SMALL
+from pallas_kernels.paged_attention.shapes import decode_shape
+from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
 
 NAME = "paged_attention xla short"
 

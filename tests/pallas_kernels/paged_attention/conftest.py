@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import SeparatePages, paged_attention, unpack
-from pallas_kernels.paged_attention.shapes import PagedShape
+from tests.pallas_kernels.paged_attention.shapes import PagedShape
 
 # Error of one rounding; a sum of n products of unit size errs by about this times sqrt(n).
 ROUNDING = {"float32": 1e-6, "bfloat16": 2**-8, "float16": 2**-11}

@@ -17,8 +17,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, _within_window
 from pallas_kernels.paged_attention.layout import layout_of
-from pallas_kernels.paged_attention.shapes import PagedShape
-from tests.pallas_kernels.paged_attention.shapes import SMALL
+from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")
 

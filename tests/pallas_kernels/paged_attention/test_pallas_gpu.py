@@ -16,8 +16,8 @@ import pytest
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import choose, gpu_kernel, gpu_schedule, make_spec, paged_attention, pallas_gpu
-from pallas_kernels.paged_attention.shapes import PagedShape, decode_shape
-from tests.pallas_kernels.paged_attention.shapes import SMALL
+from pallas_kernels.paged_attention.shapes import decode_shape
+from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
 
 VECTORS = ("query_lengths", "kv_lengths", "query_starts")

@@ -20,10 +20,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, tpu_words
-from pallas_kernels.paged_attention.shapes import PagedShape, decode_shape
+from pallas_kernels.paged_attention.shapes import decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
 from pallas_kernels.paged_attention.tpu_schedule import NAMES, TpuProgramSizes
-from tests.pallas_kernels.paged_attention.shapes import SMALL
+from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
 
 CHIPS = ("v5e", "v6e", "tpu7x")

@@ -10,8 +10,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.paged_attention import layout, paged_attention, xla
-from pallas_kernels.paged_attention.shapes import PagedShape
-from tests.pallas_kernels.paged_attention.shapes import SMALL
+from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
 
 # Every dtype, row format and program in the interleaved layout too; the rest of xla does not see the layout.
