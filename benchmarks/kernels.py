@@ -24,7 +24,7 @@ from pallas_kernels import ahead_of_time
 from pallas_kernels.choice import KernelChoice
 from pallas_kernels.flash_attention import explain as explain_flash
 from pallas_kernels.flash_attention import flash_attention
-from pallas_kernels.measure import full_flops, ideal_bytes
+from pallas_kernels.measure import ideal_bytes
 from pallas_kernels.paged_attention import choose, paged_attention, pallas_gpu
 from pallas_kernels.paged_attention.shapes import MODELS, PagedShape, decode_shape
 
@@ -91,6 +91,11 @@ def _paged(chip: str, model: str, program: str, shape: PagedShape, dtype: str) -
         return paged_attention(pages=pages, **arrays, **shape.options)
 
     return _compile(line, step, pages, arguments, donate_argnums=(0,))
+
+
+def full_flops(shape: PagedShape) -> float:
+    """FLOPs of both products if every query sees every key of its sequence."""
+    return 4.0 * shape.heads[0] * shape.head_dim * sum(new * keys for new, keys in shape.lengths)
 
 
 def _flash(chip: str, model: str, length: int = 8192) -> ReportLine:

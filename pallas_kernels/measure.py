@@ -49,11 +49,6 @@ def ideal_bytes(shape: PagedShape) -> int:
     return sum(keys * per_key + new * per_token for new, keys in shape.lengths)
 
 
-def full_flops(shape: PagedShape) -> float:
-    """FLOPs of both products if every query sees every key of its sequence."""
-    return 4.0 * shape.heads[0] * shape.head_dim * sum(new * keys for new, keys in shape.lengths)
-
-
 def num_layers(shape: PagedShape, platform: str) -> int:
     """Number of layers whose KV caches together exceed the chip's last-level cache, at most 16."""
     return max(1, min(16, -(-MIN_CACHE_BYTES[platform] // ideal_bytes(shape))))
