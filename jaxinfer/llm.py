@@ -347,7 +347,7 @@ class LLM:
 
         Compiles the largest programs, or reads them from the compilation cache.
         """
-        from jaxinfer.planning.here import plan_engine
+        from jaxinfer.planning.planner import plan_engine
 
         engine = self.engine.engines[0] if isinstance(self.engine, Replicas) else self.engine
         return plan_engine(self.name, engine)

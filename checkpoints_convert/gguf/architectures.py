@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from checkpoints_convert.gguf.metadata import Metadata
+from checkpoints_convert.gguf.index import Metadata
 
 Values = dict[str, Any]
 

@@ -10,8 +10,7 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.architectures import ARCHITECTURES, Architecture
 from checkpoints_convert.gguf.blocks import dequantize
-from checkpoints_convert.gguf.index import GGUFIndex
-from checkpoints_convert.gguf.metadata import Metadata, refuse_unread
+from checkpoints_convert.gguf.index import GGUFIndex, Metadata, refuse_unread
 from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
 from checkpoints_convert.huggingface.families import FAMILIES
 from jaxinfer.checks import did_you_mean

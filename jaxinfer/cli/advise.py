@@ -171,10 +171,10 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
     import jax
 
     from jaxinfer.engine.spec import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
+    from jaxinfer.measure.advise.goals import flags
     from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
     from jaxinfer.measure.advise.report import earlier_findings
     from jaxinfer.measure.advise.search import Findings, candidates, search
-    from jaxinfer.measure.advise.trials import flags
     from jaxinfer.measure.bench.metrics import parse_goodput
     from jaxinfer.measure.bench.model import machine
     from jaxinfer.measure.bench.runs import RunOptions
@@ -295,7 +295,7 @@ class _Report:
         ]
 
     def _about_plans(self, found_advice: "Advice") -> list[str]:
-        from jaxinfer.measure.advise.trials import flags
+        from jaxinfer.measure.advise.goals import flags
 
         lines = [
             "Nothing ran: times are lower bounds from the chips' rates, memory is counted, no KL is measured.",

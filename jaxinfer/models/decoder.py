@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models.basic import Linear, hidden_norm
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.layers import Attend, DecoderLayer, Tap
-from jaxinfer.models.moe import SparseMoE
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
 

@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxinfer.models.basic import Linear, Norm, head_norm, hidden_norm
 from jaxinfer.models.config import Activation, ModelConfig, NormKind
-from jaxinfer.models.moe import SparseMoE
+from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.rope import Positions, rotate
 
 # attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]. Keyword arguments, if not the

@@ -1,16 +1,20 @@
-"""Making a plan: programs compiled for the chips, or counted, and the roofline."""
+"""Making a plan, for chips or of an engine that runs: programs compiled, or counted, and the roofline."""
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from jaxinfer.engine.memory import activation_bytes
+import jax
+
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.memory import activation_bytes, available_bytes
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.planning.chips import Chip
+from jaxinfer.planning.chips import Chip, Place, chip_of_kind
 from jaxinfer.planning.compiled import (
     DECODE,
     PREFILL,
     CompiledProgram,
-    Compiler,
     OutOfChipMemory,
     ProgressCallback,
     chip_compiler,
@@ -21,6 +25,7 @@ from jaxinfer.planning.counted import Counted, count
 from jaxinfer.planning.plan import Memory, MemoryPlan, PlanRequest
 from jaxinfer.planning.roofline import Rates, RooflinePoint, RoundPoint, decode_point, round_point
 from jaxinfer.speculative import NgramDraft
+from pallas_kernels.ahead_of_time import Compilation
 
 
 def make_plan(
@@ -52,11 +57,19 @@ def make_plan(
     return assemble(request, spec, programs, chip, request.place.device_bytes, notes, start)
 
 
-def plan_here(request: PlanRequest, spec: EngineSpec, compiler: Compiler, chip: Chip | None, usable: int) -> MemoryPlan:
-    """A plan for the devices of this machine, each with `usable` bytes; `chip` is None if it is not listed."""
+def plan_engine(name: str, engine: Engine) -> MemoryPlan:
+    """What an engine holds and needs on its devices, with its pages as they are; its programs are compiled for shapes
+    alone, or read from the compilation cache."""
+    spec, device = engine.spec, engine.device
+    chip = chip_of_kind(device.device_kind)
+    title = f"{spec.num_devices} x {device.device_kind}"
+    place = Place(title, chip or _unknown(device, spec.platform), spec.num_devices)
+    axes = None if spec.mesh is None else ",".join(f"{axis}={size}" for axis, size in spec.mesh.shape.items())
+    options = replace(spec.options, max_model_len=spec.max_model_len, max_seqs=spec.max_seqs)
+    request = PlanRequest(name, spec.config, spec.params, place, options, axes, spec.draft)
     start = time.perf_counter()
-    programs = compile_programs(spec, compiler, whole=True)
-    return assemble(request, spec, programs, chip, usable, [], start)
+    programs = compile_programs(spec, compile_here, whole=True)
+    return assemble(request, spec, programs, chip, _usable(device, spec), [], start)
 
 
 def assemble(
@@ -170,3 +183,38 @@ def _notes(spec: EngineSpec, programs: dict[str, CompiledProgram], has_roofline:
         if spec.dtype.name == "float32":
             notes.append("the model computes in float32, at a fraction of the bf16 rate that the roofline assumes")
     return notes
+
+
+def compile_here(function: Callable, arguments: tuple[Any, ...]) -> Compilation:
+    """Compiles for the default device, or the devices of the arguments' shardings."""
+    start = time.perf_counter()
+    jitted: Any = function
+    program = jitted.lower(*arguments).compile()
+    return Compilation.of(jax.default_backend(), program, time.perf_counter() - start)
+
+
+def _usable(device: Any, spec: EngineSpec) -> int:
+    """What programs may use of a device, this engine's arrays included."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        return limit
+    return (available_bytes(device) or 0) + sum(spec.parts.values())
+
+
+def _unknown(device: Any, platform: str) -> Chip:
+    """A device that is not listed, with no rates."""
+    return Chip(
+        name=device.device_kind,
+        title=device.device_kind,
+        platform=platform,
+        devices_per_chip=1,
+        hbm_bytes=0,
+        usable_bytes=0,
+        hbm_bandwidth=0.0,
+        flops={},
+        link_bandwidth=0.0,
+        chips_per_host=1,
+        can_compile=False,
+        device_kinds=(device.device_kind,),
+        sources=(),
+    )

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxinfer.models import MoEConfig
-from jaxinfer.models.experts import FORMS, Experts, choose_form, run_experts, tile_rows
-from jaxinfer.models.moe import Router, clamped_swiglu, route
+from jaxinfer.models.experts import FORMS, Experts, Router, choose_form, clamped_swiglu, route, run_experts, tile_rows
 from jaxinfer.quantization import QuantizedArray, quantize
 
 T, D, F, E, C = 23, 16, 24, 8, 3

@@ -13,9 +13,8 @@ from jaxinfer import compilation_cache, parallel
 from jaxinfer.engine.cache_quality import hidden_states, log_probs
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LoadedModel, load_model
-from jaxinfer.measure.advise.goals import median
+from jaxinfer.measure.advise.goals import Arguments, TrialResult, median
 from jaxinfer.measure.advise.search import ModelFacts
-from jaxinfer.measure.advise.trials import Arguments, TrialResult
 from jaxinfer.measure.bench.metrics import figures
 from jaxinfer.measure.bench.probe import engines_of
 from jaxinfer.measure.bench.runs import RunOptions, serve_all

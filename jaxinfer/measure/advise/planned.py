@@ -9,7 +9,7 @@ import jax
 
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
-from jaxinfer.measure.advise.trials import Arguments, TrialResult
+from jaxinfer.measure.advise.goals import Arguments, TrialResult
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.planning import MemoryPlan, Place, PlanRequest, make_plan, parse_place
 from jaxinfer.planning.roofline import Rates, prefill_seconds

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.checks import format_bytes
-from jaxinfer.measure.advise.goals import Goal, Judgement, judge, median
+from jaxinfer.measure.advise.goals import REPEATED, Arguments, Goal, Judgement, TrialResult, flags, judge, median
 from jaxinfer.measure.advise.search import Findings, recommended
-from jaxinfer.measure.advise.trials import REPEATED, Arguments, TrialResult, flags
 from jaxinfer.measure.bench.model import public_name
 from jaxinfer.measure.bench.results import ResultError, check_same, read_schema
 

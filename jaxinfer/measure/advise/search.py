@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.measure.advise.goals import Goal, Judgement, judge
-from jaxinfer.measure.advise.trials import Arguments, TrialResult, ordered
+from jaxinfer.measure.advise.goals import Arguments, Goal, Judgement, TrialResult, judge, ordered
 
 Measure = Callable[[Arguments], TrialResult]
 # Trials between two measurements of the baseline, whose differences are the noise of the machine.

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxinfer.measure.advise.goals import Goal, judge, spread
-from jaxinfer.measure.advise.trials import TrialResult
+from jaxinfer.measure.advise.goals import Goal, TrialResult, judge, spread
 
 BASE = TrialResult(one=(1.0, 1.0, 1.0), rate=(100.0, 100.0, 100.0), needed_bytes=1000, cache_tokens=50, kl=0.0)
 

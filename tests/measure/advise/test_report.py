@@ -2,10 +2,9 @@
 
 import pytest
 
-from jaxinfer.measure.advise.goals import Goal
+from jaxinfer.measure.advise.goals import Goal, TrialResult
 from jaxinfer.measure.advise.report import advice, earlier_findings, new_result, pooled, sections, table, with_findings
 from jaxinfer.measure.advise.search import Findings
-from jaxinfer.measure.advise.trials import TrialResult
 from jaxinfer.measure.bench.results import ResultError, write_result
 
 

@@ -3,9 +3,8 @@
 import pytest
 
 from jaxinfer.measure.advise import search as searching
-from jaxinfer.measure.advise.goals import Goal
+from jaxinfer.measure.advise.goals import Goal, TrialResult, flags
 from jaxinfer.measure.advise.search import Findings, ModelFacts, candidates, search
-from jaxinfer.measure.advise.trials import TrialResult, flags
 
 
 def recommended(goal, found):
