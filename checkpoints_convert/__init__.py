@@ -21,8 +21,16 @@ from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config, model_config
 from checkpoints_convert.huggingface.save import save_huggingface
-from checkpoints_convert.load import kv_scales, load, load_params, open_checkpoint, tokenizer_files
-from checkpoints_convert.load_plan import HostPlan, LoadPlan, load_plan
+from checkpoints_convert.load import (
+    HostPlan,
+    LoadPlan,
+    kv_scales,
+    load,
+    load_params,
+    load_plan,
+    open_checkpoint,
+    tokenizer_files,
+)
 from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
 from checkpoints_convert.verify import TensorDifference, VerifyReport, compare_tensors, verify_against
 

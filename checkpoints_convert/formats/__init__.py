@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.files import QUANTIZATION_FILES, read_json
-from checkpoints_convert.formats.autoround import autoround
-from checkpoints_convert.formats.awq import awq
 from checkpoints_convert.formats.bitsandbytes import bitsandbytes
 from checkpoints_convert.formats.compressed_tensors import compressed_tensors
 from checkpoints_convert.formats.fp8 import fbgemm_fp8, fp8, modelopt
-from checkpoints_convert.formats.gptq import gptq
+from checkpoints_convert.formats.gptq import autoround, awq, gptq
 from checkpoints_convert.formats.kv_scales import LayerKVScales
 from checkpoints_convert.formats.module import FormatError, Method, ModuleReader
 from checkpoints_convert.formats.mxfp4 import mxfp4, mxfp4_experts, mxfp4_weight

@@ -1,15 +1,27 @@
-"""GPTQ checkpoints (Frantar et al. 2022) as AutoGPTQ and GPTQModel pack them, 2, 3, 4 and 8 bits, v1 and v2.
+"""GPTQ, AWQ and auto-round checkpoints: codes and zeros packed in 32-bit words, a scale per group.
+
+GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel pack it, 2, 3, 4 and 8 bits, v1 and v2:
 
     qweight int32 [K * bits / 32, N]   codes packed along the inputs
     qzeros  int32 [K / g, N * bits / 32]  packed along the outputs; v1 stores zero - 1
     scales  [K / g, N]; g_idx int32 [K]  the group of every input
 
-W[k, n] = scales[g_idx[k], n] * (code[k, n] - zero[g_idx[k], n])."""
+W[k, n] = scales[g_idx[k], n] * (code[k, n] - zero[g_idx[k], n]).
+
+AWQ (Lin et al. 2023) in AutoAWQ's "gemm" layout: 4 bits, packed along the outputs, interleaved:
+
+    qweight int32 [K, N / 8]; qzeros int32 [K / g, N / 8]; scales [K / g, N]
+
+Nibble i of word c is output 8 c + (0, 2, 4, 6, 1, 3, 5, 7)[i]; zeros are stored as they are.
+W[k, n] = (code[k, n] - zero[k // g, n]) * scales[k // g, n].
+
+auto-round (Cheng et al. 2023) packs as GPTQ or AWQ, with bits per layer in `extra_config`.
+"""
 
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +40,7 @@ from checkpoints_convert.formats.module import (
     order_of_groups,
     positive_int,
     signed,
+    transposed,
     unpack,
 )
 from checkpoints_convert.safetensors_files import TensorHeader
@@ -82,13 +95,12 @@ class Gptq(Method):
         for pattern, fields in self.overrides:
             if not _matches(pattern, module):
                 continue
-            own = GptqSettings(
+            own = replace(
+                self.settings,
                 bits=positive_int(fields, ["bits", "w_bit"], self.settings.bits),
                 group_size=positive_int(fields, ["group_size", "q_group_size"], self.settings.group_size),
                 sym=flag(fields, "sym", self.settings.sym),
                 desc_act=flag(fields, "desc_act", self.settings.desc_act),
-                zero_offset=self.settings.zero_offset,
-                is_word_subtracted=self.settings.is_word_subtracted,
             )
             _check_bits(own.bits)
             return own
@@ -221,3 +233,116 @@ def _check_not_overwritten(stored: np.ndarray, bits: int) -> None:
             " gptq, not packed by gptqmodel 0.9 or newer): the file has lost them",
             "qzeros",
         )
+
+
+_NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class Awq(Method):
+    """group_size: -1 for one group. overrides: group sizes of single modules (auto-round)."""
+
+    group_size: int
+    overrides: tuple[tuple[str, dict[str, Any]], ...] = ()
+    name: str = "awq"
+
+    def reader(
+        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
+    ) -> ModuleReader | None:
+        if "qweight" not in headers:
+            return None
+        outputs, inputs = shape
+        asked = next((positive_int(own, ["group_size"], self.group_size) for name, own in self.overrides
+                      if name == module), self.group_size)  # fmt: skip
+        size = inputs if asked == -1 else min(asked, inputs)
+        groups = -(-inputs // size)
+        if outputs % 8:
+            raise FormatError(f"has {outputs} outputs, not a multiple of the 8 of a word", "qweight")
+        has_shape(headers, "qweight", ["I32"], (inputs, outputs // 8))
+        has_shape(headers, "qzeros", ["I32"], (groups, outputs // 8))
+        has_shape(headers, "scales", FLOATS, (groups, outputs))
+        return ModuleReader(("qweight", "qzeros", "scales"), partial(_read_awq, outputs, size))
+
+
+def awq(data: Mapping[str, Any]) -> Awq:
+    """The method a quantization_config declares. Raises FormatError for other layouts, by name."""
+    version = str(data.get("version") or data.get("format") or "gemm").lower()
+    if version != "gemm":
+        raise FormatError(f"version {version!r} is not supported, only 'gemm' is")
+    if (bits := positive_int(data, ["bits", "w_bit"], 4)) != 4:
+        raise FormatError(f"bits {bits} is not supported, AWQ's gemm layout has 4")
+    if not flag(data, "zero_point", True):
+        raise FormatError("zero_point false is not supported: the gemm layout stores zero points")
+    return Awq(positive_int(data, ["group_size", "q_group_size"], 128))
+
+
+def _read_awq(outputs: int, size: int, tensors: Tensors) -> QuantizedArray:
+    codes = transposed(_outputs_first(tensors["qweight"], outputs))
+    zeros = (_outputs_first(tensors["qzeros"], outputs).T - np.uint8(8)).view(np.int8)
+    return host_quantized(
+        Scheme("int", 4, (size, 1)),
+        signed(codes, 4),
+        tensors["scales"],
+        zeros=np.ascontiguousarray(zeros) if zeros.any() else None,
+    )
+
+
+def _outputs_first(words: np.ndarray, outputs: int) -> np.ndarray:
+    """uint8 [N, rows] of int32 [rows, N / 8]."""
+    codes = unpack(words, 4, outputs, axis=1).T
+    return codes.reshape(outputs // 8, 8, -1)[:, _NIBBLE_OF_OUTPUT].reshape(outputs, -1)
+
+
+# GPTQ's version of a packing, or AWQ; the name of a kernel may follow, such as auto_round:auto_gptq:exllamav2.
+_PACKINGS = {
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:awq": "awq",
+    "auto_round:auto_awq": "awq",
+}
+_KERNELS = ("exllamav2", "tritonv2", "triton", "gemm")
+
+
+def autoround(data: Mapping[str, Any]) -> Gptq | Awq:
+    """The method a quantization_config declares. Raises FormatError for unsupported packings and types."""
+    packing = _packing(data)
+    if str(data.get("data_type") or "int") != "int":
+        raise FormatError(f"data_type {data['data_type']!r} is not supported, only 'int' is")
+    if (act_bits := data.get("act_bits") or 16) < 16:
+        raise FormatError(f"act_bits {act_bits} is not supported: weights alone may be quantized")
+    if data.get("super_bits"):
+        raise FormatError("super_bits is not supported")
+    overrides = _autoround_overrides(data.get("extra_config"))
+    if packing == "awq":
+        return replace(awq({**data, "version": "gemm", "zero_point": True}), overrides=overrides, name="auto-round")
+    rest = {name: value for name, value in data.items() if name not in ("format", "dynamic", "meta")}
+    return replace(gptq({**rest, "checkpoint_format": packing}), overrides=overrides, name="auto-round")
+
+
+def _packing(data: Mapping[str, Any]) -> str:
+    """How weights are packed: "awq", or GPTQ's version. Older files have `backend` instead of `packing_format`."""
+    name = "packing_format" if data.get("packing_format") else "backend"
+    declared = data.get(name)
+    if declared in (None, "auto"):
+        if flag(data, "sym", True):
+            return "gptq"  # symmetric zeros reveal the version
+        raise FormatError("sym is false, and neither packing_format nor backend tells how zeros are stored")
+    kept, _, kernel = str(declared).rpartition(":")
+    packing = kept if kernel in _KERNELS else str(declared)
+    if packing not in _PACKINGS:
+        raise FormatError(f"{name} {declared!r} is not supported, {', '.join(_PACKINGS)} are")
+    return _PACKINGS[packing]
+
+
+def _autoround_overrides(extra: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
+    if not extra:
+        return ()
+    if not isinstance(extra, Mapping) or not all(isinstance(fields, Mapping) for fields in extra.values()):
+        raise FormatError(f"extra_config must map layers to fields, got {extra!r}")
+    for pattern, fields in extra.items():
+        check_pattern(pattern)
+        if (fields.get("data_type") or "int") != "int" and (fields.get("bits") or 16) < 16:
+            raise FormatError(f"extra_config of {pattern!r}: data_type {fields['data_type']!r} is not supported")
+    return tuple((pattern, dict(fields)) for pattern, fields in extra.items())

@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
-from checkpoints_convert.huggingface.families_early import EARLY
-from checkpoints_convert.huggingface.families_gemma import GEMMA
-from checkpoints_convert.huggingface.families_llama import LLAMA_LIKE
+from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
+from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
-from checkpoints_convert.huggingface.families_parallel import PARALLEL
 from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 

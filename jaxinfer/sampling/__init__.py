@@ -17,9 +17,17 @@ if TYPE_CHECKING:
     )
     from jaxinfer.sampling.generation_config import GenerationDefaults, from_generation_config
     from jaxinfer.sampling.keys import gumbel_noise, seed_words, uniform_noise
-    from jaxinfer.sampling.logprobs import TokenLogprobs, token_logprobs
     from jaxinfer.sampling.params import SamplingParams, SamplingParamsError
-    from jaxinfer.sampling.sampler import SampleOutput, choose, choose_several, is_stop, processed_logprobs, sample
+    from jaxinfer.sampling.sampler import (
+        SampleOutput,
+        TokenLogprobs,
+        choose,
+        choose_several,
+        is_stop,
+        processed_logprobs,
+        sample,
+        token_logprobs,
+    )
     from jaxinfer.sampling.seeds import derive_seed, sample_seed
     from jaxinfer.sampling.state import SamplingState, advance, make_state, rewind
     from jaxinfer.sampling.transforms import transform

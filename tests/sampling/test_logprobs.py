@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.sampling.logprobs import token_logprobs
+from jaxinfer.sampling.sampler import token_logprobs
 
 compute = jax.jit(token_logprobs, static_argnames="num_top")
 logits_of = functools.partial(np.random.default_rng(0).normal, 0, 4)

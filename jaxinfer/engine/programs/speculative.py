@@ -26,8 +26,8 @@ from jaxinfer.engine.programs.paged import (
 )
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import SampleOutput, SamplingBatch
-from jaxinfer.sampling.logprobs import no_logprobs
 from jaxinfer.sampling.params import MAX_LOGPROBS
+from jaxinfer.sampling.sampler import no_logprobs
 from jaxinfer.speculative import (
     DraftDecoder,
     DraftRows,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert.formats import FormatError
-from checkpoints_convert.formats.autoround import autoround
+from checkpoints_convert.formats.gptq import autoround
 from tests.checkpoints_convert.formats import encoders
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from jaxinfer.measure.profiling.ops import MLP, Programs
-from jaxinfer.measure.profiling.summary import identified
+from jaxinfer.measure.profiling.run import identified
 from jaxinfer.measure.profiling.trace import Interval, NoDeviceEventsError, intervals, shares
 
 

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import ahead_of_time, tuning
-from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, tpu_words
+from pallas_kernels.paged_attention import layout, make_schedule, paged_attention, pallas_tpu, tpu_program
 from pallas_kernels.paged_attention.shapes import decode_shape
 from pallas_kernels.paged_attention.specs import make_spec
 from pallas_kernels.paged_attention.tpu_schedule import NAMES, TpuProgramSizes
@@ -209,7 +209,7 @@ def test_a_nan_stays_in_its_sequence(name, index, tpu_interpreter, small_blocks)
 def test_words_of_a_token(dtype):
     """The strided load that chips run gives the words that the interpreter's spelling gives (`load_words`)."""
     page = layout.PageShape(1, 16, 5, 128, dtype)
-    rows = tpu_words.WordRows(page, "float32")
+    rows = tpu_program.WordRows(page, "float32")
     shape = (page.page_size, rows.buffer_words, rows.pack, layout.LANES)
     bits = np.random.default_rng(0).integers(0, 2**32, (rows.num_words, page.page_size, layout.LANES), np.uint32)
     # No byte of ones in its exponent: a CPU may give one NaN for another.
@@ -226,8 +226,8 @@ def test_words_of_a_token(dtype):
 
         return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(bits.shape, jnp.uint32), interpret=True)(buffer)
 
-    np.testing.assert_array_equal(words(tpu_words.load_words_interpreted), bits)
-    np.testing.assert_array_equal(words(tpu_words.load_words), bits)
+    np.testing.assert_array_equal(words(tpu_program.load_words_interpreted), bits)
+    np.testing.assert_array_equal(words(tpu_program.load_words), bits)
 
 
 # What it refuses

@@ -1,14 +1,23 @@
-"""Families with names of their own: GPT-2, GPT-NeoX and Falcon."""
+"""Families with LayerNorm: GPT-2, GPT-NeoX and Falcon, with names of their own; Cohere, Phi-2 and StableLM."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from checkpoints_convert.huggingface.families_llama import (
+    ATTENTION,
+    EMBEDDING,
+    GATED_MLP,
+    HEAD,
+    LAYER,
+    LLAMA_TENSORS,
+    NORMS,
+    TARGET,
+)
 from checkpoints_convert.huggingface.family import Family, RopeForm, Setting, choice
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import ModelConfig
 
-_TARGET = "layers.{layer}"
-_QKV = tuple(f"{_TARGET}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj"))
+_QKV = tuple(f"{TARGET}.attention.{name}" for name in ("q_proj", "k_proj", "v_proj"))
 _FIXED = {"norm": "layer", "norm_bias": True, "is_mlp_gated": False}
 # Masks that old exports stored.
 _MASKS = r".*\.(attn|attention)\.(bias|masked_bias)"
@@ -18,13 +27,13 @@ _GPT2 = "transformer.h.{layer}"
 _GPT2_TENSORS = (
     TensorRule("transformer.wte.weight", ("embed",)),
     TensorRule("transformer.wpe.weight", ("position_embed",)),
-    *norm(f"{_GPT2}.ln_1", f"{_TARGET}.attention_norm"),
+    *norm(f"{_GPT2}.ln_1", f"{TARGET}.attention_norm"),
     # Its Conv1D stores [in, out].
     *linear(f"{_GPT2}.attn.c_attn", *_QKV, transpose=False),
-    *linear(f"{_GPT2}.attn.c_proj", f"{_TARGET}.attention.o_proj", transpose=False),
-    *norm(f"{_GPT2}.ln_2", f"{_TARGET}.mlp_norm"),
-    *linear(f"{_GPT2}.mlp.c_fc", f"{_TARGET}.mlp.up_proj", transpose=False),
-    *linear(f"{_GPT2}.mlp.c_proj", f"{_TARGET}.mlp.down_proj", transpose=False),
+    *linear(f"{_GPT2}.attn.c_proj", f"{TARGET}.attention.o_proj", transpose=False),
+    *norm(f"{_GPT2}.ln_2", f"{TARGET}.mlp_norm"),
+    *linear(f"{_GPT2}.mlp.c_fc", f"{TARGET}.mlp.up_proj", transpose=False),
+    *linear(f"{_GPT2}.mlp.c_proj", f"{TARGET}.mlp.down_proj", transpose=False),
     *norm("transformer.ln_f", "final_norm"),
     TensorRule("lm_head.weight", ("lm_head",), transpose=True),
 )
@@ -32,12 +41,12 @@ _GPT2_TENSORS = (
 _NEOX = "gpt_neox.layers.{layer}"
 _NEOX_TENSORS = (
     TensorRule("gpt_neox.embed_in.weight", ("embed",)),
-    *norm(f"{_NEOX}.input_layernorm", f"{_TARGET}.attention_norm"),
+    *norm(f"{_NEOX}.input_layernorm", f"{TARGET}.attention_norm"),
     *linear(f"{_NEOX}.attention.query_key_value", *_QKV, groups="num_kv_heads"),
-    *linear(f"{_NEOX}.attention.dense", f"{_TARGET}.attention.o_proj"),
-    *norm(f"{_NEOX}.post_attention_layernorm", f"{_TARGET}.mlp_norm"),
-    *linear(f"{_NEOX}.mlp.dense_h_to_4h", f"{_TARGET}.mlp.up_proj"),
-    *linear(f"{_NEOX}.mlp.dense_4h_to_h", f"{_TARGET}.mlp.down_proj"),
+    *linear(f"{_NEOX}.attention.dense", f"{TARGET}.attention.o_proj"),
+    *norm(f"{_NEOX}.post_attention_layernorm", f"{TARGET}.mlp_norm"),
+    *linear(f"{_NEOX}.mlp.dense_h_to_4h", f"{TARGET}.mlp.up_proj"),
+    *linear(f"{_NEOX}.mlp.dense_4h_to_h", f"{TARGET}.mlp.down_proj"),
     *norm("gpt_neox.final_layer_norm", "final_norm"),
     TensorRule("embed_out.weight", ("lm_head",), transpose=True),
     TensorRule("lm_head.weight", ("lm_head",), transpose=True),
@@ -47,15 +56,15 @@ _FALCON = "transformer.h.{layer}"
 _TWO_NORMS = ("block", "parallel_two_norms")
 _FALCON_TENSORS = (
     TensorRule("transformer.word_embeddings.weight", ("embed",)),
-    *norm(f"{_FALCON}.ln_attn", f"{_TARGET}.attention_norm", when=_TWO_NORMS),
-    *norm(f"{_FALCON}.input_layernorm", f"{_TARGET}.attention_norm", when=("block", "parallel_one_norm")),
-    *norm(f"{_FALCON}.input_layernorm", f"{_TARGET}.attention_norm", when=("block", "pre_norm")),
+    *norm(f"{_FALCON}.ln_attn", f"{TARGET}.attention_norm", when=_TWO_NORMS),
+    *norm(f"{_FALCON}.input_layernorm", f"{TARGET}.attention_norm", when=("block", "parallel_one_norm")),
+    *norm(f"{_FALCON}.input_layernorm", f"{TARGET}.attention_norm", when=("block", "pre_norm")),
     *linear(f"{_FALCON}.self_attention.query_key_value", *_QKV, groups="num_kv_heads"),
-    *linear(f"{_FALCON}.self_attention.dense", f"{_TARGET}.attention.o_proj"),
-    *norm(f"{_FALCON}.ln_mlp", f"{_TARGET}.mlp_norm", when=_TWO_NORMS),
-    *norm(f"{_FALCON}.post_attention_layernorm", f"{_TARGET}.mlp_norm", when=("block", "pre_norm")),
-    *linear(f"{_FALCON}.mlp.dense_h_to_4h", f"{_TARGET}.mlp.up_proj"),
-    *linear(f"{_FALCON}.mlp.dense_4h_to_h", f"{_TARGET}.mlp.down_proj"),
+    *linear(f"{_FALCON}.self_attention.dense", f"{TARGET}.attention.o_proj"),
+    *norm(f"{_FALCON}.ln_mlp", f"{TARGET}.mlp_norm", when=_TWO_NORMS),
+    *norm(f"{_FALCON}.post_attention_layernorm", f"{TARGET}.mlp_norm", when=("block", "pre_norm")),
+    *linear(f"{_FALCON}.mlp.dense_h_to_4h", f"{TARGET}.mlp.up_proj"),
+    *linear(f"{_FALCON}.mlp.dense_4h_to_h", f"{TARGET}.mlp.down_proj"),
     *norm("transformer.ln_f", "final_norm"),
     TensorRule("lm_head.weight", ("lm_head",), transpose=True),
 )
@@ -177,5 +186,113 @@ EARLY: tuple[Family, ...] = (
         skipped=(_MASKS, _ROPE_BUFFERS),
         normalize=_falcon_fields,
         express=_falcon_words,
+    ),
+)
+
+
+_LAYER_NORM = {"norm": "layer"}
+_BIASED_NORM = {"norm": "layer", "norm_bias": True}
+_NAMES = {"rms_norm_eps": "layer_norm_eps", "head_dim": None}
+
+_PHI_TENSORS = (
+    *EMBEDDING,
+    *norm(f"{LAYER}.input_layernorm", f"{TARGET}.attention_norm"),
+    *linear(f"{LAYER}.self_attn.q_proj", f"{TARGET}.attention.q_proj"),
+    *linear(f"{LAYER}.self_attn.k_proj", f"{TARGET}.attention.k_proj"),
+    *linear(f"{LAYER}.self_attn.v_proj", f"{TARGET}.attention.v_proj"),
+    *linear(f"{LAYER}.self_attn.dense", f"{TARGET}.attention.o_proj"),
+    *norm(f"{LAYER}.self_attn.q_layernorm", f"{TARGET}.attention.q_norm"),
+    *norm(f"{LAYER}.self_attn.k_layernorm", f"{TARGET}.attention.k_norm"),
+    *linear(f"{LAYER}.mlp.fc1", f"{TARGET}.mlp.up_proj"),
+    *linear(f"{LAYER}.mlp.fc2", f"{TARGET}.mlp.down_proj"),
+    *norm("model.final_layernorm", "final_norm"),
+    *HEAD,
+    TensorRule("lm_head.bias", ("lm_head_bias",)),
+)
+_STABLELM_TENSORS = (
+    *EMBEDDING,
+    *NORMS,
+    *ATTENTION,
+    *GATED_MLP,
+    *HEAD,
+    *norm(f"{LAYER}.self_attn.q_layernorm.norms.{{index}}", f"{TARGET}.attention.q_norm"),
+    *norm(f"{LAYER}.self_attn.k_layernorm.norms.{{index}}", f"{TARGET}.attention.k_norm"),
+)
+
+PARALLEL: tuple[Family, ...] = (
+    Family(
+        "CohereForCausalLM",
+        "cohere",
+        title="Cohere",
+        examples="Command R, Command R+, Aya",
+        max_position_embeddings=8192,
+        norm_eps=1e-5,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        is_tied=True,
+        names=_NAMES,
+        rope=RopeForm(theta=500000.0, pairs_neighbours=True),
+        fixed={**_LAYER_NORM, "block": "parallel_one_norm", "qk_norm_span": "each_head"},
+        settings=(
+            Setting("qk_norm", "use_qk_norm", "boolean", False),
+            Setting("logit_scale", "logit_scale", "number", 0.0625),
+        ),
+        tensors=LLAMA_TENSORS,
+    ),
+    Family(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        title="Cohere 2",
+        examples="Command R7B, Command A",
+        max_position_embeddings=8192,
+        norm_eps=1e-5,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        is_tied=True,
+        windows="pattern",
+        full_every=4,
+        default_window=4096,
+        names=_NAMES,
+        rope=RopeForm(rotated="windowed", pairs_neighbours=True),
+        fixed={**_LAYER_NORM, "block": "parallel_one_norm"},
+        settings=(Setting("logit_scale", "logit_scale", "number", 0.0625),),
+        tensors=LLAMA_TENSORS,
+    ),
+    Family(
+        "PhiForCausalLM",
+        "phi",
+        title="Phi-1, 1.5, 2",
+        examples="Phi-1.5, Phi-2",
+        max_position_embeddings=2048,
+        norm_eps=1e-5,
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        names=_NAMES,
+        activation="gelu_new",
+        rope=RopeForm(partial=0.5, has_partial=True),
+        fixed={**_BIASED_NORM, "block": "parallel_one_norm", "is_mlp_gated": False, "lm_head_bias": True},
+        settings=(Setting("qk_norm", "qk_layernorm", "boolean", False),),
+        tensors=_PHI_TENSORS,
+    ),
+    Family(
+        "StableLmForCausalLM",
+        "stablelm",
+        title="StableLM",
+        examples="StableLM 2 1.6B and 12B, StableLM 3B, Zephyr 3B",
+        max_position_embeddings=4096,
+        num_kv_heads=32,
+        norm_eps=1e-5,
+        qkv_bias="use_qkv_bias",
+        names=_NAMES,
+        rope=RopeForm(partial=0.25, has_partial=True),
+        fixed={**_BIASED_NORM, "qk_norm_span": "each_head"},
+        settings=(
+            Setting("qk_norm", "qk_layernorm", "boolean", False),
+            Setting(
+                "block", "use_parallel_residual", "boolean", False, choice(true="parallel_one_norm", false="pre_norm")
+            ),
+        ),
+        tensors=_STABLELM_TENSORS,
     ),
 )
