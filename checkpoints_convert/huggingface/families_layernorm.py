@@ -1,6 +1,7 @@
 """Families with LayerNorm: GPT-2, GPT-NeoX and Falcon, with names of their own; Cohere, Phi-2 and StableLM."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from checkpoints_convert.huggingface.families_llama import (
@@ -219,44 +220,40 @@ _STABLELM_TENSORS = (
     *norm(f"{LAYER}.self_attn.k_layernorm.norms.{{index}}", f"{TARGET}.attention.k_norm"),
 )
 
-PARALLEL: tuple[Family, ...] = (
-    Family(
-        "CohereForCausalLM",
-        "cohere",
-        title="Cohere",
-        examples="Command R, Command R+, Aya",
-        max_position_embeddings=8192,
-        norm_eps=1e-5,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        is_tied=True,
-        names=_NAMES,
-        rope=RopeForm(theta=500000.0, pairs_neighbours=True),
-        fixed={**_LAYER_NORM, "block": "parallel_one_norm", "qk_norm_span": "each_head"},
-        settings=(
-            Setting("qk_norm", "use_qk_norm", "boolean", False),
-            Setting("logit_scale", "logit_scale", "number", 0.0625),
-        ),
-        tensors=LLAMA_TENSORS,
+_COHERE = Family(
+    "CohereForCausalLM",
+    "cohere",
+    title="Cohere",
+    examples="Command R, Command R+, Aya",
+    max_position_embeddings=8192,
+    norm_eps=1e-5,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    is_tied=True,
+    names=_NAMES,
+    rope=RopeForm(theta=500000.0, pairs_neighbours=True),
+    fixed={**_LAYER_NORM, "block": "parallel_one_norm", "qk_norm_span": "each_head"},
+    settings=(
+        Setting("qk_norm", "use_qk_norm", "boolean", False),
+        Setting("logit_scale", "logit_scale", "number", 0.0625),
     ),
-    Family(
-        "Cohere2ForCausalLM",
-        "cohere2",
+    tensors=LLAMA_TENSORS,
+)
+
+PARALLEL: tuple[Family, ...] = (
+    _COHERE,
+    replace(
+        _COHERE,
+        architecture="Cohere2ForCausalLM",
+        model_type="cohere2",
         title="Cohere 2",
         examples="Command R7B, Command A",
-        max_position_embeddings=8192,
-        norm_eps=1e-5,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        is_tied=True,
         windows="pattern",
         full_every=4,
         default_window=4096,
-        names=_NAMES,
         rope=RopeForm(rotated="windowed", pairs_neighbours=True),
         fixed={**_LAYER_NORM, "block": "parallel_one_norm"},
         settings=(Setting("logit_scale", "logit_scale", "number", 0.0625),),
-        tensors=LLAMA_TENSORS,
     ),
     Family(
         "PhiForCausalLM",

@@ -1,6 +1,7 @@
 """Llama and the families that keep its names: another window, bias, norm, or place of the norms; Gemma 1, 2 and 3."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from checkpoints_convert.huggingface.family import ACTIVATIONS, INVERSE_ROOT, RECIPROCAL, Family, RopeForm, Setting
@@ -54,7 +55,32 @@ _FUSED_ATTENTION = (
 )
 
 _NO_HEAD_DIM = {"head_dim": None}
-_OLMO = {"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"}
+
+_MISTRAL = Family(
+    "MistralForCausalLM",
+    "mistral",
+    title="Mistral",
+    examples="Mistral 7B, Nemo, Small",
+    max_position_embeddings=131072,
+    num_kv_heads=8,
+    windows="all",
+    default_window=4096,
+    tensors=LLAMA_TENSORS,
+)
+_OLMO2 = Family(
+    "Olmo2ForCausalLM",
+    "olmo2",
+    title="OLMo 2",
+    examples="OLMo 2 1B to 32B",
+    max_position_embeddings=2048,
+    norm_eps=1e-5,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    qk_norm=True,
+    names=_NO_HEAD_DIM,
+    fixed={"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"},
+    tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
+)
 
 LLAMA_LIKE: tuple[Family, ...] = (
     Family(
@@ -68,27 +94,13 @@ LLAMA_LIKE: tuple[Family, ...] = (
         mlp_bias="mlp_bias",
         tensors=LLAMA_TENSORS,
     ),
-    Family(
-        "MistralForCausalLM",
-        "mistral",
-        title="Mistral",
-        examples="Mistral 7B, Nemo, Small",
-        max_position_embeddings=131072,
-        num_kv_heads=8,
-        windows="all",
-        default_window=4096,
-        tensors=LLAMA_TENSORS,
-    ),
-    Family(
-        "MinistralForCausalLM",
-        "ministral",
+    _MISTRAL,
+    replace(
+        _MISTRAL,
+        architecture="MinistralForCausalLM",
+        model_type="ministral",
         title="Ministral",
         examples="Ministral 8B",
-        max_position_embeddings=131072,
-        num_kv_heads=8,
-        windows="all",
-        default_window=4096,
-        tensors=LLAMA_TENSORS,
     ),
     Family(
         "Ministral3ForCausalLM",
@@ -154,37 +166,17 @@ LLAMA_LIKE: tuple[Family, ...] = (
         rope=RopeForm(has_partial=True, aliases={"yarn": "longrope"}),
         tensors=(*EMBEDDING, *NORMS, *_FUSED_ATTENTION, *FUSED_MLP, *HEAD),
     ),
-    Family(
-        "Olmo2ForCausalLM",
-        "olmo2",
-        title="OLMo 2",
-        examples="OLMo 2 1B to 32B",
-        max_position_embeddings=2048,
-        norm_eps=1e-5,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        qk_norm=True,
-        names=_NO_HEAD_DIM,
-        fixed=_OLMO,
-        tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
-    ),
-    Family(
-        "Olmo3ForCausalLM",
-        "olmo3",
+    _OLMO2,
+    replace(
+        _OLMO2,
+        architecture="Olmo3ForCausalLM",
+        model_type="olmo3",
         title="OLMo 3",
         examples="OLMo 3 7B, 32B",
-        max_position_embeddings=2048,
-        norm_eps=1e-5,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        qk_norm=True,
         windows="pattern",
         full_every=4,
         default_window=4096,
-        names=_NO_HEAD_DIM,
         rope=RopeForm(theta=500000.0, local_theta=500000.0),
-        fixed=_OLMO,
-        tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
     ),
     Family(
         "SmolLM3ForCausalLM",
@@ -270,6 +262,29 @@ def _settings(final_softcap: float | None, softcap: float | None) -> tuple[Setti
     )
 
 
+_GEMMA2 = Family(
+    "Gemma2ForCausalLM",
+    "gemma2",
+    title="Gemma 2",
+    examples="Gemma 2 2B to 27B",
+    max_position_embeddings=8192,
+    num_kv_heads=4,
+    head_dim=256,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    is_tied=True,
+    windows="pattern",
+    full_every=2,
+    default_window=4096,
+    names={"hidden_act": "hidden_activation"},
+    activation="gelu_pytorch_tanh",
+    fixed={**_FIXED, "block": "sandwich_norm"},
+    settings=_settings(30.0, 50.0),
+    refused=_REFUSED,
+    tensors=_SANDWICH_TENSORS,
+    normalize=_scaled,
+)
+
 GEMMA: tuple[Family, ...] = (
     Family(
         "GemmaForCausalLM",
@@ -290,44 +305,16 @@ GEMMA: tuple[Family, ...] = (
         tensors=LLAMA_TENSORS,
         normalize=_scaled,
     ),
-    Family(
-        "Gemma2ForCausalLM",
-        "gemma2",
-        title="Gemma 2",
-        examples="Gemma 2 2B to 27B",
-        max_position_embeddings=8192,
-        num_kv_heads=4,
-        head_dim=256,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        is_tied=True,
-        windows="pattern",
-        full_every=2,
-        default_window=4096,
-        names={"hidden_act": "hidden_activation"},
-        activation="gelu_pytorch_tanh",
-        fixed={**_FIXED, "block": "sandwich_norm"},
-        settings=_settings(30.0, 50.0),
-        refused=_REFUSED,
-        tensors=_SANDWICH_TENSORS,
-        normalize=_scaled,
-    ),
-    Family(
-        "Gemma3ForCausalLM",
-        "gemma3_text",
+    _GEMMA2,
+    replace(
+        _GEMMA2,
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
         title="Gemma 3",
         examples="Gemma 3 270M to 27B, text of the models with images too",
         max_position_embeddings=131072,
-        num_kv_heads=4,
-        head_dim=256,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
         qk_norm=True,
-        is_tied=True,
-        windows="pattern",
         full_every=6,
-        default_window=4096,
-        names={"hidden_act": "hidden_activation"},
         # The text part in a model with images names only what differs from these.
         defaults={
             "vocab_size": 262208,
@@ -336,12 +323,7 @@ GEMMA: tuple[Family, ...] = (
             "num_hidden_layers": 26,
             "num_attention_heads": 8,
         },
-        activation="gelu_pytorch_tanh",
         rope=RopeForm(theta=1e6, local_theta=10000.0, local_theta_name="rope_local_base_freq"),
-        fixed={**_FIXED, "block": "sandwich_norm"},
         settings=_settings(None, None),
-        refused=_REFUSED,
-        tensors=_SANDWICH_TENSORS,
-        normalize=_scaled,
     ),
 )
