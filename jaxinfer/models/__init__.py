@@ -15,8 +15,7 @@ from jaxinfer.models.decoder import (
     split,
     tap_names,
 )
-from jaxinfer.models.mesh_fit import MeshFit, fit_to_mesh
-from jaxinfer.models.sharding import check_divides, leaf_shardings, parameter_shardings
+from jaxinfer.models.sharding import MeshFit, check_divides, fit_to_mesh, leaf_shardings, parameter_shardings
 
 __all__ = [
     "Decoder",

@@ -254,7 +254,7 @@ PARALLEL = (
         "jaxinfer",
         "starts * unit + np.arange(unit)",
         "starts * unit + np.arange(unit)[::-1]",
-        ("tests/models/test_mesh_fit.py::test_logits_stay",),
+        ("tests/models/test_sharding.py::test_logits_stay",),
         "a model whose heads do not divide answers nonsense on a mesh",
     ),
     Fault(

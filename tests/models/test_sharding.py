@@ -22,7 +22,7 @@ from jaxinfer.models import (
     init_params,
     parameter_shardings,
 )
-from jaxinfer.models.mesh_fit import PAD
+from jaxinfer.models.sharding import PAD
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import is_quantized
 
