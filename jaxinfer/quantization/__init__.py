@@ -1,8 +1,7 @@
 """Quantized weights: the array type, its schemes, and quantization methods."""
 
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme, check
-from jaxinfer.quantization.recipes import RECIPES, Recipe, recipe
-from jaxinfer.quantization.rtn import Selection, quantize, quantize_params
+from jaxinfer.quantization.rtn import RECIPES, Recipe, Selection, quantize, quantize_params, recipe
 
 __all__ = [
     "RECIPES",

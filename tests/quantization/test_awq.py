@@ -7,7 +7,7 @@ import pytest
 from jaxinfer.quantization import quantize
 from jaxinfer.quantization.awq import candidate_scales, clip, output_error, relative_sizes, scaled_error, search_scale
 from jaxinfer.quantization.grid import IntegerGrid
-from jaxinfer.quantization.recipes import Recipe
+from jaxinfer.quantization.rtn import Recipe
 
 
 @pytest.fixture

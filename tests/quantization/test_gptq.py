@@ -8,7 +8,7 @@ from jaxinfer.quantization import check, quantize
 from jaxinfer.quantization.awq import output_error
 from jaxinfer.quantization.gptq import GptqOptions, gptq
 from jaxinfer.quantization.grid import IntegerGrid
-from jaxinfer.quantization.recipes import Recipe
+from jaxinfer.quantization.rtn import Recipe
 
 
 def problem(num_inputs, num_outputs, num_tokens=400, seed=0):
