@@ -1,9 +1,11 @@
 """Contiguous cache: `max_length` preallocated token slots per row."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,9 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.layout import append, from_stored, to_stored
 from pallas_kernels.platform import current_platform
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 RowPages = SeparatePages | BitPages
 
@@ -68,7 +73,7 @@ class ContiguousCache:
             return [BitPages(keys, values, self.dtype) for keys, values, *_ in arrays]
         return [SeparatePages(*layer) for layer in arrays]
 
-    def with_layers(self, layers: Sequence[RowPages]) -> "ContiguousCache":
+    def with_layers(self, layers: Sequence[RowPages]) -> ContiguousCache:
         """The cache with the contents of `layers`."""
 
         def column(name: str) -> tuple[jax.Array, ...]:
@@ -113,8 +118,14 @@ class CachedAttention:
         self._has_all_rows = rows.shape[0] == cache.num_rows
 
     def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any
-    ) -> jax.Array:
+        self,
+        layer: int,
+        q: Float[Array, "B T Hq K"],
+        k: Float[Array, "B T Hkv K"],
+        v: Float[Array, "B T Hkv W"],
+        window: int | None,
+        **options: Any,
+    ) -> Float[Array, "B T Hq W"]:
         q, k, v = divide_by_scales(self._before.scales, layer, q, k, v)
         row = jnp.repeat(self._rows, self._slots.shape[1])
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
@@ -156,8 +167,13 @@ def _rows(pages: Pages) -> RowPages:
 
 
 def attend_without_cache(
-    layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any
-) -> jax.Array:
+    layer: int,
+    q: Float[Array, "*rows Hq K"],
+    k: Float[Array, "*rows Hkv K"],
+    v: Float[Array, "*rows Hkv W"],
+    window: int | None,
+    **options: Any,
+) -> Float[Array, "*rows Hq W"]:
     """`attend` for training and scoring: causal attention over full sequences [B, T], without a cache, differentiable.
     Values may be narrower than keys."""
     missing = k.shape[-1] - v.shape[-1]

@@ -1,9 +1,11 @@
 """Paged cache: a pool of pages, of which a sequence owns as many as its tokens need."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,9 @@ from pallas_kernels.paged_attention import (
 from pallas_kernels.paged_attention import move_tokens as _move_tokens
 from pallas_kernels.platform import current_platform
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -44,11 +49,11 @@ class PagedCache:
         """Tokens per page."""
         return jax.tree.leaves(self.layers[0])[0].shape[1]
 
-    def first(self, num_layers: int) -> "PagedCache":
+    def first(self, num_layers: int) -> PagedCache:
         """The cache of the first layers."""
         return PagedCache(self.layers[:num_layers], None if self.scales is None else self.scales.first(num_layers))
 
-    def with_first(self, part: "PagedCache") -> "PagedCache":
+    def with_first(self, part: PagedCache) -> PagedCache:
         """The cache with the first layers' contents replaced."""
         return replace(self, layers=part.layers + self.layers[len(part.layers) :])
 
@@ -108,7 +113,12 @@ def abstract_paged_cache(
 
 
 def move_tokens(
-    cache: PagedCache, page_table: jax.Array, sources: jax.Array, destinations: jax.Array, *, mesh: Mesh | None = None
+    cache: PagedCache,
+    page_table: Int[Array, "S P"],
+    sources: Int[Array, "S N"],
+    destinations: Int[Array, "S N"],
+    *,
+    mesh: Mesh | None = None,
 ) -> PagedCache:
     """Copies tokens from positions `sources` to positions `destinations` int32 [S, N] of the same sequences, in all
     layers, as `pallas_kernels.paged_attention.move_tokens`. page_table int32 [S, P]; pad with P * page size. Donate the
@@ -157,15 +167,15 @@ class PagedAttention:
     def __call__(
         self,
         layer: int,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        q: Float[Array, "T Hq K"],
+        k: Float[Array, "T Hkv K"],
+        v: Float[Array, "T Hkv W"],
         window: int | None,
         *,
         scale: float | None = None,
         soft_cap: float | None = None,
-        sinks: jax.Array | None = None,
-    ) -> jax.Array:
+        sinks: Float[Array, " Hq"] | None = None,
+    ) -> Float[Array, "T Hq W"]:
         scales, pages = self._before.scales, self._layers[layer]
         q, k, v = divide_by_scales(scales, layer, q, k, v)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}

@@ -1,9 +1,11 @@
 """The decoder, and the plain-dict form of its parameters that crosses `jax.jit`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,9 @@ from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.layers import Attend, DecoderLayer, Tap
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
 
 # Nested dict of arrays or `QuantizedArray`s, with the modules' names as keys; layers by their number as a string.
 Params = dict[str, Any]
@@ -40,7 +45,9 @@ class Decoder(nnx.Module):
         self.lm_head_bias = nnx.Param(jnp.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
         self.config = config
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, attend: Attend, tap: Tap | None = None) -> jax.Array:
+    def __call__(
+        self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Tap | None = None
+    ) -> Float[Array, "*rows D"]:
         """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
         tap = tap or (lambda name, value: None)
         dtype = self.final_norm.weight.get_value().dtype
@@ -60,7 +67,7 @@ class Decoder(nnx.Module):
         return x
 
     @jax.named_scope("logits")
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """float32 logits [..., V] of hidden states [..., D]."""
         config = self.config
         weight = transposed(self.embed.get_value()) if config.tie_word_embeddings else self.lm_head.get_value()

@@ -14,9 +14,11 @@ A row's result does not depend on the other rows, bit for bit: the block size is
 Shapes use the legend of jaxinfer/README.md, with E experts and C experts of a token.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,9 @@ from jaxinfer.models.config import MoEConfig
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.matmul import Weight, matmul
 from pallas_kernels.platform import current_platform
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
 
 FORMS = ("ragged", "tiles", "dense")
 MIN_TILE, MAX_TILE = 8, 128
@@ -64,15 +69,15 @@ class _Order(NamedTuple):
 
 
 def run_experts(
-    x: jax.Array,
-    chosen: jax.Array,
-    weights: jax.Array,
+    x: Float[Array, "T D"],
+    chosen: Int[Array, "T C"],
+    weights: Float[Array, "T C"],
     experts: Experts,
     activation: Activation,
     *,
     form: str | None = None,
     over: tuple[Mesh, str] | None = None,
-) -> jax.Array:
+) -> Float[Array, "T D"]:
     """The weighted sum of the outputs of each token's experts: [T, D] in x's dtype, summed in float32.
 
     Args:
@@ -237,7 +242,9 @@ def _dense(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
 _RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense}
 
 
-def route(moe: MoEConfig, logits: jax.Array, correction: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+def route(
+    moe: MoEConfig, logits: Float[Array, "T E"], correction: Float[Array, " E"] | None = None
+) -> tuple[Int[Array, "T C"], Float[Array, "T C"]]:
     """The experts of each token, int32 [T, C], best first, and their weights, float32 [T, C].
 
     logits: float32 [T, E]. correction: float32 [E], see `MoEConfig.has_correction_bias`. Of equal scores, the expert

@@ -1,12 +1,18 @@
 """Rotary position embedding: inverse frequencies of the published variants, and the rotation."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models.config import RopeConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
@@ -66,7 +72,9 @@ def rotation(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Arr
     return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(
+    x: Float[Array, "*rows H K"], cos: Float[Array, "*rows half"], sin: Float[Array, "*rows half"]
+) -> Float[Array, "*rows H K"]:
     """Rotates the first rotary_dim dimensions of each head of x [..., H, K], pairing i with i + rotary_dim / 2."""
     half = cos.shape[-1]
     cos, sin = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)

@@ -1,8 +1,11 @@
 """The sampler: greedy and sampled rows of any parameters, in one batch and one program, and
 log-probabilities of tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,9 @@ from jaxinfer.sampling.keys import gumbel_noise
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.state import SamplingState
 from jaxinfer.sampling.transforms import is_transformed, transform
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float32, Int32
 
 Draw = Callable[[jax.Array], jax.Array]  # float32[S, V] -> int32[S]
 
@@ -40,8 +46,8 @@ class SampleOutput:
 
 @jax.named_scope("sampler")
 def sample(
-    logits: jax.Array,
-    positions: jax.Array,
+    logits: Float32[Array, "S V"],
+    positions: Int32[Array, " S"],
     batch: SamplingBatch,
     state: SamplingState,
     draw: Draw | None = None,
@@ -77,7 +83,9 @@ def sample(
     )
 
 
-def choose(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch) -> jax.Array:
+def choose(
+    transformed: Float32[Array, "S V"], positions: Int32[Array, " S"], batch: SamplingBatch
+) -> Int32[Array, " S"]:
     """Tokens int32[S] from transformed logits float32[S, V]: the argmax in greedy rows; in sampled rows the argmax
     after adding the Gumbel noise of (seed, position), a sample of their softmax. The lowest id wins a tie. A row
     without a possible token gets an undefined id in 0..V; `sample` reports it."""
@@ -85,8 +93,13 @@ def choose(transformed: jax.Array, positions: jax.Array, batch: SamplingBatch) -
 
 
 def choose_several(
-    transformed: jax.Array, positions: jax.Array, batch: SamplingBatch, width: int, *, stream: int | None = None
-) -> jax.Array:
+    transformed: Float32[Array, "S V"],
+    positions: Int32[Array, " S"],
+    batch: SamplingBatch,
+    width: int,
+    *,
+    stream: int | None = None,
+) -> Int32[Array, "S width"]:
     """The `width` best tokens int32[S, width] in the order of `choose`, best first; always valid ids.
 
     In sampled rows these are `width` samples without replacement (Kool et al. 2019, Stochastic beams). `stream` selects
@@ -98,13 +111,15 @@ def choose_several(
     return lax.top_k(noisy, width)[1]
 
 
-def processed_logprobs(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> jax.Array:
+def processed_logprobs(
+    logits: Float32[Array, "S V"], batch: SamplingBatch, state: SamplingState
+) -> Float32[Array, "S V"]:
     """Log-probabilities float32[S, V] of the distribution that `sample` samples from. In a greedy row it is the softmax
     of the logits after the processors, not one-hot."""
     return exact.log_softmax(transform(logits, batch, state))
 
 
-def is_stop(tokens: jax.Array, batch: SamplingBatch) -> jax.Array:
+def is_stop(tokens: Int32[Array, " S"], batch: SamplingBatch) -> Bool[Array, " S"]:
     """bool[S]: whether tokens int32[S] are stop ids of their rows."""
     return jnp.any(tokens[:, None] == batch.stop_ids, axis=-1)
 

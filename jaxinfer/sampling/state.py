@@ -1,15 +1,20 @@
 """Token history for penalties, min_tokens and bad words, carried on the device from step to step."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.sampling.batch import BAD_WORD_TOKENS
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Int32
 
 NUM_RECENT = BAD_WORD_TOKENS - 1
 
@@ -63,7 +68,7 @@ def make_state(
     return SamplingState(**arrays)
 
 
-def advance(state: SamplingState, tokens: jax.Array, is_active: jax.Array) -> SamplingState:
+def advance(state: SamplingState, tokens: Int32[Array, " S"], is_active: Bool[Array, " S"]) -> SamplingState:
     """The state after the rows in `is_active` bool[S] generated `tokens` int32[S]; other rows are unchanged.
 
     Donate `state`: S counts are written in place.
@@ -78,7 +83,9 @@ def advance(state: SamplingState, tokens: jax.Array, is_active: jax.Array) -> Sa
     )
 
 
-def rewind(state: SamplingState, earlier: SamplingState, tokens: jax.Array, num_kept: jax.Array) -> SamplingState:
+def rewind(
+    state: SamplingState, earlier: SamplingState, tokens: Int32[Array, "S K"], num_kept: Int32[Array, " S"]
+) -> SamplingState:
     """Removes rejected tokens from the history.
 
     Args:

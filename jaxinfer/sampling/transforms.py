@@ -8,7 +8,10 @@ same threshold, bit for bit: a binary search over the bits of the float (32 pass
 largest logits, which nearly always include it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,11 @@ from jaxinfer.sampling import exact
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.state import SamplingState
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32, Int32
 
-def transform(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> jax.Array:
+
+def transform(logits: Float32[Array, "S V"], batch: SamplingBatch, state: SamplingState) -> Float32[Array, "S V"]:
     """Applies all processors and filters to logits float32[S, V]; each row samples from the softmax of the result.
 
     A greedy row gets only the processors before temperature; its token is the argmax. Rows are independent, bit for
@@ -109,7 +115,9 @@ def _min_p(logits: jax.Array, min_p: jax.Array) -> jax.Array:
 NUM_CANDIDATES = 128  # 93 us on XLA:CPU for V = 49,152; the search takes 380 us for top-k, 1.2 ms for top-p
 
 
-def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def top_k_top_p(
+    logits: Float32[Array, "S V"], top_k: Int32[Array, " S"], top_p: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
     """Masks float32[S, V] with -inf: top_k int32[S] (0 keeps all), then top_p float32[S] (1 keeps all).
 
     Top-k keeps the k largest logits and all equal to the k-th. Top-p keeps the smallest set of largest logits, equal
@@ -118,13 +126,17 @@ def top_k_top_p(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Ar
     return lax.platform_dependent(logits, top_k, top_p, cpu=by_candidates, default=by_search)
 
 
-def by_search(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def by_search(
+    logits: Float32[Array, "S V"], top_k: Int32[Array, " S"], top_p: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
     """`top_k_top_p` by binary search over the whole vocabulary. A filter that no row uses is skipped at run time."""
     logits = lax.cond(jnp.any(top_k > 0), _search_top_k, lambda x, _: x, logits, top_k)
     return lax.cond(jnp.any(top_p < 1), _search_top_p, lambda x, _: x, logits, top_p)
 
 
-def by_candidates(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+def by_candidates(
+    logits: Float32[Array, "S V"], top_k: Int32[Array, " S"], top_p: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
     """`top_k_top_p` from the largest logits; falls back to the search if these do not include some row's threshold."""
     vocab_size = logits.shape[1]
     best = lax.top_k(logits, min(NUM_CANDIDATES, vocab_size))[0]

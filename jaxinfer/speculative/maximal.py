@@ -10,7 +10,10 @@ rejected, the token is drawn from the remaining p. All noise is a function of (s
 sampling does not use, so rejected tokens consume no noise of the accepted ones.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +21,22 @@ from jax import lax
 
 from jaxinfer.sampling import exact, gumbel_noise, uniform_noise
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
 DRAFT_STREAM = 0  # Gumbel noise with which the draft samples children
 RESIDUAL_STREAM = 1  # Gumbel noise with which the target samples after all children were rejected
 ACCEPTANCE_STREAM = 2  # uniform noise of child j: stream ACCEPTANCE_STREAM + j
 
 
 def accept(
-    target: jax.Array,
-    draft: jax.Array | None,
-    children: jax.Array,
-    is_child: jax.Array,
-    seed: jax.Array,
-    positions: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+    target: Float32[Array, "S V"],
+    draft: Float32[Array, "S V"] | None,
+    children: Int32[Array, "S W"],
+    is_child: Bool[Array, "S W"],
+    seed: UInt32[Array, "S 2"],
+    positions: Int32[Array, " S"],
+) -> tuple[Int32[Array, " S"], Int32[Array, " S"]]:
     """Samples one token per row; returns tokens int32[S] and the index int32[S] of the accepted child, W for none.
 
     Args:
