@@ -4,6 +4,7 @@ from jaxinfer.planning.chips import Chip, Place, chip_of_kind, chips, parse_plac
 from jaxinfer.planning.plan import Change, Memory, MemoryPlan, PlanRequest, to_dict, to_text
 from jaxinfer.planning.planner import make_plan
 from jaxinfer.planning.remedy import changes
+from pallas_kernels.choice import renamed
 
 __all__ = [
     "Change",
@@ -20,3 +21,5 @@ __all__ = [
     "to_dict",
     "to_text",
 ]
+
+__getattr__ = renamed(__name__, {"Plan": MemoryPlan})

@@ -4,6 +4,7 @@ Names are imported when first used, so that `SamplingParams`, which is plain Pyt
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "quiet":  # its former name, for one release
+        warnings.warn("jaxinfer.sampling.quiet is now mask_inactive_rows", DeprecationWarning, stacklevel=2)
+        name = "mask_inactive_rows"
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

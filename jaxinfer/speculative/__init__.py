@@ -18,6 +18,7 @@ from jaxinfer.speculative.proposers import (
 )
 from jaxinfer.speculative.statistics import SpeculationStats, best_length, expected_speedup
 from jaxinfer.speculative.tree import TokenTree, chain
+from pallas_kernels.choice import renamed
 
 __all__ = [
     "AcceptanceEstimate",
@@ -47,3 +48,5 @@ __all__ = [
     "record",
     "walk",
 ]
+
+__getattr__ = renamed(__name__, {"Rows": DraftRows})

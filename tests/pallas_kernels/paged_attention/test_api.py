@@ -7,7 +7,6 @@ import pytest
 
 from pallas_kernels import ahead_of_time
 from pallas_kernels.paged_attention import (
-    KernelChoice,
     choose,
     make_schedule,
     make_spec,
@@ -37,14 +36,6 @@ def test_choice_by_platform():
         choice = choose(spec_of(SMALL["decode_bf16"]), platform=platform)
         assert choice.implementation in IMPLEMENTATIONS
         assert all(choice.reasons.values())
-
-
-def test_a_former_name_warns():
-    with pytest.warns(DeprecationWarning, match=r"paged_attention\.Choice is now KernelChoice"):
-        from pallas_kernels.paged_attention import Choice
-    assert Choice is KernelChoice
-    with pytest.raises(ImportError, match="Chosen"):
-        from pallas_kernels.paged_attention import Chosen  # noqa: F401
 
 
 def test_a_fallback_says_why():
