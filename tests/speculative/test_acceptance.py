@@ -16,7 +16,7 @@ from jaxinfer.speculative import DraftRows, Proposal, TokenTree, walk
 from jaxinfer.speculative.maximal import DRAFT_STREAM
 
 VOCAB, ROOT, POSITION = 8, 3, 10
-NUM_DRAWS = 100_000
+NUM_DRAWS = 30_000
 SAMPLED = SamplingParams(temperature=0.8, top_k=6, logit_bias={2: 1.0})
 # 99.9 % of chi-square's distributions lie below: 1 in 1,000 sound draws would fail, but seeds are fixed.
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52}
@@ -33,9 +33,9 @@ def rows_of(params: list[SamplingParams], seeds: np.ndarray):
     """As many rows as seeds, with the parameters in turn."""
     kinds = make_batch([SamplingRow(one, seed=0) for one in params], VOCAB)
     kind = np.arange(len(seeds)) % len(params)
-    batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[kind], kinds)
+    batch = jax.tree.map(lambda leaf: np.asarray(leaf)[kind], kinds)
     words = np.stack([np.zeros_like(seeds), seeds], axis=1).astype(np.uint32)
-    histories = jax.tree.map(lambda leaf: jnp.asarray(leaf)[np.zeros(len(seeds), int)], make_state([[1]], VOCAB))
+    histories = jax.tree.map(lambda leaf: np.asarray(leaf)[np.zeros(len(seeds), int)], make_state([[1]], VOCAB))
     return kind, replace(batch, seed=jnp.asarray(words)), histories
 
 
@@ -81,10 +81,15 @@ def one_round(tree: TokenTree, is_maximal: bool, batch, history, num_nodes=None)
     return kept, state
 
 
+# Called outside of a program, each of their operations would be compiled by itself.
+transformed_of = jax.jit(transform)
+chosen_of = jax.jit(choose_several, static_argnums=3, static_argnames="stream")
+
+
 def distribution(token: int) -> np.ndarray:
     """What a sampled row should draw after a token, in float64."""
     _, batch, history = rows_of([SAMPLED], np.zeros(1, int))
-    logits = np.asarray(transform(jnp.asarray(TARGET)[None, token], batch, history))[0].astype(np.float64)
+    logits = np.asarray(transformed_of(jnp.asarray(TARGET)[None, token], batch, history))[0].astype(np.float64)
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
@@ -124,9 +129,9 @@ def test_maximal_tokens_have_the_target_s_distribution_beside_greedy_rows(tree):
 def test_the_draft_s_own_tokens_would_not_pass():
     """The inverse: had every draft been accepted, the check would tell."""
     _, batch, history = rows_of([SAMPLED], np.arange(NUM_DRAWS))
-    transformed = transform(jnp.asarray(DRAFT)[np.full(NUM_DRAWS, ROOT)], batch, history)
+    transformed = transformed_of(jnp.asarray(DRAFT)[np.full(NUM_DRAWS, ROOT)], batch, history)
     place = jnp.full((NUM_DRAWS,), POSITION + 1, jnp.int32)
-    drafted = np.asarray(choose_several(transformed, place, batch, 1, stream=DRAFT_STREAM))[:, 0]
+    drafted = np.asarray(chosen_of(transformed, place, batch, 1, stream=DRAFT_STREAM))[:, 0]
     statistic, freedom = chi_square(drafted, distribution(ROOT))
     assert statistic > 100 * CRITICAL[freedom]
 
@@ -139,9 +144,9 @@ def test_exact_tokens_are_those_of_plain_sampling(tree):
     kept, state = jax.device_get(one_round(tree, False, batch, history))
     before = np.full(3000, ROOT)
     for depth in range(tree.depth + 1):
-        transformed = transform(jnp.asarray(TARGET)[before], batch, history)
+        transformed = transformed_of(jnp.asarray(TARGET)[before], batch, history)
         place = jnp.full((3000,), POSITION + depth + 1, jnp.int32)
-        plain = np.asarray(choose_several(transformed, place, batch, 1))[:, 0]
+        plain = np.asarray(chosen_of(transformed, place, batch, 1))[:, 0]
         came = kept[depth] >= 0
         np.testing.assert_array_equal(kept[depth][came], plain[came])
         before = np.where(came, kept[depth], 0)
@@ -161,9 +166,9 @@ def test_penalties_and_min_tokens_count_within_the_drafted_run():
     kept, state = jax.device_get(one_round(tree, False, batch, history))
     before = np.full(num_rows, ROOT)
     for depth in range(tree.depth + 1):
-        transformed = transform(jnp.asarray(TARGET)[before], batch, history)
+        transformed = transformed_of(jnp.asarray(TARGET)[before], batch, history)
         place = jnp.full((num_rows,), POSITION + depth + 1, jnp.int32)
-        plain = np.asarray(choose_several(transformed, place, batch, 1))[:, 0]
+        plain = np.asarray(chosen_of(transformed, place, batch, 1))[:, 0]
         came = kept[depth] >= 0
         np.testing.assert_array_equal(kept[depth][came], plain[came])
         history = advance(history, jnp.asarray(plain), jnp.asarray(came))
