@@ -41,11 +41,6 @@ class Outputs:
         rotated = [heads[:, : self.rotary_dim : 2], heads[:, 1 : self.rotary_dim : 2]]
         return np.concatenate([*rotated, heads[:, self.rotary_dim :]], axis=1).reshape(-1)
 
-    @property
-    def is_run(self) -> bool:
-        """Whether the parameter's outputs are contiguous and in order."""
-        return bool((np.diff(self.index) == 1).all())
-
     def bounds(self) -> tuple[int, int]:
         """The stored outputs from the first to the last of the parameter's, the end exclusive."""
         return int(self.index.min()), int(self.index.max()) + 1

@@ -59,7 +59,9 @@ class SafetensorsIndex:
         self._remote = remote_of(self.directory)
         self.where: str | Path = self._remote.url if self._remote else self.directory
         weight_map = _weight_map(self.directory)
-        present = set(self._remote.files) if self._remote else _present(self.directory)
+        present = set(self._remote.files) if self._remote else set()
+        if not self._remote and self.directory.is_dir():
+            present = {path.name for path in self.directory.iterdir() if path.is_file()}
         names = sorted(set(weight_map.values())) if weight_map is not None else _shard_names(self.where, present)
         missing = [name for name in names if name not in present]
         if missing:
@@ -166,10 +168,6 @@ def _name_problem(name: str) -> str | None:
     if not name.endswith(".safetensors"):
         return "which is not a .safetensors file"
     return None
-
-
-def _present(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir() if path.is_file()} if directory.is_dir() else set()
 
 
 def _shard_names(where: str | Path, present: set[str]) -> list[str]:

@@ -1,23 +1,8 @@
-"""Checks of options, and the parts that their messages share: the nearest known name, bytes with a unit."""
+"""Parts that messages on options share: the nearest known name, bytes with a unit."""
 
 import difflib
 from collections.abc import Iterable
 from typing import Any
-
-
-def check_positive_integers(options: Any, *names: str, optional: Iterable[str] = ()) -> None:
-    """Raises ValueError, with name and value, for an attribute of `options` that is no integer of at least 1.
-
-    Args:
-      optional: further attributes, which may be None.
-    """
-    optional = tuple(optional)
-    for name in (*names, *optional):
-        value = getattr(options, name)
-        if value is None and name in optional:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 def nearest(name: Any, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:

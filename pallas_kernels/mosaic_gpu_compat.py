@@ -36,20 +36,6 @@ def interpreted() -> Iterator[None]:
         _is_interpreting.reset(token)
 
 
-def reset_interpreter() -> None:
-    """Clears the interpreter's state; needed after an exception inside an interpreted kernel."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-
-
-def races_found() -> bool:
-    """Whether the last interpreted kernel had a race."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    return bool(gpu_callbacks.get_races().races_found)
-
-
 def kernel(
     body: Callable, *, out_type: Any, name: str, cost_estimate: pl.CostEstimate | None = None, **options: Any
 ) -> Callable:

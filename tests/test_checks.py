@@ -1,23 +1,8 @@
-"""Checks of options, and the parts their messages share."""
-
-from types import SimpleNamespace
+"""Parts that messages on options share."""
 
 import pytest
 
-from jaxinfer.checks import check_positive_integers, did_you_mean, format_bytes
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, "1", True, None])
-def test_what_is_no_positive_integer_raises(value):
-    with pytest.raises(ValueError, match=f"num_pages must be a positive integer, got {value!r}"):
-        check_positive_integers(SimpleNamespace(page_size=1, num_pages=value), "page_size", "num_pages")
-
-
-def test_optional_attributes_may_be_none():
-    options = SimpleNamespace(page_size=None, num_pages=0)
-    check_positive_integers(options, optional=["page_size"])
-    with pytest.raises(ValueError, match="num_pages"):
-        check_positive_integers(options, optional=["page_size", "num_pages"])
+from jaxinfer.checks import did_you_mean, format_bytes
 
 
 def test_the_nearest_name_or_what_is_said_otherwise():

@@ -20,6 +20,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import parse_json
 from checkpoints_convert.formats.module import (
     FormatError,
+    Headers,
     Method,
     ModuleReader,
     Tensors,
@@ -27,7 +28,7 @@ from checkpoints_convert.formats.module import (
     host_quantized,
     transposed,
 )
-from checkpoints_convert.safetensors_files import DTYPE_BITS, TensorHeader
+from checkpoints_convert.safetensors_files import DTYPE_BITS
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 _STATE = "weight.quant_state."
@@ -42,9 +43,7 @@ class BitsAndBytes(Method):
 
     name: str = "bitsandbytes"
 
-    def reader(
-        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
-    ) -> ModuleReader | None:
+    def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         states = [suffix for suffix in headers if suffix.startswith(_STATE)]
         if states:
             if len(states) > 1 or states[0].removeprefix(_STATE) not in _KINDS:
@@ -64,7 +63,7 @@ def bitsandbytes(data: Mapping[str, Any]) -> BitsAndBytes:
     return BitsAndBytes()
 
 
-def _four_bit(state: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> ModuleReader:
+def _four_bit(state: str, shape: tuple[int, ...], headers: Headers) -> ModuleReader:
     outputs, inputs = shape
     num_bytes = -(-outputs * inputs // 2)
     dtype = headers["weight"][0] if "weight" in headers else "U8"
@@ -161,7 +160,7 @@ def _scales(fields: Mapping[str, Any], state: str, outputs: int, tensors: Tensor
     return NestedScales(blocks, tensors["weight.nested_quant_map"], outer, np.asarray(offset), inner)  # pyright: ignore
 
 
-def _eight_bit(shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> ModuleReader:
+def _eight_bit(shape: tuple[int, ...], headers: Headers) -> ModuleReader:
     outputs, inputs = shape
     has_shape(headers, "weight", ["I8"], shape)
     has_shape(headers, "SCB", ["F32"], (outputs,))

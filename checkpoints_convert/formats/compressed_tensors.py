@@ -21,6 +21,7 @@ from checkpoints_convert.formats.gptq import check_pattern
 from checkpoints_convert.formats.module import (
     FLOATS,
     FormatError,
+    Headers,
     Method,
     ModuleReader,
     Tensors,
@@ -34,7 +35,6 @@ from checkpoints_convert.formats.module import (
     unpack,
 )
 from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_weight
-from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.checks import did_you_mean
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -79,7 +79,7 @@ def module_reader(
     weights: WeightScheme,
     activations: ActivationScheme | None,
     shape: tuple[int, ...],
-    headers: Mapping[str, TensorHeader],
+    headers: Headers,
 ) -> ModuleReader:
     """The reader of a quantized module stored in the format `form`. Raises FormatError as `Method.reader` does."""
     if form == "mxfp4-pack-quantized":
@@ -108,7 +108,7 @@ def _block(weights: WeightScheme, outputs: int, inputs: int) -> tuple[int, int]:
     return min(weights.group_size or inputs, inputs), 1
 
 
-def _packed(layout: _Layout, headers: Mapping[str, TensorHeader]) -> tuple[_Layout, tuple[str, ...]]:
+def _packed(layout: _Layout, headers: Headers) -> tuple[_Layout, tuple[str, ...]]:
     if layout.weights.kind != "int":
         raise FormatError(
             f"pack-quantized holds integers, the configuration says {layout.weights.kind}", "weight_packed"
@@ -136,7 +136,7 @@ def _packed(layout: _Layout, headers: Mapping[str, TensorHeader]) -> tuple[_Layo
     return layout, tuple(suffixes)
 
 
-def _plain(layout: _Layout, headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
+def _plain(layout: _Layout, headers: Headers) -> tuple[str, ...]:
     weights = layout.weights
     wanted = {"int-quantized": "int", "float-quantized": "float"}.get(layout.form, weights.kind)
     if weights.kind != wanted or (weights.kind == "float" and weights.bits != 8):
@@ -220,7 +220,7 @@ def _zeros(layout: _Layout, tensors: Tensors) -> np.ndarray | None:
     return np.ascontiguousarray(stored.reshape(layout.scales).T)
 
 
-def _mxfp4(weights: WeightScheme, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> ModuleReader:
+def _mxfp4(weights: WeightScheme, shape: tuple[int, ...], headers: Headers) -> ModuleReader:
     outputs, inputs = shape
     if (weights.bits, weights.kind, weights.group_size) != (4, "float", BLOCK) or inputs % BLOCK:
         raise FormatError(f"mxfp4-pack-quantized holds 4-bit floats in groups of {BLOCK}", "weight_packed")
@@ -260,9 +260,7 @@ class CompressedTensors(Method):
     ignore: tuple[str, ...] = ()
     name: str = "compressed-tensors"
 
-    def reader(
-        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
-    ) -> ModuleReader | None:
+    def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         is_plain = headers.get("weight", ("",))[0] in ("F64", "F32", "F16", "BF16")
         if is_plain or not any(suffix in headers for suffix in ("weight", *_QUANTIZED_SUFFIXES)):
             return None

@@ -15,6 +15,7 @@ import numpy as np
 from checkpoints_convert.formats.module import (
     FLOATS,
     FormatError,
+    Headers,
     Method,
     ModuleReader,
     Tensors,
@@ -22,7 +23,6 @@ from checkpoints_convert.formats.module import (
     host_quantized,
     transposed,
 )
-from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _WEIGHTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
@@ -42,9 +42,7 @@ class Fp8(Method):
     is_dynamic: bool = False
     excluded: tuple[str, ...] = ()
 
-    def reader(
-        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
-    ) -> ModuleReader | None:
+    def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         dtype = headers.get("weight", ("F32",))[0]
         if not dtype.startswith("F8") and dtype not in ("U8", "I8"):
             return None

@@ -30,6 +30,7 @@ import numpy as np
 from checkpoints_convert.formats.module import (
     FLOATS,
     FormatError,
+    Headers,
     Method,
     ModuleReader,
     Tensors,
@@ -43,7 +44,6 @@ from checkpoints_convert.formats.module import (
     transposed,
     unpack,
 )
-from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _LOG = logging.getLogger(__name__)
@@ -72,9 +72,7 @@ class Gptq(Method):
     overrides: tuple[tuple[str, dict[str, Any]], ...] = ()
     name: str = "gptq"
 
-    def reader(
-        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
-    ) -> ModuleReader | None:
+    def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         if "qweight" not in headers:
             return None
         settings = self._settings_of(module)
@@ -246,9 +244,7 @@ class Awq(Method):
     overrides: tuple[tuple[str, dict[str, Any]], ...] = ()
     name: str = "awq"
 
-    def reader(
-        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
-    ) -> ModuleReader | None:
+    def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         if "qweight" not in headers:
             return None
         outputs, inputs = shape

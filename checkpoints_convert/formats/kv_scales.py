@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from checkpoints_convert.formats.module import FLOATS, FormatError
+from checkpoints_convert.formats.module import FLOATS, FormatError, Headers
 from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.models import ModelConfig
 
@@ -43,9 +43,7 @@ def check_kv_scale(header: TensorHeader, layer: int, config: ModelConfig) -> Non
         raise FormatError(f"is {dtype}{list(shape)}, not one number or one for each of {config.num_kv_heads} heads")
 
 
-def read_kv_scales(
-    headers: Mapping[str, TensorHeader], num_layers: int, read: Callable[[str], np.ndarray]
-) -> tuple[LayerKVScales, ...]:
+def read_kv_scales(headers: Headers, num_layers: int, read: Callable[[str], np.ndarray]) -> tuple[LayerKVScales, ...]:
     """The scales of every layer, () where there are none.
 
     A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a

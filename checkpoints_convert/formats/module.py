@@ -12,6 +12,7 @@ import numpy as np
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
+Headers = Mapping[str, TensorHeader]
 Tensors = Mapping[str, np.ndarray]
 
 
@@ -51,9 +52,7 @@ class Method(ABC):
     name: str
 
     @abstractmethod
-    def reader(
-        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
-    ) -> ModuleReader | None:
+    def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         """The reader of a module with a weight of `shape` [N, K]; None if by its tensors it is not quantized.
 
         Args:
@@ -63,7 +62,7 @@ class Method(ABC):
         """
 
 
-def has_shape(headers: Mapping[str, TensorHeader], suffix: str, dtypes: Iterable[str], *shapes: tuple[int, ...]) -> int:
+def has_shape(headers: Headers, suffix: str, dtypes: Iterable[str], *shapes: tuple[int, ...]) -> int:
     """The index in `shapes` of a tensor's shape. Raises FormatError if it is missing, or of another dtype or shape."""
     if suffix not in headers:
         raise FormatError("is missing", suffix)

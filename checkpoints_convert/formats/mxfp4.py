@@ -7,8 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.formats.module import FormatError, Method, ModuleReader, has_shape, host_quantized
-from checkpoints_convert.safetensors_files import TensorHeader
+from checkpoints_convert.formats.module import FormatError, Headers, Method, ModuleReader, has_shape, host_quantized
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 BLOCK = 32
@@ -55,9 +54,7 @@ class Mxfp4(Method):
 
     name: str = "mxfp4"
 
-    def reader(
-        self, module: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader], kind: str
-    ) -> ModuleReader | None:
+    def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         """Of an expert parameter, whose dense form is `shape` [E, K, N]."""
         if not set(SUFFIXES) & set(headers):
             return None

@@ -6,6 +6,7 @@ from typing import Any
 
 from checkpoints_convert.huggingface.families_llama import (
     ATTENTION,
+    ATTENTION_BIAS,
     EMBEDDING,
     GATED_MLP,
     HEAD,
@@ -142,8 +143,7 @@ EARLY: tuple[Family, ...] = (
         examples="Pythia 14M to 12B, GPT-NeoX 20B, RedPajama",
         max_position_embeddings=2048,
         norm_eps=1e-5,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **ATTENTION_BIAS,
         mlp_bias=True,
         defaults={"attention_bias": True},
         names={"rms_norm_eps": "layer_norm_eps", "num_key_value_heads": None, "head_dim": None},
@@ -227,8 +227,7 @@ _COHERE = Family(
     examples="Command R, Command R+, Aya",
     max_position_embeddings=8192,
     norm_eps=1e-5,
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    **ATTENTION_BIAS,
     is_tied=True,
     names=_NAMES,
     rope=RopeForm(theta=500000.0, pairs_neighbours=True),

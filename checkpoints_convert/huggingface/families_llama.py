@@ -54,6 +54,8 @@ _FUSED_ATTENTION = (
     *linear(f"{LAYER}.self_attn.o_proj", f"{TARGET}.attention.o_proj"),
 )
 
+ATTENTION_BIAS: dict[str, Any] = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+_LINEAR_BIAS: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": "mlp_bias"}
 _NO_HEAD_DIM = {"head_dim": None}
 
 _MISTRAL = Family(
@@ -74,8 +76,7 @@ _OLMO2 = Family(
     examples="OLMo 2 1B to 32B",
     max_position_embeddings=2048,
     norm_eps=1e-5,
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    **ATTENTION_BIAS,
     qk_norm=True,
     names=_NO_HEAD_DIM,
     fixed={"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"},
@@ -89,9 +90,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
         title="Llama 1 to 3.3",
         examples="Llama, TinyLlama, SmolLM2, Yi, DeepSeek LLM",
         max_position_embeddings=2048,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
+        **_LINEAR_BIAS,
         tensors=LLAMA_TENSORS,
     ),
     _MISTRAL,
@@ -146,8 +145,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
         max_position_embeddings=32768,
         num_kv_heads=32,
         head_dim=128,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **ATTENTION_BIAS,
         qk_norm=True,
         windows="late",
         default_window=4096,
@@ -185,9 +183,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
         examples="SmolLM3 3B",
         max_position_embeddings=32768,
         num_kv_heads=4,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
+        **_LINEAR_BIAS,
         is_tied=True,
         windows="unrotated",
         names=_NO_HEAD_DIM,
@@ -200,9 +196,7 @@ LLAMA_LIKE: tuple[Family, ...] = (
         title="Granite",
         examples="Granite 3.0 to 3.3",
         max_position_embeddings=2048,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
+        **_LINEAR_BIAS,
         names=_NO_HEAD_DIM,
         settings=(
             Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
@@ -270,8 +264,7 @@ _GEMMA2 = Family(
     max_position_embeddings=8192,
     num_kv_heads=4,
     head_dim=256,
-    qkv_bias="attention_bias",
-    output_bias="attention_bias",
+    **ATTENTION_BIAS,
     is_tied=True,
     windows="pattern",
     full_every=2,
@@ -294,8 +287,7 @@ GEMMA: tuple[Family, ...] = (
         max_position_embeddings=8192,
         num_kv_heads=16,
         head_dim=256,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **ATTENTION_BIAS,
         is_tied=True,
         activation="gelu_pytorch_tanh",
         activations=_ACTIVATIONS,

@@ -5,6 +5,7 @@ from typing import Any
 
 from checkpoints_convert.huggingface.families_llama import (
     ATTENTION,
+    ATTENTION_BIAS,
     EMBEDDING,
     GATED_MLP,
     HEAD,
@@ -221,8 +222,7 @@ MIXTURES: tuple[Family, ...] = (
         examples="Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
         max_position_embeddings=32768,
         num_kv_heads=4,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **ATTENTION_BIAS,
         qk_norm=True,
         windows="all",
         default_window=4096,
@@ -239,8 +239,7 @@ MIXTURES: tuple[Family, ...] = (
         max_position_embeddings=131072,
         num_kv_heads=8,
         head_dim=64,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
+        **ATTENTION_BIAS,
         defaults={"attention_bias": True},
         norm_eps=1e-5,
         windows="pattern",

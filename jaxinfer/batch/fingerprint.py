@@ -53,7 +53,8 @@ def model_fingerprint(llm: LoadedModel, max_model_len: int) -> str:
     for path, leaf in jax.tree_util.tree_leaves_with_path(llm.params, is_leaf=is_quantized):
         keys = tuple(key.key for key in path)
         places = (None,) * leaf.ndim if fit is None else fit.places(keys, leaf.shape)
-        name, shape = jax.tree_util.keystr(path), _own_shape(leaf.shape, places)
+        name = jax.tree_util.keystr(path)
+        shape = tuple(size if where is None else len(where) for size, where in zip(leaf.shape, places, strict=True))
         if is_quantized(leaf):
             scheme, rows = leaf.scheme, min(leaf.scheme.block[0], shape[-2])
             # Outputs that share a scale have one each where some were padded.
@@ -84,10 +85,6 @@ class _Sample:
     array: Any
     index: tuple[int | slice, ...]
     chosen: Any
-
-
-def _own_shape(shape: tuple[int, ...], places: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(size if where is None else len(where) for size, where in zip(shape, places, strict=True))
 
 
 def _samples(array: Any, shape: tuple[int, ...], places: tuple[Any, ...], block: tuple[int, int]) -> Iterator[_Sample]:

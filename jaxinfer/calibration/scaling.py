@@ -233,7 +233,7 @@ def _round_linear(
     if hessian is not None and options.clip:
         weight = clip(weight, hessian / (rows[:, None] * rows), options.grid(state.bits(name)))
     rounded = quantize(weight, options.recipe(state.bits(name)), scale_dtype=options.dtype)
-    state.set(name, rounded, hessian, _undoing(rows, columns))
+    state.set(name, rounded, hessian, lambda weight: weight / rows[:, None] * columns)
 
 
 def _round_stacks(
@@ -252,10 +252,6 @@ def _round_stacks(
             state.set(name, weight / columns[name][:, None] if name in columns else weight)
     if names := tuple(filter(state.is_quantized, names)):
         round_stacks(state, names, rows, columns)
-
-
-def _undoing(rows: jax.Array, columns: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    return lambda weight: weight / rows[:, None] * columns
 
 
 def _sharing(config: ModelConfig, fold: Fold) -> Callable[[jax.Array], jax.Array]:

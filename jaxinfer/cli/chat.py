@@ -80,10 +80,6 @@ class ChatSession:
         first = [{"role": "system", "content": self.system}] if self.system is not None else []
         return [*first, *self.turns]
 
-    def with_user(self, text: str) -> list[Message]:
-        """The messages with a new one, which is not kept yet."""
-        return [*self.messages, {"role": "user", "content": text}]
-
     def keep(self, messages: list[Message], answer: str) -> None:
         """Adds an answered message and its answer to the conversation."""
         self.turns += [messages[-1], {"role": "assistant", "content": answer}]
@@ -305,7 +301,7 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
 
 def _answer(llm: "LLM", session: ChatSession, text: str, *, is_interactive: bool, is_quiet: bool = False) -> Turn:
     """One turn: the answer is streamed and added to the conversation."""
-    messages = session.with_user(text)
+    messages = [*session.messages, {"role": "user", "content": text}]
     prompt = llm.chat_prompt(messages)
     params, is_cut = session.fit(len(prompt))
     with _stoppable(is_interactive) as is_stopped:

@@ -16,10 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, abstract_paged_cache, stored_dtype
 from jaxinfer.engine.options import EngineOptions
-from jaxinfer.engine.programs import ProgramModel, Weights, program_model
+from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepWork, init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import Drafter, SpeculativeWork
-from jaxinfer.models import ModelConfig, Params, abstract_params, compute_dtype, parameter_shardings
+from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
 from jaxinfer.quantization.tree import is_quantized, num_bytes
 from jaxinfer.sampling import SamplingBatch
@@ -401,16 +401,6 @@ def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
 
 
 # Arguments of programs as shapes, to compile them without weights or a chip.
-
-
-def abstract_model(
-    config: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None, *, dtype: Any = jnp.bfloat16
-) -> tuple[ProgramModel, Weights, PagedCache]:
-    """A model, its weights and its pages for a TPU, all of `dtype`, as a program takes them. Raises ValueError as
-    `models.check_divides`."""
-    params = placed_params(config, abstract_params(config, dtype), mesh)
-    cache = abstract_paged_cache(config, num_pages, page_size, dtype, "interleaved", mesh)
-    return *program_model(config, params, mesh), cache
 
 
 def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:

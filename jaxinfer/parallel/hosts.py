@@ -239,7 +239,8 @@ def initialize_hosts(
     # XLA:CPU could otherwise run two programs at once, whose collectives would be in a different order on other hosts.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_enable_preemption_service", False)
-    bind = {"coordinator_bind_address": address} if address is not None and _is_loopback(address) else {}
+    is_loopback = address is not None and address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
+    bind = {"coordinator_bind_address": address} if is_loopback else {}
     try:
         with in_own_process():
             jax.distributed.initialize(address, count, index, **bind)
@@ -319,10 +320,6 @@ def _is_used() -> bool:
 
     check = getattr(xla_bridge, "backends_are_initialized", None)
     return check is not None and check()
-
-
-def _is_loopback(address: str) -> bool:
-    return address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
 
 
 def _frames(entry: bytes) -> list[bytes]:

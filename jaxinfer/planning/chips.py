@@ -162,7 +162,8 @@ def layout_of(place: Place, *configs: ModelConfig, mesh: str | None = None) -> L
     replicas. Raises ValueError for unknown axes, axes that do not use all devices, or that do not divide a model."""
     if mesh is None:
         sizes = [size for size in range(place.num_devices, 0, -1) if place.num_devices % size == 0]
-        return next(layout for size in sizes if (layout := _model_parallel(place, size)) and _fits(layout, configs))
+        layouts = (Layout(place.num_devices // size, ((parallel.MODEL, size),)) for size in sizes)
+        return next(layout for layout in layouts if _fits(layout, configs))
     axes = parallel.parse_mesh(mesh)
     replicas = axes.pop(DATA, 1)
     layout = Layout(replicas, tuple(axes.items()) or ((parallel.MODEL, 1),))
@@ -172,10 +173,6 @@ def layout_of(place: Place, *configs: ModelConfig, mesh: str | None = None) -> L
     for config in configs:
         fit_to_mesh(layout.shape_mesh, config)
     return layout
-
-
-def _model_parallel(place: Place, size: int) -> Layout:
-    return Layout(place.num_devices // size, ((parallel.MODEL, size),))
 
 
 def _fits(layout: Layout, configs: tuple[ModelConfig, ...]) -> bool:

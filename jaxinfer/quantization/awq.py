@@ -1,6 +1,6 @@
 """AWQ: scales up inputs with large activations before rounding, and clips weights where that reduces the error."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -42,14 +42,9 @@ def candidate_scales(mean_absolute: jax.Array, relative: jax.Array | None = None
     return scales
 
 
-def search_scale(candidates: Sequence[jax.Array], losses: Callable[[jax.Array], Sequence[float]]) -> jax.Array:
+def best_scale(candidates: Sequence[jax.Array], losses: Sequence[Sequence[float]]) -> jax.Array:
     """The candidate with the smallest sum of losses relative to the first candidate's, among those for which no loss is
     larger than the first's. The first is the identity, so no layer gets worse."""
-    return best_scale(candidates, [losses(scale) for scale in candidates])
-
-
-def best_scale(candidates: Sequence[jax.Array], losses: Sequence[Sequence[float]]) -> jax.Array:
-    """As `search_scale`, with `losses` of each candidate already computed."""
     first = losses[0]
     best, least = candidates[0], float(len(first))
     for scale, scale_losses in zip(candidates[1:], losses[1:], strict=True):

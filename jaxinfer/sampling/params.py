@@ -278,12 +278,9 @@ def _items(name: str, value: Any, what: str, max_items: int) -> list[Any]:
         raise _error(name, value, limit)
     items = list(itertools.islice(value, max_items + 1))
     if len(items) > max_items:
-        raise SamplingParamsError(name, f"{name} must be {limit}, got {_length(value)}")
+        length = len(value) if isinstance(value, Sized) else "more"
+        raise SamplingParamsError(name, f"{name} must be {limit}, got {length}")
     return items
-
-
-def _length(value: Any) -> str:
-    return str(len(value)) if isinstance(value, Sized) else "more"
 
 
 def _strings(max_items: int, max_chars: int):

@@ -50,7 +50,7 @@ def _has_processors(batch: SamplingBatch, state: SamplingState) -> jax.Array:
 def _process(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> jax.Array:
     is_early = state.num_output < batch.min_tokens
     # Masks and the bias commute: a masked logit stays -inf whatever finite number is added.
-    logits = _where_any(batch.has_bias, lambda x: _add_bias(x, batch), logits)
+    logits = _where_any(batch.has_bias, lambda x: jnp.where(batch.has_bias[:, None], x + batch.bias, x), logits)
     logits = _where_any(batch.has_bad_words, lambda x: _forbid(x, _completions(batch, state)), logits)
     early_ids = jnp.where(is_early[:, None], batch.min_tokens_ids, batch.vocab_size)
     logits = _where_any(is_early, lambda x: _forbid(x, early_ids), logits)
@@ -68,10 +68,6 @@ def _filter(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
 def _where_any(is_needed: jax.Array, step: Callable[[jax.Array], jax.Array], logits: jax.Array) -> jax.Array:
     """Runs `step` if any row needs it. `step` must not change the other rows."""
     return lax.cond(jnp.any(is_needed), step, lambda x: x, logits)
-
-
-def _add_bias(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
-    return jnp.where(batch.has_bias[:, None], logits + batch.bias, logits)
 
 
 def _forbid(logits: jax.Array, ids: jax.Array) -> jax.Array:

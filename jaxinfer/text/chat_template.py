@@ -205,7 +205,7 @@ class _Run:
         variables: dict[str, Any] = {literal.name: literal.text for literal in self._literals}
         for index in marked:
             variables[self._literals[index].name] = self._literals[index].marked(*self._marks)
-        variables[ROLE_FUNCTION] = self._mark_role if marked else _unmarked
+        variables[ROLE_FUNCTION] = self._mark_role if marked else lambda role: role
         try:
             return self._template.render({**self._variables, **variables})
         except ChatTemplateError:
@@ -221,10 +221,6 @@ class _Run:
         if isinstance(role, str) and role in self._roles and ROLE_PATTERN.fullmatch(role):
             return self._marks[0] + role + self._marks[1]
         return role
-
-
-def _unmarked(role: Any) -> Any:
-    return role
 
 
 def _constants(tree: jinja2.nodes.Template) -> set[str]:

@@ -28,16 +28,13 @@ def test_parts_of_groups_have_every_output_once(groups, sizes):
 def test_neighbours_become_halves_within_the_rotated_part_of_each_head():
     outputs = Outputs(12, head_dim=6, rotary_dim=4)
     assert outputs.index.tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
-    assert not outputs.is_run
     assert outputs.bounds() == (0, 12)
     part = Outputs(24, 2, 6, 12, head_dim=6, rotary_dim=6)
     assert part.index.tolist() == [6, 8, 10, 7, 9, 11, 18, 20, 22, 19, 21, 23]
 
 
-def test_a_run_is_told_from_what_is_scattered():
-    assert Outputs(12, 1, 4, 8).is_run
+def test_bounds_of_a_run():
     assert Outputs(12, 1, 4, 8).bounds() == (4, 8)
-    assert not Outputs(12, 2, 0, 4).is_run
 
 
 RECIPES = {

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxinfer import parallel
+from jaxinfer.cache import abstract_paged_cache
 from jaxinfer.engine import spec as abstract
-from jaxinfer.engine.programs import ProgramModel
+from jaxinfer.engine.programs import ProgramModel, program_model
 from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.engine.programs.speculative import Drafter, speculate, verify
 from jaxinfer.engine.spec import abstract_array, abstract_decode_work, abstract_rounds, abstract_step_work
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
 from jaxinfer.speculative import DraftRows, Proposal, TokenTree, chain
@@ -304,7 +305,9 @@ def has_rows(instruction: Instruction, *counts: int) -> bool:
 
 def abstract_model(config: ModelConfig, num_pages: int, mesh=None):
     """The model, its weights and its pages in bfloat16, as a program takes them."""
-    return abstract.abstract_model(config, num_pages, PAGE, mesh)
+    params = abstract.placed_params(config, abstract_params(config, jnp.bfloat16), mesh)
+    cache = abstract_paged_cache(config, num_pages, PAGE, jnp.bfloat16, "interleaved", mesh)
+    return *program_model(config, params, mesh), cache
 
 
 def abstract_slots(config: ModelConfig, num_slots: int, mesh=None, draft_length: int | None = None):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.quantization import quantize
-from jaxinfer.quantization.awq import candidate_scales, clip, output_error, relative_sizes, scaled_error, search_scale
+from jaxinfer.quantization.awq import best_scale, candidate_scales, clip, output_error, relative_sizes, scaled_error
 from jaxinfer.quantization.grid import IntegerGrid
 from jaxinfer.quantization.rtn import Recipe
 
@@ -47,11 +47,9 @@ def test_dead_inputs_and_last_groups_give_finite_scales(problem):
 
 def test_the_search_makes_no_layer_worse():
     candidates = [jnp.array([float(i)]) for i in range(4)]
-    losses = {0: [2.0, 2.0], 1: [2.1, 0.1], 2: [1.8, 1.9], 3: [1.7, 1.8]}
-    assert search_scale(candidates, lambda scale: losses[int(scale[0])])[0] == 3
-    worse = {0: [1.0, 1.0], 1: [0.0, 1.1], 2: [1.1, 0.0], 3: [1.0, 1.0]}
-    assert search_scale(candidates, lambda scale: worse[int(scale[0])])[0] == 0
-    assert search_scale(candidates, lambda scale: [0.0])[0] == 0  # nothing to gain
+    assert best_scale(candidates, [[2.0, 2.0], [2.1, 0.1], [1.8, 1.9], [1.7, 1.8]])[0] == 3
+    assert best_scale(candidates, [[1.0, 1.0], [0.0, 1.1], [1.1, 0.0], [1.0, 1.0]])[0] == 0
+    assert best_scale(candidates, [[0.0]] * 4)[0] == 0  # nothing to gain
 
 
 def test_errors_are_those_of_the_outputs(problem):
@@ -74,7 +72,8 @@ def test_scaling_up_what_is_large_pays(problem):
         return [float(scaled_error(weight, scale, hessian, grid))]
 
     relative = relative_sizes([jnp.asarray(weight)], 32)
-    best = search_scale(candidate_scales(jnp.asarray(np.abs(x).mean(0)), relative), losses)
+    candidates = candidate_scales(jnp.asarray(np.abs(x).mean(0)), relative)
+    best = best_scale(candidates, [losses(scale) for scale in candidates])
     assert losses(best)[0] < 0.7 * losses(jnp.ones(96))[0]
 
 

@@ -91,12 +91,8 @@ def ranked(goal: Goal, rows: Sequence[TrialResult], base: Sequence[TrialResult])
     else:
         good = [pair for pair in pairs if pair[1].verdict in ("better", "same", "worse")]
         good = good or [pair for pair in pairs if pair[1].verdict == "in doubt"]
-    return sorted(good, key=lambda pair: _order(goal, *pair))
-
-
-def _order(goal: Goal, row: TrialResult, its: Judgement) -> tuple[float, float]:
-    """The sort key, the best first: the loss of quality if that is the goal, then the gain."""
-    return (_kl(row) if goal.name == "quality" else 0.0, -(its.ratio or 0.0))
+    # By the loss of quality if that is the goal, then by the gain.
+    return sorted(good, key=lambda pair: (_kl(pair[0]) if goal.name == "quality" else 0.0, -(pair[1].ratio or 0.0)))
 
 
 def is_improvement(goal: Goal, row: TrialResult, before: TrialResult) -> bool:

@@ -99,7 +99,8 @@ def _on_device(plane: Any) -> Iterator[Interval]:
             if line.name != _OPS and "hlo_op" not in stats:  # copies from and to the host, of a GPU's stream
                 continue
             matched = _NAME.match(str(stats.get("hlo_op") or event.name))
-            module = stats.get("hlo_module") or _around(modules, event.start_ns)
+            around = (name for start, end, name in modules if start <= event.start_ns < end)
+            module = stats.get("hlo_module") or next(around, "")
             yield Interval(
                 name=matched.group(1) if matched is not None else event.name,
                 module=str(module),
@@ -109,10 +110,6 @@ def _on_device(plane: Any) -> Iterator[Interval]:
                 end=event.end_ns,
                 scope=str(stats.get("tf_op") or ""),
             )
-
-
-def _around(modules: list[tuple[float, float, str]], time: float) -> str:
-    return next((name for start, end, name in modules if start <= time < end), "")
 
 
 def _on_cpu(plane: Any) -> Iterator[Interval]:

@@ -8,8 +8,8 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import mosaic_gpu_compat
 from pallas_kernels.flash_attention import api, pallas_gpu, pallas_tpu, xla
+from tests.pallas_kernels.gpu_interpreter import interpreted_gpu
 
 
 def compiled(programs: dict, function, options: dict, arguments):
@@ -103,17 +103,6 @@ class PallasGpu:
     def trace(self, shape, arguments):
         with interpreted_gpu():
             return jax.jit(shape.call(self.name))(arguments)
-
-
-@contextlib.contextmanager
-def interpreted_gpu():
-    try:
-        with mosaic_gpu_compat.interpreted():
-            yield
-        jax.effects_barrier()
-        assert not mosaic_gpu_compat.races_found()
-    finally:
-        mosaic_gpu_compat.reset_interpreter()
 
 
 HARNESSES = {harness.name: harness for harness in (Xla, PallasTpu, PallasGpu)}

@@ -17,6 +17,7 @@ from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.paged_attention import choose, gpu_kernel, gpu_schedule, make_spec, paged_attention, pallas_gpu
 from pallas_kernels.paged_attention.shapes import decode_shape
+from tests.pallas_kernels.gpu_interpreter import interpreted_gpu
 from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
 
@@ -43,13 +44,8 @@ def gpu_interpreter(monkeypatch):
     monkeypatch.setattr(gpu_kernel, "NUM_BLOCKS", 3)
     monkeypatch.setattr(gpu_schedule, "SHORTEST_SPLIT", 64)
     monkeypatch.setattr(gpu_schedule, "LONGEST_SPLIT", 64)
-    compat.reset_interpreter()
-    try:
-        with compat.interpreted():
-            yield
-            assert not compat.races_found()
-    finally:
-        compat.reset_interpreter()
+    with interpreted_gpu():
+        yield
 
 
 # In the interpreter

@@ -15,6 +15,7 @@ from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, outputs_together
 from pallas_kernels import ahead_of_time
 from pallas_kernels import mosaic_gpu_compat as compat
 from pallas_kernels.quantized_matmul import choose, make_spec, pallas_gpu, quantized_matmul
+from tests.pallas_kernels.gpu_interpreter import interpreted_gpu
 from tests.pallas_kernels.quick import quick
 
 # [K, N] of Llama-3-8B's layers: queries and outputs, keys and values, gate and up, down.
@@ -24,13 +25,8 @@ LLAMA_3_8B = [(4096, 4096), (4096, 1024), (4096, 14_336), (14_336, 4096)]
 @pytest.fixture
 def gpu_interpreter():
     """Fails when two accesses of the last kernel race."""
-    compat.reset_interpreter()
-    try:
-        with compat.interpreted():
-            yield
-            assert not compat.races_found()
-    finally:
-        compat.reset_interpreter()
+    with interpreted_gpu():
+        yield
 
 
 # Splits of the groups, zeros, rows that are padded, more stages than steps, several tiles of rows and of outputs.
