@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import bos_token_id, companion_files, eos_token_ids, generation_config
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.host_arrays import CastStats, Read, aligned, read_tensor
+from jaxinfer.files import Closable
 from jaxinfer.models import ModelConfig, abstract_params, keeps_float32
 from jaxinfer.quantization import QuantizedArray
 
@@ -89,7 +90,7 @@ ParamPath = tuple[str, ...]  # the keys that lead to a parameter, such as ("laye
 HostParam = list[np.ndarray] | QuantizedArray  # parts of a dense parameter, or a quantized one
 
 
-class Checkpoint(ABC):
+class Checkpoint(Closable, ABC):
     """An open checkpoint, whose parameters are planned and can be read.
 
     A unit is what is read, written and resumed at once: one layer, or one parameter outside the layers.
@@ -243,12 +244,6 @@ class Checkpoint(ABC):
     def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def cut_parts(array: np.ndarray, parts: Sequence[Bounds]) -> list[np.ndarray]:

@@ -23,6 +23,7 @@ from checkpoints_convert.files import WEIGHTS_INDEX, parse_json, read_json
 from checkpoints_convert.storage import MIN_PIECE_BYTES as REMOTE_MIN_PIECE_BYTES
 from checkpoints_convert.storage import ByteFile, LocalFile, fill, fill_from_tensor, remote_of
 from jaxinfer.checks import did_you_mean
+from jaxinfer.files import Closable
 
 # Safetensors dtype and shape of a tensor.
 TensorHeader = tuple[str, tuple[int, ...]]
@@ -44,7 +45,7 @@ class TensorEntry:
     end: int
 
 
-class SafetensorsIndex:
+class SafetensorsIndex(Closable):
     """Every tensor of a repository directory.
 
     The files are those named by `model.safetensors.index.json`; without it `model.safetensors`; without that
@@ -116,12 +117,6 @@ class SafetensorsIndex:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-    def __enter__(self) -> "SafetensorsIndex":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _build_table(self, weight_map: Mapping[str, str]) -> None:
         problems = []
@@ -255,7 +250,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
 }
 
 
-class SafetensorsFile:
+class SafetensorsFile(Closable):
     """An open file. `tensors` maps names to entries, `metadata` is the header's free text.
 
     Raises CheckpointError, naming the file and the tensor, for a file that is not well formed.
@@ -284,12 +279,6 @@ class SafetensorsFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "SafetensorsFile":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _read_header(self, size: int) -> bytes:
         if size < 8:

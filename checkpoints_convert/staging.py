@@ -30,7 +30,7 @@ from checkpoints_convert.files import (
 )
 from checkpoints_convert.store import Description
 from jaxinfer.checks import format_bytes
-from jaxinfer.files import sync
+from jaxinfer.files import Closable, sync
 
 JOURNAL = "journal.jsonl"  # marks a directory as a checkpoint being written
 # Files of a checkpoint, and those that model hubs put beside it. A directory with any other file, such as a GGUF file,
@@ -174,7 +174,7 @@ class FinishedUnit:
     requantize_errors: dict[str, float] = field(default_factory=dict)
 
 
-class ConversionJournal:
+class ConversionJournal(Closable):
     """The journal in `directory`, locked against other processes while open.
 
     Attributes:
@@ -208,12 +208,6 @@ class ConversionJournal:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "ConversionJournal":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _lock(self) -> None:
         try:

@@ -1,10 +1,23 @@
-"""Durable files: replaced atomically, and on the disk before a call returns."""
+"""Closing at the end of a block; durable files: replaced atomically, and on the disk before a call returns."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
+
+
+class Closable:
+    """A context manager that calls its `close` when the block ends."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.batch.errors import BatchError
 from jaxinfer.batch.requests import Prompt
+from jaxinfer.files import Closable
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
 
@@ -72,7 +73,7 @@ class _Worker:
         return output if output is not None else ValueError("the row ended without an answer")
 
 
-class RayPool:
+class RayPool(Closable):
     """Engines in Ray actors, for a batch job: what `open_job(...).run` takes in place of an `LLM`.
 
     Args:
@@ -199,12 +200,6 @@ class RayPool:
         self._workers = []
         if self._is_ours and self._ray.is_initialized():
             self._ray.shutdown()
-
-    def __enter__(self) -> "RayPool":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _start(self) -> Any:
         return self._actor.remote(self._model, self._options)

@@ -30,6 +30,7 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
+from jaxinfer.files import Closable
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
@@ -71,7 +72,7 @@ def _typed_by(
     return typed
 
 
-class LLM:
+class LLM(Closable):
     """A model ready to generate.
 
     Args:
@@ -374,12 +375,6 @@ class LLM:
         for leaf in jax.tree.leaves(self._owned_params):
             leaf.delete()
         self.params, self._owned_params = {}, []
-
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     # Several hosts.
 

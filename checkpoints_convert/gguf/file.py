@@ -18,6 +18,7 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.gguf.blocks import TYPE_NAMES, TYPES, BlockType
 from checkpoints_convert.storage import LocalFile, fill_from_tensor
+from jaxinfer.files import Closable
 
 _WINDOW = 2**16  # bytes read ahead: small numbers and names come from memory
 _LENGTH = struct.Struct("<Q")
@@ -145,7 +146,7 @@ class _Stored:
     end: int
 
 
-class GGUFFile:
+class GGUFFile(Closable):
     """An open file. `tensors` maps names to entries; metadata is read by `scalar`, `text`, `numbers` and `texts`.
 
     Raises CheckpointError, naming the file and the key or tensor, for a file that is not well formed or has a tensor
@@ -222,12 +223,6 @@ class GGUFFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> "GGUFFile":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _cursor(self, position: int) -> Cursor:
         return Cursor(self._file.descriptor, self.size, self.path, position)

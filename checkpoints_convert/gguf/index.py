@@ -18,9 +18,10 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import NATIVE_CONFIG, WEIGHTS_INDEX
 from checkpoints_convert.gguf.file import GGUFFile, GGUFTensorEntry, Scalar
+from jaxinfer.files import Closable
 
 
-class GGUFIndex:
+class GGUFIndex(Closable):
     """The tensors of a file, or of all parts of a split one, and the metadata of the first part.
 
     Raises CheckpointError for parts that are missing or do not belong together, a tensor stored twice, and as
@@ -96,12 +97,6 @@ class GGUFIndex:
     def close(self) -> None:
         for file in self._files:
             file.close()
-
-    def __enter__(self) -> "GGUFIndex":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _check_parts(self) -> None:
         for number, file in enumerate(self._files):

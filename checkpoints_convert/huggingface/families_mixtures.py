@@ -1,6 +1,7 @@
 """Families with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from checkpoints_convert.huggingface.families_llama import (
@@ -82,14 +83,11 @@ def _num_experts(fields: Fields, default: int) -> int:
     return fields.integer("num_experts" if fields.has("num_experts") else "num_local_experts", default)
 
 
-def _mixtral(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    moe = MoEConfig(
-        _num_experts(fields, 8),
-        fields.integer("num_experts_per_tok", 2),
-        values["intermediate_size"],
-        tuple(range(values["num_layers"])),
-    )
-    return {"moe": moe}
+def _mixtral(fields: Fields, values: Mapping[str, Any], num_experts: int = 8, per_token: int = 2) -> dict[str, Any]:
+    """Experts of the width of the MLP in all layers."""
+    num_experts, per_token = _num_experts(fields, num_experts), fields.integer("num_experts_per_tok", per_token)
+    layers = tuple(range(values["num_layers"]))
+    return {"moe": MoEConfig(num_experts, per_token, values["intermediate_size"], layers)}
 
 
 def _express_mixtral(config: ModelConfig) -> dict[str, Any]:
@@ -164,12 +162,9 @@ def _qwen3_windows(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt_oss(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    moe = MoEConfig(
-        _num_experts(fields, 128),
-        fields.integer("num_experts_per_tok", 4),
-        values["intermediate_size"],
-        tuple(range(values["num_layers"])),
-        "softmax_of_chosen",
+    moe = replace(
+        _mixtral(fields, values, 128, 4)["moe"],
+        scoring="softmax_of_chosen",
         has_router_bias=True,
         has_expert_bias=True,
         clamp=fields.number("swiglu_limit", 7.0),

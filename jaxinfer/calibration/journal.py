@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.files import atomic_writer
+from jaxinfer.files import Closable, atomic_writer
 from jaxinfer.models import Params
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
@@ -24,7 +24,7 @@ _REPORT = "report"
 _PART = "part-"
 
 
-class CalibrationJournal:
+class CalibrationJournal(Closable):
     """The finished layers in `directory`, which `begin` creates and locks against other processes until `close`."""
 
     def __init__(self, directory: Path):
@@ -88,12 +88,6 @@ class CalibrationJournal:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> "CalibrationJournal":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _locked(self, state: Path) -> TextIO:
         file = state.open("a+", encoding="utf-8")

@@ -141,10 +141,12 @@ def headline(phase: dict[str, Any]) -> list[str]:
         batch = f"{phase['mean_batch']:g} sequence{'' if phase['mean_batch'] == 1 else 's'}"
         what = f"{_count(steps, unit)} of {batch} of {phase['mean_context']:,.0f} tokens"
     each, traced = phase["seconds"] / steps, phase["traced_seconds"] / steps
+    gap = phase["host_gap"]
+    waited = "" if gap is None else f" and waited {gap['per_step_mean'] * MS:.3f} ms per step for the host"
     lines = [
         f"{phase['phase']}: {what}, {_count(phase['dispatches'], 'dispatch', 'es')}",
         f"per {unit}: {each * MS:.2f} ms ({traced * MS:.2f} with the trace); "
-        f"the device was idle for {100 * device['idle_share']:.1f} %" + _gap(phase["host_gap"]),
+        f"the device was idle for {100 * device['idle_share']:.1f} %{waited}",
         f"at least {line['bytes'] / steps / 1e6:,.1f} MB and {line['flops'] / steps / 1e9:,.2f} GFLOP per step: "
         f"{line['seconds'] / steps * MS:.2f} ms at the measured rates ({line['bound']}-bound), "
         f"{line['percent']:.0f} % of the roofline",
@@ -191,10 +193,6 @@ def longest(phase: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         for one in phase["longest"]
     ]
     return ["longest per step", "part", "kind", "runs", "ms", "share"], rows
-
-
-def _gap(gap: dict[str, Any] | None) -> str:
-    return "" if gap is None else f" and waited {gap['per_step_mean'] * MS:.3f} ms per step for the host"
 
 
 def _count(number: int, unit: str, ending: str = "s") -> str:

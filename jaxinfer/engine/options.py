@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.options import option
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
 
 CACHES = ("paged", "contiguous")
 MAX_DRAFT_TOKENS = 31
-ENGINE, SPECULATION = "Engine", "Speculative decoding"
+SPECULATION = "Speculative decoding"
+
+_engine = partial(option, group="Engine")
+_speculation = partial(option, group=SPECULATION)
 
 
 def parse_draft_tokens(text: str) -> int | Literal["auto"]:
@@ -36,40 +40,33 @@ def parse_tree(text: str) -> tuple[int, ...]:
 class SpeculationOptions:
     """How an engine with a draft speculates."""
 
-    num_draft_tokens: int | Literal["auto"] = option(
+    num_draft_tokens: int | Literal["auto"] = _speculation(
         "auto",
         "Tokens drafted before each check, 1 to 31; auto adapts the number to the acceptance rate and to the cost of "
         "drafting and verifying at the current load, down to none.",
         "N",
-        group=SPECULATION,
         parse=parse_draft_tokens,
     )
-    draft_tree: Sequence[int] | None = option(
+    draft_tree: Sequence[int] | None = _speculation(
         None,
         "Widths per depth, such as 3,2,1, of a token tree that is drafted instead of a chain.",
         "WIDTHS",
-        group=SPECULATION,
         parse=parse_tree,
     )
-    acceptance: str = option(
+    acceptance: str = _speculation(
         "exact",
         "exact gives the answers of plain decoding; maximal gives answers of the same distribution with more drafts "
         "accepted, which depend on what else runs.",
         "RULE",
-        group=SPECULATION,
     )
-    draft_kv_dtype: str | None = option(
-        None,
-        "As kv_dtype, of a draft model's own cache; by default the same. It changes no answer.",
-        "DTYPE",
-        group=SPECULATION,
+    draft_kv_dtype: str | None = _speculation(
+        None, "As kv_dtype, of a draft model's own cache; by default the same. It changes no answer.", "DTYPE"
     )
-    draft_lengths: Sequence[int] | None = option(
+    draft_lengths: Sequence[int] | None = _speculation(
         None,
         "Numbers of drafted tokens that num_draft_tokens=auto chooses from; each has programs of its own. By default "
         "2, 4 and 8, or 3, 7 and 15 for draft=ngram.",
         "LENGTHS",
-        group=SPECULATION,
         parse=parse_tree,
     )
 
@@ -113,80 +110,54 @@ class SpeculationOptions:
 class EngineOptions(SpeculationOptions):
     """How an engine runs a model; the options of `SpeculationOptions` need a draft."""
 
-    max_model_len: int | None = option(
-        None,
-        "Tokens of a prompt with its answer. By default what the model allows, at most 4,096.",
-        "N",
-        group=ENGINE,
-        min=1,
+    max_model_len: int | None = _engine(
+        None, "Tokens of a prompt with its answer. By default what the model allows, at most 4,096.", "N", min=1
     )
-    max_seqs: int | None = option(
-        None, "Answers generated at once; by default 64, on a CPU 16.", "N", group=ENGINE, min=1
+    max_seqs: int | None = _engine(None, "Answers generated at once; by default 64, on a CPU 16.", "N", min=1)
+    steps_per_dispatch: int = _engine(
+        8, "Decode steps per call of the device when no prompt waits; one if deterministic.", "N", min=1
     )
-    steps_per_dispatch: int = option(
-        8,
-        "Decode steps per call of the device when no prompt waits; one if deterministic.",
-        "N",
-        group=ENGINE,
-        min=1,
-    )
-    kv_dtype: str = option(
+    kv_dtype: str = _engine(
         "auto",
         "What keys and values are stored as: auto (what the model computes in), float32, bfloat16, float16, int8 (with "
         "a scale for each token and head), fp8_e4m3 or fp8_e5m2.",
         "DTYPE",
-        group=ENGINE,
     )
-    cache: str = option(
-        "paged",
-        "paged, or contiguous: one page of max_model_len tokens for each of max_seqs slots, for study.",
-        "KIND",
-        group=ENGINE,
+    cache: str = _engine(
+        "paged", "paged, or contiguous: one page of max_model_len tokens for each of max_seqs slots, for study.", "KIND"
     )
-    page_size: int | None = option(
-        None,
-        "Tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype=int8).",
-        "N",
-        group=ENGINE,
-        min=1,
+    page_size: int | None = _engine(
+        None, "Tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype=int8).", "N", min=1
     )
-    num_pages: int | None = option(
+    num_pages: int | None = _engine(
         None,
         "Pages of the cache; by default as many as memory_fraction of the device's memory holds beside the weights (on "
         "a CPU no more than max_seqs answers of max_model_len can use).",
         "N",
-        group=ENGINE,
         min=2,
     )
-    memory_fraction: float = option(
-        0.9, "Share of the device's memory for weights, cache and temporary arrays; by default 0.9.", "X", group=ENGINE
+    memory_fraction: float = _engine(
+        0.9, "Share of the device's memory for weights, cache and temporary arrays; by default 0.9.", "X"
     )
-    prefill_chunk: int | None = option(
+    prefill_chunk: int | None = _engine(
         None,
         "Prompt tokens that one step computes beside the decoding answers; by default 512, or what max_seqs leaves of "
         "256 if deterministic.",
         "N",
-        group=ENGINE,
         min=1,
     )
-    deterministic: bool = option(
+    deterministic: bool = _engine(
         False,
         "Log-probabilities keep every bit whatever else runs and however prompts are cut: every token goes through one "
         "program of one shape. Slower.",
-        group=ENGINE,
     )
-    prefix_cache: bool = option(
+    prefix_cache: bool = _engine(
         True,
         "Reuse the cached beginnings of earlier prompts and answers; on by default.",
         flag="--prefix-cache/--no-prefix-cache",
-        group=ENGINE,
     )
-    max_waiting: int | None = option(
-        None,
-        "Answers that may wait for a slot; by default any number. Beyond it, QueueFullError.",
-        "N",
-        group=ENGINE,
-        min=1,
+    max_waiting: int | None = _engine(
+        None, "Answers that may wait for a slot; by default any number. Beyond it, QueueFullError.", "N", min=1
     )
     shuffle_seed: int | None = option(None, "Orders the pages at random, for tests; by default in order.", "N")
 

@@ -5,6 +5,7 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -32,7 +33,9 @@ class SamplingParamsError(ValueError):
         self.parameter = parameter
 
 
-_SAMPLING, _LIMITS, _REPORT = "Sampling", "Length and stopping", "Output"
+_sampling = partial(option, group="Sampling")
+_limits = partial(option, group="Length and stopping")
+_report = partial(option, group="Output")
 
 
 def read_ids(texts: Sequence[str]) -> list[int]:
@@ -74,80 +77,57 @@ class SamplingParams:
     Each field is described where it is declared, and in docs/options.md.
     """
 
-    n: int = option(1, "Number of answers for each prompt, 1..16.", "N", "--n -n", group=_SAMPLING)
-    temperature: float = option(
-        1.0, "0 takes the most probable token; else 1e-5..100 divides the logits.", "X", group=_SAMPLING
+    n: int = _sampling(1, "Number of answers for each prompt, 1..16.", "N", "--n -n")
+    temperature: float = _sampling(1.0, "0 takes the most probable token; else 1e-5..100 divides the logits.", "X")
+    top_p: float = _sampling(1.0, "Keep the most probable tokens up to this probability mass, in (0, 1].", "X")
+    top_k: int = _sampling(0, "Keep the K most probable tokens; 0 or -1 keeps all.", "K")
+    min_p: float = _sampling(0.0, "Drop tokens less probable than X times the most probable one, 0..1.", "X")
+    seed: int | None = _sampling(
+        None, "The same seed gives the same answer. Default: derived from the number of the prompt.", "N"
     )
-    top_p: float = option(
-        1.0, "Keep the most probable tokens up to this probability mass, in (0, 1].", "X", group=_SAMPLING
+    stop: Sequence[str] = _limits(
+        (), "Text that ends the answer, at most 16 of 1..1024 characters.", "TEXT", is_repeated=True
     )
-    top_k: int = option(0, "Keep the K most probable tokens; 0 or -1 keeps all.", "K", group=_SAMPLING)
-    min_p: float = option(
-        0.0, "Drop tokens less probable than X times the most probable one, 0..1.", "X", group=_SAMPLING
+    stop_token_ids: Sequence[int] = _limits(
+        (), "Token ids that end the answer, at most 64.", "ID,ID", parse=read_ids, is_repeated=True
     )
-    seed: int | None = option(
-        None,
-        "The same seed gives the same answer. Default: derived from the number of the prompt.",
-        "N",
-        group=_SAMPLING,
+    ignore_eos: bool = _limits(False, "Continue after the end-of-sequence token.", flag="--ignore-eos/--no-ignore-eos")
+    max_tokens: int | None = _limits(
+        16, "Maximum number of tokens to generate; none: as many as fit.", "N|none", parse=read_limit
     )
-    stop: Sequence[str] = option(
-        (), "Text that ends the answer, at most 16 of 1..1024 characters.", "TEXT", is_repeated=True, group=_LIMITS
-    )
-    stop_token_ids: Sequence[int] = option(
-        (), "Token ids that end the answer, at most 64.", "ID,ID", parse=read_ids, is_repeated=True, group=_LIMITS
-    )
-    ignore_eos: bool = option(
-        False, "Continue after the end-of-sequence token.", flag="--ignore-eos/--no-ignore-eos", group=_LIMITS
-    )
-    max_tokens: int | None = option(
-        16, "Maximum number of tokens to generate; none: as many as fit.", "N|none", parse=read_limit, group=_LIMITS
-    )
-    min_tokens: int = option(
-        0, "End-of-sequence and stop ids cannot be chosen before this many tokens.", "N", group=_LIMITS
-    )
-    logprobs: int | None = option(
+    min_tokens: int = _limits(0, "End-of-sequence and stop ids cannot be chosen before this many tokens.", "N")
+    logprobs: int | None = _report(
         None,
         "Report the log-probability of each token and of the N most probable ones, 0..20, from the raw logits.",
         "N",
-        group=_REPORT,
     )
-    prompt_logprobs: int | None = option(None, "The same for each token of the prompt.", "N", group=_REPORT)
-    presence_penalty: float = option(
-        0.0, "Subtracted once from the logit of each token already generated, -2..2.", "X", group=_SAMPLING
+    prompt_logprobs: int | None = _report(None, "The same for each token of the prompt.", "N")
+    presence_penalty: float = _sampling(
+        0.0, "Subtracted once from the logit of each token already generated, -2..2.", "X"
     )
-    frequency_penalty: float = option(
-        0.0, "Subtracted once for each time the token was generated, -2..2.", "X", group=_SAMPLING
+    frequency_penalty: float = _sampling(0.0, "Subtracted once for each time the token was generated, -2..2.", "X")
+    repetition_penalty: float = _sampling(
+        1.0, "Divides a positive and multiplies a negative logit of each token of prompt and answer, 1e-5..10.", "X"
     )
-    repetition_penalty: float = option(
-        1.0,
-        "Divides a positive and multiplies a negative logit of each token of prompt and answer, 1e-5..10.",
-        "X",
-        group=_SAMPLING,
-    )
-    logit_bias: Mapping[int, float] | None = option(
+    logit_bias: Mapping[int, float] | None = _sampling(
         None,
         "Added to the logit of a token id, -100..100, at most 1024 ids.",
         "ID=BIAS",
         parse=read_bias,
         is_repeated=True,
-        group=_SAMPLING,
         hash=False,
     )
-    allowed_token_ids: Sequence[int] | None = option(
-        None, "Only these token ids can be chosen.", "ID,ID", parse=read_ids, is_repeated=True, group=_SAMPLING
+    allowed_token_ids: Sequence[int] | None = _sampling(
+        None, "Only these token ids can be chosen.", "ID,ID", parse=read_ids, is_repeated=True
     )
-    bad_words: Sequence[str] = option(
-        (), "Text that is never completed, at most 128 texts.", "TEXT", is_repeated=True, group=_SAMPLING
+    bad_words: Sequence[str] = _sampling(
+        (), "Text that is never completed, at most 128 texts.", "TEXT", is_repeated=True
     )
-    skip_special_tokens: bool = option(
-        True,
-        "Leave special tokens out of the text.",
-        flag="--skip-special-tokens/--keep-special",
-        group=_REPORT,
+    skip_special_tokens: bool = _report(
+        True, "Leave special tokens out of the text.", flag="--skip-special-tokens/--keep-special"
     )
-    include_stop_str_in_output: bool = option(
-        False, "Keep the stop text in the answer.", flag="--include-stop-str/--cut-stop-str", group=_LIMITS
+    include_stop_str_in_output: bool = _limits(
+        False, "Keep the stop text in the answer.", flag="--include-stop-str/--cut-stop-str"
     )
 
     def __post_init__(self) -> None:

@@ -262,8 +262,7 @@ def distill(
     if options.length > target.max_position_embeddings:
         raise ValueError(f"length={options.length} is more than the {target.max_position_embeddings} the target takes")
     stream = documents.stream()
-    digest = hashlib.sha256(stream.tobytes()).hexdigest()[:16]
-    _claim(work_dir, {**asdict(options), "target": _name(target), "draft": _name(draft), "data": digest})
+    _claim(work_dir, {**asdict(options), "target": _name(target), "draft": _name(draft), "data": _digest(stream)})
     writer = _TextWriter(documents, generate, options, work_dir)
     meter = AcceptanceMeter(draft, writer.held_out(), options.held_out_prompt)
     before = meter(initial)
@@ -383,3 +382,7 @@ def _claim(work_dir: Path, settings: dict[str, Any]) -> None:
 
 def _name(config: ModelConfig) -> str:
     return f"{config.architecture}, {config.num_layers} layers of {config.hidden_size} and {config.intermediate_size}"
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()[:16]

@@ -110,7 +110,8 @@ class Planner:
         base = make_plan(self.request(plain), compiles=False)
         plans = {k: make_plan(self.request(arguments, k), compiles=False) for k in NUM_DRAFTED}
         if self.acceptance is None:
-            rates = ", ".join(f"{_percent(_break_even(plan))} of {k}" for k, plan in plans.items())
+            found = {k: _break_even(plan) for k, plan in plans.items()}
+            rates = ", ".join(f"{'all' if rate is None else f'{rate:.0%}'} of {k}" for k, rate in found.items())
             return TrialResult(
                 arguments,
                 f"acceptance cannot be planned: one request is faster if more than {rates} draft tokens are "
@@ -172,10 +173,6 @@ def _sizes(plan: MemoryPlan, planner: Planner) -> dict[str, Any]:
         "needed_bytes": memory.total,
         "cache_tokens": memory.tokens * plan.layout.num_replicas,
     }
-
-
-def _percent(rate: float | None) -> str:
-    return "all" if rate is None else f"{rate:.0%}"
 
 
 def _break_even(plan: MemoryPlan) -> float | None:
