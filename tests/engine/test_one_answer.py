@@ -6,12 +6,16 @@ deterministic mode every bit of the log-probabilities must agree too, and a last
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import jax
+import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.models import init_params
+from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
+from jaxinfer.training.objectives import sequence_logits
 from tests.engine.mixed_requests import mixed_params, random_prompts
 from tests.pallas_kernels.quick import quick
 
@@ -45,6 +49,20 @@ def expected(model):
         tokens = [llm.generate(p, one)[0].outputs[0].token_ids for p, one in zip(PROMPTS, PARAMS, strict=True)]
     assert len({tuple(one) for one in tokens}) > 20  # different enough to tell a mistake
     return tokens
+
+
+def test_alone_is_what_the_model_gives_without_a_cache(model, expected):
+    """Oracle: dense attention over each whole answer, and the sampler once over all of its positions."""
+    config, params = model
+    answers = [[*prompt, *tokens] for prompt, tokens in zip(PROMPTS, expected, strict=True)]
+    logits = jax.jit(partial(sequence_logits, config))(params, np.array([(one + [0] * 256)[:256] for one in answers]))
+    places = [(n, k) for n, tokens in enumerate(expected) for k in range(len(tokens))]
+    batch = make_batch([SamplingRow(PARAMS[n], PARAMS[n].seed or 0) for n, _ in places], config.vocab_size)
+    state = make_state([PROMPTS[n] for n, _ in places], config.vocab_size, [expected[n][:k] for n, k in places])
+    positions = np.array([len(PROMPTS[n]) + k for n, k in places], np.int32)
+    before = np.asarray(logits)[[n for n, _ in places], positions - 1]
+    found = jax.jit(sample)(before, positions, batch, state).tokens
+    assert found.tolist() == [expected[n][k] for n, k in places]
 
 
 def open_llm(model, **options) -> LLM:
