@@ -240,7 +240,7 @@ def initialize_hosts(
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_enable_preemption_service", False)
     is_loopback = address is not None and address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
-    bind = {"coordinator_bind_address": address} if is_loopback else {}
+    bind: dict[str, Any] = {"coordinator_bind_address": address} if is_loopback else {}
     try:
         with in_own_process():
             jax.distributed.initialize(address, count, index, **bind)
