@@ -45,9 +45,8 @@ def gptq_result(model, tokens, held_out):
 
 
 def test_quality_is_that_of_the_whole_models(config, params, gptq_result, held_out):
-    log_p, log_q = (
-        jax.nn.log_softmax(sequence_logits(config, each, held_out)) for each in (params, gptq_result.params)
-    )
+    logits = jax.jit(sequence_logits, static_argnums=0)
+    log_p, log_q = (jax.nn.log_softmax(logits(config, each, held_out)) for each in (params, gptq_result.params))
     quality = gptq_result.quality
     assert quality.kl == pytest.approx(float(jnp.mean(jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1))), rel=1e-3)
     assert quality.top1_agreement == pytest.approx(float((log_p.argmax(-1) == log_q.argmax(-1)).mean()), abs=0.01)

@@ -1,6 +1,6 @@
 """Loads checkpoints with and without meshes of eight CPU devices, in a process of its own, and prints what differs.
 
-python mesh_worker.py '[{"name": ..., "path": ..., "options": {...}, "quantize": ...}, ...]'
+python mesh_worker.py '[{"name": ..., "path": ..., "options": {...}, "quantize": ..., "sizes": [2, 8]}, ...]'
 """
 
 import json
@@ -62,6 +62,8 @@ def main() -> None:
     for case in json.loads(sys.argv[1]):
         config, params = load(case)
         for axes in AXES:
+            if axes["model"] not in case["sizes"]:
+                continue
             mesh = Mesh(np.array(jax.devices()).reshape(*axes.values()), tuple(axes))
             try:
                 _, others = load(case, mesh=mesh)

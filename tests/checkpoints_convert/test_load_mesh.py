@@ -60,8 +60,12 @@ def compared(tmp_path_factory, make_checkpoint, pytestconfig):
     cases.append({"name": "int4 on the way", "path": root / "kv8", "quantize": "int4-g32"})
     cases.append({"name": "part by part", "path": root / "kv8", "limit": 5000})
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parents[1])}
-    names = NAMES if pytestconfig.getoption("--slow") else QUICK
-    cases = [{**case, "path": str(case["path"])} for case in cases if case["name"] in names]
+    is_slow = pytestconfig.getoption("--slow")
+    cases = [
+        {**case, "path": str(case["path"]), "sizes": (2, 4, 8) if is_slow or case["name"] == "2 of 8" else (2, 8)}
+        for case in cases
+        if is_slow or case["name"] in QUICK
+    ]
     command = [sys.executable, str(HERE / "mesh_worker.py"), json.dumps(cases)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -77,7 +81,7 @@ ON_EIGHT = {"2 of 8", "8 of 8", "native", "as bfloat16", "int8 on the way", "int
 QUICK = ("deepseek_v3", "gpt_oss", "2 of 8", "awq", "nf4-nested", "gguf", "int4 on the way", "part by part")
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 )

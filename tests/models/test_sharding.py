@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +70,10 @@ def mesh(parts: int, axis: str = parallel.MODEL) -> AbstractMesh:
 
 
 def random_params(config: ModelConfig):
-    numbers = iter(range(10_000))
+    random = np.random.default_rng(0)
 
     def fill(leaf):
-        return jax.random.normal(jax.random.key(next(numbers)), leaf.shape) * (0.2 if leaf.ndim > 1 else 1.0)
+        return jnp.asarray(random.standard_normal(leaf.shape, np.float32) * (0.2 if leaf.ndim > 1 else 1.0))
 
     return jax.tree.map(fill, abstract_params(config))
 
@@ -83,6 +84,7 @@ def resized(fit: MeshFit, params):
     )
 
 
+@partial(jax.jit, static_argnums=0)
 def logits(config: ModelConfig, params):
     from jaxinfer.cache import attend_as_stored
 
