@@ -56,7 +56,7 @@ def model(tokenizer):
 
 @pytest.fixture(scope="module")
 def llm(model):
-    with LLM(model, max_seqs=4) as llm:
+    with LLM(model, max_seqs=4, prefill_chunk=28) as llm:
         yield llm
 
 
@@ -91,7 +91,7 @@ def test_nothing_after_a_stop_string_is_emitted(llm):
 def test_end_of_sequence_ends_unless_ignored(model):
     tokenizer = model[2]
     free = SamplingParams(max_tokens=30, seed=4)
-    with LLM(model, max_seqs=4) as llm:
+    with LLM(model, max_seqs=4, prefill_chunk=28) as llm:
         tokens = llm.generate([5, 6], free)[0].outputs[0].token_ids
         llm.client.eos_token_ids = (tokens[10],)
         first = tokens.index(tokens[10])
@@ -140,7 +140,7 @@ BESIDE = {
 @pytest.mark.parametrize("field", SamplingParams.__dataclass_fields__)
 def test_every_field_changes_the_result(model, tokenizer, field):
     """A field without an entry in EFFECTS fails here: it would be a parameter that nobody applies."""
-    with LLM(model, max_seqs=4) as llm:
+    with LLM(model, max_seqs=4, prefill_chunk=28) as llm:
         free = llm.generate("the dog", SamplingParams(**BASE))[0].outputs[0]
         if field == "ignore_eos":
             llm.client.eos_token_ids = (free.token_ids[5],)
@@ -252,7 +252,7 @@ def test_live_parameters_that_do_not_fit_are_refused(model):
 
 
 def test_a_model_without_tokenizer_works_on_ids(model):
-    with LLM(model[:2], max_seqs=4) as llm:
+    with LLM(model[:2], max_seqs=4, prefill_chunk=28) as llm:
         answer = llm.generate([1, 2], SamplingParams(max_tokens=3, temperature=0))[0].outputs[0]
         assert len(answer.token_ids) == 3
         assert answer.text == ""
@@ -291,7 +291,7 @@ def test_a_contiguous_cache_honours_what_a_paged_one_does(model):
 
 
 def test_a_stream_may_be_closed_after_the_model(model):
-    llm = LLM(model, max_seqs=4)
+    llm = LLM(model, max_seqs=4, prefill_chunk=28)
     stream = llm.stream([1], SamplingParams(max_tokens=9, temperature=0))
     next(stream)
     llm.close()
@@ -363,7 +363,7 @@ class TestDrafts:
             llm.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
     def test_it_is_explained_and_counted(self, model):
-        with LLM(model, draft=model, num_draft_tokens=2, max_seqs=4) as llm:
+        with LLM(model, draft=model, num_draft_tokens=2, max_seqs=4, prefill_chunk=28) as llm:
             output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=10))[0].outputs[0]
             stats = output.speculation
             assert stats is not None
@@ -372,6 +372,6 @@ class TestDrafts:
             facts = llm.explain().to_dict()["speculation"]
             assert facts["draft"] == "live parameters"
             assert facts["drafted / accepted tokens"] == f"{stats.proposed} / {stats.accepted}"
-        with LLM(model, max_seqs=4) as llm:
+        with LLM(model, max_seqs=4, prefill_chunk=28) as llm:
             assert llm.speculation_stats() is None
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].outputs[0].speculation is None

@@ -8,7 +8,8 @@ from jaxinfer.measure.bench import rates
 from jaxinfer.measure.profiling.ops import ATTEND, DRAFT, LOGITS, MLP, PROJECTIONS, SAMPLER
 from jaxinfer.measure.profiling.phases import PHASES
 
-OPTIONS = ("--prefill-chunk", "16", "--prompt-tokens", "20", "--batch", "2", "--steps", "3")
+OPTIONS = ("--max-model-len", 64, "--max-seqs", 2, "--prefill-chunk", 16)
+OPTIONS += ("--prompt-tokens", 20, "--batch", 2, "--steps", 3)
 
 
 @pytest.fixture(autouse=True)

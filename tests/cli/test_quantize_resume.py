@@ -152,12 +152,16 @@ def most_bytes(jaxinfer, folder: Path, num_layers: int, monkeypatch) -> int:
             (save, "save_file"),
         ):
             watch(owner, name)
-        result = jaxinfer("quantize", source, folder / f"out-{num_layers}", "--method", "rtn", "--group-size", 32)
+        gc.freeze()  # collections then skip what other tests left
+        try:
+            result = jaxinfer("quantize", source, folder / f"out-{num_layers}", "--method", "rtn", "--group-size", 32)
+        finally:
+            gc.unfreeze()
     assert result.exit_code == 0, result.stderr
     return most
 
 
 def test_memory_does_not_grow_with_the_layers(jaxinfer, tmp_path, monkeypatch):
-    few, many = (most_bytes(jaxinfer, tmp_path, num_layers, monkeypatch) for num_layers in (2, 6))
+    few, many = (most_bytes(jaxinfer, tmp_path, num_layers, monkeypatch) for num_layers in (2, 4))
     norms = 2 * 64 * 4  # of a layer, which the shard under way holds
-    assert 0 < many <= few + 4 * norms
+    assert 0 < many <= few + 2 * norms

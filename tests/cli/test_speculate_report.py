@@ -8,6 +8,8 @@ import pytest
 from jaxinfer.cli.speculate_report import Run, compare, conclusion
 from jaxinfer.speculative.statistics import SpeculationStats, mean_tokens
 
+# Few sizes of a step, so few programs.
+SMALL = ("--max-model-len", "64", "--prefill-chunk", "16")
 PLAIN = Run(0, 0.010, 0.1, [[1, 2, 3]], num_tokens=1000)
 
 
@@ -79,34 +81,34 @@ def test_a_model_that_drafts_for_itself(jaxinfer, json_lines, model, prompts, tm
     plot = tmp_path / "report.png"
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     more = ["--plot", plot] if has_matplotlib else []
-    arguments = [prompts, "-m", model, "-d", model, "--num-draft-tokens", "2,4", "--max-tokens", "24"]
+    arguments = [prompts, "-m", model, "-d", model, "--num-draft-tokens", "2", "--max-tokens", "12", *SMALL]
     result = jaxinfer("speculate-report", *arguments, "--repeats", "1", "--json", *more)
     assert (result.exit_code, result.stderr) == (0, "")
     [report] = json_lines(result.stdout)
-    assert [row["num_draft_tokens"] for row in report["lengths"]] == [2, 4]
+    assert [row["num_draft_tokens"] for row in report["lengths"]] == [2]
     for row in report["lengths"]:
         assert row["acceptance_rate"] > 0.8, "all but what comes after the end of an answer"
         assert row["num_different_answers"] == 0
         assert row["cost_ratio"] > 0.2
         assert row["measured_speedup"] > 0
-    assert report["best_num_draft_tokens"] in (0, 2, 4)
+    assert report["best_num_draft_tokens"] in (0, 2)
     if has_matplotlib:
         start = plot.read_bytes()[:24]
         assert start[:8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack(">II", start[16:]) == (1100, 440)
 
 
-@pytest.mark.parametrize("draft", ["ngram", "layers:1"])
+@pytest.mark.parametrize("draft", ["ngram", pytest.param("layers:1", marks=pytest.mark.slow)])
 def test_table(jaxinfer, model, prompts, draft):
-    arguments = [prompts, "-m", model, "-d", draft, "--num-draft-tokens", "2", "--max-tokens", "16", "--repeats", "1"]
-    result = jaxinfer("speculate-report", *arguments)
+    arguments = [prompts, "-m", model, "-d", draft, "--num-draft-tokens", "1,2", "--max-tokens", "12", "--repeats", "1"]
+    result = jaxinfer("speculate-report", *arguments, *SMALL)
     assert (result.exit_code, result.stderr) == (0, "")
     for words in (
         "by position",
         "expected",
         "measured",
         "limited by",
-        "0 of 2.",
+        "0 of 4.",  # of two prompts and two lengths
         "tokens/s",
         "It is limited mostly by",
     ):

@@ -21,18 +21,21 @@ from jaxinfer.models import abstract_params, fit_to_mesh
 from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
-from tests.engine.test_compiled import COLLECTIVES, LLAMA_3_8B, MAX_STEPS, PAGE, PAGES, SLOTS
+from tests.engine.test_compiled import COLLECTIVES, LLAMA_3_8B, MAX_STEPS, NARROW, PAGE, PAGES, SLOTS
 
 LLAMA_3_70B = replace(LLAMA_3_8B, hidden_size=8192, intermediate_size=28_672, num_heads=64)
-MODELS = {"8b": LLAMA_3_8B, "70b": LLAMA_3_70B}
+MODELS = {"8b": LLAMA_3_8B, "70b": LLAMA_3_70B, "narrow": NARROW}
 # Of a hidden state's number. The scales of int8, one for each output, are multiplied after the sum, which the compiler
 # therefore keeps in float32.
 SUMMED_BYTES = {None: 2, "int8": 4, "int4-g128": 2}
 CASES = [
-    pytest.param(chip, size, model, recipe, marks=[] if (size, model, recipe) == (16, "8b", None) else pytest.mark.slow)
-    for chip, size in (("v6e", 4), ("v5e", 16))
-    for model in MODELS
-    for recipe in (None, "int8", "int4-g128")
+    ("v5e", 16, "narrow", None),
+    *(
+        pytest.param(chip, size, model, recipe, marks=pytest.mark.slow)
+        for chip, size in (("v6e", 4), ("v5e", 16))
+        for model in ("8b", "70b")
+        for recipe in (None, "int8", "int4-g128")
+    ),
 ]
 
 
@@ -69,10 +72,13 @@ def sent(chip: str, size: int, model: str, recipe: str | None, num_layers: int) 
 def test_a_layer_sums_twice_over_the_devices(chip, size, model, recipe):
     if (reason := ahead_of_time.missing_compiler(chip)) is not None:
         pytest.skip(reason)
-    fewer, _ = sent(chip, size, model, recipe, 2)
-    more, smallest = sent(chip, size, model, recipe, 3)
+    num_layers = 1 if model == "narrow" else 2
+    fewer, _ = sent(chip, size, model, recipe, num_layers)
+    more, smallest = sent(chip, size, model, recipe, num_layers + 1)
     of_layer = more - fewer
-    print(f"a layer: {dict(of_layer)}; a step of 3 layers: {dict(more)}; the smallest matrix: {smallest:,}")
+    print(
+        f"a layer: {dict(of_layer)}; a step of {num_layers + 1} layers: {dict(more)}; the smallest matrix: {smallest:,}"
+    )
     assert fewer - more == Counter()
     hidden = SUMMED_BYTES[recipe] * SLOTS * MODELS[model].hidden_size
     assert of_layer == Counter({("all-reduce", hidden): 2})

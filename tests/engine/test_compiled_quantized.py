@@ -19,7 +19,7 @@ from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
-from tests.engine.test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, PAGE, SLOTS, abstract_slots, has_rows
+from tests.engine.test_compiled import CONTEXT, LLAMA_3_8B, MAX_STEPS, NARROW, PAGE, SLOTS, abstract_slots, has_rows
 from tests.hbm import made_in_hbm
 
 STEP_TOKENS = 512
@@ -34,6 +34,7 @@ class Case:
     num_layers: int = 2
     program: str = "decode"
     num_devices: int = 1
+    model: ModelConfig = LLAMA_3_8B
 
     def __str__(self) -> str:
         devices = "" if self.num_devices == 1 else f"x{self.num_devices}"
@@ -41,7 +42,7 @@ class Case:
 
     @property
     def config(self) -> ModelConfig:
-        return replace(LLAMA_3_8B, num_layers=self.num_layers)
+        return replace(self.model, num_layers=self.num_layers)
 
     @cached_property
     def mesh(self):
@@ -77,12 +78,12 @@ class Case:
 # What the sampler and the logits move besides: rows of [64, vocabulary] in float32.
 WIDE_ARRAYS = 5.5
 CASES = [
-    Case("v6e", "int4-g128"),
+    Case("v6e", "int4-g128", 1, model=NARROW),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
             *(Case(chip, recipe) for chip in ("v6e", "v5e") for recipe in (None, "int8")),
-            Case("v5e", "int4-g128"),
+            *(Case(chip, "int4-g128") for chip in ("v6e", "v5e")),
             *(Case("v6e", recipe) for recipe in ("w8a8", "fp8-block", "int4-g128-asym")),
             *(Case("v6e", recipe, program="step") for recipe in ("int8", "int4-g128")),
             *(Case("v6e", recipe, 32) for recipe in ("int8", "int4-g128")),

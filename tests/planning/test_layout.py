@@ -49,7 +49,8 @@ def test_what_is_refused(mesh, message):
 
 def test_what_does_not_divide_is_made_to_fit_or_refused(ask):
     """Key heads are repeated; experts are not."""
-    two, four = (ask(TINY, "v5e:2x2", mesh=mesh).spec() for mesh in ("model=2,data=2", "model=4"))
+    config = replace(TINY, num_layers=2)
+    two, four = (ask(config, "v5e:2x2", mesh=mesh).spec() for mesh in ("model=2,data=2", "model=4"))
     assert four.config.num_kv_heads == 4
     assert four.parts["cache"] == two.parts["cache"]
     assert four.parts["weights"] < two.parts["weights"]
