@@ -173,8 +173,8 @@ def unrounded(weight, recipe, scale_dtype=None):
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        *((name, "smoothquant") for name in FAMILIES if name != "mixtral"),
-        pytest.param("mixtral", "smoothquant", marks=pytest.mark.slow),
+        *((name, "smoothquant") for name in ("deepseek", "gpt-oss")),
+        *(pytest.param(name, "smoothquant", marks=pytest.mark.slow) for name in ("mixtral", "qwen2")),
         ("mixtral", "awq"),
         *(pytest.param(name, "awq", marks=pytest.mark.slow) for name in FAMILIES if name != "mixtral"),
     ],

@@ -38,6 +38,7 @@ def params():
     return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, random_params(CONFIG))
 
 
+@jax.jit
 def dequantized(params):
     return jax.tree.map(lambda leaf: leaf.dequantize() if is_quantized(leaf) else leaf, params, is_leaf=is_quantized)
 
