@@ -10,7 +10,7 @@ from jaxinfer.cli.main import app
 from jaxinfer.measure.advise import measure
 from tests.cli.conftest import CONFIG
 
-OPTIONS = ("--max-model-len", 64, "--prefill-chunk", 32, "--prompt-tokens", "6:10", "--answer-tokens", 4)
+OPTIONS = ("--max-model-len", 64, "--prefill-chunk", 30, "--prompt-tokens", "6:10", "--answer-tokens", 4)
 OPTIONS += ("--repeats", 2, "--sizes", "1,2", "--requests", 3)
 
 

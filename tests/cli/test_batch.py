@@ -10,7 +10,7 @@ import pytest
 
 from jaxinfer import SamplingParams
 
-SLOTS = ("--max-seqs", 4)
+SLOTS = ("--max-seqs", 4, "--prefill-chunk", 28)
 
 
 def write(path, rows):
@@ -88,7 +88,7 @@ def test_rows_without_a_seed_are_sampled_as_generate_samples_them(batch, tmp_pat
     prompts = [f"prompt {number}" for number in range(6)]
     assert batch([{"prompt": prompt} for prompt in prompts], seed=5).exit_code == 0
     found = answers(tmp_path / "out.jsonl")
-    with LLM(model, max_seqs=4, seed=5) as llm:
+    with LLM(model, max_seqs=4, prefill_chunk=28, seed=5) as llm:
         for number, output in enumerate(llm.generate(prompts), 1):
             assert found[f"row-{number}"]["outputs"][0]["token_ids"] == output.outputs[0].token_ids
 

@@ -130,7 +130,7 @@ def test_nothing_is_compiled_after_warm_up():
 
 def test_answers_to_one_prompt_and_prefixes_stay_on_a_replica():
     """Second requests go where their prompt is known."""
-    with LLM((GROUPED, params_of("grouped")), mesh="data=2", max_seqs=2, max_model_len=64) as llm:
+    with LLM((GROUPED, params_of("grouped")), mesh="data=2", max_seqs=2, max_model_len=64, prefill_chunk=30) as llm:
         prompts = [list(range(20)), list(range(40, 60))]
         llm.generate(prompts, PARAMS[0], use_tqdm=False)
         engines = llm.engine.engines
