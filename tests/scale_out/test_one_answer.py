@@ -115,8 +115,11 @@ def test_what_a_mesh_cannot_run_says_so():
         LLM((between, init_params(between, jax.random.key(0))), mesh="model=4", quantize="int8")
     with pytest.raises(ValueError, match="num_experts=8 cannot be cut into 3"):
         LLM((MIXTURE, params_of("mixture")), mesh="expert=3")
-    with pytest.raises(ValueError, match="is for cache='paged' only"):
-        LLM((GROUPED, params_of("grouped")), mesh="model=2", cache="contiguous")
+
+
+@pytest.mark.slow
+def test_a_contiguous_cache_lies_on_a_mesh_too():
+    assert answers("grouped", mesh="model=2", cache="contiguous", num_pages=None) == expected("grouped", None)
 
 
 @pytest.mark.slow
