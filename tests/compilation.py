@@ -5,6 +5,7 @@
 """
 
 import functools
+import os
 
 import jax
 from jax._src import compiler
@@ -23,7 +24,7 @@ def install() -> None:
             debug_options = options.executable_build_options.debug_options
             debug_options.xla_backend_optimization_level = 3
             debug_options.xla_llvm_disable_expensive_passes = False
-        if _is_optimized:
+        if _is_optimized and "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
             options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", True)]
         return options
 

@@ -1,6 +1,7 @@
 """Shared by all tests: a CPU with several devices, one compilation cache, and what runs only when asked for."""
 
 import gc
+import importlib.metadata
 import itertools
 import os
 import tempfile
@@ -13,7 +14,9 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_cpu_collective_call_terminate_timeout_seconds=280 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false",
+    "--xla_llvm_disable_expensive_passes=true"
+    # A flag that XLA does not know ends the process; newer ones have no other way than fusion emitters.
+    + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
 os.environ.setdefault("JAXINFER_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"jaxinfer-tests-{os.getuid()}"))
 
