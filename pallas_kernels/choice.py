@@ -19,13 +19,20 @@ class KernelChoice:
 
 
 def renamed(module: str, names: Mapping[str, Any]) -> Callable[[str], Any]:
-    """A module's `__getattr__` for former names, kept for one release with a DeprecationWarning."""
+    """A module's `__getattr__` for former names, kept for one release with a DeprecationWarning.
+
+    A name is now another object, or "module:name" where that module can only be imported later.
+    """
 
     def find(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} is now {names[name].__name__}", DeprecationWarning, stacklevel=2)
-        return names[name]
+        place, found = module, names[name]
+        if isinstance(found, str):
+            place, _, attribute = found.partition(":")
+            found = getattr(importlib.import_module(place), attribute)
+        warnings.warn(f"{module}.{name} is now {place}.{found.__name__}", DeprecationWarning, stacklevel=2)
+        return found
 
     return find
 

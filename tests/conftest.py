@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_cpu_collective_call_terminate_timeout_seconds=280 --xla_backend_optimization_level=0 "
-    "--xla_llvm_disable_expensive_passes=true"
+    "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
     # A flag that XLA does not know ends the process; newer ones have no other way than fusion emitters.
     + (" --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib").startswith("0.10.") else ""),
 )
@@ -34,9 +34,12 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    global BUCKETS
     from jaxinfer import compilation_cache
+    from jaxinfer.engine import spec
 
     compilation_cache.enable()
+    BUCKETS = spec._buckets
 
 
 def pytest_collection_modifyitems(config, items):
@@ -48,7 +51,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
+    from jaxinfer.engine import spec
+
     compilation.optimize(item.get_closest_marker("optimized") is not None)
+    spec._buckets = BUCKETS if item.get_closest_marker("all_buckets") else lambda _, largest: (largest,)
 
 
 MAX_MAPPINGS = 30_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next

@@ -59,7 +59,7 @@ def convert(options: ConvertOptions) -> int | None:
     for problem in problems:
         say(f"error: {problem}")
     if options.as_json:
-        write_json({**report.to_dict(), "problems": problems})
+        write_json({**report.to_dict(), **({"problems": problems} if options.verify else {})})
     else:
         write_text(_summary(report))
     return ERROR if problems else None

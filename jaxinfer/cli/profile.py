@@ -22,7 +22,6 @@ from jaxinfer.tables import make_table
 if TYPE_CHECKING:
     from jaxinfer.measure.profiling.phases import Workload
 
-
 STEPS_PER_DISPATCH, PREFILL_CHUNK = 8, 512  # the defaults of `LLM`
 
 

@@ -1,9 +1,5 @@
 """Meshes of devices, and the one table of rules that says which mesh axis cuts which dimension."""
 
-import importlib
-import warnings
-from typing import Any
-
 from jaxinfer.parallel.meshes import AXES, make_mesh, on_replica, parse_mesh, replicas
 from jaxinfer.parallel.sharding import (
     DATA,
@@ -21,6 +17,7 @@ from jaxinfer.parallel.sharding import (
     shortest,
     spec,
 )
+from pallas_kernels.choice import renamed
 
 __all__ = [
     "AXES",
@@ -44,19 +41,13 @@ __all__ = [
     "spec",
 ]
 
-# Names that `jaxinfer.models` has in their place; removed in the next release.
-_DEPRECATED = {
-    "Fit": "MeshFit",
-    "check_divides": "check_divides",
-    "fit": "fit_to_mesh",
-    "leaf_shardings": "leaf_shardings",
-    "parameter_shardings": "parameter_shardings",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _DEPRECATED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = _DEPRECATED[name]
-    warnings.warn(f"jaxinfer.parallel.{name} is now jaxinfer.models.{new}", DeprecationWarning, stacklevel=2)
-    return getattr(importlib.import_module("jaxinfer.models"), new)
+__getattr__ = renamed(
+    __name__,
+    {
+        "Fit": "jaxinfer.models:MeshFit",
+        "check_divides": "jaxinfer.models:check_divides",
+        "fit": "jaxinfer.models:fit_to_mesh",
+        "leaf_shardings": "jaxinfer.models:leaf_shardings",
+        "parameter_shardings": "jaxinfer.models:parameter_shardings",
+    },
+)

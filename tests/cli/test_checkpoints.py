@@ -51,6 +51,7 @@ def test_convert_reports_json(jaxinfer, json_lines, model, tmp_path):
     [data] = json_lines(result.stdout)
     assert data["destination"] == str(path)
     assert data["config"]["dtype"] == "bfloat16"
+    assert "problems" not in data  # nothing was verified
     assert 0 < max(data["cast_errors"].values()) < 0.01
     assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     text = jaxinfer("convert", model, tmp_path / "second", "--dtype", "bfloat16").stdout

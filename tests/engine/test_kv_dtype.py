@@ -14,7 +14,7 @@ from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import KVScales
 from jaxinfer.engine.cache_quality import cache_quality
 from jaxinfer.engine.options import EngineOptions, SpeculationOptions
-from jaxinfer.engine.spec import EngineSpec, default_page_size
+from jaxinfer.engine.spec import default_page_size
 from jaxinfer.loading import load_model
 from jaxinfer.models import bind
 from jaxinfer.training.corpus import held_out_files
@@ -27,16 +27,6 @@ PROMPTS = random_prompts(NUM_PROMPTS, 60, seed=4)
 PARAMS = [replace(mixed_params(number), max_tokens=10 + 2 * number) for number in range(NUM_PROMPTS)]
 PARAMS[4] = replace(PARAMS[4], prompt_logprobs=None, logprobs=3)
 PARAMS[9] = replace(PARAMS[9], n=2, temperature=0.8, seed=5)  # the second answer copies a page on writing
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_program_for_all_loads():
-    """Not a program for each number of slots and tokens: they would take minutes to compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineSpec, "decode_slots", property(lambda self: (self.max_seqs,)))
-        patch.setattr(EngineSpec, "step_slots", property(lambda self: (self.max_seqs,)))
-        patch.setattr(EngineSpec, "token_buckets", property(lambda self: (96,)))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -98,12 +98,14 @@ def with_neighbours(llm: LLM, size: int, params, number: int, numbers: random.Ra
     return llm.generate(prompts, kinds)[place].outputs[0]
 
 
+@pytest.mark.all_buckets
 def test_alone(model, expected):
     with open_llm(model) as llm:
         found = [llm.generate(p, one)[0].outputs[0].token_ids for p, one in zip(PROMPTS, PARAMS, strict=True)]
     assert found == expected
 
 
+@pytest.mark.all_buckets
 @pytest.mark.parametrize("size", quick([2, 8, 32], 8))
 def test_among_random_neighbours(model, expected, size):
     numbers = random.Random(size)
@@ -228,6 +230,7 @@ def test_deterministic_bits_do_not_depend_on_neighbours(model, expected_bits, si
     assert bits(found) == expected_bits
 
 
+@pytest.mark.all_buckets
 @pytest.mark.optimized
 def test_the_bits_would_tell_a_difference(model, expected_bits):
     """Without `deterministic` programs of several shapes run: tokens are the same, some bits are not."""

@@ -51,6 +51,7 @@ def run(engine, generations, between=lambda: None):
     return [one.output for one in generations]
 
 
+@pytest.mark.all_buckets
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_the_first_token_of_all_does_not_wait_for_the_next_program(tiny, is_warm):
     engine = Engine(*tiny, EngineOptions(**OPTIONS))
@@ -70,6 +71,7 @@ def test_the_first_token_of_all_does_not_wait_for_the_next_program(tiny, is_warm
     engine.close()
 
 
+@pytest.mark.all_buckets
 @pytest.mark.parametrize("num_requests", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_no_retrace_and_no_hidden_transfer_in_mixed_requests(tiny, num_requests):
     with LLM(tiny, **OPTIONS) as llm:

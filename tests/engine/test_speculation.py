@@ -10,7 +10,6 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.programs import speculative as speculative_programs
-from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import init_params
 from jaxinfer.speculative import acceptance
 from tests.engine.mixed_requests import mixed_params, random_prompts
@@ -27,16 +26,6 @@ PARAMS[10] = SamplingParams(max_tokens=40, temperature=0, repetition_penalty=1.5
 PARAMS[11] = SamplingParams(max_tokens=40, temperature=0.3, seed=2, min_tokens=20, stop_token_ids=[3, 4, 5, 6, 7, 8])
 DRAFTS = ("itself", "near", "random", "always wrong", "ngram", "layers:1")
 TREES = ((2, 2), (3, 1, 2))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_program_for_all_loads():
-    """Not a program for each number of slots and tokens: they would take minutes to compile."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineSpec, "decode_slots", property(lambda self: (self.max_seqs,)))
-        patch.setattr(EngineSpec, "step_slots", property(lambda self: (self.max_seqs,)))
-        patch.setattr(EngineSpec, "token_buckets", property(lambda self: (96,)))
-        yield
 
 
 @pytest.fixture(scope="module")
