@@ -53,6 +53,7 @@ def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
     assert "of a run with loss='fkl', not 'tv'" in other.stderr
 
 
+@pytest.mark.slow
 def test_layers_of_the_target_are_a_start(jaxinfer, json_lines, model, data, tmp_path):
     out = tmp_path / "draft"
     arguments = ["distill", "--target", model, "--data", data, "--out", out, *SMALL[5:], "--init-layers", "1"]

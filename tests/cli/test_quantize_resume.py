@@ -161,6 +161,7 @@ def most_bytes(jaxinfer, folder: Path, num_layers: int, monkeypatch) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_layers(jaxinfer, tmp_path, monkeypatch):
     few, many = (most_bytes(jaxinfer, tmp_path, num_layers, monkeypatch) for num_layers in (2, 4))
     norms = 2 * 64 * 4  # of a layer, which the shard under way holds

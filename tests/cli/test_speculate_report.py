@@ -76,6 +76,7 @@ def prompts(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.flaky(reruns=2)  # a few milliseconds on a clock: a hiccup in plain decoding makes a draft look cheap
 def test_a_model_that_drafts_for_itself(jaxinfer, json_lines, model, prompts, tmp_path):
     plot = tmp_path / "report.png"

@@ -217,10 +217,10 @@ class Speculation:
 
 
 SPECULATIONS = [
-    Speculation("v6e", 1, 1, 1, chain(2), (NARROW, NARROW_DRAFT)),
     *(
         pytest.param(speculation, marks=pytest.mark.slow)
         for speculation in (
+            Speculation("v6e", 1, 1, 1, chain(2), (NARROW, NARROW_DRAFT)),
             Speculation("v6e", 1, 2, 1),
             Speculation("v5e", 4, 2, 1),
             Speculation("v6e", 1, 2, 1, TokenTree((2, 2))),

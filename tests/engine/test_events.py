@@ -87,9 +87,10 @@ def test_rounds_are_told_as_such(tiny):
         generate(llm, [6])
     rounds = [one for one in heard if one.kind == "rounds"]
     assert rounds
-    assert {one.num_rows for one in rounds} == {3}
+    assert {one.num_rows for one in rounds} == {2 * 3}
 
 
+@pytest.mark.slow
 def test_replicas_are_heard_and_shown_together(tiny):
     heard = []
     with LLM(tiny, mesh="data=2", **OPTIONS) as llm:

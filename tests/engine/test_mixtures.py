@@ -84,7 +84,8 @@ def test_in_chunks_and_with_preemptions(model, expected):
     assert tight == roomy
 
 
-@pytest.mark.parametrize("draft", ["layers:1", pytest.param("ngram", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["layers:1", "ngram"])
 def test_speculated(model, expected, draft):
     with LLM(model, **OPTIONS, draft=draft, num_draft_tokens=3) as llm:
         assert generate(llm) == expected

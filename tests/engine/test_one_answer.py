@@ -230,6 +230,7 @@ def test_deterministic_bits_do_not_depend_on_neighbours(model, expected_bits, si
     assert bits(found) == expected_bits
 
 
+@pytest.mark.slow
 @pytest.mark.all_buckets
 @pytest.mark.optimized
 def test_the_bits_would_tell_a_difference(model, expected_bits):

@@ -234,11 +234,14 @@ def test_pages_of_a_failed_row_are_not_found_again(tiny):
 
 
 def test_lower_priority_values_go_first(tiny):
-    with LLM(tiny, **{**OPTIONS, "max_seqs": 1}) as llm:
+    with LLM(tiny, **OPTIONS) as llm:
         params = SamplingParams(temperature=0, max_tokens=3)
-        outputs = llm.generate([[1], [2], [3], [4]], params, priority=[3, 1, 2, 0])
-        starts = [one.timings.queue_time for one in outputs]
-        assert sorted(range(4), key=starts.__getitem__) == [3, 1, 2, 0]
+        priority = [11, 3, 8, 1, 5, 10, 0, 7, 2, 9, 6, 4]
+        outputs = llm.generate([[number] for number in range(12)], params, priority=priority)
+        waits = sorted((one.timings.queue_time, order) for one, order in zip(outputs, priority, strict=True))
+        found = [order for _, order in waits]
+        # There are four slots.
+        assert [set(found[start : start + 4]) for start in (0, 4, 8)] == [{*range(4)}, {*range(4, 8)}, {*range(8, 12)}]
         with pytest.raises(ValueError, match="2 priorities for 1 prompts"):
             llm.generate([[1]], params, priority=[1, 2])
         with pytest.raises(ValueError, match="priority must be an integer"):
@@ -269,6 +272,11 @@ def test_a_request_that_can_never_fit_is_refused_at_once(tiny):
         ):
             llm.generate([[1], [2] * 70], SamplingParams(max_tokens=20))
         assert not llm.engine.has_work
+
+
+@pytest.mark.slow
+def test_what_just_fits_is_answered(tiny):
+    with LLM(tiny, **{**OPTIONS, "num_pages": 6}) as llm:
         for num_prompt in (60, 61):  # capacity - 1 and capacity
             answer = llm.generate([2] * num_prompt, SamplingParams(temperature=0, max_tokens=20))[0].outputs[0]
             assert len(answer.token_ids) == 20
@@ -303,12 +311,14 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_helps(tiny, options
         assert part in message
 
 
-def test_fewer_pages_where_memory_is_short(tiny):
+@pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fewer_pages_where_memory_is_short(tiny, runs):
     options = EngineOptions(max_model_len=128, max_seqs=8)
     engine = Engine(*tiny, options, available=room_for(tiny, options, 12))
     assert engine.runner.memory.is_reduced
     assert engine.runner.memory.num_pages == 12
-    run(engine, [make([3] * 100, 20) for _ in range(8)])
+    if runs:
+        run(engine, [make([3] * 100, 20) for _ in range(8)])
     engine.close()
 
 

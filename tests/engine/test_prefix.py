@@ -87,7 +87,7 @@ class Tree(RuleBasedStateMachine):
 
 
 TestTree = Tree.TestCase
-TestTree.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestTree.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 # Examples.

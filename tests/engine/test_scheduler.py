@@ -148,7 +148,7 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestScheduling.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
 
 
 # Nobody starves.

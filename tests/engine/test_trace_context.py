@@ -11,9 +11,11 @@ SCRIPT = """
 import sys
 import jax
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.models import init_params
+from tests.tiny import TINY
 
 short = SamplingParams(max_tokens=4)
-with LLM("demo-draft", max_seqs=1, max_model_len=32) as llm:
+with LLM((TINY, init_params(TINY, jax.random.key(0))), max_seqs=1, max_model_len=16) as llm:
     llm.generate([5, 6, 7], short)
     llm.explain()
     assert "jax.experimental.pallas" not in sys.modules, "explain() imports Pallas on a CPU"

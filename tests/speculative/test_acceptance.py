@@ -103,7 +103,7 @@ def chi_square(tokens: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
     return float(((counts[is_possible] - mean) ** 2 / mean).sum()), int(is_possible.sum()) - 1
 
 
-TREES = (TokenTree((1, 1)), TokenTree((3, 2)))
+TREES = (pytest.param(TokenTree((1, 1)), marks=pytest.mark.slow), TokenTree((3, 2)))
 
 
 @pytest.mark.parametrize("tree", TREES, ids=lambda tree: str(tree.widths))

@@ -53,6 +53,7 @@ def test_a_baseline_and_a_cache_of_8_bits(runner):
     assert small.cache_tokens > base.cache_tokens
 
 
+@pytest.mark.slow
 def test_what_fails_is_a_row_and_a_baseline_that_fails_is_an_error(runner):
     row = runner({"draft": "layers:9"})
     assert row.reason is not None
