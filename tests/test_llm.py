@@ -282,6 +282,7 @@ def test_a_failing_pair_leaves_nothing_behind(model):
         assert not llm.engine.has_work
 
 
+@pytest.mark.slow
 def test_a_contiguous_cache_honours_what_a_paged_one_does(model):
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     with LLM(model, max_seqs=1, cache="contiguous", draft="ngram") as llm:
@@ -362,6 +363,7 @@ class TestDrafts:
         ):
             llm.generate_file(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
 
+    @pytest.mark.slow
     def test_it_is_explained_and_counted(self, model):
         with LLM(model, draft=model, num_draft_tokens=2, max_seqs=4, prefill_chunk=28) as llm:
             output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=10))[0].outputs[0]

@@ -149,6 +149,7 @@ def start(jaxinfer_process, model, tmp_path):
     return lambda: jaxinfer_process(*arguments)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_how_to_go_on(batch, start, tmp_path):
     rows = many_rows(400)
     write(tmp_path / "in.jsonl", rows)
@@ -166,6 +167,7 @@ def test_ctrl_c_says_how_to_go_on(batch, start, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs Linux, to limit the size of a process's files")
+@pytest.mark.slow
 def test_a_full_disk_keeps_earlier_rows_and_the_job_goes_on_with_room(batch, start, tmp_path):
     rows = many_rows(60)
     assert batch(rows, name="whole").exit_code == 0

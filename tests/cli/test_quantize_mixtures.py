@@ -84,7 +84,11 @@ def source(model, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("config", "method"),
-    [pytest.param(DEEPSEEK, "gptq", marks=pytest.mark.slow), pytest.param(MIXTRAL, "awq", marks=pytest.mark.slow), (MIXTRAL, "smoothquant")],
+    [
+        pytest.param(DEEPSEEK, "gptq", marks=pytest.mark.slow),
+        pytest.param(MIXTRAL, "awq", marks=pytest.mark.slow),
+        (MIXTRAL, "smoothquant"),
+    ],
     ids=lambda value: value if isinstance(value, str) else value.architecture[:4],
 )
 def test_a_mixture_is_written_and_opens(jaxinfer, json_lines, source, text, tmp_path, config, method, monkeypatch):

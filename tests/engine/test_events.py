@@ -81,6 +81,7 @@ def test_a_snapshot_has_slots_pages_and_totals(llm):
     assert before.counters is not llm.engine.snapshot().counters
 
 
+@pytest.mark.slow
 def test_rounds_are_told_as_such(tiny):
     heard = []
     with LLM(tiny, draft="layers:1", num_draft_tokens=2, **OPTIONS) as llm, llm.engine.observe(heard.append):

@@ -72,6 +72,7 @@ def test_together_in_shuffled_pages_and_again_from_the_prefix(model, expected):
         assert llm.engine.scheduler.counters.reused_tokens > before
 
 
+@pytest.mark.slow
 def test_in_chunks_and_with_preemptions(model, expected):
     params = SamplingParams(temperature=0, max_tokens=28)
     with LLM(model, **OPTIONS, prefill_chunk=16, prefix_cache=False) as llm:

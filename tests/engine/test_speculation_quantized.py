@@ -28,9 +28,9 @@ SAMPLING = [
 ]
 SLOW = pytest.mark.slow
 CASES = [
-    ("int4-g32-asym", "int8"),
+    ("int8", "fp8_e4m3"),
+    pytest.param("int4-g32-asym", "int8", marks=SLOW),
     pytest.param("w8a8", "int8", marks=SLOW),
-    pytest.param("int8", "fp8_e4m3", marks=SLOW),
     pytest.param("nf4-dq", "fp8_e5m2", marks=SLOW),
 ]
 

@@ -161,6 +161,7 @@ def packages(tree) -> set[str]:
     return walk(jax.tree.structure(tree))
 
 
+@pytest.mark.slow
 def test_no_module_and_no_variable_crosses_the_jit_of_a_serving_program(monkeypatch):
     called = set()
 

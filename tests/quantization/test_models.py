@@ -65,6 +65,7 @@ def test_a_model_computes_what_the_dequantized_one_does(params, recipe):
     )
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_dequantized_model(params, monkeypatch):
     monkeypatch.setattr("jaxinfer.quantization.on_device.float32_copies.__defaults__", (0,))
     quantized = quantize_params(params, "int4-g32-asym")
