@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from jaxinfer.speculative.adaptive import AcceptanceEstimate, LengthController
+from tests.pallas_kernels.quick import quick
 
 CHOICES = (1, 2, 4, 8)
 BUCKETS = (1, 4, 8, 16)
@@ -175,7 +176,7 @@ ACCEPTANCE = {
 
 @pytest.mark.parametrize("load", [1, 16])
 @pytest.mark.parametrize("acceptance", ACCEPTANCE)
-@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("name", quick(MACHINES, "gpu", "ngram"))
 def test_as_good_as_the_best_fixed_length_and_never_slower_than_plain(name, acceptance, load):
     machine, draw = MACHINES[name], ACCEPTANCE[acceptance]
     num_dispatches, warm_up = (1200, 300) if load == 1 else (400, 150)
@@ -204,7 +205,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("noise", [0.08, 0.25])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["gpu", "cpu", "slow draft"])
+@pytest.mark.parametrize("name", quick(["gpu", "cpu", "slow draft"], "cpu"))
 def test_never_slower_than_plain_whatever_changes(name, change, noise):
     load, kind = CHANGES[change]
     machine = replace(MACHINES[name], noise=noise)
