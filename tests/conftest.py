@@ -57,7 +57,7 @@ def pytest_runtest_setup(item):
     spec._buckets = BUCKETS if item.get_closest_marker("all_buckets") else lambda _, largest: (largest,)
 
 
-MAX_MAPPINGS = 30_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next
+MAX_MAPPINGS = 45_000  # Linux gives a process 65,530 memory mappings and kills it, without a word, at the next
 TESTS = itertools.count(1)
 
 

@@ -99,9 +99,23 @@ def test_a_model_that_drafts_for_itself(jaxinfer, json_lines, model, prompts, tm
         assert struct.unpack(">II", start[16:]) == (1100, 440)
 
 
-@pytest.mark.parametrize("draft", ["ngram", pytest.param("layers:1", marks=pytest.mark.slow)])
-def test_table(jaxinfer, model, prompts, draft):
-    arguments = [prompts, "-m", model, "-d", draft, "--num-draft-tokens", "1,2", "--max-tokens", "12", "--repeats", "1"]
+@pytest.mark.parametrize(
+    ("draft", "lengths", "num_answers"), [("ngram", "2", 2), pytest.param("layers:1", "1,2", 4, marks=pytest.mark.slow)]
+)
+def test_table(jaxinfer, model, prompts, draft, lengths, num_answers):
+    arguments = [
+        prompts,
+        "-m",
+        model,
+        "-d",
+        draft,
+        "--num-draft-tokens",
+        lengths,
+        "--max-tokens",
+        "12",
+        "--repeats",
+        "1",
+    ]
     result = jaxinfer("speculate-report", *arguments, *SMALL)
     assert (result.exit_code, result.stderr) == (0, "")
     for words in (
@@ -109,7 +123,7 @@ def test_table(jaxinfer, model, prompts, draft):
         "expected",
         "measured",
         "limited by",
-        "0 of 4.",  # of two prompts and two lengths
+        f"0 of {num_answers}.",  # of two prompts and each length
         "tokens/s",
         "It is limited mostly by",
     ):

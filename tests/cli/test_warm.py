@@ -18,7 +18,7 @@ print(json.dumps({"compiled": counts.compiled, "hits": counts.hits}))
 """
 
 
-def test_after_warming_nothing_compiles(jaxinfer_process, model, tmp_path):
+def test_after_warming_nothing_compiles(jaxinfer_process, model, tmp_path, request):
     environment = {"JAXINFER_CACHE_DIR": str(tmp_path / "cache")}
 
     def warm():
@@ -30,8 +30,9 @@ def test_after_warming_nothing_compiles(jaxinfer_process, model, tmp_path):
     first = warm()
     assert first["compiled"] >= first["programs"] > 5
     assert first["folder"].startswith(str(tmp_path))
-    again = warm()
-    assert (again["compiled"], again["from_cache"]) == (0, first["compiled"])
+    if request.config.getoption("--slow"):
+        again = warm()
+        assert (again["compiled"], again["from_cache"]) == (0, first["compiled"])
     served = run(FIRST_REQUEST, model, environment)
     assert served["compiled"] == 0
     assert served["hits"] > 3

@@ -88,7 +88,8 @@ def expected(tiny):
     return Expected(tiny)
 
 
-@pytest.mark.parametrize("kv_dtype", [pytest.param("fp8_e4m3", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_the_rounding_is_seen(expected, kv_dtype):
     """Were it not, no test below could fail."""
     assert expected[kv_dtype] != expected["float32"]
@@ -124,13 +125,8 @@ SPECULATED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kv_dtype", "how"),
-    [
-        pytest.param(*pair, marks=() if pair == ("int8", "tree") else pytest.mark.slow)
-        for pair in itertools.product(KV_DTYPES, SPECULATED)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_dtype", "how"), itertools.product(KV_DTYPES, SPECULATED))
 def test_speculation_changes_no_token(tiny, drafts, expected, kv_dtype, how):
     name, options = SPECULATED[how]
     with open_llm(tiny, kv_dtype, draft=drafts[name], **options) as llm:
