@@ -103,20 +103,8 @@ def test_a_model_that_drafts_for_itself(jaxinfer, json_lines, model, prompts, tm
     ("draft", "lengths", "num_answers"), [("ngram", "2", 2), pytest.param("layers:1", "1,2", 4, marks=pytest.mark.slow)]
 )
 def test_table(jaxinfer, model, prompts, draft, lengths, num_answers):
-    arguments = [
-        prompts,
-        "-m",
-        model,
-        "-d",
-        draft,
-        "--num-draft-tokens",
-        lengths,
-        "--max-tokens",
-        "12",
-        "--repeats",
-        "1",
-    ]
-    result = jaxinfer("speculate-report", *arguments, *SMALL)
+    arguments = [prompts, "-m", model, "-d", draft, "--num-draft-tokens", lengths, "--repeats", "1"]
+    result = jaxinfer("speculate-report", *arguments, "--max-tokens", "12", *SMALL)
     assert (result.exit_code, result.stderr) == (0, "")
     for words in (
         "by position",
