@@ -126,7 +126,7 @@ SPECULATED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kv_dtype", "how"), itertools.product(KV_DTYPES, SPECULATED))
+@pytest.mark.parametrize(("kv_dtype", "how"), list(itertools.product(KV_DTYPES, SPECULATED)))
 def test_speculation_changes_no_token(tiny, drafts, expected, kv_dtype, how):
     name, options = SPECULATED[how]
     with open_llm(tiny, kv_dtype, draft=drafts[name], **options) as llm:
