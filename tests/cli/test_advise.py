@@ -26,6 +26,7 @@ def recommended(text: str) -> str:
     return next(line.strip() for line in text.splitlines() if line.startswith(("  jaxinfer batch", "  jaxinfer gen")))
 
 
+@pytest.mark.slow
 def test_measured_written_and_resumed(jaxinfer, model, tmp_path, monkeypatch):
     text = tmp_path / "texts.txt"
     text.write_text("def read(path):\n    return open(path).read()\n" * 20)

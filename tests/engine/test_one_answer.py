@@ -105,7 +105,6 @@ def test_alone(model, expected):
     assert found == expected
 
 
-@pytest.mark.all_buckets
 @pytest.mark.parametrize("size", quick([2, 8, 32], 8))
 def test_among_random_neighbours(model, expected, size):
     numbers = random.Random(size)

@@ -124,7 +124,7 @@ MIXTURE = ModelConfig(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("recipe", [None, "int4-g32-asym"])
+@pytest.mark.parametrize("recipe", [None, pytest.param("int4-g32-asym", marks=pytest.mark.slow)])
 def test_experts_and_heads_over_two_devices_give_the_tokens_of_one(recipe):
     """Each device has half of the experts and of the query heads, and the whole latent cache."""
     params = init_params(MIXTURE, jax.random.key(0))
