@@ -162,14 +162,6 @@ SPECULATIVE = (
         "a tree's second child is judged by the noise that rejected the first",
     ),
     Fault(
-        "speculative/a-round-rolls-back-one-token-too-few",
-        "jaxinfer/engine",
-        "jnp.minimum(draft.num_drafted, positions)",
-        "jnp.minimum(draft.num_drafted, positions + 1)",
-        ("tests/engine/test_speculation.py::test_the_target_accepts_all_that_it_drafts_itself",),
-        "the draft goes on from a rejected token's keys and is accepted less often",
-    ),
-    Fault(
         "speculative/the-draft-draws-the-noise-of-the-token-before",
         "jaxinfer/speculative",
         "model, hidden, position + 1, mask_inactive_rows",

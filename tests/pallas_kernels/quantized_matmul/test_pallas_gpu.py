@@ -1,5 +1,6 @@
 """The GPU kernel: in the interpreter against float64, and by the real compiler: no weight is written anywhere."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,13 +23,6 @@ from tests.pallas_kernels.quick import quick
 LLAMA_3_8B = [(4096, 4096), (4096, 1024), (4096, 14_336), (14_336, 4096)]
 
 
-@pytest.fixture
-def gpu_interpreter():
-    """Fails when two accesses of the last kernel race."""
-    with interpreted_gpu():
-        yield
-
-
 # Splits of the groups, zeros, rows that are padded, more stages than steps, several tiles of rows and of outputs.
 @pytest.mark.parametrize(
     ("name", "rows", "inputs", "outputs", "splits"),
@@ -43,15 +37,38 @@ def gpu_interpreter():
         ("int3-g64-asym", 1, 1024, 64, 2),
     ),
 )
-def test_products(name, rows, inputs, outputs, splits, gpu_interpreter):
+def test_products(name, rows, inputs, outputs, splits):
     w = quantize(jax.random.normal(jax.random.key(1), (inputs, outputs)) * 0.02, name)
     x = jax.random.normal(jax.random.key(0), (rows, inputs)).astype(jnp.bfloat16)
     spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
     assert pallas_gpu.num_splits(spec) == splits
-    found = pallas_gpu.matmul(x, w.values, w.scales, w.zeros, None, None, spec, "gpu")
+    with interpreted_gpu():
+        found = pallas_gpu.matmul(x, w.values, w.scales, w.zeros, None, None, spec, "gpu")
     expected = np.asarray(x, np.float64) @ np.asarray(w.dequantize(), np.float64)
     # The integers are exact in bfloat16, so only sums are rounded, in float32.
     np.testing.assert_allclose(found, expected, atol=2e-6 * np.abs(expected).max())
+
+
+def operations(jaxpr) -> Iterator[str]:
+    """Names of a program's operations in their order, those of inner programs among them."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda leaf: hasattr(leaf, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from operations(inner)
+
+
+def test_a_result_is_fenced_before_it_is_copied_out():
+    """The interpreter has no asynchronous copies that could come first, so the order in the program is what counts."""
+    x, w = jnp.zeros((8, 256), jnp.bfloat16), quantize(jnp.ones((256, 64)), "int8-g128")
+    spec = make_spec(x, w.values, w.zeros, None, block=w.scheme.block, activations=None)
+    with compat.interpreted():
+        program = jax.make_jaxpr(lambda x: pallas_gpu.matmul(x, w.values, w.scales, None, None, None, spec, "gpu"))(x)
+    order = [name for name in operations(program.jaxpr) if name in ("swap", "commit_smem", "copy_smem_to_gmem")]
+    copied = [number for number, name in enumerate(order) if name == "copy_smem_to_gmem"]
+    assert copied
+    assert all(order[number - 2 : number] == ["swap", "commit_smem"] for number in copied)
 
 
 COMPILED = [
