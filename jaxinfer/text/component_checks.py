@@ -1,7 +1,7 @@
 """Checks of what a tokenizer.json does with text: its normalizer, pre-tokenizer and decoder.
 
-A chain of seven harmless-looking replacements can make gigabytes out of one letter, so each step has a bound on how much
-it may lengthen a text, and the bounds of steps that feed one another are multiplied.
+A chain of seven harmless-looking replacements can make gigabytes out of one letter, so each step has a bound on how
+much it may lengthen a text, and the bounds of steps that feed one another are multiplied.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ MAX_STEPS = 128
 MAX_DEPTH = 8
 MAX_TEXT_BYTES = 1024
 """Of a replacement, a prefix, a suffix, and the like."""
-MAX_GROWTH = 1000.0
+_MAX_GROWTH = {"normalizer": 500.0, "pre_tokenizer": 32.0, "decoder": 500.0}
 """How many times longer in bytes a text may become. Unicode's own normal form KC makes some characters 11 times longer,
-and with sentencepiece's marks and lower case, known tokenizers come to about 200."""
+and with lower case and sentencepiece's marks, known normalizers come to about 50, pre-tokenizers to 8."""
 
 _CHILDREN = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "decoder": "decoders"}
 # How much a step can lengthen a text, in bytes. A step that changes nothing when it runs again counts once.
@@ -28,7 +28,11 @@ _ONCE = {
     "normalizer": {
         **dict.fromkeys(("NFC", "NFD"), 3.0),
         **dict.fromkeys(("NFKC", "NFKD"), 11.0),
-        **{"BertNormalizer": 5.0, "Lowercase": 1.5, "Strip": 1.0, "StripAccents": 1.0, "Nmt": 1.0},
+        "BertNormalizer": 5.0,
+        "Lowercase": 1.5,
+        "Strip": 1.0,
+        "StripAccents": 1.0,
+        "Nmt": 1.0,
     },
     "pre_tokenizer": dict.fromkeys(
         (
@@ -55,8 +59,6 @@ def check_components(spec: Mapping[str, Any]) -> float:
     """How many times longer in bytes the normalizer and the pre-tokenizer may make a text. Raises FieldError."""
     growth = check_component("normalizer", spec.get("normalizer"))
     growth *= check_component("pre_tokenizer", spec.get("pre_tokenizer"))
-    if growth > MAX_GROWTH:
-        raise FieldError(_too_large("normalizer and pre_tokenizer", growth))
     check_component("decoder", spec.get("decoder"))
     return growth
 
@@ -82,7 +84,9 @@ def flatten(spec: Any, path: str, children: str, depth: int = 0) -> Iterator[tup
     if not isinstance(steps, list):
         raise FieldError(f"{path}.{children} must be a list, got {steps!r:.60}")
     if depth == MAX_DEPTH or len(steps) > MAX_STEPS:
-        raise FieldError(f"{path} has {len(steps)} steps at depth {depth + 1}; at most {MAX_STEPS} at depth {MAX_DEPTH}")
+        raise FieldError(
+            f"{path} has {len(steps)} steps at depth {depth + 1}; at most {MAX_STEPS} at depth {MAX_DEPTH}"
+        )
     for index, step in enumerate(steps):
         if step is None:
             raise FieldError(f"{path}.{children}[{index}] is null")
@@ -95,7 +99,9 @@ def check_short(value: Any, path: str, *, may_be_empty: bool = True) -> str:
         raise FieldError(f"{path} must be a string, got {value!r:.60}")
     size = len(value.encode("utf-8", "surrogatepass"))
     if size > MAX_TEXT_BYTES or not (size or may_be_empty):
-        raise FieldError(f"{path} has {size} bytes; {'at most' if size else 'between 1 and'} {MAX_TEXT_BYTES} are allowed")
+        raise FieldError(
+            f"{path} has {size} bytes; {'at most' if size else 'between 1 and'} {MAX_TEXT_BYTES} are allowed"
+        )
     return value
 
 
@@ -105,29 +111,26 @@ def check_count(value: Any, path: str, low: int, high: int) -> None:
         raise FieldError(f"{path} must be an integer from {low} to {high}, got {value!r:.60}")
 
 
-def _too_large(path: str, growth: float) -> str:
-    return f"{path} could make a text {growth:.3g} times longer; at most {MAX_GROWTH:.0f} times is allowed"
-
-
 class _Replacement:
     """A `Replace` step: what it looks for and what it writes."""
 
     def __init__(self, path: str, step: Mapping[str, Any]):
         self.content = check_short(step.get("content"), f"{path}.content")
         pattern = step.get("pattern")
-        self.text, self.regex = check_pattern(pattern, f"{path}.pattern")
-        shortest = len(self.text.encode()) if self.text is not None else min_length(self.regex)
+        found = check_pattern(pattern, f"{path}.pattern")
+        self._found = found
+        shortest = len(found.encode()) if isinstance(found, str) else min_length(found)
         size = len(self.content.encode())
         self.growth = max(size / shortest, 1.0) if shortest else 1.0 + size
 
     def reads(self, text: str) -> bool:
         """Whether it may match where an earlier step wrote `text`."""
-        if self.text is not None:
-            return not set(self.text).isdisjoint(text)
-        return min_length(self.regex) == 0 or can_match(self.regex, text)
+        if isinstance(self._found, str):
+            return not set(self._found).isdisjoint(text)
+        return min_length(self._found) == 0 or can_match(self._found, text)
 
 
-def check_pattern(pattern: Any, path: str) -> tuple[str, None] | tuple[None, Node]:
+def check_pattern(pattern: Any, path: str) -> str | Node:
     """The text, or the parsed regular expression, of a `pattern` entry. Raises FieldError."""
     if not isinstance(pattern, Mapping) or len(pattern) != 1 or not pattern.keys() <= {"String", "Regex"}:
         raise FieldError(f'{path} must be {{"String": ...}} or {{"Regex": ...}}, got {pattern!r:.60}')
@@ -135,9 +138,9 @@ def check_pattern(pattern: Any, path: str) -> tuple[str, None] | tuple[None, Nod
     if not isinstance(source, str) or not source:
         raise FieldError(f"{path}.{name} must be a text that is not empty, got {source!r:.60}")
     if name == "String":
-        return check_short(source, f"{path}.{name}"), None
+        return check_short(source, f"{path}.{name}")
     try:
-        return None, check_cost(source).root
+        return check_cost(source).root
     except PatternError as error:
         raise FieldError(f"{path}.{name} {source!r:.60} is refused: {error}") from None
 
@@ -154,7 +157,7 @@ class _Chain:
     def add(self, path: str, step: Mapping[str, Any]) -> None:
         name = step.get("type")
         known = (*_ONCE[self._kind], *_EACH_TIME[self._kind], *_OWN_CHECKS[self._kind])
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             raise FieldError(f"{path}.type must be one of {', '.join(sorted(known))}, got {name!r:.60}")
         if name == "Replace":
             one = _Replacement(path, step)
@@ -175,8 +178,10 @@ class _Chain:
         if name in _ONCE[self._kind]:
             self._once[name] = _ONCE[self._kind][name]
         self._factor *= _EACH_TIME[self._kind].get(name, 1.0)
-        if (growth := self.growth()) > MAX_GROWTH:
-            raise FieldError(_too_large(path, growth))
+        if (growth := self.growth()) > (limit := _MAX_GROWTH[self._kind]):
+            raise FieldError(
+                f"{path} could make a text {growth:.3g} times longer; at most {limit:.0f} times is allowed"
+            )
 
     def _check_texts(self, step: Mapping[str, Any], path: str) -> None:
         """`BPEDecoder` and the like put something between all characters where they look for nothing."""
@@ -192,9 +197,9 @@ class _Chain:
         return total
 
 
-def has_end_strip(spec: Mapping[str, Any]) -> bool:
-    """Whether the decoder of a checked tokenizer.json strips ends: the library fails where a token is too short."""
-    return any(step["type"] == "Strip" and step["stop"] for _, step in flatten(spec.get("decoder"), "decoder", "decoders"))
+def steps_of(spec: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    """The steps of a part of a checked tokenizer.json: "normalizer", "pre_tokenizer" or "decoder"."""
+    return [step for _, step in flatten(spec.get(kind), kind, _CHILDREN[kind])]
 
 
 def _check_charsmap(value: Any, path: str) -> float:

@@ -137,9 +137,7 @@ _SCRIPTS = frozenset(
 def _property(name: str) -> CharTest:
     """`\\p{name}`. An unknown property is taken for any character, which is judged most strictly."""
     plain = name.replace("_", "").replace(" ", "").replace("-", "").lower()
-    category = _LONG_NAMES.get(plain) or next(
-        (full for full in _CATEGORIES if full.lower() == plain), None
-    )
+    category = _LONG_NAMES.get(plain) or next((full for full in _CATEGORIES if full.lower() == plain), None)
     if category is not None:
         return lambda c: unicodedata.category(c).startswith(category)
     if plain in _POSIX:
@@ -301,7 +299,8 @@ class _Parser:
         char = self.peek()
         if char and char in "*+?":
             self.at += 1
-            self.skip("?") or self.skip("+")
+            if not self.skip("?"):
+                self.skip("+")
             return {"*": (0, INFINITE), "+": (1, INFINITE), "?": (0, 1)}[char]
         if char != "{" or "}" not in self.source[self.at :]:
             return None

@@ -20,10 +20,10 @@ from collections.abc import Iterable
 from jaxinfer.text.patterns import (
     INFINITE,
     Assertion,
+    Chain,
     CharSet,
     Choice,
     Look,
-    Chain,
     Node,
     Pattern,
     PatternError,
@@ -43,7 +43,7 @@ _SAMPLE = frozenset(chr(code) for code in range(128)) | frozenset(
 
 
 def check_cost(source: str) -> Pattern:
-    """The parsed pattern. Raises PatternError if it is not supported or may take more than linear time on plain text."""
+    """The parsed pattern. Raises PatternError if it is not supported, or takes more than linear time on plain text."""
     pattern = parse(source)
     _Judge(pattern).ways(pattern.root, can_fail=False)
     return pattern

@@ -1,8 +1,8 @@
 """Checks of a parsed tokenizer.json before the `tokenizers` library reads it.
 
-Checkpoints come from strangers, and the library trusts what it reads: a file can make it allocate until the process is
-killed, recurse until its stack is full, or take minutes. Here are limits on counts and lengths, each far above what known
-models have.
+Checkpoints come from strangers, and the library trusts what it reads: a file can make it allocate until the process
+is killed, recurse until its stack is full, or take minutes. Here are limits on counts and lengths, each far above what
+known models have.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-from os.path import commonprefix
+from itertools import pairwise, starmap
 from typing import Any
 
 from jaxinfer.text.component_checks import FieldError, check_components, check_count, check_short
@@ -151,9 +150,14 @@ def _check_scored_tokens(vocab: list[Any], model: Mapping[str, Any]) -> None:
         check_count(unknown, "model.unk_id", 0, len(vocab) - 1)
     if sum(map(len, tokens)) * 4 > _MAX_TRIE_NODES:
         ordered = sorted(token.encode("utf-8", "replace") for token in tokens)
-        nodes = sum(map(len, ordered)) - sum(len(commonprefix(pair)) for pair in pairwise(ordered))
+        nodes = sum(map(len, ordered)) - sum(starmap(_common, pairwise(ordered)))
         if nodes > _MAX_TRIE_NODES:
             raise FieldError(f"model.vocab needs a trie of {nodes} nodes; at most {_MAX_TRIE_NODES} are allowed")
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Number of bytes at the start of both."""
+    return next((index for index, pair in enumerate(zip(one, other)) if pair[0] != pair[1]), min(len(one), len(other)))  # noqa: B905
 
 
 def _check_merges(model: Mapping[str, Any]) -> None:
@@ -165,7 +169,9 @@ def _check_merges(model: Mapping[str, Any]) -> None:
     for index, merge in enumerate(merges or () if prefix else ()):
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], str) and pair[1].startswith(prefix)):
-            raise FieldError(f"model.merges[{index}] is {merge!r:.60}: its right side does not start with {prefix!r:.60}")
+            raise FieldError(
+                f"model.merges[{index}] is {merge!r:.60}: its right side does not start with {prefix!r:.60}"
+            )
 
 
 def _check_processor(spec: Any, path: str, depth: int = 0) -> None:
@@ -176,7 +182,9 @@ def _check_processor(spec: Any, path: str, depth: int = 0) -> None:
     if spec.get("type") == "Sequence":
         parts = spec.get("processors")
         if not isinstance(parts, list) or len(parts) > _MAX_PROCESSORS or depth > 2:
-            raise FieldError(f"{path}.processors must be a list of at most {_MAX_PROCESSORS} processors, nested at most twice")
+            raise FieldError(
+                f"{path}.processors must be a list of at most {_MAX_PROCESSORS} processors, nested at most twice"
+            )
         for index, part in enumerate(parts):
             _check_processor(part, f"{path}.processors[{index}]", depth + 1)
     elif spec.get("type") == "TemplateProcessing":
@@ -202,7 +210,9 @@ def _check_template(spec: Mapping[str, Any], path: str) -> None:
         name = value.get("id") if isinstance(value, dict) else None
         found += kind == "Sequence" and name == "A"
         if not (kind == "Sequence" and name == "A") and not (kind == "SpecialToken" and name in names):
-            raise FieldError(f"{path}.single[{index}] is neither the text A nor one of its special tokens: {piece!r:.60}")
+            raise FieldError(
+                f"{path}.single[{index}] is neither the text A nor one of its special tokens: {piece!r:.60}"
+            )
     if found != 1:
         raise FieldError(f"{path}.single must have the text A once, not {found} times")
 

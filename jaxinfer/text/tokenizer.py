@@ -13,17 +13,21 @@ from typing import Any
 import tokenizers
 
 from jaxinfer.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
-from jaxinfer.text.component_checks import has_end_strip
+from jaxinfer.text.component_checks import steps_of
 from jaxinfer.text.encoding import ChatEncoder, ContentEncoder
 from jaxinfer.text.files import TokenizerFiles, read_tokenizer_files
+from jaxinfer.text.length import LengthCheck
 from jaxinfer.text.library import check_works, library_errors, run
-from jaxinfer.text.messages import check_text
+from jaxinfer.text.messages import check_text, num_chars
 from jaxinfer.text.spec_checks import FieldError, check_added, check_spec, parse_json
 
 # The classes whose fast tokenizers take BOS and EOS from add_bos_token and add_eos_token.
 _FLAG_DRIVEN_CLASSES = frozenset(
     f"{family}Tokenizer{speed}" for family in ("Llama", "CodeLlama", "Gemma", "Cohere") for speed in ("", "Fast")
 )
+
+# Messages are refused before they are rendered if they are as many times longer than any prompt that fits.
+_DROPPED_BY_TEMPLATES = 16
 
 
 class Tokenizer:
@@ -42,7 +46,7 @@ class Tokenizer:
         name = files.paths.get("tokenizer.json", "tokenizer.json")
         spec = parse_json(files.tokenizer_json, name)
         try:
-            self.max_growth = check_spec(spec)
+            growth = check_spec(spec)
             check_added([token.content for token in files.added_tokens], "added tokens of the configuration")
             check_added([*files.special_tokens.values(), *files.extra_special_tokens], "special tokens")
         except FieldError as error:
@@ -57,7 +61,8 @@ class Tokenizer:
         special_before = {token["content"] for token in spec.get("added_tokens") or () if token["special"]}
         with library_errors(f"{name}: its added tokens"):
             _add_declared_tokens(self._backend, files)
-        check_works(self._backend, name, decodes_each_token=has_end_strip(spec))
+        strips_ends = any(step["type"] == "Strip" and step["stop"] for step in steps_of(spec, "decoder"))
+        check_works(self._backend, name, decodes_each_token=strips_ends)
         added = self._backend.get_added_tokens_decoder()
         # A token that was ever special stays so for the library's skip_special_tokens.
         self.skipped_tokens = frozenset(
@@ -65,6 +70,7 @@ class Tokenizer:
         )
         self.decoder_spec: Mapping[str, Any] | None = spec.get("decoder")
         self._fragments = {kind: spec.get(kind) for kind in ("normalizer", "pre_tokenizer")}
+        self._length_check = LengthCheck(self._backend, spec, growth)
         unknown_id = _unknown_id(spec["model"])
         control = {
             token_id: token.content
@@ -82,7 +88,9 @@ class Tokenizer:
         if self._unknown is not None:
             self._control_texts[self._unknown[1]] = self._unknown[0]
         self._is_control_reachable = _is_reachable(spec["model"], self._control_texts)
-        self._num_ids = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocab = spec["model"]["vocab"]
+        largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+        self._num_ids = 1 + max(largest, *added, -1)
         self._bos_prefix, self._eos_suffix = self._declared_bos_eos()
 
     @classmethod
@@ -129,16 +137,18 @@ class Tokenizer:
         """The source files, by name relative to the model directory."""
         return dict(self._files.paths)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of trusted text: control tokens written in it are recognised.
 
         With `add_special_tokens`, what tokenizer.json's post-processor adds (usually BOS). For Llama-class tokenizers
         whose post-processor adds no BOS (EOS) though `add_bos_token` (`add_eos_token`) is true, it is added.
 
         Raises:
-            ValueError: `text` has a lone surrogate.
+            TextTooLongError: `text` surely has more than `max_tokens` tokens; it was not tokenized whole to find out.
+                The ids of a text that is only a little too long are returned.
+            ValueError: `text` has a lone surrogate, or the tokenizer fails on it.
         """
-        check_text(text, "text")
+        self._length_check.check(check_text(text, "text"), max_tokens)
         ids = run(self._backend.encode, text, add_special_tokens=add_special_tokens).ids
         return [*self._bos_prefix, *ids, *self._eos_suffix] if add_special_tokens else ids
 
@@ -151,7 +161,8 @@ class Tokenizer:
         Raises:
             ValueError: `text` has a lone surrogate.
         """
-        ids = run(self._content_encoder.encode, check_text(text, "text"))
+        self._length_check.check(check_text(text, "text"), None)
+        ids = run(self._content_encoder.encode, text)
         if not self.control_ids.isdisjoint(ids):
             raise RuntimeError("internal error: a control token came out of content; please report this")
         return ids
@@ -214,6 +225,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        max_prompt_tokens: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a chat.
@@ -222,10 +234,17 @@ class Tokenizer:
         template variables. Where content has no control text, the ids are those of Transformers.
 
         Raises:
+            TextTooLongError: The chat surely has more than `max_prompt_tokens` tokens; see `encode`.
             ValueError: Messages, tools or template variables are malformed; the error says where.
             ChatTemplateError: No template, the template refused this chat, or it cannot be rendered safely.
         """
+        if max_prompt_tokens is not None:
+            # A template prints what it is given, or leaves some of it out; rendering 50 MB takes a second.
+            self._length_check.check_bytes(
+                num_chars([messages, tools]), max_prompt_tokens, factor=_DROPPED_BY_TEMPLATES
+            )
         chat = self._render(messages, add_generation_prompt, continue_final_message, tools, template_kwargs)
+        self._length_check.check(chat.text, max_prompt_tokens)
         return run(self._chat_encoder.encode, chat)
 
     def save(self, directory: str | Path) -> None:

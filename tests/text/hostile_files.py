@@ -92,11 +92,11 @@ _GROWTH: dict[str, Kind] = {
         lambda: spec(normalizer=replace("a", "b" * 10_000_000)),
     ),
     "a replacement 1024 times as long": (
-        r"normalizer could make a text 1\.02e\+03 times longer",
+        r"normalizer could make a text 1\.02e\+03 times longer; at most 500 times",
         lambda: spec(normalizer=replace("a", "b" * 1024)),
     ),
     "an empty pattern": (
-        r'normalizer\.pattern\.String must be a text that is not empty',
+        r"normalizer\.pattern\.String must be a text that is not empty",
         lambda: spec(normalizer=replace("", "x")),
     ),
     "an empty regex": (
@@ -112,22 +112,15 @@ _GROWTH: dict[str, Kind] = {
         lambda: spec(normalizer={"type": "Prepend", "prepend": "a" * 10_000_000}),
     ),
     "bytes as letters thirty times in the normalizer": (
-        r"normalizer\.normalizers\[9\] could make a text",
+        r"normalizer\.normalizers\[8\] could make a text",
         lambda: spec(normalizer=sequence("normalizers", [{"type": "ByteLevel"}] * 30)),
     ),
     "bytes as letters thirty times in the pre-tokenizer": (
-        r"pre_tokenizer\.pretokenizers\[9\] could make a text",
+        r"pre_tokenizer\.pretokenizers\[5\] could make a text",
         lambda: spec(pre_tokenizer=sequence("pretokenizers", [BYTE_LEVEL] * 30)),
     ),
-    "growth in two parts": (
-        r"normalizer and pre_tokenizer could make a text",
-        lambda: spec(
-            normalizer=sequence("normalizers", [{"type": "ByteLevel"}] * 6),
-            pre_tokenizer=sequence("pretokenizers", [BYTE_LEVEL] * 6),
-        ),
-    ),
     "marks between all letters": (
-        r"pre_tokenizer\.pretokenizers\[4\] could make a text",
+        r"pre_tokenizer\.pretokenizers\[2\] could make a text",
         lambda: spec(
             pre_tokenizer=sequence(
                 "pretokenizers",
@@ -192,7 +185,10 @@ _BROKEN: dict[str, Kind] = {
         lambda: spec(decoder={"type": "Strip", "content": "a", "start": 0, "stop": 10**10}),
     ),
     "a decoder without a type": (r"decoder\.type must be one of", lambda: spec(decoder={"x": 1})),
-    "an unknown normalizer": (r"normalizer\.type must be one of .*got 'Shell'", lambda: spec(normalizer={"type": "Shell"})),
+    "an unknown normalizer": (
+        r"normalizer\.type must be one of .*got 'Shell'",
+        lambda: spec(normalizer={"type": "Shell"}),
+    ),
     "a normalizer that is a number": (r"normalizer must be an object, got 7", lambda: spec(normalizer=7)),
     "a merge shorter than the prefix": (
         r"model\.merges\[0\] is \['a', 'b'\]: its right side does not start with '####",
@@ -220,10 +216,16 @@ _BROKEN: dict[str, Kind] = {
         lambda: spec(model={"type": "WordPiece", "unk_token": "a", "max_input_chars_per_word": 10**9}),
     ),
     "an unknown model": (r"tokenizer\.json is not a tokenizer", lambda: spec(model={"type": "Markov"})),
-    "an id beyond 32 bits": (r"model\.vocab\['a'\] must be from 0 to 16777215", lambda: spec(model={"vocab": {"a": 10**400}})),
+    "an id beyond 32 bits": (
+        r"model\.vocab\['a'\] must be from 0 to 16777215",
+        lambda: spec(model={"vocab": {"a": 10**400}}),
+    ),
     "an id of four billion": (r"model\.vocab\['a'\] must be from 0", lambda: spec(model={"vocab": {"a": 2**32 - 1}})),
     "a negative id": (r"model\.vocab\['a'\] must be from 0 .*got -1", lambda: spec(model={"vocab": {"a": -1}})),
-    "an id that is true": (r"model\.vocab\['a'\] must be a token id, got True", lambda: spec(model={"vocab": {"a": True}})),
+    "an id that is true": (
+        r"model\.vocab\['a'\] must be a token id, got True",
+        lambda: spec(model={"vocab": {"a": True}}),
+    ),
     "an id that is a fraction": (r"model\.vocab\['a'\] must be a token id", lambda: spec(model={"vocab": {"a": 1.5}})),
     "a vocabulary that is a number": (r"model\.vocab must be an object", lambda: spec(model={"vocab": 5})),
     "a token of 10 MB": (
@@ -246,7 +248,10 @@ _BROKEN: dict[str, Kind] = {
         r"model\.vocab\[0\] has the score inf",
         lambda: json.dumps(spec(model=unigram([["a", 12345.5]]))).replace("12345.5", "1e999"),
     ),
-    "an unknown token that is none": (r"model\.unk_id must be an integer from 0 to 0", lambda: spec(model=unigram([["a", 0]], unk_id=7))),
+    "an unknown token that is none": (
+        r"model\.unk_id must be an integer from 0 to 0",
+        lambda: spec(model=unigram([["a", 0]], unk_id=7)),
+    ),
     "a template that names what is not there": (
         r"post_processor\.single\[0\] is neither",
         lambda: spec(post_processor=template([START, TEXT], {})),
@@ -261,15 +266,25 @@ _BROKEN: dict[str, Kind] = {
     ),
     "a template of 100,000 times 1,000 tokens": (
         r"post_processor\.special_tokens needs 1 to 64 ids",
-        lambda: spec(post_processor=template([START] * 100_000 + [TEXT], {"<s>": {"id": "<s>", "ids": [1] * 1000, "tokens": ["a"] * 1000}})),
+        lambda: spec(
+            post_processor=template(
+                [START] * 100_000 + [TEXT], {"<s>": {"id": "<s>", "ids": [1] * 1000, "tokens": ["a"] * 1000}}
+            )
+        ),
     ),
     "a template of 100,000 tokens": (
         r"post_processor\.single must be a list of at most 64 pieces",
-        lambda: spec(post_processor=template([START] * 100_000 + [TEXT], {"<s>": {"id": "<s>", "ids": [1], "tokens": ["a"]}})),
+        lambda: spec(
+            post_processor=template([START] * 100_000 + [TEXT], {"<s>": {"id": "<s>", "ids": [1], "tokens": ["a"]}})
+        ),
     ),
     "100,000 post-processors": (
         r"post_processor\.processors must be a list of at most 16",
-        lambda: spec(post_processor=sequence("processors", [{"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]}] * 100_000)),
+        lambda: spec(
+            post_processor=sequence(
+                "processors", [{"type": "BertProcessing", "sep": ["a", 1], "cls": ["b", 2]}] * 100_000
+            )
+        ),
     ),
     "another version": (r"Unknown tokenizer version '2\.0'", lambda: spec(version="2.0")),
 }
@@ -284,18 +299,30 @@ _COUNTS: dict[str, Kind] = {
         r"added_tokens has 200000 tokens; at most 100000",
         lambda: spec(added_tokens=[token(f"<t{i}>", NUM + i) for i in range(200_000)]),
     ),
-    "an added token of 10 MB": (r"added_tokens\[0\] has 10000000 characters", lambda: spec(added_tokens=[token("x" * 10_000_000)])),
+    "an added token of 10 MB": (
+        r"added_tokens\[0\] has 10000000 characters",
+        lambda: spec(added_tokens=[token("x" * 10_000_000)]),
+    ),
     "added tokens of 50 MB together": (
         r"added_tokens has \d+ characters in all; at most 4194304",
         lambda: spec(added_tokens=[token(f"{i:05}" + "x" * 1000, NUM + i) for i in range(50_000)]),
     ),
-    "an added token with a huge id": (r"added_tokens\[0\]\.id must be from 0", lambda: spec(added_tokens=[token("x", 2**40)])),
+    "an added token with a huge id": (
+        r"added_tokens\[0\]\.id must be from 0",
+        lambda: spec(added_tokens=[token("x", 2**40)]),
+    ),
     "an added token that is a list": (r"added_tokens\[0\] must be an object", lambda: spec(added_tokens=[["x"]])),
-    "an added token without text": (r"added_tokens\[0\] needs a text as content", lambda: spec(added_tokens=[token(5)])),
+    "an added token without text": (
+        r"added_tokens\[0\] needs a text as content",
+        lambda: spec(added_tokens=[token(5)]),
+    ),
     "added tokens that are a text": (r"added_tokens must be a list", lambda: spec(added_tokens="x")),
     "200,000 tokens in the configuration": (
         r"tokenizer_config\.json: added_tokens_decoder has 200000 tokens; at most 100000",
-        lambda: {FILE: spec(), CONFIG: {"added_tokens_decoder": {str(NUM + i): {"content": f"<t{i}>"} for i in range(200_000)}}},
+        lambda: {
+            FILE: spec(),
+            CONFIG: {"added_tokens_decoder": {str(NUM + i): {"content": f"<t{i}>"} for i in range(200_000)}},
+        },
     ),
     "a token of 10 MB in the configuration": (
         r"special tokens\[0\] has 10000000 characters",
@@ -321,7 +348,10 @@ _COUNTS: dict[str, Kind] = {
         r"tokenizer_config\.json is not valid JSON: Exceeds the limit",
         lambda: {FILE: spec(), CONFIG: '{"x": ' + "9" * 10_000 + "}"},
     ),
-    "a file nested 100,000 levels deep": (r"tokenizer\.json is not valid JSON: it is nested", lambda: _nested_json(100_000)),
+    "a file nested 100,000 levels deep": (
+        r"tokenizer\.json is not valid JSON: it is nested",
+        lambda: _nested_json(100_000),
+    ),
     "normalizers nested 60 levels deep": (
         r"normalizer(\.normalizers\[0\])+ has 1 steps at depth 9",
         lambda: spec(normalizer=nested("normalizer", "normalizers", 60)),
@@ -334,10 +364,22 @@ _COUNTS: dict[str, Kind] = {
         r"decoder(\.decoders\[0\])+ has 1 steps at depth 9",
         lambda: spec(decoder=nested("decoder", "decoders", 60)),
     ),
-    "three million lists": (r"has \d+ times '\['", lambda: json.dumps(spec())[:-1] + ', "x": [' + "[]," * 3_000_000 + "[]]}"),
-    "a million objects": (r"has \d+ times '\{'", lambda: json.dumps(spec())[:-1] + ', "x": [' + "{}," * 1_000_000 + "{}]}"),
-    "ten million numbers": (r"has \d+ times ','", lambda: json.dumps(spec())[:-1] + ', "x": [' + "1," * 10_000_000 + "1]}"),
-    "a file of 100 MB": (r"tokenizer\.json has \d+ bytes; at most 67108864", lambda: json.dumps(spec()) + " " * 100_000_000),
+    "three million lists": (
+        r"has \d+ times '\['",
+        lambda: json.dumps(spec())[:-1] + ', "x": [' + "[]," * 3_000_000 + "[]]}",
+    ),
+    "a million objects": (
+        r"has \d+ times '\{'",
+        lambda: json.dumps(spec())[:-1] + ', "x": [' + "{}," * 1_000_000 + "{}]}",
+    ),
+    "ten million numbers": (
+        r"has \d+ times ','",
+        lambda: json.dumps(spec())[:-1] + ', "x": [' + "1," * 10_000_000 + "1]}",
+    ),
+    "a file of 100 MB": (
+        r"tokenizer\.json has \d+ bytes; at most 67108864",
+        lambda: json.dumps(spec()) + " " * 100_000_000,
+    ),
     "a configuration of 100 MB": (
         r"tokenizer_config\.json has \d+ bytes; at most 67108864",
         lambda: {FILE: spec(), CONFIG: "{}" + " " * 100_000_000},
@@ -369,8 +411,11 @@ _REGEXES = {
     "a callout": (r"(*FAIL)", "a callout"),
     "nested 4,000 levels deep": ("(" * 4000 + "a" + ")" * 4000, "nested more than 32 levels"),
     "200,000 words": ("|".join(f"w{i}" for i in range(200_000)), "at most 16384"),
-    "5,000 classes of letters": ("|".join(f"[{chr(0x4E00 + i)}]" for i in range(5000)) , "at most 16384"),
-    "4,000 classes of letters, repeated": (f"(?:{'|'.join('[' + chr(0x4E00 + i) + ']' for i in range(4000))})+x", "too many classes"),
+    "5,000 classes of letters": ("|".join(f"[{chr(0x4E00 + i)}]" for i in range(5000)), "at most 16384"),
+    "4,000 classes of letters, repeated": (
+        f"(?:{'|'.join('[' + chr(0x4E00 + i) + ']' for i in range(4000))})+x",
+        "too many classes",
+    ),
     "a bracket without its end": (r"[a-", "it ends in the middle"),
 }
 
@@ -378,7 +423,10 @@ _REGEXES = {
 def _of_regexes() -> dict[str, Kind]:
     kinds: dict[str, Kind] = {}
     for name, (regex, reason) in _REGEXES.items():
-        kinds[f"a regex: {name}"] = (rf"pre_tokenizer\.pattern\.Regex .*{reason}", lambda regex=regex: spec(pre_tokenizer=split(regex)))
+        kinds[f"a regex: {name}"] = (
+            rf"pre_tokenizer\.pattern\.Regex .*{reason}",
+            lambda regex=regex: spec(pre_tokenizer=split(regex)),
+        )
     kinds["a regex in the normalizer"] = (
         r"normalizer\.pattern\.Regex .*a repeated group",
         lambda: spec(normalizer=replace({"Regex": "(a+)+$"}, "x")),
