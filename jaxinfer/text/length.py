@@ -7,6 +7,7 @@ beside it only, and that many are not counted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ _TOKENS_PER_CUT = 128
 _BYTES_PER_TOKEN = 8
 """A text of fewer bytes for each token of the limit is tokenized whole: it costs not much more than one that fits."""
 _SMALL = 1 << 16
+_MIN_SPACES = 64
+_SPACES = re.compile(rf"\s{{{_MIN_SPACES},}}")
 _LARGE_GROWTH = 16.0
 _GROWN_BYTES = 2 << 20
 _MAX_GROWN = 4
@@ -44,7 +47,8 @@ class LengthCheck:
     def __init__(self, backend: tokenizers.Tokenizer, spec: Mapping[str, Any], growth: float):
         self._backend, self._growth = backend, growth
         added = backend.get_added_tokens_decoder().values()
-        shrinks = _shrinks(spec) if not any(token.lstrip or token.rstrip for token in added) else None
+        self._takes_spaces = any(token.lstrip or token.rstrip for token in added)
+        shrinks = None if self._takes_spaces else _shrinks(spec)
         vocab = spec["model"]["vocab"]
         if isinstance(vocab, list):  # Unigram's pairs of token and score
             vocab = {token for token, _ in vocab}
@@ -81,6 +85,8 @@ class LengthCheck:
             self._check_pieces(text, num_bytes, max_tokens)
 
     def _pieces(self, text: str) -> list[str]:
+        if self._takes_spaces:  # an added token may take all spaces beside it, also those of other pieces
+            text = _SPACES.sub(lambda match: match.group()[:_MIN_SPACES], text)
         size = max(int(min(_CHARS_PER_PIECE, _GROWN_BYTES / self._growth / 4)), 1)
         return [text[start : start + size] for start in range(0, len(text), size)]
 

@@ -4,7 +4,7 @@ A search tries each start in turn, and from one start a backtracking matcher tri
 can share the text between them, until the rest of the pattern matches. So the ways are counted:
 
 - A repetition counts only where something after it can fail; the last `[\\r\\n]*` of a pattern never goes back.
-- A repeated group must match in one way only: `(a+)+` and `(a|ab)*` have exponentially many.
+- There, a repeated group must match in one way only: `(a+)+x` and `(a|ab)*x` have exponentially many.
 - Of two repetitions of the same characters in a row, at most one may go back: `\\s*\\s*x` takes quadratic time.
 - A repetition that can go back must end at a word's or a number's end, or at a closing mark: `.*x` scans the whole text
   from every start.
@@ -138,6 +138,9 @@ class _Judge:
             return node.high - node.low + 1 if can_fail and node.high <= _LONG else 1
         if node.high == 1:
             return self.ways(body, can_fail=can_fail) + (1 if can_fail and node.low == 0 else 0)
+        if not can_fail and node.low <= 1:
+            self.ways(body, can_fail=False)  # the first sharing of the text among the iterations stays
+            return 1
         if self.ways(body, can_fail=True) > 1 or not self._has_one_length(body):
             raise PatternError("a repeated group can match in more than one way")
         return node.high - node.low + 1 if can_fail and node.high <= _LONG else 1
