@@ -43,6 +43,12 @@ def test_patterns_of_known_models_pass(pattern):
     Regex(pattern)  # Oniguruma takes it too, so that these are tests of its syntax
 
 
+def seconds(splitter, text):
+    started = time.thread_time()
+    splitter.pre_tokenize_str(text)
+    return time.thread_time() - started
+
+
 LETTERS = ["a", "b", "[ab]", "[^a]", r"\w", r"\s", ".", " ", "(?i:a)"]
 patterns = st.recursive(
     st.sampled_from(LETTERS),
@@ -79,9 +85,7 @@ def test_accepted_patterns_take_little_time_on_plain_text(num_examples):
         except Exception:  # Oniguruma refuses it itself: `(?:(?=a))*`
             return
         for text in texts:
-            started = time.thread_time()
-            splitter.pre_tokenize_str(text)
-            assert time.thread_time() - started < 0.3, pattern
+            assert any(seconds(splitter, text) < 0.3 for _ in range(3)), pattern
         # Against another implementation: no match is shorter, and each has only characters that the pattern names.
         found = [match.group() for match in re.finditer(pattern, short)]
         assert all(len(one) >= min_length(parsed.root) for one in found), pattern
@@ -97,7 +101,7 @@ def test_refused_patterns_do_take_long(pattern, text):
     with pytest.raises(PatternError):
         check_cost(pattern)
     splitter = pre_tokenizers.Split(Regex(pattern), "isolated")
-    seconds = []
+    times = []
     for size in (30, 120) if pattern[0] == "a" else (500, 2000):
         started = time.thread_time()
         try:
@@ -106,5 +110,5 @@ def test_refused_patterns_do_take_long(pattern, text):
             if type(error).__name__ != "PanicException":
                 raise
             return
-        seconds.append(time.thread_time() - started)
-    assert seconds[1] > 6 * seconds[0], seconds
+        times.append(time.thread_time() - started)
+    assert times[1] > 6 * times[0], times
