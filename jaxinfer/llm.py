@@ -223,7 +223,7 @@ class LLM(Closable):
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation, ready for `generate` or `stream`."""
-        return self.client.need_tokenizer("chat").apply_chat_template(messages, tools=tools, **template_kwargs)
+        return self.client.tokenize_chat(messages, tools, template_kwargs)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""

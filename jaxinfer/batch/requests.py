@@ -7,6 +7,7 @@ from typing import Any, Literal
 from jaxinfer.batch.errors import RowError
 from jaxinfer.checks import did_you_mean
 from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.text import read_token_ids
 
 Prompt = str | Sequence[int]
 Form = Literal["chat", "completions", "plain"]
@@ -104,8 +105,10 @@ def read_plain(record: Mapping[str, Any]) -> BatchRequest:
         )
     _check_known(record, ("prompt", *_SAMPLING))
     prompt = record["prompt"]
-    if not (isinstance(prompt, str) or _is_ids(prompt)):
-        raise RowError(f"prompt must be a text or a list of token ids, got {prompt!r:.60}", "prompt")
+    if not isinstance(prompt, str):
+        if not isinstance(prompt, list) or not prompt or any(isinstance(one, (str, list)) for one in prompt):
+            raise RowError(f"prompt must be a text or a list of token ids, got {prompt!r:.60}", "prompt")
+        prompt = _ids(prompt)
     return BatchRequest("plain", prompts=(prompt,), sampling=_sampling(record))
 
 
@@ -214,12 +217,16 @@ def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
     prompt = body.get("prompt")
     if isinstance(prompt, str):
         return (prompt,)
-    if isinstance(prompt, list) and _is_ids(prompt):
-        return (prompt,)
-    if isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_ids(one) for one in prompt):
-        return tuple(prompt)
+    if isinstance(prompt, list) and prompt:
+        if not any(isinstance(one, (str, list)) for one in prompt):
+            return (_ids(prompt),)
+        if all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
+            return tuple(one if isinstance(one, str) else _ids(one, f"prompt {i}: ") for i, one in enumerate(prompt))
     raise RowError(f"prompt must be a text, token ids, or a list of either, got {prompt!r:.60}", "prompt")
 
 
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+def _ids(prompt: list[Any], where: str = "") -> list[int]:
+    try:
+        return read_token_ids(prompt)
+    except ValueError as error:
+        raise RowError(f"{where}{error}", "prompt") from None

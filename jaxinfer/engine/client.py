@@ -27,7 +27,7 @@ from jaxinfer.engine.request import (
 from jaxinfer.engine.scheduler import QueueFullError
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, derive_seed, make_batch, tokenize_bad_words
-from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, Tokenizer
+from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
 
 Key = TypeVar("Key")
 
@@ -88,7 +88,7 @@ class Client:
             raise TypeError(f"{what}: params must be SamplingParams, got {type(params).__name__}")
         if params.stop and self.tokenizer is None:
             raise ValueError(f"{what}: stop strings need a tokenizer; use stop_token_ids")
-        text, ids = self.tokenize(prompt)
+        text, ids = self.tokenize(prompt, what=what)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = max(self.max_model_len - len(ids), 1)
@@ -117,8 +117,8 @@ class Client:
 
     def prepare_score(self, prompt: Prompt, continuation: Prompt, params: SamplingParams, *, what: str) -> Request:
         """A request that scores `continuation` after `prompt`; they are tokenized apart."""
-        _, ids = self.tokenize(prompt)
-        _, more = self.tokenize(continuation, add_special_tokens=False)
+        _, ids = self.tokenize(prompt, what=what)
+        _, more = self.tokenize(continuation, add_special_tokens=False, what=f"the continuation of {what}")
         if not ids or not more:
             raise ValueError(f"{what}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
         params = replace(params, n=1, max_tokens=1, prompt_logprobs=1, stop=(), logprobs=None)
@@ -128,15 +128,38 @@ class Client:
             [*ids, *more], params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words, score_from=len(ids)
         )
 
-    def tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> tuple[str | None, list[int]]:
-        """The text, if it is one, and its token ids."""
-        if isinstance(prompt, str):
-            return prompt, self.need_tokenizer("a text prompt").encode(prompt, add_special_tokens)
-        ids = [int(token) for token in prompt]
-        for token in ids:
-            if not 0 <= token < self.config.vocab_size:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self.config.vocab_size}")
-        return None, ids
+    def tokenize(
+        self, prompt: Prompt, add_special_tokens: bool = True, *, what: str = "the prompt"
+    ) -> tuple[str | None, list[int]]:
+        """The text, if it is one, and its token ids.
+
+        Raises ValueError, with `what`, for what is no token id, and TextTooLongError for a text that is too long for
+        any request, before all of it is tokenized.
+        """
+        try:
+            if not isinstance(prompt, str):
+                return None, read_token_ids(prompt, self.config.vocab_size)
+            tokenizer = self.need_tokenizer("a text prompt")
+            return prompt, tokenizer.encode(prompt, add_special_tokens, max_tokens=self.max_model_len)
+        except TextTooLongError as error:
+            raise TextTooLongError(f"{what}: {error}, and max_model_len={self.max_model_len}") from None
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from None
+
+    def tokenize_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """Token ids of a conversation; raises as `Tokenizer.apply_chat_template`."""
+        limit = self.max_model_len
+        try:
+            return self.need_tokenizer("chat").apply_chat_template(
+                messages, tools=tools, max_prompt_tokens=limit, **template_kwargs
+            )
+        except TextTooLongError as error:
+            raise TextTooLongError(f"the messages: {error}, and max_model_len={limit}") from None
 
     def need_tokenizer(self, what: str) -> Tokenizer:
         """The tokenizer; raises ValueError where there is none."""

@@ -12,7 +12,9 @@ from jaxinfer.text.files import (
     read_tokenizer_files,
     tokenizer_files_of,
 )
+from jaxinfer.text.length import TextTooLongError
 from jaxinfer.text.stream import StopResult, StopStringMatcher, StreamingDetokenizer
+from jaxinfer.text.token_ids import read_token_ids
 from jaxinfer.text.tokenizer import Tokenizer, check_same_tokens
 
 __all__ = [
@@ -23,10 +25,12 @@ __all__ = [
     "StopResult",
     "StopStringMatcher",
     "StreamingDetokenizer",
+    "TextTooLongError",
     "Tokenizer",
     "TokenizerFiles",
     "TokenizerNotFoundError",
     "check_same_tokens",
+    "read_token_ids",
     "read_tokenizer_files",
     "tokenizer_files_of",
 ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from jaxinfer.text.spec_checks import MAX_ADDED_TOKENS, MAX_FILE_BYTES, parse_json
 
 _COPIED_FILES = (
     "tokenizer.json",
@@ -60,10 +61,7 @@ def tokenizer_files_of(contents: Mapping[str, str]) -> TokenizerFiles:
 
     Raises ValueError as `read_tokenizer_files`.
     """
-    try:
-        config = json.loads(contents["tokenizer_config.json"])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"tokenizer_config.json is not valid JSON: {error}") from error
+    config = parse_json(contents["tokenizer_config.json"], "tokenizer_config.json")
     return TokenizerFiles(
         tokenizer_json=contents["tokenizer.json"],
         config=config,
@@ -118,6 +116,9 @@ def _explain_missing(root: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ValueError(f"{path} has {size} bytes; at most {MAX_FILE_BYTES} are allowed")
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -127,10 +128,7 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    try:
-        value = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    value = parse_json(_read_text(path), path)
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
     return value
@@ -165,17 +163,27 @@ def _added_tokens(root: Path, config: Mapping[str, Any], special: set[str]) -> t
     declared = config.get("added_tokens_decoder")
     specs = []
     if declared is not None:
+        name = root / "tokenizer_config.json"
+        if not isinstance(declared, dict):
+            raise ValueError(f"{name}: added_tokens_decoder must be an object, got {declared!r:.60}")
+        if len(declared) > MAX_ADDED_TOKENS:
+            raise ValueError(
+                f"{name}: added_tokens_decoder has {len(declared)} tokens; at most {MAX_ADDED_TOKENS} are allowed"
+            )
         for token_id, token in declared.items():
             text = _token_text(token)
-            if text is None or not token_id.isdecimal():
-                raise ValueError(f"{root / 'tokenizer_config.json'}: bad added_tokens_decoder entry {token_id!r}")
+            if text is None or not isinstance(token, dict) or not (token_id.isdecimal() and len(token_id) <= 9):
+                raise ValueError(f"{name}: bad added_tokens_decoder entry {token_id!r:.60}")
             names = ("single_word", "lstrip", "rstrip", "normalized")
             flags = {name: bool(token[name]) for name in names if name in token}
             specs.append(AddedTokenSpec(text, bool(token.get("special", False)), flags, int(token_id)))
     else:
-        for text, token_id in _read_json(root / "added_tokens.json").items():
+        path = root / "added_tokens.json"
+        for text, token_id in _read_json(path).items():
+            if type(token_id) is not int:
+                raise ValueError(f"{path}: {text!r:.60} must have a token id, got {token_id!r:.60}")
             is_special = text in special
-            specs.append(AddedTokenSpec(text, is_special, {"normalized": not is_special}, int(token_id)))
+            specs.append(AddedTokenSpec(text, is_special, {"normalized": not is_special}, token_id))
     return tuple(sorted(specs, key=lambda spec: spec.token_id or 0))
 
 

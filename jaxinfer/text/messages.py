@@ -142,3 +142,12 @@ def text_leaves(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from text_leaves(item)
+
+
+def num_chars(value: Any, depth: int = 0) -> int:
+    """Characters of the strings in data that was not checked yet, down to the depth that is allowed."""
+    if isinstance(value, str):
+        return len(value)
+    if depth > _MAX_DEPTH or not isinstance(value, (Mapping, list, tuple)):
+        return 0
+    return sum(num_chars(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))

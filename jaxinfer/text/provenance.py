@@ -12,6 +12,7 @@ agree (`chat_template.py`).
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,33 +32,43 @@ _VALUE_ARGS: Mapping[str, int | None] = {
 
 
 class ControlStrings:
-    """The control tokens as text, with the two questions asked of a literal: which pieces, and where."""
+    """The control tokens as text, with the two questions asked of a literal: which pieces, and where.
+
+    A model of speech may have 65,536 of them: time and memory of a question grow with those that the literal has.
+    """
 
     def __init__(self, tokens: Collection[str]):
         self.tokens = frozenset(token for token in tokens if token)
-        longest_first = sorted(self.tokens, key=lambda token: (-len(token), token))
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-        self._prefixes = {token[:end] for token in self.tokens for end in range(1, len(token))}
-        self._suffixes = {token[start:] for token in self.tokens for start in range(1, len(token))}
+        self._sorted = sorted(self.tokens)
+        self._reversed = sorted(token[::-1] for token in self.tokens)
         self._longest = max(map(len, self.tokens), default=0)
 
     def pieces(self, literal: str) -> list[tuple[int, int]]:
         """Spans of `literal` to trust: whole control tokens, and a half of one at its start or end."""
-        spans = [match.span() for match in self._pattern.finditer(literal)]
+        found = sorted((token for token in self.tokens if token in literal), key=lambda token: (-len(token), token))
+        spans = [match.span() for match in re.finditer("|".join(map(re.escape, found)), literal)] if found else []
         end_of_head = spans[0][0] if spans else len(literal)
-        head = self._longest_end(end_of_head, lambda n: literal[:n] in self._suffixes)
+        head = self._longest_end(end_of_head, lambda n: _starts_a_longer(self._reversed, literal[:n][::-1]))
         start_of_tail = max(spans[-1][1] if spans else 0, head)
         room = len(literal) - start_of_tail
-        tail = self._longest_end(room, lambda n: literal[len(literal) - n :] in self._prefixes)
+        tail = self._longest_end(room, lambda n: _starts_a_longer(self._sorted, literal[len(literal) - n :]))
         return ([(0, head)] if head else []) + spans + ([(len(literal) - tail, len(literal))] if tail else [])
 
     def opens(self, literal: str) -> bool:
         """Whether `literal` ends with the first half of a control token."""
         spans = self.pieces(literal)
-        return bool(spans) and spans[-1][1] == len(literal) and literal[slice(*spans[-1])] in self._prefixes
+        return (
+            bool(spans) and spans[-1][1] == len(literal) and _starts_a_longer(self._sorted, literal[slice(*spans[-1])])
+        )
 
     def _longest_end(self, room: int, fits: Callable[[int], bool]) -> int:
         return next((n for n in range(min(room, self._longest - 1), 0, -1) if fits(n)), 0)
+
+
+def _starts_a_longer(ordered: Sequence[str], text: str) -> bool:
+    """Whether one of the sorted texts starts with `text` and goes on."""
+    index = bisect_right(ordered, text)
+    return index < len(ordered) and ordered[index].startswith(text)
 
 
 @dataclass(frozen=True)

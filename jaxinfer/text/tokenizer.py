@@ -13,14 +13,21 @@ from typing import Any
 import tokenizers
 
 from jaxinfer.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
+from jaxinfer.text.component_checks import steps_of
 from jaxinfer.text.encoding import ChatEncoder, ContentEncoder
 from jaxinfer.text.files import TokenizerFiles, read_tokenizer_files
-from jaxinfer.text.messages import check_text
+from jaxinfer.text.length import LengthCheck
+from jaxinfer.text.library import check_works, library_errors, run
+from jaxinfer.text.messages import check_text, num_chars
+from jaxinfer.text.spec_checks import FieldError, check_added, check_spec, parse_json
 
 # The classes whose fast tokenizers take BOS and EOS from add_bos_token and add_eos_token.
 _FLAG_DRIVEN_CLASSES = frozenset(
     f"{family}Tokenizer{speed}" for family in ("Llama", "CodeLlama", "Gemma", "Cohere") for speed in ("", "Fast")
 )
+
+# Messages are refused before they are rendered if they are as many times longer than any prompt that fits.
+_DROPPED_BY_TEMPLATES = 16
 
 
 class Tokenizer:
@@ -37,20 +44,25 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles):
         """Build from files read before (`read_tokenizer_files`); usually `Tokenizer.from_dir` is called instead."""
         name = files.paths.get("tokenizer.json", "tokenizer.json")
+        spec = parse_json(files.tokenizer_json, name)
         try:
-            spec = json.loads(files.tokenizer_json)
+            growth = check_spec(spec)
+            check_added([token.content for token in files.added_tokens], "added tokens of the configuration")
+            check_added([*files.special_tokens.values(), *files.extra_special_tokens], "special tokens")
+        except FieldError as error:
+            raise ValueError(f"{name}: {error}") from None
+        with library_errors(f"{name} is not a tokenizer that tokenizers can load"):
             self._backend = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{name} is not valid JSON: {error}") from error
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ValueError(f"{name} is not a tokenizer that tokenizers can load: {error}") from error
         self._files = files
         self._backend.no_truncation()
         self._backend.no_padding()
         if getattr(self._backend.model, "dropout", None):
             self._backend.model.dropout = None
         special_before = {token["content"] for token in spec.get("added_tokens") or () if token["special"]}
-        _add_declared_tokens(self._backend, files)
+        with library_errors(f"{name}: its added tokens"):
+            _add_declared_tokens(self._backend, files)
+        strips_ends = any(step["type"] == "Strip" and step["stop"] for step in steps_of(spec, "decoder"))
+        check_works(self._backend, name, decodes_each_token=strips_ends)
         added = self._backend.get_added_tokens_decoder()
         # A token that was ever special stays so for the library's skip_special_tokens.
         self.skipped_tokens = frozenset(
@@ -58,6 +70,7 @@ class Tokenizer:
         )
         self.decoder_spec: Mapping[str, Any] | None = spec.get("decoder")
         self._fragments = {kind: spec.get(kind) for kind in ("normalizer", "pre_tokenizer")}
+        self._length_check = LengthCheck(self._backend, spec, growth)
         unknown_id = _unknown_id(spec["model"])
         control = {
             token_id: token.content
@@ -75,7 +88,9 @@ class Tokenizer:
         if self._unknown is not None:
             self._control_texts[self._unknown[1]] = self._unknown[0]
         self._is_control_reachable = _is_reachable(spec["model"], self._control_texts)
-        self._num_ids = 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocab = spec["model"]["vocab"]
+        largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+        self._num_ids = 1 + max(largest, *added, -1)
         self._bos_prefix, self._eos_suffix = self._declared_bos_eos()
 
     @classmethod
@@ -122,17 +137,19 @@ class Tokenizer:
         """The source files, by name relative to the model directory."""
         return dict(self._files.paths)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None) -> list[int]:
         """Token ids of trusted text: control tokens written in it are recognised.
 
         With `add_special_tokens`, what tokenizer.json's post-processor adds (usually BOS). For Llama-class tokenizers
         whose post-processor adds no BOS (EOS) though `add_bos_token` (`add_eos_token`) is true, it is added.
 
         Raises:
-            ValueError: `text` has a lone surrogate.
+            TextTooLongError: `text` surely has more than `max_tokens` tokens; it was not tokenized whole to find out.
+                The ids of a text that is only a little too long are returned.
+            ValueError: `text` has a lone surrogate, or the tokenizer fails on it.
         """
-        check_text(text, "text")
-        ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        self._length_check.check(check_text(text, "text"), max_tokens)
+        ids = run(self._backend.encode, text, add_special_tokens=add_special_tokens).ids
         return [*self._bos_prefix, *ids, *self._eos_suffix] if add_special_tokens else ids
 
     def encode_content(self, text: str) -> list[int]:
@@ -144,7 +161,8 @@ class Tokenizer:
         Raises:
             ValueError: `text` has a lone surrogate.
         """
-        ids = self._content_encoder.encode(check_text(text, "text"))
+        self._length_check.check(check_text(text, "text"), None)
+        ids = run(self._content_encoder.encode, text)
         if not self.control_ids.isdisjoint(ids):
             raise RuntimeError("internal error: a control token came out of content; please report this")
         return ids
@@ -157,7 +175,7 @@ class Tokenizer:
         """
         ids = [int(token_id) for token_id in ids]
         self.check_ids(ids)
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return run(self._backend.decode, ids, skip_special_tokens=skip_special_tokens)
 
     def has_id(self, token_id: int) -> bool:
         """Whether the id is a token: a model may have more rows than its tokenizer has tokens."""
@@ -207,6 +225,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        max_prompt_tokens: int | None = None,
         **template_kwargs: Any,
     ) -> list[int]:
         """Token ids of a chat.
@@ -215,11 +234,18 @@ class Tokenizer:
         template variables. Where content has no control text, the ids are those of Transformers.
 
         Raises:
+            TextTooLongError: The chat surely has more than `max_prompt_tokens` tokens; see `encode`.
             ValueError: Messages, tools or template variables are malformed; the error says where.
             ChatTemplateError: No template, the template refused this chat, or it cannot be rendered safely.
         """
+        if max_prompt_tokens is not None:
+            # A template prints what it is given, or leaves some of it out; rendering 50 MB takes a second.
+            self._length_check.check_bytes(
+                num_chars([messages, tools]), max_prompt_tokens, factor=_DROPPED_BY_TEMPLATES
+            )
         chat = self._render(messages, add_generation_prompt, continue_final_message, tools, template_kwargs)
-        return self._chat_encoder.encode(chat)
+        self._length_check.check(chat.text, max_prompt_tokens)
+        return run(self._chat_encoder.encode, chat)
 
     def save(self, directory: str | Path) -> None:
         """Copy the source files, unchanged, to `directory` (made if missing); or write those of a GGUF file's metadata.
@@ -247,8 +273,8 @@ class Tokenizer:
         config = self._files.config
         if config.get("tokenizer_class") not in _FLAG_DRIVEN_CLASSES:
             return [], []
-        bare = self._backend.encode("a", add_special_tokens=False).ids
-        whole = self._backend.encode("a", add_special_tokens=True).ids
+        bare = run(self._backend.encode, "a", add_special_tokens=False).ids
+        whole = run(self._backend.encode, "a", add_special_tokens=True).ids
         bos, eos = self.bos_token_id, self.eos_token_id
         is_longer = len(whole) > len(bare)
         needs_bos = config.get("add_bos_token") is True and not (is_longer and whole[0] == bos)
@@ -313,23 +339,27 @@ class Tokenizer:
 
 
 def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Add the tokens of the configuration that tokenizer.json lacks, as Transformers does, and check their ids."""
-    existing = {token.content: token for token in backend.get_added_tokens_decoder().values()}
-    for spec in files.added_tokens:
-        token = tokenizers.AddedToken(spec.content, special=spec.special, **spec.flags)
-        if repr(existing.get(spec.content)) == repr(token):
-            continue
-        backend.add_tokens([token])
+    """Add the tokens of the configuration that tokenizer.json lacks, as Transformers does, and check their ids.
+
+    They are added all at once: the library prepares its search for added tokens again at each call.
+    """
+    existing = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
+    tokens = [
+        (spec, tokenizers.AddedToken(spec.content, special=spec.special, **spec.flags)) for spec in files.added_tokens
+    ]
+    backend.add_tokens([token for spec, token in tokens if existing.get(spec.content) != repr(token)])
+    for spec, token in tokens:
         token_id = backend.token_to_id(spec.content)
-        if spec.token_id is not None and token_id != spec.token_id:
+        if existing.get(spec.content) != repr(token) and spec.token_id not in (None, token_id):
             raise ValueError(
                 f"added token {spec.content!r} has id {spec.token_id} in the configuration but {token_id} in "
                 "tokenizer.json: the files do not belong together"
             )
-    for text in (*files.special_tokens.values(), *files.extra_special_tokens):
-        known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        if text not in known:
-            backend.add_special_tokens([tokenizers.AddedToken(text, special=True, normalized=False)])
+    known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    texts = dict.fromkeys((*files.special_tokens.values(), *files.extra_special_tokens))
+    missing = [tokenizers.AddedToken(text, special=True, normalized=False) for text in texts if text not in known]
+    if missing:
+        backend.add_special_tokens(missing)
 
 
 def _is_plain_text(content: str) -> bool:

@@ -211,7 +211,7 @@ def test_missing_and_broken_files_say_what_to_do(toy, tmp_path):
         Tokenizer.from_dir(tmp_path)
     with pytest.raises(ValueError, match=r"tokenizer\.json is not valid JSON"):
         Tokenizer.from_dir(write(tmp_path, "{"))
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: model must be an object, got None"):
         Tokenizer.from_dir(write(tmp_path, "{}"))
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
         Tokenizer.from_dir(write(tmp_path, toy.byte_level(), tokenizer_config_json="{'a': 1}"))
