@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jaxinfer.cli.command import UsageError, command
+from jaxinfer.cli.names import NamedCommand
 from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, shows_progress, waiting, write_text
 from jaxinfer.options import MISSING, argument, option
@@ -285,4 +286,4 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _function in {"latency": latency, "throughput": throughput, "load": load, "plot": plot}.items():
-    app.command(_name)(command(_function))
+    app.command(_name, cls=NamedCommand)(command(_function))

@@ -32,7 +32,7 @@ from jaxinfer.cli.output import (
     write_json,
     write_text,
 )
-from jaxinfer.options import option
+from jaxinfer.options import argument, option
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ class ChatSession:
         return facts_text(shown).rstrip("\n")
 
     def _set_param(self, text: str) -> str:
-        from jaxinfer.sampling.params import SamplingParams
+        from jaxinfer.sampling.params import SamplingParams, our_names
 
         name, _, value = text.partition(" ")
         name = name.replace("-", "_")
@@ -162,8 +162,9 @@ class ChatSession:
             raise ValueError("/set needs a name and a value: /set temperature 0.7")
         if name == "n":
             raise ValueError("a chat has one answer per turn: n stays 1")
-        self.params = SamplingParams.from_dict({**self._params(), name: _parse(value.strip())})
-        return f"{name} = {_readable(getattr(self.params, name))}"
+        given = our_names({name: _parse(value.strip())})
+        self.params = SamplingParams.from_dict({**self._params(), **given})
+        return "\n".join(f"{name} = {_readable(getattr(self.params, name))}" for name in given) or "nothing changes"
 
 
 def _parse(text: str) -> Any:
@@ -188,11 +189,23 @@ PROMPT = ">>> "
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
+    model_name: str | None = argument(
+        None, "A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo; or as --model.", "MODEL"
+    )
     system: str | None = option(None, "The system message.", "TEXT")
     as_json: bool = as_json("JSON lines: one object for each turn.")
 
 
-def chat(model_options: DraftedModelOptions, sampling_options: SamplingOptions, options: ChatOptions) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ChatModelOptions(DraftedModelOptions):
+    """The model, which may be given by position, and a draft."""
+
+    model: str | None = option(  # type: ignore[assignment]
+        None, "The model by name.", "MODEL", "--model -m", group="Model"
+    )
+
+
+def chat(model_options: ChatModelOptions, sampling_options: SamplingOptions, options: ChatOptions) -> int:
     """Talk with a model.
 
     In a pipe, each line is a turn. Lines that begin with / are commands; [bold]/help[/bold] lists them. Ctrl-C stops
@@ -204,6 +217,9 @@ def chat(model_options: DraftedModelOptions, sampling_options: SamplingOptions, 
     values = sampling_values(sampling_options)
     if values.get("n", 1) != 1:
         raise UsageError("a chat has one answer per turn: --n is for jaxinfer generate")
+    if (options.model_name is None) == (model_options.model is None):
+        raise UsageError("chat takes one model: jaxinfer chat MODEL, such as jaxinfer chat demo")
+    model_options = replace(model_options, model=options.model_name or model_options.model)
     with open_llm(model_options, max_seqs=1) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError(

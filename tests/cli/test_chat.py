@@ -176,7 +176,7 @@ class Keyboard:
 
 def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, capsys, model):
     from jaxinfer.cli import chat as module
-    from jaxinfer.cli.options import ModelOptions, SamplingOptions
+    from jaxinfer.cli.options import SamplingOptions
 
     Keyboard(monkeypatch, "hello", KeyboardInterrupt, "/nope", "", "again", EOFError)
     written = []
@@ -193,7 +193,9 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     monkeypatch.setattr(ChatSession, "keep", lambda self, *turn: (seen.append(turn[1]), keep(self, *turn)))
     monkeypatch.setattr(module, "note", lambda text: written.append(f"<{text}>"))
     code = module.chat(
-        ModelOptions(model=model), SamplingOptions(max_tokens="20", ignore_eos=True, seed=2), module.ChatOptions()
+        module.ChatModelOptions(model=model),
+        SamplingOptions(max_tokens="20", ignore_eos=True, seed=2),
+        module.ChatOptions(),
     )
     assert code == 0
     assert signal.getsignal(signal.SIGINT) is before
