@@ -62,7 +62,7 @@ def checked_options(model: Any, options: Mapping[str, Any]) -> LLMOptions:
 
 
 def takes_other_names(method: Method) -> Method:
-    """Makes a method accept the keywords of `jaxinfer.option_names`; wrong ones raise TypeError with the call's form."""
+    """Makes a method accept the keywords of `jaxinfer.option_names`; wrong ones raise TypeError with the right form."""
     signature = inspect.signature(method)
     parameters = list(signature.parameters.values())[1:]
     known = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -334,6 +334,25 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 
 
+_TO_CALIBRATE = "calibrates on texts: `jaxinfer quantize SRC DST --method {}`, and then load DST"
+# What others call ways to round weights: our recipe, or what to do.
+RECIPE_NAMES: Mapping[str, str] = {
+    **{name: _TO_CALIBRATE.format(name) for name in ("awq", "gptq", "smoothquant")},
+    **{f"{name}_marlin": _TO_CALIBRATE.format(name) for name in ("awq", "gptq")},
+    **dict.fromkeys(("autoround", "auto-round"), _TO_CALIBRATE.format("auto")),
+    **dict.fromkeys(("4bit", "4-bit", "q4", "w4a16", "load_in_4bit"), "did you mean 'int4-g128'?"),
+    **dict.fromkeys(("8bit", "8-bit", "q8", "w8a16", "int8_weight_only", "load_in_8bit"), "did you mean 'int8'?"),
+    **dict.fromkeys(("bitsandbytes", "bnb", "qlora"), "did you mean 'nf4'?"),
+    **dict.fromkeys(("float8", "e4m3", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn"), "did you mean 'fp8'?"),
+    **dict.fromkeys(("fp8_dynamic", "fp8-dynamic", "w8a8_fp8"), "did you mean 'w8a8-fp8'?"),
+    **dict.fromkeys(("w8a8_int8", "int8_dynamic"), "did you mean 'w8a8'?"),
+    **dict.fromkeys(
+        ("gguf", *(f"q{bits}_{kind}" for bits in range(2, 9) for kind in ("0", "1", "k", "k_s", "k_m", "k_l"))),
+        "the types of a GGUF file are kept as they are, so leave it out; for other weights 'int4-g32' is the nearest",
+    ),
+}
+
+
 def find(scope: Scope, name: str) -> OtherName | None:
     """The entry of a name, None if the table has none."""
     return _BY_NAME.get((scope, name))

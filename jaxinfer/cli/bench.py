@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError, command
 from jaxinfer.cli.names import NamedCommand
 from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
@@ -204,6 +205,8 @@ def check_picture(file: Path | None, flag: str) -> None:
     if file is not None and file.suffix not in PICTURES:
         raise UsageError(f"{flag}: {file} ends in neither .png, .svg nor .pdf")
     check_folder(file, flag)
+    if file is not None:
+        need_plotting(flag)
 
 
 def bench_arguments(options: MeasuredModelOptions, own: Sequence[str]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ EXTRAS = {
     "cuda12": ("jax-cuda12-plugin",),
     "cuda13": ("jax-cuda13-plugin",),
     "aot": ("libtpu", "jax-cuda12-plugin"),
-    "train": ("matplotlib",),
+    "plot": ("matplotlib",),
     "peers": ("llama-cpp-python", "gguf"),
     "docs": ("mkdocs-material", "mkdocstrings"),
     "object-store": ("fsspec",),

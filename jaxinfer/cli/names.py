@@ -17,8 +17,8 @@ _SCOPES: tuple[tuple[Scope, str], ...] = (("LLM", "dtype"), ("SamplingParams", "
 
 
 class NamedCommand(TyperCommand):
-    """A command that takes the flags of `jaxinfer.option_names` too: applied where the meaning is that of a flag of ours,
-    else refused with the flag to use."""
+    """A command that takes the flags of `jaxinfer.option_names` too: those that mean what one of ours does are applied,
+    the others are refused with the flag to use."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -39,7 +39,7 @@ def _text_of_none(value: Any) -> Any:
 
 @dataclass
 class _Scan:
-    """Arguments without the flags of others. `own`: our options that are among them, by the name they are given. `given`:
+    """Arguments without the flags of others. `own`: the flags of our options among them, by the option's name. `given`:
     values of the others, by their scope."""
 
     rest: list[str] = field(default_factory=list)
