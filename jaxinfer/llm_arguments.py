@@ -13,7 +13,7 @@ import numpy as np
 from jaxinfer.engine.request import Prompt
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel
-from jaxinfer.option_names import translated
+from jaxinfer.option_names import find, translated
 from jaxinfer.sampling import SamplingParams
 
 P = ParamSpec("P")
@@ -84,16 +84,21 @@ def takes_other_names(method: Method) -> Method:
 
 def _our_keywords(keywords: Mapping[str, Any], known: Sequence[str], name: str, *, is_open: bool) -> dict[str, Any]:
     """With `is_open`, unknown names are variables of the chat template, unless they are sampling parameters."""
-    template = {}
+    template: dict[str, Any] = {}
     if is_open:
-        from jaxinfer.option_names import find
+        rest = {one: keywords[one] for one in keywords if one != "chat_template_kwargs"}
+        template = {one: rest[one] for one in rest if not (one in known or _is_option(one))}
+        more = keywords.get("chat_template_kwargs")
+        if not (more is None or isinstance(more, Mapping)):
+            raise TypeError(f"chat_template_kwargs must be a dict, got {_shown(more)}")
+        keywords = {one: value for one, value in rest.items() if one not in template}
+        template |= more or {}
+    return {**translated("call", keywords, known, f"{name} has no argument {{}}", _ELSEWHERE), **template}
 
-        names = [one for one in keywords if not (one in known or one in _SAMPLING_NAMES or find("call", one))]
-        template = {one: keywords[one] for one in names if find("SamplingParams", one) is None}
-    rest = {one: value for one, value in keywords.items() if one not in template}
-    more = rest.pop("chat_template_kwargs", None) if is_open else None
-    found = translated("call", rest, known, f"{name} has no argument {{}}", _ELSEWHERE)
-    return {**found, **template, **(more or {})}
+
+def _is_option(name: str) -> bool:
+    """Whether a name is one of a request's or a method's, ours or another engine's, and so no template variable."""
+    return name in _SAMPLING_NAMES or find("call", name) is not None or find("SamplingParams", name) is not None
 
 
 def as_prompt(prompt: Any, what: str) -> Prompt:

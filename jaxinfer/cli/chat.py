@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.cli.chat_input import PROMPT, Terminal
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
 from jaxinfer.cli.options import (
     DraftedModelOptions,
@@ -28,6 +29,7 @@ from jaxinfer.cli.output import (
     open_output,
     print_logprobs,
     request_data,
+    shows_progress,
     stream_answer,
     write_json,
     write_text,
@@ -46,10 +48,15 @@ HELP = """\
 /help              this list
 /reset             clear the conversation; the system message stays
 /system TEXT       set the system message; without a text, remove it
+/regen             answer the last message again
+/edit [TEXT]       change the last message, and answer it again
 /save FILE         write the conversation as JSON
 /params            show the sampling parameters
 /set NAME VALUE    change one, such as /set temperature 0.7; none removes it
-/quit              leave, as Ctrl-D does"""
+/quit              leave, as Ctrl-D does
+
+A message of several lines begins and ends with three quotation marks, or its
+lines end in a backslash, or it is pasted."""
 
 
 class TurnError(ValueError):
@@ -77,12 +84,27 @@ class ChatSession:
 
     @property
     def messages(self) -> list[Message]:
-        first = [{"role": "system", "content": self.system}] if self.system is not None else []
-        return [*first, *self.turns]
+        return self._after_system(self.turns)
 
-    def keep(self, messages: list[Message], answer: str) -> None:
-        """Adds an answered message and its answer to the conversation."""
-        self.turns += [messages[-1], {"role": "assistant", "content": answer}]
+    def _after_system(self, turns: list[Message]) -> list[Message]:
+        first = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return [*first, *turns]
+
+    def ask(self, text: str, *, is_again: bool = False) -> list[Message]:
+        """The messages that a question is answered after, itself the last; with `is_again` in place of the last one."""
+        turns = self.turns[:-2] if is_again else self.turns
+        return [*self._after_system(turns), {"role": "user", "content": text}]
+
+    def keep(self, messages: list[Message], answer: str, *, is_again: bool = False) -> None:
+        """Adds an answered message and its answer to the conversation, or puts them in place of the last ones."""
+        turns = self.turns[:-2] if is_again else self.turns
+        self.turns = [*turns, messages[-1], {"role": "assistant", "content": answer}]
+
+    def last_message(self) -> str:
+        """The user's last message. Raises ValueError where there is none."""
+        if not self.turns:
+            raise ValueError("there is no message yet")
+        return self.turns[-2]["content"]
 
     def fit(self, num_prompt_tokens: int) -> tuple["SamplingParams", bool]:
         """The parameters with max_tokens limited to the remaining length, and whether that is less than requested.
@@ -184,9 +206,6 @@ def _readable(value: Any) -> str:
     return ", ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
 
 
-PROMPT = ">>> "
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     model_name: str | None = argument(
@@ -230,7 +249,10 @@ def chat(model_options: ChatModelOptions, sampling_options: SamplingOptions, opt
         session = ChatSession(llm.name, params, llm.max_model_len, options.system)
         is_interactive = sys.stdin.isatty() and not options.as_json
         if is_interactive:
-            return _converse(llm, session)
+            if shows_progress():
+                say("compiling the programs of the model, so that no message waits for them")
+            llm.warm_up(use_tqdm=shows_progress())
+            return _converse(llm, session, Terminal())
         return _read_turns(llm, session, as_json=options.as_json)
 
 
@@ -241,13 +263,11 @@ def _length_of_answers(defaults: "SamplingParams") -> dict[str, None]:
     return {"max_tokens": None} if defaults.max_tokens == SamplingParams().max_tokens else {}
 
 
-def _converse(llm: "LLM", session: ChatSession) -> int:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives input() its history and editing keys
+def _converse(llm: "LLM", session: ChatSession, terminal: Terminal) -> int:
     note(f"{llm.name}, up to {session.max_model_len} tokens. /help lists commands, Ctrl-D leaves.")
     while True:
         try:
-            line = input(PROMPT)
+            line = terminal.message()
         except EOFError:
             print()
             return OK
@@ -257,19 +277,16 @@ def _converse(llm: "LLM", session: ChatSession) -> int:
             continue
         if not line.strip():
             continue
-        if line.startswith("/"):
-            try:
-                reply = session.command(line)
-            except (ValueError, OSError) as error:
-                _complain(sentence(error))
-                continue
-            if reply is None:
-                return OK
-            console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
-            continue
         try:
-            turn = _answer(llm, session, line, is_interactive=True)
-        except (ValueError, FloatingPointError) as error:
+            again = _again(session, line, lambda text: terminal.read(PROMPT, text))
+            if again is None and line.startswith("/"):
+                reply = session.command(line)
+                if reply is None:
+                    return OK
+                console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
+                continue
+            turn = _answer(llm, session, line if again is None else again, is_again=again is not None, stops=True)
+        except (ValueError, OSError, FloatingPointError) as error:
             _complain(sentence(error))
             continue
         if turn.output is None:
@@ -280,6 +297,27 @@ def _converse(llm: "LLM", session: ChatSession) -> int:
             note(session.out_of_room(turn))
 
 
+def _again(session: ChatSession, line: str, edit: Callable[[str], str] | None = None) -> str | None:
+    """The message that /regen or /edit answers again; None for any other line. `edit` lets the user change a text.
+
+    Raises ValueError where there is no message yet, or /edit has no text and nobody can edit one.
+    """
+    name, _, text = line.partition(" ")
+    if name == "/regen":
+        return session.last_message()
+    if name != "/edit":
+        return None
+    last = session.last_message()
+    if text.strip():
+        return text.strip()
+    if edit is None:
+        raise ValueError("/edit needs the new text of the last message")
+    try:
+        return edit(last)
+    except (EOFError, KeyboardInterrupt):
+        raise ValueError("nothing is changed") from None
+
+
 def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
     """Each line of standard input is a turn; a failed turn is reported and left out of the conversation."""
     num_turns = num_failed = 0
@@ -287,7 +325,7 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
-        is_command = line.startswith("/")
+        is_command = line.startswith("/") and line.partition(" ")[0] not in ("/regen", "/edit")
         try:
             if is_command:
                 reply = session.command(line)
@@ -296,7 +334,9 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
                 say(reply)
                 continue
             num_turns += 1
-            turn = _answer(llm, session, line, is_interactive=False, is_quiet=as_json)
+            again = _again(session, line)
+            text = line if again is None else again
+            turn = _answer(llm, session, text, is_again=again is not None, is_quiet=as_json)
         except BrokenPipeError:
             raise
         except (ValueError, OSError, FloatingPointError) as error:
@@ -315,12 +355,23 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
     return PARTIAL if num_failed < num_turns else ERROR
 
 
-def _answer(llm: "LLM", session: ChatSession, text: str, *, is_interactive: bool, is_quiet: bool = False) -> Turn:
-    """One turn: the answer is streamed and added to the conversation."""
-    messages = [*session.messages, {"role": "user", "content": text}]
+def _answer(
+    llm: "LLM",
+    session: ChatSession,
+    text: str,
+    *,
+    is_again: bool = False,
+    stops: bool = False,
+    is_quiet: bool = False,
+) -> Turn:
+    """One turn: the answer is streamed and added to the conversation, or replaces the last one.
+
+    With `stops`, Ctrl-C ends the answer.
+    """
+    messages = session.ask(text, is_again=is_again)
     prompt = llm.chat_prompt(messages)
     params, is_cut = session.fit(len(prompt))
-    with _stoppable(is_interactive) as is_stopped:
+    with _stoppable(stops) as is_stopped:
         write = (lambda text: None) if is_quiet else write_text
         answer, output = stream_answer(llm, prompt, params, write, is_stopped=is_stopped)
     if not is_quiet:
@@ -331,7 +382,7 @@ def _answer(llm: "LLM", session: ChatSession, text: str, *, is_interactive: bool
             raise TurnError(answered.error or "the answer failed")
         if not is_quiet:
             _write_logprobs(output, params)
-    session.keep(messages, answer)
+    session.keep(messages, answer, is_again=is_again)
     is_out_of_room = is_cut and output is not None and output.outputs[0].finish_reason == "length"
     return Turn(answer, output, params, len(prompt), is_out_of_room)
 

@@ -68,7 +68,6 @@ app = typer.Typer(
     help="LLM inference in JAX: load a checkpoint, generate, chat, score.",
     epilog=EXAMPLES,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

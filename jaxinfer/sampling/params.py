@@ -149,7 +149,9 @@ class SamplingParams:
         True, "Leave special tokens out of the text.", flag="--skip-special-tokens/--keep-special"
     )
     include_stop_str_in_output: bool = _limits(
-        False, "Keep the stop text in the answer.", flag="--include-stop-str/--cut-stop-str"
+        False,
+        "Keep the stop text in the answer.",
+        flag="--include-stop-str-in-output/--cut-stop-str --include-stop-str",
     )
 
     def __post_init__(self) -> None:

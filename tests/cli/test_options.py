@@ -32,7 +32,7 @@ GIVEN = {
     "allowed_token_ids": (["--allowed-token-ids", "64,65", "--allowed-token-ids", "66"], (64, 65, 66)),
     "bad_words": (["--bad-words", "no", "--bad-words", "not"], ("no", "not")),
     "skip_special_tokens": (["--keep-special"], False),
-    "include_stop_str_in_output": (["--include-stop-str"], True),
+    "include_stop_str_in_output": (["--include-stop-str-in-output"], True),
 }
 
 
@@ -96,7 +96,7 @@ def test_min_tokens_may_exceed_the_default_max_tokens():
     [
         (["--temperature", "-1"], "temperature must be 0 (greedy) or"),
         (["--top-p", "0"], "top_p must be a finite number"),
-        (["--n", "0"], "n must be an integer in 1..16"),
+        (["--n", "0"], "n must be an integer in 1..256"),
         (["--max-tokens", "0"], "max_tokens must be"),
         (["--min-tokens", "5", "--max-tokens", "4"], "min_tokens=5 is larger than max_tokens=4"),
         (["--temperature", "0", "--n", "2"], "greedy answers are all the same"),
