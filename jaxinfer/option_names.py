@@ -138,6 +138,7 @@ _PENALTY = (
 _BEAMS = "beam search is not supported: n= samples several answers, logprobs= ranks them"
 _GRAMMAR = "constrained decoding is not supported; allowed_token_ids= and logit_bias= act on single tokens"
 _PROCESSORS = "functions on logits are not supported; logit_bias=, allowed_token_ids= and bad_words= act on tokens"
+_FORMER, _STOP = "a former flag", "include_stop_str_in_output"
 _STREAM = "llm.stream(prompt, params) yields text as it comes"
 
 _LLM = (
@@ -256,6 +257,8 @@ _SAMPLING = (
     _same("SamplingParams", "stop_strings", HF, "stop"),
     _same("SamplingParams", "stop_sequences", "TGI", "stop"),
     _same("SamplingParams", "random_seed", "Mistral", "seed"),
+    _same("SamplingParams", "include_stop_str", _FORMER, _STOP, is_switch=True),
+    OtherName("SamplingParams", "cut_stop_str", _FORMER, _STOP, _opposite(_STOP), is_switch=True),
     OtherName("SamplingParams", "do_sample", HF, "temperature", _do_sample, is_switch=True),
     # Another meaning, or none here.
     OtherName("SamplingParams", "repeat_penalty", f"{OLLAMA}, {LLAMA}", _PENALTY, None, (1, 1.0)),

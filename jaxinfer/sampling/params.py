@@ -151,7 +151,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = _limits(
         False,
         "Keep the stop text in the answer.",
-        flag="--include-stop-str-in-output/--cut-stop-str --include-stop-str",
+        flag="--include-stop-str-in-output",
     )
 
     def __post_init__(self) -> None:
