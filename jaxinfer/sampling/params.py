@@ -35,7 +35,8 @@ class SamplingParamsError(ValueError):
 
 
 _sampling = partial(option, group="Sampling")
-_limits = partial(option, group="Length and stopping")
+_limits = partial(option, group="Length")
+_stopping = partial(option, group="Stopping")
 _report = partial(option, group="Output")
 
 
@@ -107,10 +108,10 @@ class SamplingParams:
     seed: int | None = _sampling(
         None, "The same seed gives the same answer. Default: derived from the number of the prompt.", "N"
     )
-    stop: Sequence[str] = _limits(
+    stop: Sequence[str] = _stopping(
         (), "Text that ends the answer, at most 16 of 1..1024 characters.", "TEXT", is_repeated=True
     )
-    stop_token_ids: Sequence[int] = _limits(
+    stop_token_ids: Sequence[int] = _stopping(
         (), "Token ids that end the answer, at most 64.", "ID,ID", parse=read_ids, is_repeated=True
     )
     ignore_eos: bool = _limits(False, "Continue after the end-of-sequence token.", flag="--ignore-eos/--no-ignore-eos")
@@ -148,7 +149,7 @@ class SamplingParams:
     skip_special_tokens: bool = _report(
         True, "Leave special tokens out of the text.", flag="--skip-special-tokens/--keep-special"
     )
-    include_stop_str_in_output: bool = _limits(
+    include_stop_str_in_output: bool = _stopping(
         False,
         "Keep the stop text in the answer.",
         flag="--include-stop-str-in-output",
