@@ -190,5 +190,5 @@ def _has_no_connection(error: BaseException | None) -> bool:
     return False
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]

@@ -126,7 +126,7 @@ def as_prompts(prompts: Any, name: str = "prompt") -> list[Prompt]:
     """
     if isinstance(prompts, (str, bytes, bytearray, Mapping)) or (_is_array(prompts) and prompts.ndim == 1):
         return [as_prompt(prompts, f"a {name}")]
-    if not isinstance(prompts, Iterable) or (_is_array(prompts) and np.ndim(prompts) != 2):
+    if not isinstance(prompts, Iterable) or (_is_array(prompts) and np.asarray(prompts).ndim != 2):
         raise TypeError(f"{name}s must be {PROMPT_FORM}, or a list of these, got {_shown(prompts)}")
     items = list(prompts)
     if items and all(map(_is_scalar, items)):

@@ -268,7 +268,7 @@ def test_taps_return_hidden_states_of_prompt_and_answer(llm):
         (lambda llm: llm.generate([99999]), ValueError, r"token id 99999 is outside the vocabulary of \d+"),
         (lambda llm: llm.generate([-1]), ValueError, "token id -1 is outside"),
         (lambda llm: llm.generate([[1], [2]], [SamplingParams()]), ValueError, "1 sampling parameters for 2 prompts"),
-        (lambda llm: llm.generate([1], {"temperature": 0}), TypeError, "params must be SamplingParams, got str"),
+        (lambda llm: llm.generate([1], {"temperature": 0}), TypeError, "params must be SamplingParams, got dict"),
         (lambda llm: llm.generate([1], SamplingParams(stop_token_ids=[9999])), ValueError, "token id 9999"),
         (lambda llm: llm.generate([1], taps=["layers.9.residual"]), ValueError, "did you mean 'layers.1.residual'"),
         (lambda llm: llm.score([[1]], [[]]), ValueError, "pair 0: 1 prompt and 0 continuation tokens"),

@@ -146,7 +146,7 @@ def _opened_job(options: BatchOptions) -> "Iterator[Job]":
             if path_in == STDIN:
                 copied = folder / "in.jsonl"
                 with copied.open("wb") as file:
-                    shutil.copyfileobj(getattr(sys.stdin, "buffer", sys.stdin), file)
+                    shutil.copyfileobj(sys.stdin.buffer, file)
             if path_out == STDIN:
                 path_out, on_line = folder / "out.jsonl", write_json
         try:

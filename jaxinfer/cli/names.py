@@ -50,7 +50,7 @@ class _Scan:
 def _scan(params: Sequence[Any], args: Sequence[str]) -> _Scan:
     """Raises OptionNameError for a flag without its value, and for one option under two names."""
     flags = {flag: one for one in params for flag in (*one.opts, *one.secondary_opts) if flag.startswith("-")}
-    scopes = [scope for scope, mark in _SCOPES if any(one.name == mark for one in params)]
+    scopes: list[Scope] = [scope for scope, mark in _SCOPES if any(one.name == mark for one in params)]
     found, left = _Scan(), list(args)
     while left:
         arg = left.pop(0)
