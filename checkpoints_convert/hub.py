@@ -24,6 +24,8 @@ from checkpoints_convert.storage import is_url, stage
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(/[A-Za-z0-9][A-Za-z0-9_.\-]*)?")
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.\-]*:/[^/]")
 _DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
+_NO_CONNECTION = re.compile(r"\b(ConnectError|ConnectTimeout|ReadTimeout|ConnectionError|gaierror|ProxyError)\b")
+_NO_NETWORK = "no network: it is not in the local cache, and the hub cannot be reached; give a folder, or demo"
 _WEIGHTS = ("model.safetensors", "model-*.safetensors")
 
 
@@ -165,12 +167,28 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
         raise CheckpointNotFoundError(repo_id, f"the local cache is incomplete: {_first_line(error)}") from None
     except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub gave {_first_line(error)}"
+        if not constants.HF_HUB_OFFLINE and _has_no_connection(error):
+            raise CheckpointNotFoundError(repo_id, _NO_NETWORK) from None
         raise CheckpointNotFoundError(repo_id, f"is not in the local cache, and {reason}") from None
     except errors.HfHubHTTPError as error:
         raise CheckpointNotFoundError(repo_id, f"the hub answered: {_first_line(error)}") from None
-    except OSError as error:
-        raise CheckpointNotFoundError(repo_id, f"could not be fetched: {_first_line(error)}") from None
+    except Exception as error:
+        if _has_no_connection(error):
+            raise CheckpointNotFoundError(repo_id, _NO_NETWORK) from None
+        if isinstance(error, OSError):
+            raise CheckpointNotFoundError(repo_id, f"could not be fetched: {_first_line(error)}") from None
+        raise
 
 
-def _first_line(error: Exception) -> str:
+def _has_no_connection(error: BaseException | None) -> bool:
+    """Whether the hub could not be reached. By the errors' names, as versions of huggingface_hub have other clients."""
+    while error is not None:
+        names = [*(one.__name__ for one in type(error).__mro__), _first_line(error)]
+        if any(_NO_CONNECTION.search(name) for name in names):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]

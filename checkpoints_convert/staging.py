@@ -76,7 +76,9 @@ def check_destination(
     if not any(destination.iterdir()):
         return
     if not overwrite:
-        raise CheckpointError(destination, "exists: choose another destination, or ask to overwrite it")
+        raise CheckpointError(
+            destination, "exists: choose another destination, or replace it with --overwrite (overwrite=True in Python)"
+        )
     if reason := _not_removable(destination, also_own):
         raise CheckpointError(destination, f"{reason}: not overwriting what may be no checkpoint")
 

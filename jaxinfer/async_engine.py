@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxinfer.engine.request import Prompt, Request, RequestOptions, RequestOutput, SequenceState, StreamDelta
 from jaxinfer.llm import LLM
+from jaxinfer.llm_arguments import takes_other_names
 from jaxinfer.loading import LiveModel
 from jaxinfer.parallel import hosts
 from jaxinfer.sampling import SamplingParams
@@ -49,6 +50,7 @@ class AsyncEngine:
         # A thread that still runs programs while Python shuts down may abort the process.
         atexit.register(self._stop)
 
+    @takes_other_names
     async def generate(
         self,
         prompt: Prompt,

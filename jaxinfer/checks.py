@@ -1,6 +1,7 @@
 """Parts that messages on options share: the nearest known name, bytes with a unit."""
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,12 @@ def did_you_mean(name: Any, known: Iterable[str], *, cutoff: float = 0.6, otherw
     """The clause ": did you mean 'x'?" with the nearest known name, or `otherwise` if none is near."""
     near = nearest(name, known, cutoff=cutoff)
     return f": did you mean {near!r}?" if near else otherwise
+
+
+def need_plotting(what: str) -> None:
+    """Raises ImportError, with the extra to install, where matplotlib is missing. `what` needs it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"{what} needs matplotlib: pip install 'jaxinfer[plot]'")
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import jax
-import numpy as np
 from tqdm.auto import tqdm
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.client import Client, score_of
 from jaxinfer.engine.engine import Engine
-from jaxinfer.engine.explanation import Explanation, explain_engine
+from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
 from jaxinfer.engine.lockstep import Lockstep
 from jaxinfer.engine.replicas import Replicas, make_engine
 from jaxinfer.engine.request import (
@@ -31,6 +29,21 @@ from jaxinfer.engine.request import (
     StreamDelta,
 )
 from jaxinfer.files import Closable
+from jaxinfer.llm_arguments import (
+    as_conversations,
+    as_count,
+    as_names,
+    as_pairs,
+    as_params,
+    as_prompt,
+    as_prompts,
+    checked_options,
+    each_request,
+    params_of_each,
+    priorities_of_each,
+    takes_options,
+    takes_other_names,
+)
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
@@ -39,6 +52,7 @@ from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import ModelDraft, SpeculationStats
+from jaxinfer.text import Tokenizer
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
@@ -61,17 +75,6 @@ def _together(method: Callable[Concatenate["LLM", P], R]) -> Callable[Concatenat
     return run
 
 
-def _typed_by(
-    options: Callable[P, LLMOptions],
-) -> Callable[[Callable[..., None]], Callable[Concatenate["LLM", str | Path | LiveModel, P], None]]:
-    """Gives a constructor's keywords the types of a dataclass's fields."""
-
-    def typed(function: Callable[..., None]) -> Callable[Concatenate["LLM", str | Path | LiveModel, P], None]:
-        return function
-
-    return typed
-
-
 class LLM(Closable):
     """A model ready to generate.
 
@@ -79,18 +82,19 @@ class LLM(Closable):
       model: a folder with a Hugging Face or converted checkpoint, the URL of the former (gs://, s3://), a GGUF file, a
         hub id, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or `(ModelConfig, params,
         tokenizer)`; live parameters are used as they are and stay the caller's.
-      **options: the fields of `LLMOptions`, listed below and in docs/options.md.
+      **options: the fields of `LLMOptions`, listed below and in docs/options.md. Names of other engines, such as
+        `tensor_parallel_size`, are applied where they mean the same, and refused with the name to use elsewhere.
 
     Raises:
-      TypeError: an unknown argument, with the nearest known name. ValueError: an option out of range.
+      TypeError: an unknown argument, with the nearest known name; a wrong type. ValueError: an option out of range.
       FileNotFoundError, ValueError: a checkpoint that is missing or broken, with file and tensor.
       OutOfMemoryError: model and cache do not fit, with needed and available bytes and what would help.
     """
 
-    @_typed_by(LLMOptions)
+    @takes_options(LLMOptions)
     @hosts.needing
     def __init__(self, model: str | Path | LiveModel, **options: Any):
-        chosen = _checked_options(options)  # before a long load
+        chosen = checked_options(model, options)  # before a long load
         compilation_cache.enable()
         self._lockstep: Lockstep | None = None
         self._fingerprint: str | None = None
@@ -143,6 +147,7 @@ class LLM(Closable):
 
     # Generating.
 
+    @takes_other_names
     @_together
     def generate(
         self,
@@ -158,30 +163,24 @@ class LLM(Closable):
         """Answers to one prompt or many, in their order.
 
         Args:
-          prompts: texts or lists of token ids.
-          params: for all prompts, or one for each; None takes the checkpoint's generation_config.
+          prompts: a text or a list of token ids, or a list of these.
+          params: SamplingParams for all prompts, or one for each; None takes the checkpoint's generation_config.
           use_tqdm: a progress bar; None shows one for several prompts on a terminal.
           taps: names of hidden states to return with each request, such as "layers.3.residual".
           priority: for all prompts, or one for each; lower goes first.
           timeout: seconds after which what is not done ends with finish_reason "abort".
           cache_salt: requests of different salts share no cached prefix.
 
-        Raises:
-          ValueError: any prompt or parameter that cannot be served, with its number; nothing is generated then.
+        Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
+        with its number; nothing is generated then.
         """
         engine = self.engine
-        prompts = _as_list(prompts)
-        taps = check_taps(self.config, taps)
+        prompts = as_prompts(prompts)
+        taps = check_taps(self.config, as_names("taps", taps))
         if taps and self._lockstep is not None:
             raise ValueError(f"taps={list(taps)}: hidden states are for a model on one host")
-        priorities = [priority] * len(prompts) if isinstance(priority, int) else list(priority)
-        if params is None or isinstance(params, SamplingParams):
-            per_prompt = [params or self.default_params] * len(prompts)
-        else:
-            per_prompt = list(params)
-        for name, values in (("sampling parameters", per_prompt), ("priorities", priorities)):
-            if len(values) != len(prompts):
-                raise ValueError(f"{len(values)} {name} for {len(prompts)} prompts")
+        per_prompt = params_of_each(params, self.default_params, len(prompts))
+        priorities = priorities_of_each(priority, len(prompts))
         requests = [
             self.prepare(prompt, one, RequestOptions(rank, timeout, cache_salt), what=f"prompt {number}")
             for number, (prompt, one, rank) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
@@ -197,6 +196,7 @@ class LLM(Closable):
             ]
         return outputs
 
+    @takes_other_names
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -206,13 +206,13 @@ class LLM(Closable):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
-        """Answers to one conversation or many: `[{"role": "user", "content": "..."}, ...]`.
+        """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
 
-        The checkpoint's chat template renders them; what users write never becomes a control token.
+        The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
+        becomes a control token. Raises TypeError for what is no conversation, ValueError as `generate`.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else messages
-        prompts = [self.chat_prompt(one, tools=tools, **template_kwargs) for one in conversations]  # type: ignore[arg-type]
+        conversations = as_conversations(messages)
+        prompts = [self.chat_prompt(one, tools=tools, **template_kwargs) for one in conversations]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
     def chat_prompt(
@@ -225,28 +225,28 @@ class LLM(Closable):
         """Token ids of a conversation, ready for `generate` or `stream`."""
         return self.client.tokenize_chat(messages, tools, template_kwargs)
 
+    @takes_other_names
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Yields text as it is generated. Leaving the loop early ends the request and frees its slot."""
         if self._lockstep is not None:
             return self._lockstep.each("stream", lambda: self.client.stream(self.prepare(prompt, params)))
         return self.client.stream(self.prepare(prompt, params))
 
+    @takes_other_names
     def generate_each(
         self, requests: Iterable[tuple[Key, Prompt, SamplingParams]], *, max_queued: int | None = None
     ) -> Iterator[tuple[Key, RequestOutput | ValueError]]:
         """Answers to a stream of requests, in the order in which they finish.
 
         Args:
-          requests: a key that you choose, a prompt and its parameters; taken only as there is room for them.
+          requests: tuples of a key that you choose, a prompt and its parameters (or None); taken only as there is room.
           max_queued: answers that wait or run at once; by default 2 * max_seqs + 4.
 
         Yields the key with the output, or with the ValueError for which the request was refused; the others go on.
-        Closing the iterator aborts what runs.
+        Closing the iterator aborts what runs. Raises TypeError, with its number, for what is no such tuple.
         """
-        limit = 2 * self.engine.spec.max_seqs + 4 if max_queued is None else max_queued
-        if limit < 1:
-            raise ValueError(f"max_queued must be at least 1, got {limit}")
-        items = ((key, prompt, params or self.default_params) for key, prompt, params in requests)
+        limit = 2 * self.engine.spec.max_seqs + 4 if max_queued is None else as_count("max_queued", max_queued)
+        items = each_request(requests, self.default_params)
         if self._lockstep is None:
             return self.client.generate_each(items, limit)
         return self._lockstep.each_request(items, lambda numbered: self.client.generate_each(numbered, limit))
@@ -287,6 +287,7 @@ class LLM(Closable):
         with open_job(path_in, path_out, **options) as job:
             return job.run(self, params, use_tqdm=use_tqdm)
 
+    @takes_other_names
     @_together
     def score(
         self,
@@ -299,12 +300,13 @@ class LLM(Closable):
         """Log-probabilities of each continuation after its prompt: raw, and processed by `params` (default: none).
 
         Prompt and continuation are tokenized apart; give token ids to choose the split yourself. Memory does not grow
-        with length times vocabulary: logits exist for a few positions at a time.
+        with length times vocabulary: logits exist for a few positions at a time. Raises ValueError for other numbers of
+        prompts and continuations, and as `generate`.
         """
-        pairs = zip(_as_list(prompts), _as_list(continuations), strict=True)
+        params = as_params(params, SamplingParams())
         requests = [
-            self.client.prepare_score(prompt, continuation, params or SamplingParams(), what=f"pair {number}")
-            for number, (prompt, continuation) in enumerate(pairs)
+            self.client.prepare_score(prompt, continuation, params, what=f"pair {number}")
+            for number, (prompt, continuation) in enumerate(as_pairs(prompts, continuations))
         ]
         return [score_of(answer) for (answer,) in self._run(requests, "pair", use_tqdm)]
 
@@ -369,6 +371,16 @@ class LLM(Closable):
             return self._fingerprint
         return model_fingerprint(self, self.max_model_len)
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, as `llm.tokenizer`. Raises ValueError for a model without one."""
+        return self.client.need_tokenizer("get_tokenizer")
+
+    def __repr__(self) -> str:
+        try:
+            return f"LLM({self.name!r}, {summarize_engine(self.engine)})"
+        except RuntimeError:
+            return f"LLM({self.name!r}, closed)"
+
     def close(self) -> None:
         """Frees the device memory of cache and parameters now; live parameters stay. Closing twice is harmless."""
         self.client.close()
@@ -403,7 +415,8 @@ class LLM(Closable):
         what: str = "the prompt",
     ) -> Request:
         """A checked and tokenized request; raises ValueError if it can never be served, with `what` in the message."""
-        return self.client.prepare(prompt, params or self.default_params, options, what=what)
+        params = as_params(params, self.default_params, f"{what}: params")
+        return self.client.prepare(as_prompt(prompt, what), params, options, what=what)
 
     def submit(self, request: Request) -> list[SequenceState]:
         """Queues all answers of a request, or none where the queue is full (QueueFullError); returns them."""
@@ -460,24 +473,6 @@ def _progress_bar(total: int, unit: str, use_tqdm: bool | None) -> tqdm:
     is_off = use_tqdm is False or (use_tqdm is None and (total <= 1 or os.environ.get("JAXINFER_PROGRESS") == "0"))
     # None leaves it to tqdm, which shows nothing where stderr is not a terminal.
     return tqdm(total=total, unit=unit, disable=True if is_off else None if use_tqdm is None else False)
-
-
-def _as_list(prompts: Any) -> list:
-    """One prompt (a text, or a sequence of integers) as a list of one; several as they are."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    is_one = bool(prompts) and all(not isinstance(item, str) and np.ndim(item) == 0 for item in prompts)
-    return [prompts] if is_one else prompts
-
-
-def _checked_options(options: Mapping[str, Any]) -> LLMOptions:
-    known = [field.name for field in dataclasses.fields(LLMOptions)]
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known, otherwise=f"; known are {', '.join(known)}")
-            raise TypeError(f"LLM has no argument {name!r}{hint}")
-    return LLMOptions(**options)
 
 
 def _documented(docstring: str | None) -> str:

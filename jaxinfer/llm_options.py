@@ -79,7 +79,22 @@ class LLMOptions(EngineOptions):
     )
 
     def __post_init__(self) -> None:
+        self._check_types()
         super().__post_init__()
         if self.kv_scales is not None and not self.kv_dtype.startswith("fp8"):
             raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {self.kv_dtype!r}")
         self.check_draft(self.draft is not None)
+
+    def _check_types(self) -> None:
+        for name in ("dtype", "quantize", "requantize", "revision"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) or (value is None and name != "dtype")):
+                raise TypeError(f"{name} must be a text, got {type(value).__name__} {value!r:.60}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed must be an integer, got {type(self.seed).__name__} {self.seed!r:.60}")
+        if not (isinstance(self.tokenizer, (str, Path)) or self.tokenizer is None or hasattr(self.tokenizer, "encode")):
+            shown = f"{type(self.tokenizer).__name__} {self.tokenizer!r:.60}"
+            raise TypeError(f"tokenizer must be a folder or a jaxinfer.Tokenizer, got {shown}")
+        if not (isinstance(self.draft, (str, Path, tuple)) or self.draft is None):
+            shown = f"{type(self.draft).__name__} {self.draft!r:.60}"
+            raise TypeError(f"draft must be a model, ngram or layers:N, got {shown}")

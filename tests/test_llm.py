@@ -103,6 +103,62 @@ def test_end_of_sequence_ends_unless_ignored(model):
     assert ignored.token_ids == tokens
 
 
+def test_names_of_other_engines_give_the_same_answers(model, llm):
+    params = SamplingParams(max_tokens=6, temperature=0)
+    expected = llm.generate("the dog", params)
+    same = llm.generate(prompt="the dog", sampling_params=SamplingParams(max_new_tokens=6, temp=0))
+    assert same[0].outputs == expected[0].outputs
+    deltas = list(llm.stream("the dog", sampling_params=params))
+    assert deltas[-1].output.outputs == expected[0].outputs
+    options = {"max_num_seqs": 4, "prefill_step_size": 28, "gpu_memory_utilization": 0.5, "enforce_eager": False}
+    with LLM(model, kv_cache_dtype="fp8", dtype="auto", **options) as other:
+        spec = other.engine.spec
+        assert (spec.max_seqs, spec.prefill_chunk, spec.options.memory_fraction) == (4, 28, 0.5)
+        assert spec.options.kv_dtype == "fp8_e4m3"
+
+
+def test_a_model_shows_what_it_is(model):
+    llm = LLM(model, max_seqs=4, prefill_chunk=28)
+    for words in ("LlamaForCausalLM", "dtype=float32", "max_model_len=128", "max_seqs=4", "cache of 512 tokens", "cpu"):
+        assert words in repr(llm)
+    assert llm.get_tokenizer() is llm.tokenizer
+    llm.close()
+    assert "closed" in repr(llm)
+    with LLM(model[:2], max_seqs=4, prefill_chunk=28) as bare, pytest.raises(ValueError, match="needs a tokenizer"):
+        bare.get_tokenizer()
+
+
+def test_a_request_may_have_256_answers(llm):
+    """Those of the same number are the same for any n."""
+    few = llm.generate("the dog", SamplingParams(n=3, max_tokens=2, seed=5))[0].outputs
+    many = llm.generate("the dog", SamplingParams(n=256, max_tokens=2, seed=5))[0].outputs
+    assert [one.index for one in many] == list(range(256))
+    assert [one.token_ids for one in many[:3]] == [one.token_ids for one in few]
+    assert len({one.seed for one in many}) == 256
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda llm: llm.generate(None), TypeError, "prompts must be a text or a list of token ids"),
+        (lambda llm: llm.generate("a", {"n": 2}), TypeError, "params must be SamplingParams, got dict"),
+        (lambda llm: llm.generate("a", max_tokens=4), TypeError, "it belongs to SamplingParams"),
+        (lambda llm: llm.generate("a", taps="layers.0.residual"), TypeError, "taps must be a list of names"),
+        (lambda llm: llm.chat("hi"), TypeError, "chat takes messages"),
+        (lambda llm: llm.stream(["a", "b"]), TypeError, "the prompt must be a text or a list of token ids, got list"),
+        (lambda llm: llm.stream("a", "b"), TypeError, "the prompt: params must be SamplingParams, got str 'b'"),
+        (lambda llm: next(llm.generate_each(["ab"])), TypeError, "request 0 must be"),
+        (lambda llm: llm.generate_each([], max_queued="4"), TypeError, "max_queued must be a positive integer"),
+        (lambda llm: llm.score(["a", "b"], ["c"]), ValueError, "2 prompts and 1 continuations do not pair up"),
+        (lambda llm: llm.score("a", "b", 5), TypeError, "params must be SamplingParams, got int 5"),
+        (lambda llm: LLM(), TypeError, "LLM takes one model"),
+    ],
+)
+def test_wrong_calls_raise_sentences(llm, call, error, message):
+    with pytest.raises(error, match=message):
+        call(llm)
+
+
 # For every field a value that must change the result, and how the result shows it.
 BASE = {"max_tokens": 24, "seed": 6}
 EFFECTS = {
@@ -223,7 +279,7 @@ def test_taps_return_hidden_states_of_prompt_and_answer(llm):
             r"messages: 40000\d\d bytes of text",
         ),
         (lambda llm: llm.generate([[1], [2]], [SamplingParams()]), ValueError, "1 sampling parameters for 2 prompts"),
-        (lambda llm: llm.generate([1], {"temperature": 0}), TypeError, "params must be SamplingParams, got str"),
+        (lambda llm: llm.generate([1], {"temperature": 0}), TypeError, "params must be SamplingParams, got dict"),
         (lambda llm: llm.generate([1], SamplingParams(stop_token_ids=[9999])), ValueError, "token id 9999"),
         (lambda llm: llm.generate([1], taps=["layers.9.residual"]), ValueError, "did you mean 'layers.1.residual'"),
         (lambda llm: llm.score([[1]], [[]]), ValueError, "pair 0: 1 prompt and 0 continuation tokens"),

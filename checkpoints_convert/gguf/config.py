@@ -13,7 +13,6 @@ from checkpoints_convert.gguf.blocks import dequantize
 from checkpoints_convert.gguf.index import GGUFIndex, Metadata, refuse_unread
 from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
 from checkpoints_convert.huggingface.families import FAMILIES
-from jaxinfer.checks import did_you_mean
 
 _ARCHITECTURE = "general.architecture"
 # The rope scaling of Llama 3.1 to 3.3, of which files have only the resulting divisors.
@@ -29,10 +28,9 @@ def architecture_of(index: GGUFIndex) -> Architecture:
     if name is None:
         raise CheckpointError(index.path, f"{_ARCHITECTURE} is {index.describe(_ARCHITECTURE)}, not a name")
     if name not in ARCHITECTURES or ARCHITECTURES[name].huggingface not in FAMILIES:
-        known = [name for name, entry in ARCHITECTURES.items() if entry.huggingface in FAMILIES]
+        known = ", ".join(name for name, entry in ARCHITECTURES.items() if entry.huggingface in FAMILIES)
         raise CheckpointError(
-            index.path,
-            f"the architecture {name!r} is not supported{did_you_mean(name, known)}. Supported: {', '.join(known)}",
+            index.path, f"the architecture {name!r} is not supported; `jaxinfer models` lists those that are: {known}"
         )
     return ARCHITECTURES[name]
 
@@ -53,8 +51,9 @@ def huggingface_config(index: GGUFIndex) -> dict[str, Any]:
         raise CheckpointError(index.path, *problems)
     name = values["architectures"][0]
     if name not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise CheckpointError(index.path, f"the architecture {name!r} is not supported. Supported: {known}")
+        raise CheckpointError(
+            index.path, f"the architecture {name!r} is not supported; `jaxinfer models` lists those that are"
+        )
     family = FAMILIES[name]
     names = {"rope_theta": family.rope.theta_name, "partial_rotary_factor": family.rope.partial_name, **family.names}
     renamed = {names.get(key, key): value for key, value in values.items()}

@@ -194,12 +194,14 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
         raise CheckpointError(where, f"architectures must be a list of names, got {names!r}")
     if names[0] in FAMILIES:
         return FAMILIES[names[0]]
-    known = (*FAMILIES, *WRAPPERS)
+    # A misspelt ending, not another model's name.
+    stem = names[0].partition("For")[0]
+    same_model = [name for name in (*FAMILIES, *WRAPPERS) if name.partition("For")[0] == stem]
+    hint = did_you_mean(names[0], same_model, cutoff=0.9, otherwise=";")
     needs_code = " Its auto_map asks for code from the repository, which is never run." if data.get("auto_map") else ""
     raise CheckpointError(
         where,
-        f"the architecture {names[0]!r} is not supported{did_you_mean(names[0], known)}."
-        f" Supported: {', '.join(known)}.{needs_code}",
+        f"the architecture {names[0]!r} is not supported{hint} `jaxinfer models` lists those that are.{needs_code}",
     )
 
 

@@ -26,14 +26,22 @@ class BatchRow:
     def number(self) -> int:
         return self.line - 1
 
+    @property
+    def is_plain(self) -> bool:
+        return self.request.form == "plain"
+
 
 @dataclass(frozen=True)
 class BadRow:
-    """An invalid row, with its custom_id if that can be read, else with the default one."""
+    """An invalid row, with its custom_id if that can be read, else with the default one.
+
+    `is_plain`: whether it has the plain form; None where that cannot be read.
+    """
 
     line: int
     custom_id: str
     error: RowError
+    is_plain: bool | None = None
 
 
 def default_custom_id(line: int) -> str:
@@ -43,15 +51,17 @@ def default_custom_id(line: int) -> str:
 def parse_row(data: bytes, line: int) -> BatchRow | BadRow:
     """Reads one line, in OpenAI's batch form (with a "body") or the plain form."""
     custom_id = default_custom_id(line)
+    is_plain = None
     try:
         record = _read_json(data)
         has_body = "body" in record or "url" in record
+        is_plain = not has_body
         if has_body and "custom_id" not in record:
             raise RowError("custom_id is missing", "custom_id")
         custom_id = _custom_id(record, custom_id)
         return BatchRow(line, custom_id, _read_openai(record) if has_body else _read_plain(record))
     except RowError as error:
-        return BadRow(line, custom_id, error)
+        return BadRow(line, custom_id, error, is_plain)
 
 
 def _read_json(data: bytes) -> dict[str, Any]:
@@ -125,6 +135,7 @@ class Scan:
     Attributes:
       sha256: of the whole content. model: the first model name that a row gives.
       num_bad: rows that are invalid for any model. bad_rows: the first few of them.
+      is_plain: whether no row has OpenAI's form.
     """
 
     path: Path
@@ -133,6 +144,7 @@ class Scan:
     num_bad: int
     bad_rows: tuple[BadRow, ...]
     model: str | None
+    is_plain: bool
     _line_of: dict[bytes, int]
     _digests: "array[int]"
 
@@ -167,7 +179,7 @@ def scan(path: Path) -> Scan:
     digests = array("Q")
     bad_rows: list[BadRow] = []
     num_bad = 0
-    model = None
+    model, is_plain = None, True
     for line, data in _lines(path, whole):
         row = parse_row(data, line)
         first = line_of.setdefault(_id_digest(row.custom_id), line)
@@ -175,6 +187,7 @@ def scan(path: Path) -> Scan:
             raise BatchError(f"{path}: lines {first} and {line} have the same custom_id {row.custom_id!r:.80}")
         digests.extend([0] * (line - 1 - len(digests)))  # blank lines
         digests.append(_line_digest(data))
+        is_plain &= row.is_plain is not False
         if isinstance(row, BadRow):
             num_bad += 1
             bad_rows += [row] * (num_bad <= _NUM_SHOWN)
@@ -182,7 +195,7 @@ def scan(path: Path) -> Scan:
             model = row.request.model
     if not line_of:
         raise BatchError(f"{path} has no rows")
-    return Scan(path, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), model, line_of, digests)
+    return Scan(path, whole.hexdigest(), len(line_of), num_bad, tuple(bad_rows), model, is_plain, line_of, digests)
 
 
 def _lines(path: Path, whole: "hashlib._Hash | None" = None) -> Iterator[tuple[int, bytes]]:

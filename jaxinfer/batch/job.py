@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,7 +13,7 @@ from jaxinfer.batch.input import BadRow, BatchRow, Scan, scan
 from jaxinfer.batch.ledger import Identity, Ledger
 from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, Prompt
 from jaxinfer.batch.responses import error_line, result_line, usage
-from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.params import SamplingParams, our_names
 from jaxinfer.sampling.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def open_job(
     resume: bool = True,
     overwrite: bool = False,
     retry_errors: bool = False,
+    on_line: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator["Job"]:
     """Reads the input and the results of earlier runs. No model is needed, and no results change before `Job.run`.
 
@@ -90,6 +91,7 @@ def open_job(
       errors: the file for failed rows; by default OUT.errors.jsonl beside the results.
       resume: continue after earlier results; False raises if there are any.
       overwrite: discard earlier results. retry_errors: retry rows that failed.
+      on_line: called with each line, of a result or an error, once it is written.
 
     Raises:
       BatchError: two rows with the same custom_id; results of another job; files that another process has locked.
@@ -98,7 +100,7 @@ def open_job(
     rows = scan(Path(path_in))
     ledger = Ledger(rows, Path(path_out), path_errors, resume=resume, overwrite=overwrite, retry_errors=retry_errors)
     with contextlib.closing(ledger):
-        yield Job(rows, ledger)
+        yield Job(rows, ledger, on_line)
 
 
 @dataclass
@@ -115,9 +117,10 @@ class _Pending:
 class Job:
     """One input and its files. Use `open_job`."""
 
-    def __init__(self, rows: Scan, ledger: Ledger):
+    def __init__(self, rows: Scan, ledger: Ledger, on_line: Callable[[dict[str, Any]], None] | None = None):
         self.scan = rows
         self._ledger = ledger
+        self._on_line = on_line or (lambda record: None)
         self._pending: dict[int, _Pending] = {}
 
     @property
@@ -255,11 +258,15 @@ class Job:
             self._fail(pending.row, error, bar)
             return
         self._ledger.add_result(record, usage(outputs))
+        self._on_line(record)
         bar.update()
 
     def _fail(self, row: BatchRow | BadRow, error: Exception, bar: "tqdm", *, status_code: int = 400) -> None:
+        is_plain = self.scan.is_plain if row.is_plain is None else row.is_plain
         job_id = self._identity.job_id
-        self._ledger.add_error(error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code))
+        record = error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code, is_plain=is_plain)
+        self._ledger.add_error(record)
+        self._on_line(record)
         bar.update()
 
     def _progress_bar(self, use_tqdm: bool | None) -> "tqdm":
@@ -294,7 +301,7 @@ class Defaults:
     @classmethod
     def of(cls, checkpoint: SamplingParams, params: SamplingParams | Mapping[str, Any] | None, seed: int) -> "Defaults":
         """`params` are complete, or some fields by name; their seed is the job's. Raises SamplingParamsError."""
-        given = _values(params) if isinstance(params, SamplingParams) else dict(params or {})
+        given = _values(params) if isinstance(params, SamplingParams) else our_names(params or {})
         SamplingParams.from_dict({"max_tokens": None, **given})
         own_seed = given.pop("seed", None)
         return cls(checkpoint, given, seed if own_seed is None else own_seed)

@@ -108,7 +108,10 @@ class Ledger:
             self._stored = None if overwrite or all(file.is_empty for file in self._files) else self._read_stored()
             if self._stored is not None:
                 if not resume:
-                    raise BatchError(f"{path_out} has results of an earlier run: resume or overwrite them")
+                    raise BatchError(
+                        f"{path_out} has results of an earlier run: --resume continues them, --overwrite "
+                        "(overwrite=True in Python) drops them"
+                    )
                 self._check_same(self._known())
                 self._recover()
         except BaseException:
@@ -175,7 +178,7 @@ class Ledger:
             held = self.path_errors if self._out.is_empty else self.path_out
             raise BatchError(
                 f"{held} exists without a {self._path_job.name}, so it is not the result of a batch: "
-                "choose another file, or overwrite it"
+                "choose another file, or drop what it holds with --overwrite (overwrite=True in Python)"
             )
         return stored
 
@@ -188,7 +191,7 @@ class Ledger:
         if changed:
             raise BatchError(
                 f"{self.path_out} has results of another job; differences: {'; '.join(changed)}. "
-                "Choose another file, or overwrite it"
+                "Choose another file, or drop what it holds with --overwrite (overwrite=True in Python)"
             )
 
     def _recover(self) -> None:

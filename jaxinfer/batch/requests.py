@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from jaxinfer.batch.errors import RowError
 from jaxinfer.checks import did_you_mean
-from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.option_names import find
+from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
 from jaxinfer.text import read_token_ids
 
 Prompt = str | Sequence[int]
@@ -94,6 +95,7 @@ def read_completions(body: Mapping[str, Any]) -> BatchRequest:
 
 def read_plain(record: Mapping[str, Any]) -> BatchRequest:
     """`{"prompt": ...}` or `{"messages": [...]}`, sampling parameters beside it. Raises RowError, with the field."""
+    record = _our_names(record)
     if "messages" in record:
         _check_known(record, (*_CHAT, *_SAMPLING))
         return BatchRequest(
@@ -113,6 +115,20 @@ def read_plain(record: Mapping[str, Any]) -> BatchRequest:
 
 
 # Fields.
+
+
+def _our_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain record with our names in place of those of other engines."""
+    others = {name: value for name, value in record.items() if find("SamplingParams", name) is not None}
+    found = {name: value for name, value in record.items() if name not in others}
+    try:
+        renamed = our_names(others)
+    except SamplingParamsError as error:
+        raise RowError(str(error), error.parameter) from None
+    for name in renamed:
+        if name in found:
+            raise RowError(f"{name} is given twice, under two names", name)
+    return {**found, **renamed}
 
 
 def _known(body: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -54,9 +54,14 @@ def result_line(
     return _line(row.custom_id, answer_id, 200, body, None)
 
 
-def error_line(line: int, custom_id: str, error: Exception, *, job_id: str, status_code: int = 400) -> dict[str, Any]:
-    """The line of a failed row, in OpenAI's form for all rows."""
+def error_line(
+    line: int, custom_id: str, error: Exception, *, job_id: str, status_code: int = 400, is_plain: bool = False
+) -> dict[str, Any]:
+    """The line of a failed row, in the form of its answer."""
     parameter = error.parameter if isinstance(error, RowError) else getattr(error, "parameter", None)
+    if is_plain:
+        what = {"message": str(error), "param": parameter, "line": line}
+        return {"custom_id": custom_id, "outputs": [], "error": what}
     kind = "invalid_request_error" if status_code < 500 else "server_error"
     body = {"error": {"message": str(error), "type": kind, "param": parameter, "code": None}}
     summary = {"code": kind, "message": str(error), "line": line}

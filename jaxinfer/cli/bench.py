@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError, command
+from jaxinfer.cli.names import NamedCommand
 from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, shows_progress, waiting, write_text
 from jaxinfer.options import MISSING, argument, option
@@ -203,6 +205,8 @@ def check_picture(file: Path | None, flag: str) -> None:
     if file is not None and file.suffix not in PICTURES:
         raise UsageError(f"{flag}: {file} ends in neither .png, .svg nor .pdf")
     check_folder(file, flag)
+    if file is not None:
+        need_plotting(flag)
 
 
 def bench_arguments(options: MeasuredModelOptions, own: Sequence[str]) -> dict[str, Any]:
@@ -285,4 +289,4 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _name, _function in {"latency": latency, "throughput": throughput, "load": load, "plot": plot}.items():
-    app.command(_name)(command(_function))
+    app.command(_name, cls=NamedCommand)(command(_function))

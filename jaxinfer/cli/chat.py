@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.cli.chat_input import PROMPT, Terminal
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, say, sentence
 from jaxinfer.cli.options import (
     DraftedModelOptions,
@@ -28,11 +29,12 @@ from jaxinfer.cli.output import (
     open_output,
     print_logprobs,
     request_data,
+    shows_progress,
     stream_answer,
     write_json,
     write_text,
 )
-from jaxinfer.options import option
+from jaxinfer.options import argument, option
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
@@ -46,10 +48,15 @@ HELP = """\
 /help              this list
 /reset             clear the conversation; the system message stays
 /system TEXT       set the system message; without a text, remove it
+/regen             answer the last message again
+/edit [TEXT]       change the last message, and answer it again
 /save FILE         write the conversation as JSON
 /params            show the sampling parameters
 /set NAME VALUE    change one, such as /set temperature 0.7; none removes it
-/quit              leave, as Ctrl-D does"""
+/quit              leave, as Ctrl-D does
+
+A message of several lines begins and ends with three quotation marks, or its
+lines end in a backslash, or it is pasted."""
 
 
 class TurnError(ValueError):
@@ -77,12 +84,27 @@ class ChatSession:
 
     @property
     def messages(self) -> list[Message]:
-        first = [{"role": "system", "content": self.system}] if self.system is not None else []
-        return [*first, *self.turns]
+        return self._after_system(self.turns)
 
-    def keep(self, messages: list[Message], answer: str) -> None:
-        """Adds an answered message and its answer to the conversation."""
-        self.turns += [messages[-1], {"role": "assistant", "content": answer}]
+    def _after_system(self, turns: list[Message]) -> list[Message]:
+        first = [{"role": "system", "content": self.system}] if self.system is not None else []
+        return [*first, *turns]
+
+    def ask(self, text: str, *, is_again: bool = False) -> list[Message]:
+        """The messages that a question is answered after, itself the last; with `is_again` in place of the last one."""
+        turns = self.turns[:-2] if is_again else self.turns
+        return [*self._after_system(turns), {"role": "user", "content": text}]
+
+    def keep(self, messages: list[Message], answer: str, *, is_again: bool = False) -> None:
+        """Adds an answered message and its answer to the conversation, or puts them in place of the last ones."""
+        turns = self.turns[:-2] if is_again else self.turns
+        self.turns = [*turns, messages[-1], {"role": "assistant", "content": answer}]
+
+    def last_message(self) -> str:
+        """The user's last message. Raises ValueError where there is none."""
+        if not self.turns:
+            raise ValueError("there is no message yet")
+        return self.turns[-2]["content"]
 
     def fit(self, num_prompt_tokens: int) -> tuple["SamplingParams", bool]:
         """The parameters with max_tokens limited to the remaining length, and whether that is less than requested.
@@ -154,7 +176,7 @@ class ChatSession:
         return facts_text(shown).rstrip("\n")
 
     def _set_param(self, text: str) -> str:
-        from jaxinfer.sampling.params import SamplingParams
+        from jaxinfer.sampling.params import SamplingParams, our_names
 
         name, _, value = text.partition(" ")
         name = name.replace("-", "_")
@@ -162,8 +184,9 @@ class ChatSession:
             raise ValueError("/set needs a name and a value: /set temperature 0.7")
         if name == "n":
             raise ValueError("a chat has one answer per turn: n stays 1")
-        self.params = SamplingParams.from_dict({**self._params(), name: _parse(value.strip())})
-        return f"{name} = {_readable(getattr(self.params, name))}"
+        given = our_names({name: _parse(value.strip())})
+        self.params = SamplingParams.from_dict({**self._params(), **given})
+        return "\n".join(f"{name} = {_readable(getattr(self.params, name))}" for name in given) or "nothing changes"
 
 
 def _parse(text: str) -> Any:
@@ -183,16 +206,25 @@ def _readable(value: Any) -> str:
     return ", ".join(map(repr, value)) if isinstance(value, tuple) else str(value)
 
 
-PROMPT = ">>> "
-
-
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
+    model_name: str | None = argument(
+        None, "A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo; or as --model.", "MODEL"
+    )
     system: str | None = option(None, "The system message.", "TEXT")
     as_json: bool = as_json("JSON lines: one object for each turn.")
 
 
-def chat(model_options: DraftedModelOptions, sampling_options: SamplingOptions, options: ChatOptions) -> int:
+@dataclass(frozen=True, kw_only=True)
+class ChatModelOptions(DraftedModelOptions):
+    """The model, which may be given by position, and a draft."""
+
+    model: str | None = option(  # type: ignore[assignment]
+        None, "The model by name.", "MODEL", "--model -m", group="Model"
+    )
+
+
+def chat(model_options: ChatModelOptions, sampling_options: SamplingOptions, options: ChatOptions) -> int:
     """Talk with a model.
 
     In a pipe, each line is a turn. Lines that begin with / are commands; [bold]/help[/bold] lists them. Ctrl-C stops
@@ -204,6 +236,9 @@ def chat(model_options: DraftedModelOptions, sampling_options: SamplingOptions, 
     values = sampling_values(sampling_options)
     if values.get("n", 1) != 1:
         raise UsageError("a chat has one answer per turn: --n is for jaxinfer generate")
+    if (options.model_name is None) == (model_options.model is None):
+        raise UsageError("chat takes one model: jaxinfer chat MODEL, such as jaxinfer chat demo")
+    model_options = replace(model_options, model=options.model_name or model_options.model)
     with open_llm(model_options, max_seqs=1) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError(
@@ -214,7 +249,10 @@ def chat(model_options: DraftedModelOptions, sampling_options: SamplingOptions, 
         session = ChatSession(llm.name, params, llm.max_model_len, options.system)
         is_interactive = sys.stdin.isatty() and not options.as_json
         if is_interactive:
-            return _converse(llm, session)
+            if shows_progress():
+                say("compiling the programs of the model, so that no message waits for them")
+            llm.warm_up(use_tqdm=shows_progress())
+            return _converse(llm, session, Terminal())
         return _read_turns(llm, session, as_json=options.as_json)
 
 
@@ -225,13 +263,11 @@ def _length_of_answers(defaults: "SamplingParams") -> dict[str, None]:
     return {"max_tokens": None} if defaults.max_tokens == SamplingParams().max_tokens else {}
 
 
-def _converse(llm: "LLM", session: ChatSession) -> int:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives input() its history and editing keys
+def _converse(llm: "LLM", session: ChatSession, terminal: Terminal) -> int:
     note(f"{llm.name}, up to {session.max_model_len} tokens. /help lists commands, Ctrl-D leaves.")
     while True:
         try:
-            line = input(PROMPT)
+            line = terminal.message()
         except EOFError:
             print()
             return OK
@@ -241,19 +277,16 @@ def _converse(llm: "LLM", session: ChatSession) -> int:
             continue
         if not line.strip():
             continue
-        if line.startswith("/"):
-            try:
-                reply = session.command(line)
-            except (ValueError, OSError) as error:
-                _complain(sentence(error))
-                continue
-            if reply is None:
-                return OK
-            console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
-            continue
         try:
-            turn = _answer(llm, session, line, is_interactive=True)
-        except (ValueError, FloatingPointError) as error:
+            again = _again(session, line, lambda text: terminal.read(PROMPT, text))
+            if again is None and line.startswith("/"):
+                reply = session.command(line)
+                if reply is None:
+                    return OK
+                console(stderr=True).print(reply, style="dim", markup=False, soft_wrap=True)
+                continue
+            turn = _answer(llm, session, line if again is None else again, is_again=again is not None, stops=True)
+        except (ValueError, OSError, FloatingPointError) as error:
             _complain(sentence(error))
             continue
         if turn.output is None:
@@ -264,6 +297,27 @@ def _converse(llm: "LLM", session: ChatSession) -> int:
             note(session.out_of_room(turn))
 
 
+def _again(session: ChatSession, line: str, edit: Callable[[str], str] | None = None) -> str | None:
+    """The message that /regen or /edit answers again; None for any other line. `edit` lets the user change a text.
+
+    Raises ValueError where there is no message yet, or /edit has no text and nobody can edit one.
+    """
+    name, _, text = line.partition(" ")
+    if name == "/regen":
+        return session.last_message()
+    if name != "/edit":
+        return None
+    last = session.last_message()
+    if text.strip():
+        return text.strip()
+    if edit is None:
+        raise ValueError("/edit needs the new text of the last message")
+    try:
+        return edit(last)
+    except (EOFError, KeyboardInterrupt):
+        raise ValueError("nothing is changed") from None
+
+
 def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
     """Each line of standard input is a turn; a failed turn is reported and left out of the conversation."""
     num_turns = num_failed = 0
@@ -271,7 +325,7 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
         line = line.rstrip("\r\n")
         if not line.strip():
             continue
-        is_command = line.startswith("/")
+        is_command = line.startswith("/") and line.partition(" ")[0] not in ("/regen", "/edit")
         try:
             if is_command:
                 reply = session.command(line)
@@ -280,7 +334,9 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
                 say(reply)
                 continue
             num_turns += 1
-            turn = _answer(llm, session, line, is_interactive=False, is_quiet=as_json)
+            again = _again(session, line)
+            text = line if again is None else again
+            turn = _answer(llm, session, text, is_again=again is not None, is_quiet=as_json)
         except BrokenPipeError:
             raise
         except (ValueError, OSError, FloatingPointError) as error:
@@ -299,12 +355,23 @@ def _read_turns(llm: "LLM", session: ChatSession, *, as_json: bool) -> int:
     return PARTIAL if num_failed < num_turns else ERROR
 
 
-def _answer(llm: "LLM", session: ChatSession, text: str, *, is_interactive: bool, is_quiet: bool = False) -> Turn:
-    """One turn: the answer is streamed and added to the conversation."""
-    messages = [*session.messages, {"role": "user", "content": text}]
+def _answer(
+    llm: "LLM",
+    session: ChatSession,
+    text: str,
+    *,
+    is_again: bool = False,
+    stops: bool = False,
+    is_quiet: bool = False,
+) -> Turn:
+    """One turn: the answer is streamed and added to the conversation, or replaces the last one.
+
+    With `stops`, Ctrl-C ends the answer.
+    """
+    messages = session.ask(text, is_again=is_again)
     prompt = llm.chat_prompt(messages)
     params, is_cut = session.fit(len(prompt))
-    with _stoppable(is_interactive) as is_stopped:
+    with _stoppable(stops) as is_stopped:
         write = (lambda text: None) if is_quiet else write_text
         answer, output = stream_answer(llm, prompt, params, write, is_stopped=is_stopped)
     if not is_quiet:
@@ -315,7 +382,7 @@ def _answer(llm: "LLM", session: ChatSession, text: str, *, is_interactive: bool
             raise TurnError(answered.error or "the answer failed")
         if not is_quiet:
             _write_logprobs(output, params)
-    session.keep(messages, answer)
+    session.keep(messages, answer, is_again=is_again)
     is_out_of_room = is_cut and output is not None and output.outputs[0].finish_reason == "length"
     return Turn(answer, output, params, len(prompt), is_out_of_room)
 

@@ -22,7 +22,7 @@ from jaxinfer.tables import facts_text
 
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
-    *("jinja2", "huggingface_hub", "tqdm", "rich", "typer"),
+    *("jinja2", "huggingface_hub", "tqdm", "rich", "typer", "prompt_toolkit"),
 )
 # An extra is installed when all these distributions are.
 EXTRAS = {
@@ -30,7 +30,7 @@ EXTRAS = {
     "cuda12": ("jax-cuda12-plugin",),
     "cuda13": ("jax-cuda13-plugin",),
     "aot": ("libtpu", "jax-cuda12-plugin"),
-    "train": ("matplotlib",),
+    "plot": ("matplotlib",),
     "peers": ("llama-cpp-python", "gguf"),
     "docs": ("mkdocs-material", "mkdocstrings"),
     "object-store": ("fsspec",),

@@ -19,6 +19,7 @@ from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.models import models
+from jaxinfer.cli.names import NamedCommand
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.profile import profile
 from jaxinfer.cli.quantize import quantize
@@ -40,7 +41,7 @@ jaxinfer generate --model ./checkpoint --file prompts.txt --json > answers.jsonl
 
 jaxinfer batch requests.jsonl answers.jsonl --model ./checkpoint
 
-jaxinfer chat --model ./checkpoint --temperature 0.7
+jaxinfer chat ./checkpoint --temperature 0.7
 
 jaxinfer convert ./checkpoint ./converted
 
@@ -58,7 +59,8 @@ jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
 
 0 success · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted
 
-An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code.
+An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code. Flags of vLLM, SGLang, mlx-lm, Ollama and
+Transformers, such as --tensor-parallel-size and --max-new-tokens, are applied where they mean the same.
 """
 
 app = typer.Typer(
@@ -66,7 +68,6 @@ app = typer.Typer(
     help="LLM inference in JAX: load a checkpoint, generate, chat, score.",
     epilog=EXAMPLES,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,7 +82,7 @@ GROUPS = {
 }
 for group, commands in GROUPS.items():
     for name, function in commands.items():
-        app.command(name, rich_help_panel=group)(command(function))
+        app.command(name, cls=NamedCommand, rich_help_panel=group)(command(function))
 app.add_typer(bench_app, name="bench", rich_help_panel="This machine")
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import OK, UsageError
 from jaxinfer.llm_options import LLMOptions
+from jaxinfer.option_names import our_value
 from jaxinfer.options import MISSING, Description, argument, describe, option
-from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.sampling.params import SamplingParams, our_names
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -163,17 +164,16 @@ def given_values(options: Any) -> dict[str, Any]:
             continue
         try:
             is_text = isinstance(value, (str, list))
-            values[name] = about.parse(value) if about.parse is not None and is_text else value
+            values[name] = our_value(name, about.parse(value) if about.parse is not None and is_text else value)
         except ValueError as error:
             raise UsageError(f"--{name.replace('_', '-')}: {error}") from None
     return values
 
 
 def merge_params(defaults: SamplingParams, values: dict[str, Any]) -> SamplingParams:
-    """`defaults` with `values` over them."""
-    return SamplingParams.from_dict(
-        {**{field.name: getattr(defaults, field.name) for field in fields(defaults)}, **values}
-    )
+    """`defaults` with `values` over them, which may have the names of other engines."""
+    own = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+    return SamplingParams.from_dict({**own, **our_names(values)})
 
 
 def llm_arguments(options: ModelOptions) -> dict[str, Any]:

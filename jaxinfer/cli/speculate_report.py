@@ -1,12 +1,12 @@
 """`jaxinfer speculate-report`: the speedup of a draft on given prompts, the best draft length, and what limits it."""
 
-import importlib.util
 import statistics
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import ON_LOADING, ServingOptions, as_json, llm_arguments
 from jaxinfer.cli.output import console, note, waiting, write_json, write_text
@@ -334,8 +334,7 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"--plot writes PNG, got {path.name!r}")
     if not path.parent.is_dir():
         raise UsageError(f"--plot: there is no folder {path.parent}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install 'jaxinfer[train]'")
+    need_plotting("--plot")
 
 
 def draw(path: Path, rows: list[LengthReport], title: str) -> None:
@@ -355,7 +354,7 @@ def draw(path: Path, rows: list[LengthReport], title: str) -> None:
     lengths = [row.num_draft_tokens for row in rows]
     right.plot(lengths, [row.expected for row in rows], marker="o", linestyle="--", color="0.6", label="expected")
     right.plot(lengths, [row.measured for row in rows], marker="o", color="C0", label="measured")
-    right.axhline(1, color="C3", linewidth=1)
+    right.axhline(1, color="C3", linewidth=1, label="plain decoding")
     right.set(xlabel="draft tokens (k)", ylabel="speedup over plain decoding", xticks=lengths)
     right.set_ylim(bottom=0)
     right.legend(frameon=False)

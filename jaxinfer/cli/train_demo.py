@@ -1,11 +1,11 @@
 """`jaxinfer train-demo`: trains the two embedded models again, on Python's standard library."""
 
-import importlib.util
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxinfer.checks import need_plotting
 from jaxinfer.cli.distill import figures, writer
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
@@ -98,8 +98,7 @@ def export_pair(
     from jaxinfer.llm import LLM
     from jaxinfer.training import demo
 
-    if importlib.util.find_spec("matplotlib") is None:  # needed after hours of training
-        raise ImportError("the model cards need matplotlib: pip install 'jaxinfer[train]'")
+    need_plotting("a model card")  # after hours of training
     for name in NAMES:
         if (out_dir / name).exists() and not overwrite:
             raise FileExistsError(f"{out_dir / name} exists: --overwrite replaces it")

@@ -18,7 +18,8 @@ from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.request import SequenceState
 
-MAX_LOOKED_AT = 256  # waiting sequences that one step looks at
+MAX_LOOKED_AT = 256  # waiting requests that one step looks at
+MAX_SCANNED = 16 * MAX_LOOKED_AT  # waiting answers of these requests
 
 
 class QueueFullError(RuntimeError):
@@ -299,9 +300,11 @@ class Scheduler:
         budget = self.options.prefill_chunk
         for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
             budget -= self._plan_chunk(sequence, budget, chunks)
-        for sequence in self.waiting[:MAX_LOOKED_AT]:
-            if budget <= 0 or not self._free_slots:
+        num_looked_at = 0
+        for sequence in self.waiting[:MAX_SCANNED]:
+            if budget <= 0 or not self._free_slots or num_looked_at == MAX_LOOKED_AT:
                 break
+            num_looked_at += sequence.leader is None  # the other answers to a prompt need no comparison
             if self._should_wait(sequence):
                 continue
             if not self._admit(sequence, copies):

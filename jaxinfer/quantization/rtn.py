@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.checks import did_you_mean
+from jaxinfer.option_names import RECIPE_NAMES
 from jaxinfer.quantization.array import NestedScales, QuantizedArray, Scheme
 from jaxinfer.quantization.grid import IntegerGrid, find_params, in_groups, to_values
 from jaxinfer.quantization.matmul import transposed
@@ -70,8 +71,10 @@ def recipe(name: str | Recipe) -> Recipe:
     if isinstance(name, Recipe):
         return name
     if name not in RECIPES:
-        hint = did_you_mean(name, RECIPES, otherwise=f"; known are {', '.join(RECIPES)}")
-        raise ValueError(f"no way to quantize is called {name!r}{hint}")
+        if (known := RECIPE_NAMES.get(str(name).lower())) is not None:
+            raise ValueError(f"no way to round weights is called {name!r}: {known}")
+        hint = did_you_mean(name, RECIPES, otherwise="; the usual ones are int8, int4-g128, nf4, fp8 and w8a8")
+        raise ValueError(f"no way to round weights is called {name!r}{hint}")
     return RECIPES[name]
 
 

@@ -1,5 +1,6 @@
 """Sampling parameters of a request. Plain Python: nothing here imports JAX."""
 
+import functools
 import itertools
 import math
 import reprlib
@@ -7,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxinfer.checks import did_you_mean
+from jaxinfer.option_names import OptionNameError, translated
 from jaxinfer.options import option
 
-MAX_N = 16
+MAX_N = 256
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 100.0
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 16, 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -34,7 +35,8 @@ class SamplingParamsError(ValueError):
 
 
 _sampling = partial(option, group="Sampling")
-_limits = partial(option, group="Length and stopping")
+_limits = partial(option, group="Length")
+_stopping = partial(option, group="Stopping")
 _report = partial(option, group="Output")
 
 
@@ -66,18 +68,39 @@ def read_limit(text: str) -> int | None:
         raise ValueError(f"{text!r} is not a number of tokens or 'none'") from None
 
 
+Class = TypeVar("Class", bound=type)
+
+
+def _takes_other_names(cls: Class) -> Class:
+    """Makes a dataclass accept the keywords of `jaxinfer.option_names` beside its fields."""
+    own = cls.__init__
+    names = frozenset(field.name for field in fields(cls))
+
+    @functools.wraps(own)
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        if not names.issuperset(keywords):
+            keywords = _our_names(keywords)
+        own(self, *arguments, **keywords)
+
+    cls.__init__ = init
+    return cls
+
+
+@_takes_other_names
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request, with the names, defaults and meanings of vLLM.
 
     Every field is checked; an unsupported value raises `SamplingParamsError` with the field, the value and the limit.
+    Names of other engines, such as `max_new_tokens`, are applied where they mean the same, else refused with the name
+    to use (docs/options.md); an unknown name raises TypeError.
     Equivalent values are normalized: `top_k=-1` to 0, one `stop` string and every list to a tuple without duplicates,
     None in place of an empty list to ().
 
     Each field is described where it is declared, and in docs/options.md.
     """
 
-    n: int = _sampling(1, "Number of answers for each prompt, 1..16.", "N", "--n -n")
+    n: int = _sampling(1, f"Number of answers for each prompt, 1..{MAX_N}.", "N", "--n -n")
     temperature: float = _sampling(1.0, "0 takes the most probable token; else 1e-5..100 divides the logits.", "X")
     top_p: float = _sampling(1.0, "Keep the most probable tokens up to this probability mass, in (0, 1].", "X")
     top_k: int = _sampling(0, "Keep the K most probable tokens; 0 or -1 keeps all.", "K")
@@ -85,10 +108,10 @@ class SamplingParams:
     seed: int | None = _sampling(
         None, "The same seed gives the same answer. Default: derived from the number of the prompt.", "N"
     )
-    stop: Sequence[str] = _limits(
+    stop: Sequence[str] = _stopping(
         (), "Text that ends the answer, at most 16 of 1..1024 characters.", "TEXT", is_repeated=True
     )
-    stop_token_ids: Sequence[int] = _limits(
+    stop_token_ids: Sequence[int] = _stopping(
         (), "Token ids that end the answer, at most 64.", "ID,ID", parse=read_ids, is_repeated=True
     )
     ignore_eos: bool = _limits(False, "Continue after the end-of-sequence token.", flag="--ignore-eos/--no-ignore-eos")
@@ -126,8 +149,10 @@ class SamplingParams:
     skip_special_tokens: bool = _report(
         True, "Leave special tokens out of the text.", flag="--skip-special-tokens/--keep-special"
     )
-    include_stop_str_in_output: bool = _limits(
-        False, "Keep the stop text in the answer.", flag="--include-stop-str/--cut-stop-str"
+    include_stop_str_in_output: bool = _stopping(
+        False,
+        "Keep the stop text in the answer.",
+        flag="--include-stop-str-in-output",
     )
 
     def __post_init__(self) -> None:
@@ -149,16 +174,12 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "SamplingParams":
-        """Builds parameters from a mapping such as a JSON object. An unknown name raises, with the nearest field.
+        """Builds parameters from a mapping such as a JSON object, by our names or those of other engines.
 
-        The keys of `logit_bias` may be decimal strings, as in JSON.
+        The keys of `logit_bias` may be decimal strings, as in JSON. An unknown name raises SamplingParamsError with the
+        nearest field.
         """
-        names = [f.name for f in fields(cls)]
-        for name in mapping:
-            if name not in names:
-                hint = did_you_mean(name, names, cutoff=0.5, otherwise=f"; the fields are {', '.join(names)}")
-                raise SamplingParamsError(str(name), f"{name!r} is not a sampling parameter{hint}")
-        values = dict(mapping)
+        values = our_names(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = {_decimal(token): bias for token, bias in values["logit_bias"].items()}
         return cls(**values)
@@ -179,6 +200,22 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and value > vocab_size:
                 raise SamplingParamsError(name, f"{name}={value}, the vocabulary has {vocab_size} tokens")
+
+
+def our_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the names of our fields. Raises SamplingParamsError for a name without a counterpart."""
+    try:
+        return _our_names(mapping)
+    except OptionNameError as error:
+        raise SamplingParamsError(error.name, str(error)) from None
+
+
+def _our_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in fields(SamplingParams)]
+    values = translated("SamplingParams", given, names, "{} is not a sampling parameter")
+    if given.get("do_sample") is True and values.get("temperature") == 0:
+        raise OptionNameError("do_sample", "do_sample=True and temperature=0 contradict each other: 0 is greedy")
+    return values
 
 
 def _decimal(token: Any) -> Any:

@@ -139,7 +139,7 @@ def plot_distillation(path: Path, result: DistillResult) -> None:
         ("acceptance", result.before.rate, "accepted of proposed"),
     ):
         right.plot(steps, [first, *(values[name] for _, values in measured)], marker="o", label=label)
-    right.set(xlabel="optimizer step", ylim=(0, 1), title="on held-out prompts")
+    right.set(xlabel="optimizer step", ylabel="share of draft tokens", ylim=(0, 1), title="on held-out prompts")
     right.legend(frameon=False)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
@@ -170,7 +170,7 @@ def _pyplot():
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("plotting needs matplotlib: pip install 'jaxinfer[train]'") from None
+        raise ImportError("plotting needs matplotlib: pip install 'jaxinfer[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -125,13 +125,18 @@ def test_a_plain_chat_keeps_its_messages(serve):
     ],
 )
 def test_an_error_line(serve, row, status_code, kind, parameter, message):
-    record = serve(row)
+    url = "/v1/chat/completions" if "messages" in row else "/v1/completions"
+    record = serve({"custom_id": "row-1", "url": url, "body": row})
     assert record["custom_id"] == "row-1"
     assert record["response"]["status_code"] == status_code
     body = record["response"]["body"]["error"]
     assert (body["type"], body["param"]) == (kind, parameter)
     assert message in body["message"]
     assert record["error"] == {"code": kind, "message": body["message"], "line": 1}
+    plain = serve(row, overwrite=True)
+    assert plain.keys() == {"custom_id", "outputs", "error"}
+    assert (plain["error"]["param"], plain["error"]["line"]) == (parameter, 1)
+    assert message in plain["error"]["message"]
 
 
 def test_echo_of_ids_without_a_tokenizer_is_that_rows_error(serve):

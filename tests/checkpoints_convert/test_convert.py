@@ -186,7 +186,10 @@ def test_nan_in_the_middle_leaves_nothing_at_the_destination(checkpoint, tmp_pat
 def test_existing_checkpoint_is_replaced_only_when_asked_and_only_by_a_whole_one(checkpoint, tmp_path):
     source, destination = checkpoint().write(), tmp_path / "native"
     convert(source, destination, progress=None)
-    with pytest.raises(CheckpointError, match="native: exists: choose another destination, or ask to overwrite it"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"native: exists: choose another destination, or replace it with --overwrite \(overwrite=True",
+    ):
         convert(source, destination, progress=None)
     broken = checkpoint(name="broken")
     broken.tensors["model.norm.weight"][0] = np.nan

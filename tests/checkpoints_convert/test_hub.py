@@ -158,6 +158,12 @@ def test_fetches_what_is_needed_once_and_then_works_offline(hub, run):
     assert hub.requested == []
 
 
+def test_without_a_network_it_says_what_to_give(run):
+    (found,) = run(("someone/else", None, {}), HF_ENDPOINT="http://nowhere.invalid")
+    assert found["text"].startswith("someone/else: no network: ")
+    assert found["text"].endswith("give a folder, or demo")
+
+
 def test_token_is_sent_and_what_fails_is_explained(hub, run):
     hub.needs_token = "gated"
     gated, found, unknown, revision = run(

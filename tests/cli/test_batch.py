@@ -215,3 +215,42 @@ def test_kill_9_at_random_points_of_200_rows(batch, start, tmp_path, num_kills):
     result = batch(rows)
     assert result.exit_code == 0, result.stderr
     assert answers(path_out) == whole
+
+
+def test_input_and_output_may_be_pipes(jaxinfer, model):
+    """Failed rows are written beside the others, in the form of their answers."""
+    rows = [{"prompt": "a", "max_new_tokens": 2}, {"prompt": "b", "top_p": 2}, {"prompt": 5}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows) + "nope\n"
+    result = jaxinfer("batch", "-", "-", "-m", model, *SLOTS, input=lines)
+    assert result.exit_code == 3
+    found = {record["custom_id"]: record for record in map(json.loads, result.stdout.splitlines())}
+    assert len(found["row-1"]["outputs"][0]["token_ids"]) == 2
+    for name, line, parameter in (("row-2", 2, "top_p"), ("row-3", 3, "prompt"), ("row-4", 4, None)):
+        error = found[name]["error"]
+        assert (error["line"], error["param"], found[name]["outputs"]) == (line, parameter, [])
+    assert "standard input line 4: not JSON" in result.stderr
+    assert "/" not in result.stderr.replace("tokens/s", "")  # no path of a copy
+
+
+def test_paths_by_name(jaxinfer, model, tmp_path):
+    path = write(tmp_path / "in.jsonl", [{"prompt": "a", "max_tokens": 1}])
+    result = jaxinfer("batch", "-i", path, "-o", tmp_path / "out.jsonl", "-m", model, *SLOTS)
+    assert result.exit_code == 0
+    assert len(answers(tmp_path / "out.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["in"], "jaxinfer batch IN OUT -m MODEL"),
+        (["-i", "in"], "jaxinfer batch IN OUT -m MODEL"),
+        (["in", "out", "more"], "'more' is one path too many"),
+        (["-i", "in", "out", "more"], "'more' is one path too many"),
+        (["in", "-", "--json"], "--json is for answers in a file"),
+        (["in", "-", "--overwrite"], "--overwrite is for answers in a file"),
+    ],
+)
+def test_wrong_paths(jaxinfer, paths, message):
+    result = jaxinfer("batch", *paths, "-m", "m")
+    assert result.exit_code == 2
+    assert message in result.stderr

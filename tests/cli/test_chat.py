@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from jaxinfer.cli.chat import ChatSession
+from jaxinfer.cli.chat_input import Terminal, history_file, read_message
 from jaxinfer.sampling import SamplingParams
 
 
@@ -95,6 +96,15 @@ def test_a_model_without_chat_template_is_refused(jaxinfer, model_without_templa
     assert result.stderr.count("\n") == 1
 
 
+def test_the_model_is_given_by_position_or_by_name(jaxinfer, model):
+    result = jaxinfer("chat", model, input="/set temp 0.5\n")
+    assert (result.exit_code, result.stderr) == (0, "temperature = 0.5\n")
+    for arguments in ([], [model, "-m", model]):
+        result = jaxinfer("chat", *arguments)
+        assert result.exit_code == 2
+        assert "such as jaxinfer chat demo" in result.stderr
+
+
 def test_one_answer_a_turn(jaxinfer):
     result = jaxinfer("chat", "-m", "/nowhere", "--n", "2")
     assert result.exit_code == 2
@@ -162,21 +172,26 @@ class Keyboard:
 
     def __init__(self, monkeypatch, *lines):
         self.lines = iter(lines)
+        self.shown = []  # to be edited
         terminal = io.StringIO()
         terminal.isatty = lambda: True
         monkeypatch.setattr("sys.stdin", terminal)
-        monkeypatch.setattr("builtins.input", self.read)
+        monkeypatch.setattr("jaxinfer.cli.chat.Terminal", lambda: self)
 
-    def read(self, prompt: str) -> str:
+    def read(self, prompt: str, text: str = "") -> str:
+        self.shown.append(text)
         line = next(self.lines, EOFError)
         if isinstance(line, type):
             raise line
         return line
 
+    def message(self) -> str:
+        return read_message(self.read)
+
 
 def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, capsys, model):
     from jaxinfer.cli import chat as module
-    from jaxinfer.cli.options import ModelOptions, SamplingOptions
+    from jaxinfer.cli.options import SamplingOptions
 
     Keyboard(monkeypatch, "hello", KeyboardInterrupt, "/nope", "", "again", EOFError)
     written = []
@@ -190,10 +205,13 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     seen = []
     keep = ChatSession.keep
     monkeypatch.setattr(module, "write_text", write)
-    monkeypatch.setattr(ChatSession, "keep", lambda self, *turn: (seen.append(turn[1]), keep(self, *turn)))
+    monkeypatch.setattr(ChatSession, "keep", lambda self, *turn, **_: (seen.append(turn[1]), keep(self, *turn)))
+    monkeypatch.setattr("jaxinfer.LLM.warm_up", lambda self, **_: 0)
     monkeypatch.setattr(module, "note", lambda text: written.append(f"<{text}>"))
     code = module.chat(
-        ModelOptions(model=model), SamplingOptions(max_tokens="20", ignore_eos=True, seed=2), module.ChatOptions()
+        module.ChatModelOptions(model=model),
+        SamplingOptions(max_tokens="20", ignore_eos=True, seed=2),
+        module.ChatOptions(),
     )
     assert code == 0
     assert signal.getsignal(signal.SIGINT) is before
@@ -204,3 +222,91 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_but_not_the_session(monkeypatch, c
     assert any("20 tokens" in text for text in written)
     assert len(whole) > 0
     assert "/nope is not a command" in capsys.readouterr().err
+
+
+def test_the_programs_are_compiled_before_the_first_message(monkeypatch, model):
+    from jaxinfer import LLM
+    from jaxinfer.cli import chat as module
+    from jaxinfer.cli.options import SamplingOptions
+
+    order = []
+    keyboard = Keyboard(monkeypatch, EOFError)
+    read = keyboard.read
+    monkeypatch.setattr(keyboard, "read", lambda *rest: (order.append("read"), read(*rest))[1])
+    monkeypatch.setattr(LLM, "warm_up", lambda self, **_: order.append("compiled"))
+    module.chat(module.ChatModelOptions(model=model), SamplingOptions(), module.ChatOptions())
+    assert order == ["compiled", "read"]
+
+
+def test_the_last_message_is_answered_again_or_edited(jaxinfer, json_lines, model):
+    lines = ["/regen", "one", "/regen", "/edit other", "/edit", "two"]
+    result = jaxinfer("chat", model, "--json", "--max-tokens", "3", "--seed", "1", input="\n".join(lines))
+    assert result.exit_code == 3
+    none_yet, first, again, edited, no_text, second = json_lines(result.stdout)
+    assert "there is no message yet" in none_yet["error"]
+    assert "/edit needs the new text" in no_text["error"]
+    assert (first["num_messages"], again["num_messages"], edited["num_messages"]) == (2, 2, 2)
+    assert again["token_ids"] == first["token_ids"]  # of one seed
+    assert edited["num_prompt_tokens"] > first["num_prompt_tokens"]  # "other" in place of "one"
+    assert second["num_messages"] == 4
+
+
+def test_an_edit_at_a_terminal_begins_with_the_last_message(monkeypatch, capsys, model):
+    from jaxinfer import LLM
+    from jaxinfer.cli import chat as module
+    from jaxinfer.cli.options import SamplingOptions
+
+    kept = []
+    keep = ChatSession.keep
+
+    def spy(self, messages, answer, **more):
+        kept.append(messages[-1]["content"])
+        keep(self, messages, answer, **more)
+
+    keyboard = Keyboard(monkeypatch, "one", "/edit", KeyboardInterrupt, "/edit", "two", EOFError)
+    monkeypatch.setattr(ChatSession, "keep", spy)
+    monkeypatch.setattr(LLM, "warm_up", lambda self, **_: 0)
+    module.chat(module.ChatModelOptions(model=model), SamplingOptions(max_tokens="2"), module.ChatOptions())
+    assert kept == ["one", "two"]
+    assert [text for text in keyboard.shown if text] == ["one", "one"]
+    assert "nothing is changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["plain"], "plain"),
+        (["a\\", "b\\", "c"], "a\nb\nc"),
+        (['"""one"""'], "one"),
+        (['"""', "one", "  two", '"""'], "one\n  two"),
+        (['"""one', 'two"""'], "one\ntwo"),
+    ],
+)
+def test_messages_of_several_lines(lines, message):
+    typed = iter(lines)
+    assert read_message(lambda prompt: next(typed)) == message
+    assert list(typed) == []
+
+
+def test_a_pasted_text_is_one_message_and_history_is_kept(monkeypatch, tmp_path):
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAXINFER_CHAT_HISTORY", raising=False)
+    up = "\x1b[A"
+    with create_pipe_input() as keys:
+        keys.send_text("\x1b[200~def f():\n    pass\x1b[201~\r")
+        assert Terminal(input=keys, output=DummyOutput()).message() == "def f():\n    pass"
+    path = history_file()
+    assert path is not None
+    assert path.stat().st_mode & 0o077 == 0
+    with create_pipe_input() as keys:
+        keys.send_text(f"{up}{up}\r")  # to the first of its lines
+        assert Terminal(input=keys, output=DummyOutput()).message() == "def f():\n    pass"
+    monkeypatch.setenv("JAXINFER_CHAT_HISTORY", "")
+    assert history_file() is None
+    monkeypatch.setenv("JAXINFER_CHAT_HISTORY", "/proc/none/history")  # not to be written: kept in memory
+    with create_pipe_input() as keys:
+        keys.send_text("hi\r")
+        assert Terminal(input=keys, output=DummyOutput()).message() == "hi"

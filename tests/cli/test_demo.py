@@ -126,7 +126,7 @@ def quick_training(monkeypatch):
 
 
 def test_train_demo_writes_models_that_load(jaxinfer, json_lines, quick_training, tmp_path):
-    pytest.importorskip("matplotlib", reason="the model cards have plots: pip install 'jaxinfer[train]'")
+    pytest.importorskip("matplotlib", reason="the model cards have plots: pip install 'jaxinfer[plot]'")
     arguments = ["train-demo", "--work-dir", tmp_path / "work", "--out", tmp_path / "out", "--steps", "7"]
     result = jaxinfer(*arguments, "--draft-steps", "5", "--json")
     assert result.exit_code == 0

@@ -1,5 +1,6 @@
 """Help texts, the version, wrong usage; and that asking for help stays fast."""
 
+import os
 import subprocess
 import sys
 
@@ -70,3 +71,19 @@ def test_wrong_usage_exits_with_2(jaxinfer, arguments):
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Usage:" in result.stderr
+
+
+def test_completion_is_installed_and_completes(tmp_path):
+    """For bash, as for the other shells that typer knows."""
+    code = "from jaxinfer.cli.main import main; main()"
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    installed = subprocess.run(
+        [sys.executable, "-c", code, "--install-completion", "bash"], env=environment, capture_output=True, text=True
+    )
+    assert installed.returncode == 0, installed.stderr
+    assert "jaxinfer" in (tmp_path / ".bashrc").read_text()
+    words = {"_JAXINFER_COMPLETE": "complete_bash", "COMP_WORDS": "jaxinfer ge", "COMP_CWORD": "1"}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, **words}, capture_output=True, text=True
+    )
+    assert completed.stdout.split() == ["generate"]

@@ -32,7 +32,7 @@ GIVEN = {
     "allowed_token_ids": (["--allowed-token-ids", "64,65", "--allowed-token-ids", "66"], (64, 65, 66)),
     "bad_words": (["--bad-words", "no", "--bad-words", "not"], ("no", "not")),
     "skip_special_tokens": (["--keep-special"], False),
-    "include_stop_str_in_output": (["--include-stop-str"], True),
+    "include_stop_str_in_output": (["--include-stop-str-in-output"], True),
 }
 
 
@@ -96,7 +96,7 @@ def test_min_tokens_may_exceed_the_default_max_tokens():
     [
         (["--temperature", "-1"], "temperature must be 0 (greedy) or"),
         (["--top-p", "0"], "top_p must be a finite number"),
-        (["--n", "0"], "n must be an integer in 1..16"),
+        (["--n", "0"], "n must be an integer in 1..256"),
         (["--max-tokens", "0"], "max_tokens must be"),
         (["--min-tokens", "5", "--max-tokens", "4"], "min_tokens=5 is larger than max_tokens=4"),
         (["--temperature", "0", "--n", "2"], "greedy answers are all the same"),
@@ -131,9 +131,9 @@ def test_the_dtype_of_the_cache_arrives(jaxinfer, model, monkeypatch):
 
 @pytest.mark.parametrize("option", ["--kv-dtype", "--draft-kv-dtype"])
 def test_a_wrong_dtype_of_the_cache_is_refused_with_the_right_ones(jaxinfer, option):
-    result = jaxinfer("generate", "hi", "-m", "/nowhere", "--draft", "ngram", option, "fp8")
+    result = jaxinfer("generate", "hi", "-m", "/nowhere", "--draft", "ngram", option, "fp4")
     name = option.strip("-").replace("-", "_")
-    wanted = f"error: {name}='fp8' is not one of auto, float32, bfloat16, float16, int8, fp8_e4m3, fp8_e5m2\n"
+    wanted = f"error: {name}='fp4' is not one of auto, float32, bfloat16, float16, int8, fp8_e4m3, fp8_e5m2\n"
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", wanted)
 
 

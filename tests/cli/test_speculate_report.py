@@ -138,4 +138,4 @@ def test_a_plot_needs_matplotlib(jaxinfer, prompts, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     result = jaxinfer("speculate-report", prompts, "-m", "/nowhere", "-d", "ngram", "--plot", "x.png")
     assert result.exit_code == 1
-    assert "pip install 'jaxinfer[train]'" in result.stderr
+    assert "pip install 'jaxinfer[plot]'" in result.stderr

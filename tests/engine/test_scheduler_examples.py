@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
+from jaxinfer.engine.scheduler import MAX_LOOKED_AT, QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
 from tests.engine.sequences import make_sequence
 
 
@@ -139,6 +139,18 @@ def test_answers_of_one_request_store_only_the_last_token_of_the_prompt(num_prom
     assert len(plan.copies) == scheduler.counters.copied_pages == num_copies
     whole = (num_prompt - 1) // 4
     assert all(one.pages[:whole] == leader.pages[:whole] for one in followers)
+
+
+def test_many_answers_to_one_prompt_hold_up_no_other_request():
+    """Their prompt is computed for some steps, in which the others of its answers wait."""
+    scheduler = Scheduler(options(num_pages=400, max_seqs=4))
+    leader = add(scheduler, range(20))
+    for _ in range(2 * MAX_LOOKED_AT):
+        add(scheduler, range(20), leader=leader)
+    other = add(scheduler, [99])
+    assert plan_and_report(scheduler).admitted == [leader]  # 16 of its 20 tokens are all of this step's
+    assert plan_and_report(scheduler).admitted == [other]
+    assert len(plan_and_report(scheduler).admitted) == 2  # answers of the first, now that its prompt is there
 
 
 def test_followers_go_on_without_a_leader():

@@ -178,6 +178,14 @@ def test_what_is_quantized_of_a_model():
 def test_unknown_names_and_shapes():
     with pytest.raises(ValueError, match="did you mean 'int4-g128'"):
         recipe("int4g128")
+    for name, message in (
+        ("awq", "called 'awq': calibrates on texts: `jaxinfer quantize SRC DST --method awq`"),
+        ("Q4_K_M", "types of a GGUF file are kept"),
+        ("bitsandbytes", "did you mean 'nf4'"),
+        ("zzz", "; the usual ones are int8, int4-g128, nf4, fp8 and w8a8$"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            recipe(name)
     with pytest.raises(ValueError, match=r"inputs and outputs, got shape \(4,\)"):
         quantize(jnp.ones(4), "int8")
 

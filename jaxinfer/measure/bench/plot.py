@@ -1,7 +1,7 @@
 """Pictures of results: latency by load, tokens/s by batch size with the roofline, acceptance, memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("a picture needs matplotlib: pip install 'jaxinfer[train]'") from None
+        raise ImportError("a picture needs matplotlib: pip install 'jaxinfer[plot]'") from None
     panels: list[tuple[str, Any]] = []
     loads = [one for one in results if one["command"] == "load" and one["runs"]]
     batches = [one for one in results if one["command"] == "latency" and one["runs"]]
@@ -34,6 +34,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
         panels.append(("draft tokens accepted", lambda axes: _acceptance(axes, drafted)))
     if measured:
         panels.append(("memory over time", lambda axes: _memory(axes, measured)))
+    panels = [panel for panel in panels if _has_content(panel[1])]
     if not panels:
         raise ValueError("these results have no runs: nothing to draw")
     columns = 2 if len(panels) in (2, 4) else min(len(panels), 3)
@@ -46,10 +47,30 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
         paint(axes)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, frameon=False)
+        if handles := axes.get_legend_handles_labels()[0]:
+            size, width = (6.5, 2) if len(handles) > 6 else (8, 1)
+            axes.legend(fontsize=size, ncols=width, frameon=False)
     figure.savefig(file, dpi=130)
     return [title for title, _ in panels]
+
+
+def _has_content(paint: Callable[[Any], None]) -> bool:
+    """Whether a panel would show anything."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    paint(axes)
+    return bool(axes.lines)
+
+
+def _finite(values: Iterable[float]) -> bool:
+    return any(math.isfinite(value) for value in values)
+
+
+def _line(axes, x: Sequence[float], y: Sequence[float], style: str, **more: Any) -> None:
+    """A line; none where no value is finite, since a legend would name what is not there. A lone point is marked."""
+    if _finite(y):
+        axes.plot(x, y, "o" if len(y) == 1 and style in ("-", "--") else style, **more)
 
 
 def _title(results: Sequence[dict[str, Any]]) -> str:
@@ -82,7 +103,8 @@ def _load(axes, results: Sequence[dict[str, Any]], name: str) -> None:
         rates, runs = _rates(one)
         for percent, (colour, style) in PERCENTS.items():
             values = [run[name][percent] * 1e3 if run[name] else math.nan for run in runs]
-            axes.plot(
+            _line(
+                axes,
                 rates,
                 values,
                 style,
@@ -100,9 +122,8 @@ def _load_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
     for number, one in enumerate(results):
         rates, runs = _rates(one)
         values = [run["tokens_per_second"]["out"] for run in runs]
-        axes.plot(
-            rates, values, "o-", color=COLOURS[number % len(COLOURS)], label=_label(results, one, "answer tokens")
-        )
+        colour = COLOURS[number % len(COLOURS)]
+        _line(axes, rates, values, "o-", color=colour, label=_label(results, one, "answer tokens"))
     axes.set_xlabel("request rate (requests/s)")
     axes.set_ylabel("answer tokens/s")
     axes.set_ylim(bottom=0)
@@ -119,8 +140,8 @@ def _batch_tokens(axes, results: Sequence[dict[str, Any]]) -> None:
         colour = COLOURS[number % len(COLOURS)]
         made = [run["batch"] / run["decode"]["step_seconds"] for run in runs]
         ideal = [run["decode"]["roofline_tokens_per_second"] for run in runs]
-        axes.plot(batches, made, "o-", color=colour, label=_label(results, one, "decoding"))
-        axes.plot(batches, ideal, "--", color=colour, label=_label(results, one, "roofline, measured rates"))
+        _line(axes, batches, made, "o-", color=colour, label=_label(results, one, "decoding"))
+        _line(axes, batches, ideal, "--", color=colour, label=_label(results, one, "roofline, measured rates"))
         for batch, value, run in zip(batches, made, runs, strict=True):
             text = f"{run['decode']['percent']:.0f} %"
             axes.annotate(text, (batch, value), textcoords="offset points", xytext=(4, -11), fontsize=7)
@@ -142,7 +163,8 @@ def _acceptance(axes, results: Sequence[dict[str, Any]]) -> None:
             values = [100 * value for value in run["speculation"]["acceptance_by_position"]]
             label = f"{_run_name(one, run)}, {run['speculation']['mean_accepted_length']:.1f} tokens per round"
             colour = COLOURS[(number + place) % len(COLOURS)]
-            axes.plot(range(1, len(values) + 1), values, "o-", color=colour, label=_label(results, one, label))
+            positions = list(range(1, len(values) + 1))
+            _line(axes, positions, values, "o-", color=colour, label=_label(results, one, label))
     axes.set_xlabel("position of the draft token in its round")
     axes.set_ylabel("accepted (% of draft tokens)")
     axes.set_ylim(0, 105)
@@ -159,15 +181,16 @@ def _memory(axes, results: Sequence[dict[str, Any]]) -> None:
             label = _label(results, one, _run_name(one, run))
             resident = [value / GIB for value in memory["rss_bytes"]]
             times = [begin + value for value in memory["seconds"]]
-            axes.plot(times, resident, color=colour, label=f"{label}, process")
+            _line(axes, times, resident, "-", color=colour, label=label)
             highest = max(highest, *resident)
             if memory["device_bytes"] is not None:
                 values = [value / GIB for value in memory["device_bytes"]]
-                axes.plot(times, values, "--", color=colour, label=f"{label}, device")
+                _line(axes, times, values, "--", color=colour)
                 highest = max(highest, *values)
             begin, number = times[-1], number + 1
     axes.set_xlabel("time, runs one after another (s)")
-    axes.set_ylabel("memory (GiB)")
+    has_devices = any(run["memory"]["device_bytes"] is not None for one in results for run in one["runs"])
+    axes.set_ylabel("memory (GiB)" + (": process solid, device dashed" if has_devices else " of the process"))
     axes.set_ylim(0, 1.7 * highest)  # with room for the legend
 
 

@@ -130,7 +130,18 @@ def test_model_type_stands_in_for_missing_architectures():
             {"architectures": ["LlamaForCasualLM"]},
             "'LlamaForCasualLM' is not supported: did you mean 'LlamaForCausalLM'",
         ),
-        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported.*Supported: Llama"),
+        (
+            {"architectures": ["NemotronHForCausalLM"]},
+            "'NemotronHForCausalLM' is not supported; `jaxinfer models` lists",
+        ),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            "'LlamaForSequenceClassification' is not supported; `jax",
+        ),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM' is not supported; `jaxinfer models` lists those that are",
+        ),
         (
             {"architectures": ["DeepThoughtLM"], "auto_map": {"AutoModelForCausalLM": "modeling.DeepThoughtLM"}},
             "'DeepThoughtLM' is not supported.*auto_map asks for code from the repository, which is never run",

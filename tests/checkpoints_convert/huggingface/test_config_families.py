@@ -163,7 +163,7 @@ def test_gpt_2_of_its_own_names():
         ("GemmaForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         ("Phi3ForCausalLM", {"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported"),
         ("Gemma2ForCausalLM", {"hidden_activation": "tanh"}, "hidden_activation 'tanh' is not supported"),
-        ("OlmoForCausalLM", {}, "'OlmoForCausalLM' is not supported: did you mean 'Olmo[23]ForCausalLM'"),
+        ("OlmoForCausalLM", {}, "'OlmoForCausalLM' is not supported; `jaxinfer models` lists those that are"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 2]}, "no_rope_layers must list a 0 or 1 for each of 6 layers"),
         ("CohereForCausalLM", {"partial_rotary_factor": 0.5}, "CohereForCausalLM rotates whole heads"),
         ("MistralForCausalLM", {"rope_parameters": {"llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta is not a"),

@@ -276,4 +276,39 @@ CLI = (
     ),
 )
 
-FAULTS = (*ENGINE, *BATCH, *PLANNING, *MEASURE, *CLI)
+NAMES = (
+    Fault(
+        "names/a-value-without-effect-is-any-value",
+        "jaxinfer",
+        "if self.read is None:\n            raise",
+        "if self.read is None and not self.is_switch:\n            raise",
+        ("tests/test_option_names.py",),
+        "enforce_eager=True or trust_remote_code=True is taken and does nothing",
+    ),
+    Fault(
+        "names/one-option-under-two-names-is-the-last",
+        "jaxinfer",
+        "if ours in found:\n                raise",
+        "if ours in found and found[ours] is None:\n                raise",
+        ("tests/test_option_names.py",),
+        "max_num_seqs beside max_seqs: one of them is ignored",
+    ),
+    Fault(
+        "names/a-flag-of-another-engine-is-dropped",
+        "jaxinfer/cli",
+        "found.rest += [own.opts[0], text]",
+        "found.rest += []",
+        ("tests/cli/test_names.py",),
+        "--max-new-tokens on the command line is taken and does nothing",
+    ),
+    Fault(
+        "engine/answers-of-one-request-hold-up-others",
+        "jaxinfer/engine",
+        "num_looked_at += sequence.leader is None",
+        "num_looked_at += 1",
+        ("tests/engine/test_scheduler_examples.py",),
+        "n=256 keeps other requests waiting while its prompt is computed",
+    ),
+)
+
+FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI)

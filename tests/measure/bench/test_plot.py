@@ -58,6 +58,16 @@ def test_all_panels_have_titles_units_and_legends(tmp_path, drawn):
     assert ideal.get_ydata().tolist() == [50.0, 50.0]
 
 
+def test_panels_and_lines_without_values_are_left_out(tmp_path, drawn):
+    """An infinite rate has no place on an axis, and a run of one sample no line, but a point."""
+    short = {"seconds": [0.0], "rss_bytes": [2**30], "device_bytes": None}
+    no_times = run(rate=1.0, ttft=None, memory=short)
+    assert draw([result("load", [run(rate="inf", memory=short)])], tmp_path / "a.png") == ["memory over time"]
+    assert "time to first token (TTFT)" not in draw([result("load", [no_times])], tmp_path / "b.png")
+    (line,) = drawn[0].axes[0].lines
+    assert line.get_marker() == "o"
+
+
 def test_results_without_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nothing to draw"):
         draw([result("load", [])], tmp_path / "a.png")
@@ -67,5 +77,5 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"jaxinfer\[train\]"):
+    with pytest.raises(ImportError, match=r"jaxinfer\[plot\]"):
         draw([LOAD], tmp_path / "a.png")

@@ -1,0 +1,129 @@
+"""Names of other engines: each is applied as ours or refused with what to write instead."""
+
+import types
+from dataclasses import fields
+
+import pytest
+
+from jaxinfer.llm_options import LLMOptions
+from jaxinfer.option_names import NAMES, OptionNameError, our_value, translated
+from jaxinfer.sampling import SamplingParams, SamplingParamsError
+
+KNOWN = {
+    "LLM": [field.name for field in fields(LLMOptions)],
+    "SamplingParams": [field.name for field in fields(SamplingParams)],
+    "call": ["prompts", "params", "use_tqdm"],
+}
+APPLIED = [
+    ("LLM", {"tensor_parallel_size": 4}, {"mesh": "model=4"}),
+    ("LLM", {"tensor_parallel_size": 1}, {}),
+    ("LLM", {"tensor_parallel_size": 4, "data_parallel_size": 2}, {"mesh": "data=2,model=4"}),
+    ("LLM", {"gpu_memory_utilization": 0.5}, {"memory_fraction": 0.5}),
+    ("LLM", {"max_num_seqs": 8}, {"max_seqs": 8}),
+    ("LLM", {"kv_cache_dtype": "fp8"}, {"kv_dtype": "fp8_e4m3"}),
+    ("LLM", {"kv_cache_dtype": "auto"}, {"kv_dtype": "auto"}),
+    ("LLM", {"dtype": "half"}, {"dtype": "float16"}),
+    ("LLM", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+    ("LLM", {"block_size": 32}, {"page_size": 32}),
+    ("LLM", {"num_ctx": 2048}, {"max_model_len": 2048}),
+    ("LLM", {"enable_prefix_caching": False}, {"prefix_cache": False}),
+    ("LLM", {"disable_radix_cache": True}, {"prefix_cache": False}),
+    ("LLM", {"prefill_step_size": 64}, {"prefill_chunk": 64}),
+    ("LLM", {"speculative_model": "[ngram]", "num_speculative_tokens": 3}, {"draft": "ngram", "num_draft_tokens": 3}),
+    ("LLM", {"speculative_config": {"model": "d", "num_speculative_tokens": 2}}, {"draft": "d", "num_draft_tokens": 2}),
+    ("LLM", {"enforce_eager": False, "trust_remote_code": False, "swap_space": 0, "cpu_offload_gb": 0.0}, {}),
+    (
+        "LLM",
+        {"tokenizer_mode": "auto", "enable_chunked_prefill": True, "load_format": "auto", "quantization": None},
+        {},
+    ),
+    ("SamplingParams", {"max_new_tokens": 5, "min_new_tokens": 2}, {"max_tokens": 5, "min_tokens": 2}),
+    ("SamplingParams", {"num_predict": 7}, {"max_tokens": 7}),
+    ("SamplingParams", {"num_predict": -1}, {"max_tokens": None}),
+    ("SamplingParams", {"temp": 0.3}, {"temperature": 0.3}),
+    ("SamplingParams", {"do_sample": False}, {"temperature": 0.0}),
+    ("SamplingParams", {"num_return_sequences": 3}, {"n": 3}),
+    ("SamplingParams", {"stop_strings": ["a"]}, {"stop": ["a"]}),
+    ("SamplingParams", {"repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "num_beams": 1, "best_of": 1}, {}),
+    ("call", {"sampling_params": None, "prompt": "x"}, {"prompts": "x"}),
+]
+REFUSED = [
+    ("LLM", {"quantization": "awq"}, r'quantize="int8".*jaxinfer quantize --method awq'),
+    ("LLM", {"enforce_eager": True}, "jaxinfer warm"),
+    ("LLM", {"trust_remote_code": True}, "jaxinfer models"),
+    ("LLM", {"swap_space": 4}, "memory_fraction"),
+    ("LLM", {"max_num_batched_tokens": 4096}, "prefill_chunk"),
+    ("LLM", {"enable_chunked_prefill": False}, "prefill_chunk"),
+    ("LLM", {"max_kv_size": 512}, "max_model_len"),
+    ("LLM", {"tensor_parallel_size": 0}, "positive integer"),
+    ("LLM", {"tensor_parallel_size": True}, "positive integer"),
+    ("LLM", {"speculative_config": {"method": "eagle"}}, "'eagle' is not supported"),
+    ("LLM", {"speculative_config": {"disable_by_batch_size": 4}}, "no counterpart"),
+    ("LLM", {"tensor_parallel_size": 2, "mesh": "model=2"}, "the same option, mesh: give one"),
+    ("LLM", {"max_num_seqs": 2, "max_seqs": 2}, "the same option, max_seqs: give one"),
+    (
+        "LLM",
+        {"max_new_tokens": 2},
+        r"no argument 'max_new_tokens' \(Transformers, SGLang\): SamplingParams takes it",
+    ),
+    ("LLM", {"memory_fractoin": 2}, "did you mean 'memory_fraction'"),
+    ("SamplingParams", {"repeat_penalty": 1.1}, "repetition_penalty"),
+    ("SamplingParams", {"num_ctx": 5}, "LLM takes it as max_model_len"),
+    ("SamplingParams", {"num_beams": 4}, "beam search is not supported"),
+    ("SamplingParams", {"guided_decoding": {}}, "constrained decoding is not supported"),
+    ("SamplingParams", {"temp": 1, "temperature": 1}, "the same option, temperature"),
+    ("call", {"stream": True}, r"llm\.stream"),
+    ("call", {"prompt_token_ids": [1]}, "prompts= takes"),
+]
+
+
+@pytest.mark.parametrize(("scope", "given", "ours"), APPLIED, ids=lambda value: str(value)[:40])
+def test_a_name_of_the_same_meaning_is_applied(scope, given, ours):
+    assert translated(scope, given, KNOWN[scope], "no argument {}") == ours
+
+
+@pytest.mark.parametrize(("scope", "given", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_any_other_name_is_refused_with_ours(scope, given, message):
+    with pytest.raises(OptionNameError, match=message):
+        translated(scope, given, KNOWN[scope], "no argument {}")
+
+
+def test_the_table_is_sound():
+    """No name is there twice or is one of ours, and what is applied gives options that exist."""
+    places = [(one.scope, one.name) for one in NAMES]
+    assert len(places) == len(set(places)) >= 100
+    assert [one.name for one in NAMES if one.name in KNOWN[one.scope] and one.name != one.ours] == []
+    samples = (4, "x", True, False, {"model": "d"})
+    for one in NAMES:
+        assert one.ours
+        if one.read is None:
+            continue
+        found = {}
+        for sample in samples:
+            try:
+                found |= one.apply(sample)
+            except OptionNameError:
+                continue
+        assert found, one.name
+        assert set(found) <= set(KNOWN[one.scope]), one.name
+
+
+def test_other_spellings_of_values():
+    jax_like = types.SimpleNamespace(name="float16")
+    assert [our_value("dtype", value) for value in ("half", "bf16", "float32", "auto")] == [
+        *("float16", "bfloat16", "float32", "auto"),
+    ]
+    assert our_value("dtype", jax_like) == "float16"
+    assert our_value("kv_dtype", "fp8_e4m3fn") == "fp8_e4m3"
+    assert our_value("stop", "half") == "half"
+
+
+def test_sampling_params_take_the_names():
+    assert SamplingParams(max_new_tokens=4, temp=0.5) == SamplingParams(max_tokens=4, temperature=0.5)  # type: ignore[call-arg]
+    assert SamplingParams.from_dict({"num_predict": -1}).max_tokens is None
+    with pytest.raises(TypeError, match="'foo' is not a sampling parameter"):
+        SamplingParams(foo=1)  # type: ignore[call-arg]
+    with pytest.raises(SamplingParamsError, match=r"repeat_penalty=1\.5"):
+        SamplingParams.from_dict({"repeat_penalty": 1.5})
+    with pytest.raises(TypeError, match="contradict each other"):
+        SamplingParams(do_sample=True, temperature=0)  # type: ignore[call-arg]
