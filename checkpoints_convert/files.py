@@ -1,23 +1,14 @@
-"""Files of a checkpoint: their names, strict JSON, checksums, and manifest.json.
-
-manifest.json has the size and SHA-256 of every file of a converted checkpoint (safetensors has no checksum of its own)
-and the SHA-256 of every parameter's values. Files of two conversions differ in times and names that Orbax gives them;
-parameters do not.
-"""
+"""Files of a checkpoint: their names, strict JSON, and copies."""
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from checkpoints_convert.errors import CheckpointError
-from jaxinfer.files import write_text_atomically
+from jaxinfer.files import open_regular, write_text_atomically
 
 MAX_JSON_BYTES = 100_000_000
 CONFIG = "config.json"
@@ -76,10 +67,11 @@ def parse_json(raw: bytes, where: str | Path, *, unique_keys: bool = False) -> d
 def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming it when it is missing, too large or not JSON."""
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(path, f"{size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
-        raw = path.read_bytes()
+        with open_regular(path) as file:
+            raw = file.read(MAX_JSON_BYTES + 1)
+            if len(raw) > MAX_JSON_BYTES:
+                size = path.stat().st_size
+                raise CheckpointError(path, f"{size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
     return parse_json(raw, path, unique_keys=unique_keys)
@@ -122,7 +114,7 @@ def _token_ids(data: Mapping[str, Any], name: str, where: str | Path) -> list[in
 
 def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -154,101 +146,3 @@ def write_companions(companions: Mapping[str, Path | str], destination: Path) ->
         else:
             target.write_text(content, encoding="utf-8")
     return sorted(companions)
-
-
-_VERSION = 1
-
-# {relative path: {"size": bytes, "sha256": hexadecimal}}
-Entries = dict[str, dict[str, Any]]
-
-
-def measure(directory: Path, names: Iterable[str]) -> Entries:
-    """The manifest entries of files, which are read."""
-    names = list(names)
-    with ThreadPoolExecutor(4) as executor:
-        digests = executor.map(sha256, (directory / name for name in names))
-        return {
-            name: {"size": (directory / name).stat().st_size, "sha256": digest}
-            for name, digest in zip(names, digests, strict=True)
-        }
-
-
-def array_digest(parts: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over the names, dtypes, shapes and bytes of the arrays of a parameter."""
-    found = hashlib.sha256()
-    for name, array in sorted(parts.items()):
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
-
-
-def write_manifest(
-    directory: Path, entries: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, str] | None = None
-) -> None:
-    """Writes manifest.json. parameters: `array_digest` of each parameter, by name."""
-    data = {"format_version": _VERSION, "files": dict(sorted(entries.items()))}
-    if parameters is not None:
-        data["parameters"] = dict(sorted(parameters.items()))
-    write_json(directory / MANIFEST, data)
-
-
-def read_manifest(directory: Path) -> Entries:
-    """The file entries of manifest.json.
-
-    Raises CheckpointError if it is missing, malformed, or names files outside its directory.
-    """
-    path = directory / MANIFEST
-    data = read_json(path, unique_keys=True)
-    if data.get("format_version") != _VERSION:
-        raise CheckpointError(path, f"format_version {data.get('format_version')!r}, this version reads {_VERSION}")
-    entries = data.get("files")
-    if not isinstance(entries, dict):
-        raise CheckpointError(path, "has no table of files")
-    problems = [f"{name!r}: {why}" for name, entry in entries.items() if (why := _entry_problem(name, entry))]
-    if problems:
-        raise CheckpointError(path, *problems)
-    return entries
-
-
-def verify_manifest(path: str | Path) -> list[str]:
-    """Compares every file of a converted checkpoint with its manifest, reading all bytes.
-
-    Returns a sentence for each file that is missing, has another size or checksum, or is not listed.
-    Raises CheckpointError when there is no usable manifest.
-    """
-    directory = Path(path)
-    entries = read_manifest(directory)
-    problems = size_problems(directory, entries)
-    damaged = {problem.split(":")[0] for problem in problems}
-    found = measure(directory, [name for name in entries if name not in damaged])
-    for name, entry in found.items():
-        if entry["sha256"] != entries[name]["sha256"]:
-            problems.append(
-                f"{name}: its {entry['size']} bytes have SHA-256 {entry['sha256']},"
-                f" the manifest says {entries[name]['sha256']}"
-            )
-    extra = [name for name in files_below(directory) if name not in entries and name != MANIFEST]
-    return problems + [f"{name}: not in the manifest" for name in extra]
-
-
-def size_problems(directory: Path, entries: Entries) -> list[str]:
-    """A sentence for each file that is missing or has another size. Reads no contents."""
-    problems = []
-    for name, entry in entries.items():
-        path = directory / name
-        if not path.is_file():
-            problems.append(f"{name}: missing")
-        elif (size := path.stat().st_size) != entry["size"]:
-            problems.append(f"{name}: {size} bytes, the manifest says {entry['size']}")
-    return problems
-
-
-def _entry_problem(name: str, entry: Any) -> str | None:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-        return "a path that leads out of the checkpoint"
-    if not isinstance(entry, dict) or not isinstance(entry.get("size"), int):
-        return "has no size"
-    if not isinstance(entry.get("sha256"), str) or not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
-        return "has no SHA-256"
-    return None
