@@ -70,7 +70,7 @@ def abstract_of(
 ) -> tuple[ModelConfig, Params]:
     """The same of a config.json and the headers of its tensors; None for no headers."""
     if headers is None:
-        config = model_config(hf_config, where)
+        config = model_config(hf_config, f"{where}/{CONFIG}")
         if any(hf_config.get(name) for name in ("quantization_config", "compression_config")):
             reason = f"{CONFIG} declares quantized weights, and there are no headers that say which"
             raise CheckpointError(where, reason)

@@ -13,6 +13,7 @@ from jaxinfer.files import open_regular, write_text_atomically
 MAX_JSON_BYTES = 100_000_000
 CONFIG = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 NATIVE_CONFIG = "jaxinfer_config.json"
 MANIFEST = "manifest.json"
 PARAMS = "params"  # the folder of the arrays in the native form
@@ -20,7 +21,7 @@ PARAMS = "params"  # the folder of the arrays in the native form
 # Files that are copied beside the weights, as patterns of names relative to the directory.
 COMPANION_FILES = (
     CONFIG,
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer*.json",
     "tokenizer.model*",
     "special_tokens_map.json",
@@ -84,32 +85,36 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def generation_config(directory: str | Path) -> dict[str, Any]:
     """The contents of generation_config.json, or {} without one."""
-    path = Path(directory) / "generation_config.json"
+    path = Path(directory) / GENERATION_CONFIG
     return read_json(path) if path.exists() else {}
 
 
-def eos_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """Ids that end a generation: those of generation_config.json, then those of config.json."""
-    return tuple(dict.fromkeys(id for data in _both(directory) for id in _token_ids(data, "eos_token_id", directory)))
+def eos_token_ids(directory: str | Path, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Ids that end a generation: those of generation_config.json, then those of config.json.
+
+    Raises CheckpointError for what is no token id, or not one below `vocab_size`.
+    """
+    return tuple(dict.fromkeys(_token_ids(directory, "eos_token_id", vocab_size)))
 
 
-def bos_token_id(directory: str | Path) -> int | None:
-    """The id a text begins with, or None."""
-    found = [id for data in _both(directory) for id in _token_ids(data, "bos_token_id", directory)]
-    return found[0] if found else None
+def bos_token_id(directory: str | Path, vocab_size: int | None = None) -> int | None:
+    """The id a text begins with, or None. Raises as `eos_token_ids`."""
+    return next(iter(_token_ids(directory, "bos_token_id", vocab_size)), None)
 
 
-def _both(directory: str | Path) -> list[dict[str, Any]]:
-    path = Path(directory) / CONFIG
-    return [generation_config(directory), read_json(path) if path.exists() else {}]
-
-
-def _token_ids(data: Mapping[str, Any], name: str, where: str | Path) -> list[int]:
-    value = data.get(name)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in values):
-        raise CheckpointError(where, f"{name} must be a token id or a list of them, got {value!r}")
-    return values
+def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> list[int]:
+    found = []
+    for name in (GENERATION_CONFIG, CONFIG):
+        path = Path(directory) / name
+        value = read_json(path).get(field) if path.exists() else None
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        for id in values:
+            if isinstance(id, bool) or not isinstance(id, int) or id < 0:
+                raise CheckpointError(path, f"{field} must be a token id or a list of them, got {value!r}")
+            if vocab_size is not None and id >= vocab_size:
+                raise CheckpointError(path, f"{field} {id} is not below the vocab_size of {vocab_size}")
+        found += values
+    return found
 
 
 def sha256(path: Path) -> str:
