@@ -76,7 +76,7 @@ class ArrayStore:
     def chunk_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the chunks that an array is read in: the one that its checksums have, or it is stored in."""
         spec = self.specs[name]
-        stored = self._arrays[name].chunk_layout.read_chunk.shape
+        stored = self._arrays[name].chunk_layout.read_chunk.shape or ()  # None of a scalar
         return spec.checksums.chunk if spec.checksums is not None else tuple(max(1, size) for size in stored)
 
     @cached_property
