@@ -3,7 +3,7 @@
 from pathlib import Path
 
 _NUM_LISTED = 20
-_MAX_LENGTH = 500  # characters of a sentence, which may quote what a file holds
+_MAX_LENGTH = 1500  # characters of a sentence, which may quote what a file holds
 
 
 class CheckpointError(ValueError):

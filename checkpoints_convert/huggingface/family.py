@@ -50,9 +50,8 @@ class Fields:
         value = self._get(name, default)
         if value is default or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= most):
             return least if value is REQUIRED else value
-        limit = f"of at least {least}" if most == MAX_INTEGER else f"from {least} to {most}"
-        is_too_large = isinstance(value, int) and value > MAX_INTEGER
-        limit = f"from {least} to {most}" if is_too_large else limit
+        is_too_large = isinstance(value, int) and value > most
+        limit = f"from {least} to {most}" if is_too_large else f"of at least {least}"
         self.problem(name, f"must be an integer {limit}, got {value!r}")
         return least
 
