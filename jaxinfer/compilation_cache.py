@@ -134,7 +134,8 @@ def _replace_jax_functions() -> None:
             _LOG.info("%s could not be read (%s) and is compiled again", path, error)
             return None, None
 
-    jax_cache.LRUCache, jax_cache.get_executable_and_time = _AtomicCache, read_or_remove
+    jax_cache.get_executable_and_time = read_or_remove
+    setattr(jax_cache, "LRUCache", _AtomicCache)  # noqa: B010 - a name that jax_cache imports
 
 
 def fix_trace_context() -> None:

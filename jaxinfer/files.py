@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -22,7 +23,7 @@ class Closable:
         self.close()
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Opens a file for reading. Raises OSError, for pipes, sockets, devices and directories too, which it never waits
     for."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
