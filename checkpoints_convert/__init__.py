@@ -14,13 +14,13 @@ from checkpoints_convert.abstract import abstract, abstract_of
 from checkpoints_convert.checkpoint import Checkpoint
 from checkpoints_convert.convert import ConvertReport, convert
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
-from checkpoints_convert.files import verify_manifest
 from checkpoints_convert.formats import LayerKVScales
 from checkpoints_convert.gguf.index import GGUFIndex, find_gguf
 from checkpoints_convert.gguf.tokenizer import end_token_ids, token_id
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config, model_config
 from checkpoints_convert.huggingface.save import save_huggingface
+from checkpoints_convert.known_hashes import FilesReport, verify_files
 from checkpoints_convert.load import (
     HostPlan,
     LoadPlan,
@@ -31,6 +31,7 @@ from checkpoints_convert.load import (
     open_checkpoint,
     tokenizer_files,
 )
+from checkpoints_convert.manifest import verify_manifest
 from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
 from checkpoints_convert.verify import TensorDifference, VerifyReport, compare_tensors, verify_against
 
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "ConvertReport",
+    "FilesReport",
     "HostPlan",
     "LayerKVScales",
     "LoadPlan",
@@ -62,6 +64,7 @@ __all__ = [
     "save_huggingface",
     "tokenizer_files",
     "verify_against",
+    "verify_files",
     "verify_manifest",
 ]
 

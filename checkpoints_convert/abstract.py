@@ -54,9 +54,9 @@ def abstract(
         path, headers = describe(str(path_or_hub_id), revision)
     if requantize is not None:
         raise ValueError(f"requantize={requantize!r} is for GGUF files, and {path} is not one")
-    if (path / NATIVE_CONFIG).is_file():
+    if (path / NATIVE_CONFIG).exists():
         return _of_native(path, dtype)
-    if not (path / CONFIG).is_file():
+    if not (path / CONFIG).exists():
         raise CheckpointNotFoundError(path, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not a checkpoint")
     hf_config = with_side_file(path, read_json(path / CONFIG))
     if headers is None and (weight_files(path) or any(path.glob("*.safetensors"))):
@@ -70,7 +70,7 @@ def abstract_of(
 ) -> tuple[ModelConfig, Params]:
     """The same of a config.json and the headers of its tensors; None for no headers."""
     if headers is None:
-        config = model_config(hf_config, where)
+        config = model_config(hf_config, f"{where}/{CONFIG}")
         if any(hf_config.get(name) for name in ("quantization_config", "compression_config")):
             reason = f"{CONFIG} declares quantized weights, and there are no headers that say which"
             raise CheckpointError(where, reason)

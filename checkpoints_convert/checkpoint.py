@@ -229,12 +229,12 @@ class Checkpoint(Closable, ABC):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end a generation, by generation_config.json and config.json, or a GGUF file's metadata."""
-        return eos_token_ids(self.directory)
+        return eos_token_ids(self.directory, self.config.vocab_size)
 
     @property
     def bos_token_id(self) -> int | None:
         """The id a text begins with, or None."""
-        return bos_token_id(self.directory)
+        return bos_token_id(self.directory, self.config.vocab_size)
 
     def tokenizer_files(self) -> dict[str, str] | None:
         """Contents of the tokenizer's files by name, rebuilt from a GGUF file's metadata ({} if that has none); None

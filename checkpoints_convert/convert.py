@@ -14,19 +14,17 @@ from checkpoints_convert.files import (
     CONFIG,
     MANIFEST,
     NATIVE_CONFIG,
-    array_digest,
     companion_files,
     files_below,
-    measure,
     read_json,
     write_companions,
     write_json,
-    write_manifest,
 )
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.save import write_shards
 from checkpoints_convert.load import Progress, ProgressCallback, open_checkpoint
+from checkpoints_convert.manifest import array_digest, measure, write_manifest
 from checkpoints_convert.staging import (
     ConversionJournal,
     FinishedUnit,
@@ -36,7 +34,7 @@ from checkpoints_convert.staging import (
     publish,
     staged,
 )
-from checkpoints_convert.store import PARAMS, describe, flatten, native_config, write_unit
+from checkpoints_convert.store import PARAMS, checksums_of_unit, describe, flatten, native_config, write_unit
 from jaxinfer.files import sync
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray
@@ -180,7 +178,9 @@ def _write_native_unit(source: Checkpoint, unit: str, partial: Path, journal: Co
     quantized = {".".join(path): describe(array) for path, array in arrays.items() if isinstance(array, QuantizedArray)}
     digests = source.executor.map(array_digest, map(_parts, arrays.values()))
     parameters = dict(zip(map(".".join, arrays), digests, strict=True))
-    journal.finish(unit, FinishedUnit(measure(partial, names), parameters, cast_errors, quantized, requantize_errors))
+    checksums = checksums_of_unit(partial, unit, arrays)
+    files = measure(partial, names)
+    journal.finish(unit, FinishedUnit(files, parameters, cast_errors, quantized, requantize_errors, checksums))
 
 
 def _parts(array: np.ndarray | QuantizedArray) -> dict[str, np.ndarray]:
@@ -197,7 +197,8 @@ def _finish_native(
     entries = {name: entry for unit in journal.finished.values() for name, entry in unit.files.items()}
     entries |= measure(partial, [*carried, NATIVE_CONFIG])
     parameters = {name: found for unit in journal.finished.values() for name, found in unit.parameters.items()}
-    write_manifest(partial, entries, parameters)
+    arrays = {name: found for unit in journal.finished.values() for name, found in unit.arrays.items()}
+    write_manifest(partial, entries, parameters, arrays)
     for name in [*carried, MANIFEST]:
         sync(partial / name)
     journal.remove()

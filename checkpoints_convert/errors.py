@@ -3,6 +3,7 @@
 from pathlib import Path
 
 _NUM_LISTED = 20
+_MAX_LENGTH = 1500  # characters of a sentence, which may quote what a file holds
 
 
 class CheckpointError(ValueError):
@@ -15,13 +16,18 @@ class CheckpointError(ValueError):
     def __init__(self, where: str | Path, *problems: str):
         self.problems = problems
         if len(problems) <= 1:
-            message = ": ".join([str(where), *problems])
+            message = ": ".join([str(where), *map(shortened, problems)])
         else:
-            shown = [f"\n  - {problem}" for problem in problems[:_NUM_LISTED]]
+            shown = [f"\n  - {shortened(problem)}" for problem in problems[:_NUM_LISTED]]
             left_out = len(problems) - len(shown)
             rest = f"\n  - and {left_out} more" if left_out else ""
             message = f"{where}: {len(problems)} problems" + "".join(shown) + rest
         super().__init__(message)
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text of many characters, with their number."""
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 100]}... ({len(text)} characters)"
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

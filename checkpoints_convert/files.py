@@ -1,27 +1,19 @@
-"""Files of a checkpoint: their names, strict JSON, checksums, and manifest.json.
-
-manifest.json has the size and SHA-256 of every file of a converted checkpoint (safetensors has no checksum of its own)
-and the SHA-256 of every parameter's values. Files of two conversions differ in times and names that Orbax gives them;
-parameters do not.
-"""
+"""Files of a checkpoint: their names, strict JSON, and copies."""
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from checkpoints_convert.errors import CheckpointError
-from jaxinfer.files import write_text_atomically
+from jaxinfer.files import open_regular, write_text_atomically
 
 MAX_JSON_BYTES = 100_000_000
 CONFIG = "config.json"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+GENERATION_CONFIG = "generation_config.json"
 NATIVE_CONFIG = "jaxinfer_config.json"
 MANIFEST = "manifest.json"
 PARAMS = "params"  # the folder of the arrays in the native form
@@ -29,7 +21,7 @@ PARAMS = "params"  # the folder of the arrays in the native form
 # Files that are copied beside the weights, as patterns of names relative to the directory.
 COMPANION_FILES = (
     CONFIG,
-    "generation_config.json",
+    GENERATION_CONFIG,
     "tokenizer*.json",
     "tokenizer.model*",
     "special_tokens_map.json",
@@ -76,10 +68,11 @@ def parse_json(raw: bytes, where: str | Path, *, unique_keys: bool = False) -> d
 def read_json(path: Path, *, unique_keys: bool = False) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError naming it when it is missing, too large or not JSON."""
     try:
-        size = path.stat().st_size
-        if size > MAX_JSON_BYTES:
-            raise CheckpointError(path, f"{size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
-        raw = path.read_bytes()
+        with open_regular(path) as file:
+            raw = file.read(MAX_JSON_BYTES + 1)
+            if len(raw) > MAX_JSON_BYTES:
+                size = path.stat().st_size
+                raise CheckpointError(path, f"{size} bytes of JSON, the limit is {MAX_JSON_BYTES}")
     except OSError as error:
         raise CheckpointError(path, f"cannot be read: {error.strerror or error}") from None
     return parse_json(raw, path, unique_keys=unique_keys)
@@ -92,37 +85,41 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def generation_config(directory: str | Path) -> dict[str, Any]:
     """The contents of generation_config.json, or {} without one."""
-    path = Path(directory) / "generation_config.json"
+    path = Path(directory) / GENERATION_CONFIG
     return read_json(path) if path.exists() else {}
 
 
-def eos_token_ids(directory: str | Path) -> tuple[int, ...]:
-    """Ids that end a generation: those of generation_config.json, then those of config.json."""
-    return tuple(dict.fromkeys(id for data in _both(directory) for id in _token_ids(data, "eos_token_id", directory)))
+def eos_token_ids(directory: str | Path, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Ids that end a generation: those of generation_config.json, then those of config.json.
+
+    Raises CheckpointError for what is no token id, or not one below `vocab_size`.
+    """
+    return tuple(dict.fromkeys(_token_ids(directory, "eos_token_id", vocab_size)))
 
 
-def bos_token_id(directory: str | Path) -> int | None:
-    """The id a text begins with, or None."""
-    found = [id for data in _both(directory) for id in _token_ids(data, "bos_token_id", directory)]
-    return found[0] if found else None
+def bos_token_id(directory: str | Path, vocab_size: int | None = None) -> int | None:
+    """The id a text begins with, or None. Raises as `eos_token_ids`."""
+    return next(iter(_token_ids(directory, "bos_token_id", vocab_size)), None)
 
 
-def _both(directory: str | Path) -> list[dict[str, Any]]:
-    path = Path(directory) / CONFIG
-    return [generation_config(directory), read_json(path) if path.exists() else {}]
-
-
-def _token_ids(data: Mapping[str, Any], name: str, where: str | Path) -> list[int]:
-    value = data.get(name)
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(id, bool) or not isinstance(id, int) or id < 0 for id in values):
-        raise CheckpointError(where, f"{name} must be a token id or a list of them, got {value!r}")
-    return values
+def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> list[int]:
+    found = []
+    for name in (GENERATION_CONFIG, CONFIG):
+        path = Path(directory) / name
+        value = read_json(path).get(field) if path.exists() else None
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        for id in values:
+            if isinstance(id, bool) or not isinstance(id, int) or id < 0:
+                raise CheckpointError(path, f"{field} must be a token id or a list of them, got {value!r}")
+            if vocab_size is not None and id >= vocab_size:
+                raise CheckpointError(path, f"{field} {id} is not below the vocab_size of {vocab_size}")
+        found += values
+    return found
 
 
 def sha256(path: Path) -> str:
     """Hexadecimal SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -154,101 +151,3 @@ def write_companions(companions: Mapping[str, Path | str], destination: Path) ->
         else:
             target.write_text(content, encoding="utf-8")
     return sorted(companions)
-
-
-_VERSION = 1
-
-# {relative path: {"size": bytes, "sha256": hexadecimal}}
-Entries = dict[str, dict[str, Any]]
-
-
-def measure(directory: Path, names: Iterable[str]) -> Entries:
-    """The manifest entries of files, which are read."""
-    names = list(names)
-    with ThreadPoolExecutor(4) as executor:
-        digests = executor.map(sha256, (directory / name for name in names))
-        return {
-            name: {"size": (directory / name).stat().st_size, "sha256": digest}
-            for name, digest in zip(names, digests, strict=True)
-        }
-
-
-def array_digest(parts: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 over the names, dtypes, shapes and bytes of the arrays of a parameter."""
-    found = hashlib.sha256()
-    for name, array in sorted(parts.items()):
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
-
-
-def write_manifest(
-    directory: Path, entries: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, str] | None = None
-) -> None:
-    """Writes manifest.json. parameters: `array_digest` of each parameter, by name."""
-    data = {"format_version": _VERSION, "files": dict(sorted(entries.items()))}
-    if parameters is not None:
-        data["parameters"] = dict(sorted(parameters.items()))
-    write_json(directory / MANIFEST, data)
-
-
-def read_manifest(directory: Path) -> Entries:
-    """The file entries of manifest.json.
-
-    Raises CheckpointError if it is missing, malformed, or names files outside its directory.
-    """
-    path = directory / MANIFEST
-    data = read_json(path, unique_keys=True)
-    if data.get("format_version") != _VERSION:
-        raise CheckpointError(path, f"format_version {data.get('format_version')!r}, this version reads {_VERSION}")
-    entries = data.get("files")
-    if not isinstance(entries, dict):
-        raise CheckpointError(path, "has no table of files")
-    problems = [f"{name!r}: {why}" for name, entry in entries.items() if (why := _entry_problem(name, entry))]
-    if problems:
-        raise CheckpointError(path, *problems)
-    return entries
-
-
-def verify_manifest(path: str | Path) -> list[str]:
-    """Compares every file of a converted checkpoint with its manifest, reading all bytes.
-
-    Returns a sentence for each file that is missing, has another size or checksum, or is not listed.
-    Raises CheckpointError when there is no usable manifest.
-    """
-    directory = Path(path)
-    entries = read_manifest(directory)
-    problems = size_problems(directory, entries)
-    damaged = {problem.split(":")[0] for problem in problems}
-    found = measure(directory, [name for name in entries if name not in damaged])
-    for name, entry in found.items():
-        if entry["sha256"] != entries[name]["sha256"]:
-            problems.append(
-                f"{name}: its {entry['size']} bytes have SHA-256 {entry['sha256']},"
-                f" the manifest says {entries[name]['sha256']}"
-            )
-    extra = [name for name in files_below(directory) if name not in entries and name != MANIFEST]
-    return problems + [f"{name}: not in the manifest" for name in extra]
-
-
-def size_problems(directory: Path, entries: Entries) -> list[str]:
-    """A sentence for each file that is missing or has another size. Reads no contents."""
-    problems = []
-    for name, entry in entries.items():
-        path = directory / name
-        if not path.is_file():
-            problems.append(f"{name}: missing")
-        elif (size := path.stat().st_size) != entry["size"]:
-            problems.append(f"{name}: {size} bytes, the manifest says {entry['size']}")
-    return problems
-
-
-def _entry_problem(name: str, entry: Any) -> str | None:
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-        return "a path that leads out of the checkpoint"
-    if not isinstance(entry, dict) or not isinstance(entry.get("size"), int):
-        return "has no size"
-    if not isinstance(entry.get("sha256"), str) or not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
-        return "has no SHA-256"
-    return None

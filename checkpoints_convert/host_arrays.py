@@ -104,30 +104,6 @@ def read_tensor(
     return result, read_regions([region], executor=executor, measure_cast=measure_cast)[""]
 
 
-def cast_array(
-    array: np.ndarray, dtype: np.dtype, *, executor: Executor, measure_cast: bool = False
-) -> tuple[np.ndarray, CastStats]:
-    """A C-ordered array cast to `dtype`, or the array itself if it has that dtype; statistics as of `read_regions`."""
-    flat = array.reshape(-1)
-    result = flat if array.dtype == dtype else empty_aligned(flat.shape, dtype)
-    step = max(1, BLOCK_BYTES // array.dtype.itemsize)
-
-    def cast(first: int) -> CastStats:
-        block, target = flat[first : first + step], result[first : first + step]
-        stats = CastStats(block.size, count_nonfinite(block))
-        if result is not flat:
-            with np.errstate(over="ignore", invalid="ignore"):  # overflows are counted below; the setting is per thread
-                target[...] = block.astype(dtype)
-            stats.num_overflowed = max(0, count_nonfinite(target) - stats.num_nonfinite)
-            stats.max_relative_error = _max_relative_error(block, target) if measure_cast else 0.0
-        return stats
-
-    stats = CastStats()
-    for one in _mapped(cast, range(0, flat.size, step), executor):
-        stats.add(one)
-    return result.reshape(array.shape), stats
-
-
 def bytes_to_read(
     rows: np.ndarray, columns: Sequence[np.ndarray], row_length: int, itemsize: int, min_piece_bytes: int
 ) -> int:
@@ -212,7 +188,7 @@ class _Reading:
                 if cast is not values:
                     stats.num_overflowed += max(0, count_nonfinite(cast) - num_nonfinite)
                     if self.measure_cast:
-                        stats.max_relative_error = max(stats.max_relative_error, _max_relative_error(values, cast))
+                        stats.max_relative_error = max(stats.max_relative_error, max_relative_error(values, cast))
                 if self.add:
                     cast = (cast.astype(np.float32) + np.float32(self.add)).astype(cast.dtype)
             stats.num_nonfinite += num_nonfinite
@@ -273,7 +249,7 @@ def _index(numbers: np.ndarray) -> slice | np.ndarray:
     return numbers
 
 
-def _max_relative_error(before: np.ndarray, after: np.ndarray) -> float:
+def max_relative_error(before: np.ndarray, after: np.ndarray) -> float:
     exact = before.astype(np.float64)
     is_counted = np.isfinite(exact) & (exact != 0)
     if not is_counted.any():

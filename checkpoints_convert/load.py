@@ -41,6 +41,7 @@ from checkpoints_convert.gguf.index import GGUFIndex, find_gguf
 from checkpoints_convert.host_arrays import BLOCK_BYTES, aligned, bytes_to_read
 from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.checkpoint import HuggingFaceCheckpoint, regions_of, split_parts
+from checkpoints_convert.known_hashes import check_known
 from checkpoints_convert.plan import TensorPlan, plan
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, MIN_PIECE_BYTES, TensorHeader
 from checkpoints_convert.store import NativeCheckpoint
@@ -64,7 +65,7 @@ def load(
     mesh: Mesh | None = None,
     revision: str | None = None,
     progress: bool | ProgressCallback | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
     requantize: str | None = None,
     convert: Convert | None = None,
 ) -> tuple[ModelConfig, Params]:
@@ -87,8 +88,9 @@ def load(
         the returned configuration is the model's own. Default: the default device.
       revision: branch, tag or commit of a hub id.
       progress: True for a bar, or a callable taking (parameter, bytes done, bytes in all).
-      verify: compares the SHA-256 of every file of a converted checkpoint with its manifest first. Hugging Face
-        checkpoints have no checksums, so for them this raises.
+      verify: whether checksums are compared. None: those of a converted checkpoint, of its arrays while they are read.
+        True: the SHA-256 of every file first, also of Hugging Face and GGUF files, for which the hub's cache or a
+        *.sha256 file has to know it. False: none.
       requantize: for GGUF files. None keeps quantized weights as they are; "dense" dequantizes them; a recipe such as
         "int4-g128" rounds those of linear layers to it, except Q8_0 and Q4_0, and logs the errors.
       convert: applied to each parameter, such as a `jaxinfer.quantization.Selection`, so that a model that is quantized
@@ -96,7 +98,8 @@ def load(
 
     Raises:
       CheckpointError: files that are missing, malformed or do not fit the configuration; NaN or infinite weights;
-        values too large for `dtype`. A ValueError; CheckpointNotFoundError is also a FileNotFoundError.
+        values too large for `dtype`; damage that a checksum shows. A ValueError; CheckpointNotFoundError is also a
+        FileNotFoundError.
       ValueError: a mesh that cannot shard the model, before weights are read.
     """
     with open_checkpoint(
@@ -154,7 +157,7 @@ def open_checkpoint(
     *,
     dtype: str = "auto",
     revision: str | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
     measure_casts: bool = False,
     requantize: str | None = None,
 ) -> Checkpoint:
@@ -169,16 +172,16 @@ def open_checkpoint(
     directory = resolve(path_or_hub_id, revision=revision)
     if (file := find_gguf(directory)) is not None:
         if verify:
-            raise ValueError(f"{file}: a GGUF file has no checksums to verify; convert it first")
+            check_known(file)
         return GGUFCheckpoint(file, dtype=dtype, measure_casts=measure_casts, requantize=requantize)
     if requantize is not None:
         raise ValueError(f"requantize={requantize!r} is for GGUF files, and {directory} is not one")
-    if (directory / NATIVE_CONFIG).is_file():
+    if (directory / NATIVE_CONFIG).exists():
         return NativeCheckpoint(directory, dtype=dtype, verify=verify, measure_casts=measure_casts)
-    if not (directory / CONFIG).is_file():
+    if not (directory / CONFIG).exists():
         raise CheckpointNotFoundError(directory, f"holds neither {CONFIG} nor {NATIVE_CONFIG}: not a checkpoint")
     if verify:
-        raise ValueError(f"{directory}: a Hugging Face checkpoint has no checksums to verify; convert it first")
+        check_known(directory)
     return HuggingFaceCheckpoint(directory, dtype=dtype, measure_casts=measure_casts)
 
 

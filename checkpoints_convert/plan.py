@@ -9,6 +9,7 @@ from typing import Any
 
 from checkpoints_convert.checkpoint import DTYPES, ParamPath, check_dtype, param_dtype, param_shapes
 from checkpoints_convert.errors import CheckpointError
+from checkpoints_convert.files import CONFIG
 from checkpoints_convert.formats import FormatError, Method, ModuleReader, quantization_method
 from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names
 from checkpoints_convert.formats.mxfp4 import SUFFIXES as MXFP4_SUFFIXES
@@ -24,6 +25,9 @@ from jaxinfer.models import ModelConfig, keeps_float32
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d{1,6})\.")
 _SPARE_LAYERS = 8
 _NUM_HINTS = 20  # nearest names are looked up for as many problems as a message shows
+_NUM_COMPARED = 5_000  # and among so many in all: 0.5 s
+# Tensors beside those of the model: of a quantized matrix up to ten, and those of other modalities.
+_TENSORS_PER_SOURCE, _SPARE_TENSORS = 10, 10_000
 
 
 @dataclass(frozen=True)
@@ -113,9 +117,11 @@ def plan(
       CheckpointError: all names, shapes and dtypes that do not fit, each with the nearest name.
     """
     check_dtype(dtype)
-    _check_num_layers(hf_config, headers, where)
-    config = model_config(hf_config, where)
+    where_config = f"{where}/{CONFIG}"
+    _check_num_layers(hf_config, headers, where_config)
+    config = model_config(hf_config, where_config)
     family = family_of(config)
+    _check_num_tensors(config, family, headers, where)
     skipped = WRAPPER_SKIPPED if is_wrapper(hf_config) else ()
     work = _Matching(config, family, headers, quantization_method(hf_config), file_of, skipped)
     for target, shape in param_shapes(config).items():
@@ -141,6 +147,15 @@ def _check_num_layers(hf_config: Mapping[str, Any], headers: Mapping[str, Tensor
     found = {int(match[1]) for tensor in headers for match in _LAYER_NUMBER.finditer(tensor)}
     if isinstance(declared, int) and declared > 2 * len(found) + _SPARE_LAYERS:
         raise CheckpointError(where, f"{name} is {declared}, the {len(headers)} tensors name {len(found)} layers")
+
+
+def _check_num_tensors(
+    config: ModelConfig, family: Family, headers: Mapping[str, TensorHeader], where: str | Path
+) -> None:
+    """Raises CheckpointError if there are far more tensors than the model has."""
+    wanted = sum(len(group.sources) for group in family.layout(config).tensor_groups)
+    if len(headers) > _TENSORS_PER_SOURCE * wanted + _SPARE_TENSORS:
+        raise CheckpointError(where, f"{len(headers)} tensors, the model that {CONFIG} describes has {wanted}")
 
 
 class _Matching:
@@ -378,7 +393,7 @@ def _hints(missing: list[str], extra: list[str]) -> dict[str, str]:
     """The nearest name for tensors that are missing, or that no parameter is read from."""
     hints = {}
     for names, others, owner in ((missing, extra, "the checkpoint has"), (extra, missing, "the model needs")):
-        for name in names[:_NUM_HINTS]:
+        for name in names[: min(_NUM_HINTS, _NUM_COMPARED // max(1, len(others)))]:
             if near := nearest(name, others, cutoff=0.7):
                 hints[name] = f"; {owner} {near!r}"
     return hints

@@ -146,8 +146,13 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     weight_map = read_json(path, unique_keys=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(path, "has no weight_map of tensor names to files")
+    if len(weight_map) > MAX_TENSORS:
+        raise CheckpointError(path, f"weight_map has {len(weight_map)} tensors, the limit is {MAX_TENSORS}")
     problems = []
-    for name in dict.fromkeys(map(str, weight_map.values())):
+    names = dict.fromkeys(map(str, weight_map.values()))
+    if len(names) > MAX_FILES:
+        raise CheckpointError(path, f"weight_map names {len(names)} files, the limit is {MAX_FILES}")
+    for name in names:
         if reason := _name_problem(name):
             problems.append(f"weight_map names the file {name!r}, {reason}")
     problems += [f"tensor {name!r} maps to {file!r}" for name, file in weight_map.items() if not isinstance(file, str)]
@@ -217,6 +222,9 @@ def _stays_inside(directory: Path, path: Path) -> bool:
     return any(target.is_relative_to(allowed) for allowed in roots)
 
 
+# The checkpoints with the most experts have 200,000 tensors in 60 files.
+MAX_TENSORS, MAX_TENSORS_OF_FILE, MAX_FILES = 500_000, 100_000, 10_000
+_MAX_PROBLEMS = 100  # more are not looked for
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
 DTYPE_BITS: dict[str, int] = {
@@ -308,6 +316,8 @@ def parse_header(
     together cover the data without a hole or an overlap.
     """
     data = parse_json(header, where, unique_keys=True)
+    if len(data) > MAX_TENSORS_OF_FILE:
+        raise CheckpointError(where, f"{len(data)} tensors, the limit of a file is {MAX_TENSORS_OF_FILE}")
     metadata = data.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(where, "__metadata__ must map strings to strings")
@@ -317,6 +327,8 @@ def parse_header(
         parsed = _parse_entry(value, num_data_bytes)
         if isinstance(parsed, str):
             problems.append(f"tensor {name!r}: {parsed}")
+            if len(problems) == _MAX_PROBLEMS:
+                break
         else:
             entries[name] = parsed
     if not problems:

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from checkpoints_convert.files import (
     NATIVE_CONFIG,
     PARAMS,
     QUANTIZATION_FILES,
-    Entries,
     files_below,
-    measure,
 )
+from checkpoints_convert.manifest import Entries, measure
 from checkpoints_convert.store import Description
 from jaxinfer.checks import format_bytes
 from jaxinfer.files import Closable, sync
@@ -174,6 +173,7 @@ class FinishedUnit:
     cast_errors: dict[str, float] = field(default_factory=dict)
     quantized: dict[str, Description] = field(default_factory=dict)
     requantize_errors: dict[str, float] = field(default_factory=dict)
+    arrays: dict[str, Any] = field(default_factory=dict)
 
 
 class ConversionJournal(Closable):
@@ -231,7 +231,8 @@ class ConversionJournal(Closable):
                 line["parameters"],
                 line["cast_errors"],
                 line["quantized"],
-                line.get("requantize_errors", {}),
+                line["requantize_errors"],
+                line["arrays"],
             )
             if self._is_whole(unit):
                 finished[line["unit"]] = unit
@@ -268,5 +269,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    is_unit = isinstance(record, dict) and {"unit", "files", "parameters", "cast_errors", "quantized"} <= set(record)
+    is_unit = isinstance(record, dict) and set(record) == {"unit", *(field.name for field in fields(FinishedUnit))}
     return record if is_unit or (isinstance(record, dict) and set(record) == {"fingerprint"}) else None

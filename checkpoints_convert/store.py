@@ -2,7 +2,7 @@
 
     jaxinfer_config.json     ModelConfig, format version, where the checkpoint came from; in version 2 also the schemes
                              of quantized parameters and the scales of an 8-bit key-value cache
-    manifest.json            size and SHA-256 of every other file
+    manifest.json            size and SHA-256 of every other file, and the xxh3 of every chunk of every array
     params/embed/            one Orbax PyTree checkpoint per unit: {"embed": array}
     params/layers.0/         {"layers.0.attention.q_proj.weight": array, ...}; of a quantized parameter its arrays,
                              under "layers.0.attention.q_proj.weight.values", ".scales", ...
@@ -14,8 +14,9 @@ parameter names, so that a unit can be read by itself.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from checkpoints_convert.array_store import ArraySpec, ArrayStore
 from checkpoints_convert.checkpoint import (
     Bounds,
     Checkpoint,
@@ -35,16 +37,18 @@ from checkpoints_convert.checkpoint import (
     numpy_dtype,
     param_dtype,
     param_shapes,
-    shape_of,
-    slices_of,
     unit_of,
 )
+from checkpoints_convert.checksums import ArrayChecksums, checksums
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import NATIVE_CONFIG, PARAMS, read_json, read_manifest, size_problems, verify_manifest
+from checkpoints_convert.files import MANIFEST, NATIVE_CONFIG, PARAMS, read_json
 from checkpoints_convert.formats import LayerKVScales
-from checkpoints_convert.host_arrays import cast_array, empty_aligned
+from checkpoints_convert.manifest import describing, file_problems, read_manifest, size_problems, verify_manifest
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme, check
+
+_LOG = logging.getLogger(__name__)
+_told: set[Path] = set()  # directories of which the log has said that they lack checksums
 
 Description = dict[str, Any]
 _PARTS = ("values", "scales", "zeros", "codebook", "permutation", "minima")
@@ -149,6 +153,21 @@ def write_unit(directory: Path, arrays: Mapping[ParamPath, np.ndarray | Quantize
     """Writes one unit as an Orbax checkpoint; the directory appears when it is complete."""
     import orbax.checkpoint as ocp
 
+    tree = _by_name(arrays)
+    save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
+    release_heap()
+
+
+def checksums_of_unit(root: Path, unit: str, arrays: Mapping[ParamPath, np.ndarray | QuantizedArray]) -> dict[str, Any]:
+    """`ArrayChecksums.to_json` of the arrays of a unit that `write_unit` wrote, by name."""
+    tree = _by_name(arrays)
+    written = ArrayStore(root, f"{PARAMS}/{unit}", {name: ArraySpec(a.shape, a.dtype) for name, a in tree.items()}, {})
+    return {name: checksums(array, written.chunk_shape(name)).to_json() for name, array in tree.items()}
+
+
+def _by_name(arrays: Mapping[ParamPath, np.ndarray | QuantizedArray]) -> dict[str, np.ndarray]:
     tree = {}
     for path, array in arrays.items():
         name = ".".join(path)
@@ -156,30 +175,50 @@ def write_unit(directory: Path, arrays: Mapping[ParamPath, np.ndarray | Quantize
             tree |= {f"{name}.{part}": value for part, value in flatten(array).items()}
         else:
             tree[name] = array
-    save_args = {name: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for name in tree}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        checkpointer.save(directory.absolute(), args=ocp.args.PyTreeSave(tree, save_args=save_args))
-    release_heap()
+    return tree
 
 
 class NativeCheckpoint(Checkpoint):
-    """A converted checkpoint opened for reading. File sizes are compared with the manifest at once.
+    """A converted checkpoint opened for reading.
 
-    Raises CheckpointError for missing or resized files, and with `verify` for files whose SHA-256 differs.
+    Args:
+      verify: None compares the sizes of all files, the SHA-256 of configuration and tokenizer, and the xxh3 of arrays
+        as they are read; True also the SHA-256 of every file, when it is opened; False only sizes.
+
+    Raises CheckpointError for files that are missing, or have another size or checksum.
     """
 
-    def __init__(self, directory: Path, *, dtype: str = "auto", measure_casts: bool = False, verify: bool = False):
+    def __init__(
+        self, directory: Path, *, dtype: str = "auto", measure_casts: bool = False, verify: bool | None = None
+    ):
         super().__init__(directory, measure_casts=measure_casts)
         check_dtype(dtype)
+        self._manifest = read_manifest(directory)
+        self._check_files(verify)
         native = read_native_config(directory)
         self._stored, self._quantized, self.kv_scales = native.model, native.quantized, native.kv_scales
         self.config = self._stored if dtype == "auto" else replace(self._stored, dtype=dtype)
-        self._opened: dict[str, _Unit] = {}
+        self._has_checksums = verify is not False and self._manifest.arrays is not None
+        self._opened: dict[str, ArrayStore] = {}
         self._lock = Lock()
-        self._manifest = read_manifest(directory)
-        problems = verify_manifest(directory) if verify else size_problems(directory, self._manifest)
+
+    def _check_files(self, verify: bool | None) -> None:
+        files = self._manifest.files
+        if verify:
+            problems = verify_manifest(self.directory)
+        else:
+            problems = size_problems(self.directory, files)
+            if verify is None and not problems:
+                problems = file_problems(self.directory, describing(files))
         if problems:
-            raise CheckpointError(directory, *problems)
+            raise CheckpointError(self.directory, *problems)
+        if verify is None and self._manifest.arrays is None and self.directory not in _told:
+            _told.add(self.directory)
+            _LOG.warning(
+                "%s: written by an earlier jaxinfer, without checksums that are fast enough to check while loading; "
+                "verify=True compares its files with their SHA-256 first, converting it again adds them",
+                self.directory,
+            )
 
     def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
         """Reads the chunks (16 MiB at most) of a dense parameter that overlap the parts."""
@@ -189,18 +228,19 @@ class NativeCheckpoint(Checkpoint):
         shape = param_shapes(self.config)[path]
         return [self._part(unit, path, bounds) for bounds in parts or [full_bounds(shape)]]
 
-    def _unit(self, name: str) -> "_Unit":
+    def _unit(self, name: str) -> ArrayStore:
         with self._lock:
             if name not in self._opened:
-                self._opened[name] = _Unit(self.directory / PARAMS / name, self._parts(self.units()[name]))
+                specs = self._specs(self.units()[name])
+                files = {file: entry for file, entry in self._manifest.files.items() if _is_of_unit(file, name)}
+                self._opened[name] = ArrayStore(self.directory, f"{PARAMS}/{name}", specs, files, self.executor)
             return self._opened[name]
 
-    def _part(self, unit: "_Unit", path: ParamPath, bounds: Bounds) -> np.ndarray:
+    def _part(self, unit: ArrayStore, path: ParamPath, bounds: Bounds) -> np.ndarray:
         name = ".".join(path)
-        stored = unit.read(name, bounds)
         wanted = numpy_dtype(param_dtype(self.config, path))
-        array, stats = cast_array(stored, wanted, executor=self.executor, measure_cast=self._measure_casts)
-        self.check_stats(stats, stored.dtype, wanted, param=name, name=name, where=unit.directory)
+        array, stats = unit.read(name, bounds, dtype=wanted, measure_cast=self._measure_casts)
+        self.check_stats(stats, unit.specs[name].dtype, wanted, param=name, name=name, where=unit.directory)
         return array
 
     def param_bytes(self, path: ParamPath) -> int:
@@ -210,21 +250,30 @@ class NativeCheckpoint(Checkpoint):
         parts = parts_of(description).values()
         return sum(int(np.prod(shape, dtype=np.int64)) * itemsize_bits(dtype) // 8 for shape, dtype in parts)
 
-    def _parts(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of every array of a unit, by name."""
-        parts = {}
+    def _specs(self, shapes: Mapping[ParamPath, tuple[int, ...]]) -> dict[str, ArraySpec]:
+        """The arrays of a unit, by name."""
+        specs = {}
         for path, shape in shapes.items():
             name = ".".join(path)
             if name in self._quantized:
                 for part, (part_shape, dtype) in parts_of(self._quantized[name]).items():
-                    parts[f"{name}.{part}"] = (part_shape, numpy_dtype(dtype))
+                    specs[f"{name}.{part}"] = self._spec(f"{name}.{part}", part_shape, dtype)
             else:
-                parts[name] = (shape, numpy_dtype(param_dtype(self._stored, path)))
-        return parts
+                specs[name] = self._spec(name, shape, param_dtype(self._stored, path))
+        return specs
 
-    def _rebuilt(self, name: str, unit: "_Unit") -> QuantizedArray:
+    def _spec(self, name: str, shape: tuple[int, ...], dtype: str) -> ArraySpec:
+        known = None
+        if self._has_checksums:
+            try:
+                known = ArrayChecksums.from_json((self._manifest.arrays or {}).get(name), shape)
+            except ValueError as error:
+                raise CheckpointError(self.directory / MANIFEST, f"array {name!r} {error}") from None
+        return ArraySpec(shape, numpy_dtype(dtype), known)
+
+    def _rebuilt(self, name: str, unit: ArrayStore) -> QuantizedArray:
         description = self._quantized[name]
-        array = rebuild(description, {part: unit.read(f"{name}.{part}") for part in description["parts"]})
+        array = rebuild(description, {part: unit.read(f"{name}.{part}")[0] for part in description["parts"]})
         try:
             check(array, f"parameter {name!r}")
         except ValueError as error:
@@ -235,7 +284,11 @@ class NativeCheckpoint(Checkpoint):
         return {tuple(name.split(".")): name for name in self._quantized}
 
     def fingerprint(self) -> str:
-        return digest("native", self._manifest, self.config.to_dict())
+        return digest("native", self._manifest.files, self.config.to_dict())
+
+
+def _is_of_unit(file: str, unit: str) -> bool:
+    return file.startswith(f"{PARAMS}/{unit}/")
 
 
 def release_heap() -> None:
@@ -248,59 +301,3 @@ def release_heap() -> None:
 def itemsize_bits(dtype: str) -> int:
     """Bits of a value on a device; 4 for 4-bit types."""
     return jax.dtypes.itemsize_bits(numpy_dtype(dtype))
-
-
-class _Unit:
-    """One unit opened for reading. Raises CheckpointError if names, shapes or dtypes are not those `wanted`, which
-    Orbax would cast and reshape silently. TensorStore reads arrays, or parts, directly into their final memory."""
-
-    def __init__(self, directory: Path, wanted: Mapping[str, tuple[tuple[int, ...], np.dtype]]):
-        import orbax.checkpoint as ocp
-
-        self.directory, self._wanted = directory, wanted
-        with self._explained(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = checkpointer.metadata(directory.absolute()).item_metadata.tree
-            found = {name: (tuple(entry.shape), np.dtype(entry.dtype)) for name, entry in tree.items()}
-        if found != wanted:
-            raise CheckpointError(directory, *_differences(wanted, found))
-
-    def read(self, name: str, bounds: Bounds | None = None) -> np.ndarray:
-        """An array, or a part of it, as stored."""
-        import tensorstore as ts
-
-        shape, dtype = self._wanted[name]
-        bounds = full_bounds(shape) if bounds is None else bounds
-        array = empty_aligned(shape_of(bounds), dtype)
-        base = {"driver": "file", "path": f"{self.directory.absolute()}/"}
-        kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        with self._explained():
-            # A chunk that is missing is an error, not zeros.
-            spec = {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False}
-            stored = ts.open(ts.Spec(spec), open=True, read=True).result()
-            if (tuple(stored.shape), np.dtype(stored.dtype.numpy_dtype)) != (shape, dtype):
-                raise CheckpointError(
-                    self.directory, f"tensor {name!r} is {stored.dtype}{list(stored.shape)} in its data"
-                )
-            view = stored[slices_of(bounds)].translate_to[(0,) * len(shape)] if shape else stored
-            ts.array(array).write(view).result()
-        return array
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # Orbax and TensorStore raise many kinds for damaged files
-            reason = str(error).strip().split("\n")[0]
-            raise CheckpointError(self.directory, f"cannot be read, {type(error).__name__}: {reason}") from error
-
-
-def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    problems = [f"tensor {name!r} is missing" for name in wanted if name not in found]
-    problems += [f"tensor {name!r} is not of this model" for name in found if name not in wanted]
-    for name in wanted.keys() & found.keys():
-        if found[name] != wanted[name]:
-            (shape, dtype), (other_shape, other_dtype) = wanted[name], found[name]
-            problems.append(f"tensor {name!r} is {other_dtype}{list(other_shape)}, not {dtype}{list(shape)}")
-    return problems

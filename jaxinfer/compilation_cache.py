@@ -2,15 +2,26 @@
 
 import contextlib
 import importlib
+import logging
 import os
 import stat
+import tempfile
+import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax import monitoring
+from jax._src import compilation_cache as jax_cache
+from jax._src.lru_cache import LRUCache
+
+_LOG = logging.getLogger(__name__)
+_PART = ".part"  # ends the names of entries that are being written
+_OLD_SECONDS = 24 * 3600  # after which such a file was left by a killed process
 
 # JAX's names of what happens (jax._src.dispatch, jax._src.compiler).
 _COMPILED_OR_READ = "/jax/core/compile/backend_compile_duration"
@@ -21,8 +32,12 @@ def enable() -> Path | None:
     """Turns on JAX's persistent compilation cache and returns its folder, readable by this user only.
 
     A folder set in JAX's own configuration wins; otherwise `JAXINFER_CACHE_DIR` (empty: no cache) or
-    ~/.cache/jaxinfer. Raises PermissionError if others may write there: cached programs are code.
+    ~/.cache/jaxinfer. Raises PermissionError if another user owns it or may write there: cached programs are code. (The
+    owner may be root, who can change this process anyway.)
+
+    Entries are complete or absent, whatever the disk does, and those that cannot be read are removed.
     """
+    _replace_jax_functions()
     if (current := folder()) is not None:
         return current
     setting = os.environ.get("JAXINFER_CACHE_DIR")
@@ -31,11 +46,18 @@ def enable() -> Path | None:
     root = Path(setting) if setting else Path.home() / ".cache" / "jaxinfer"
     path = root / "xla"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    mode = path.stat().st_mode
+    status = path.stat()
+    mode = status.st_mode
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(
+            f"{path} belongs to another user (number {status.st_uid}), who could put programs there: remove it or set "
+            "JAXINFER_CACHE_DIR"
+        )
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
             f"{path} is writable by others (mode {stat.filemode(mode)}): chmod 700 it or set JAXINFER_CACHE_DIR"
         )
+    _remove_parts(path)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path
@@ -51,6 +73,69 @@ def keep_all() -> None:
     """From here on programs are kept however fast they compiled; otherwise those of less than 0.2 s are not."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+class _AtomicCache(LRUCache):
+    """JAX's cache of files, with entries that are written beside their place and renamed.
+
+    JAX writes them in place: a full disk leaves a part of one, which is then read, with a warning, by every process.
+    """
+
+    def put(self, key: str, value: bytes) -> None:
+        folder = Path(str(self.path))
+        if self.eviction_enabled or not folder.is_dir():  # it also keeps times of access; or an object store
+            super().put(key, value)
+            return
+        path = folder / f"{key}-cache"
+        if path.exists():
+            return
+        try:
+            _write(path, value)
+        except OSError as error:
+            if folder not in _told:
+                _told.add(folder)
+                warnings.warn(f"compiled programs cannot be kept in {folder}: {error.strerror}", stacklevel=2)
+
+
+_told: set[Path] = set()  # folders of which a warning has said that they cannot be written
+
+
+def _write(path: Path, value: bytes) -> None:
+    descriptor, part = tempfile.mkstemp(prefix=".", suffix=_PART, dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(value)
+        os.replace(part, path)
+    except BaseException:
+        os.unlink(part)
+        raise
+
+
+def _remove_parts(folder: Path) -> None:
+    for path in folder.glob(f".*{_PART}"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if time.time() - path.stat().st_mtime > _OLD_SECONDS:
+                path.unlink()
+
+
+@cache
+def _replace_jax_functions() -> None:
+    """Makes JAX use `_AtomicCache`, and removes entries that cannot be read. JAX has no public way to do either."""
+    read = jax_cache.get_executable_and_time
+
+    def read_or_remove(cache_key: str, *arguments: Any, **options: Any) -> Any:
+        try:
+            return read(cache_key, *arguments, **options)
+        except Exception as error:  # of zlib, zstd, or XLA
+            current = folder()
+            if current is None or not (path := current / f"{cache_key}-cache").is_file():
+                raise
+            path.unlink(missing_ok=True)
+            _LOG.info("%s could not be read (%s) and is compiled again", path, error)
+            return None, None
+
+    jax_cache.get_executable_and_time = read_or_remove
+    setattr(jax_cache, "LRUCache", _AtomicCache)  # noqa: B010 - a name that jax_cache imports
 
 
 def fix_trace_context() -> None:

@@ -1,8 +1,11 @@
 """Closing at the end of a block; durable files: replaced atomically, and on the disk before a call returns."""
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -18,6 +21,16 @@ class Closable:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Opens a file for reading. Raises OSError, for pipes, sockets, devices and directories too, which it never waits
+    for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
 
 
 @contextmanager

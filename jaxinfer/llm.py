@@ -109,6 +109,7 @@ class LLM(Closable):
             revision=chosen.revision,
             quantize=chosen.quantize,
             requantize=chosen.requantize,
+            verify=chosen.verify,
             mesh=self.mesh,
         )
         loaded, self.max_model_len = loaded.for_length(chosen.max_model_len)
@@ -139,7 +140,9 @@ class LLM(Closable):
     def _make_engine(self, loaded: LoadedModel, params: Params, options: LLMOptions) -> Engine | Replicas:
         draft = None
         if options.draft is not None:
-            draft, is_owned = load_draft(options.draft, loaded, self.max_model_len, dtype=options.dtype)
+            draft, is_owned = load_draft(
+                options.draft, loaded, self.max_model_len, dtype=options.dtype, verify=options.verify
+            )
             if is_owned and isinstance(draft, ModelDraft):
                 self._owned_params.append(draft.params)
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)

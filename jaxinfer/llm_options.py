@@ -52,6 +52,14 @@ class LLMOptions(EngineOptions):
         "FORMAT",
         group=MODEL,
     )
+    verify: bool | None = option(
+        None,
+        "Whether checksums are compared. By default those of a checkpoint that jaxinfer convert wrote, while it is "
+        "read; --verify compares the SHA-256 of every file first, also of Hugging Face and GGUF files, for which the "
+        "hub's cache or a *.sha256 file has to know it; --no-verify compares none.",
+        flag="--verify/--no-verify",
+        group=MODEL,
+    )
     revision: str | None = option(None, "Branch, tag or commit of a hub id.", "NAME", group=MODEL)
     seed: int = option(
         0,

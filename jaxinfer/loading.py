@@ -85,13 +85,14 @@ def load_model(
     revision: str | None = None,
     quantize: str | None = None,
     requantize: str | None = None,
+    verify: bool | None = None,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
     """Loads a folder, a GGUF file, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
 
     With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read;
-    `requantize` is for what a GGUF file quantized, as in `checkpoints_convert.load`.
+    `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in `checkpoints_convert.load`.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
@@ -100,9 +101,12 @@ def load_model(
     if isinstance(model, tuple):
         if requantize is not None:
             raise ValueError("requantize is for GGUF files, not for live parameters")
+        if verify:
+            raise ValueError("verify is for the files of a checkpoint, not for live parameters")
         found = _live(model, dtype, chosen, mesh)
     else:
-        found = _read(str(model), dtype, revision, chosen, requantize, mesh, reads_tokenizer=tokenizer is None)
+        opening = {"requantize": requantize, "verify": verify}
+        found = _read(str(model), dtype, revision, chosen, mesh, reads_tokenizer=tokenizer is None, opening=opening)
     params = found.params
     if jax.default_backend() == "gpu" and mesh is None:
         params = outputs_together(params, donate=found.is_owned)
@@ -144,17 +148,17 @@ def _read(
     dtype: str,
     revision: str | None,
     chosen: Selection | None,
-    requantize: str | None,
     mesh: Mesh | None,
     *,
     reads_tokenizer: bool,
+    opening: Mapping[str, Any],
 ) -> LoadedModel:
     import checkpoints_convert
 
     path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
     if dtype == "auto" and jax.default_backend() == "cpu":
         dtype = "float32"
-    with checkpoints_convert.open_checkpoint(path, dtype=dtype, requantize=requantize) as checkpoint:
+    with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
         params = checkpoints_convert.load_params(checkpoint, convert=chosen, mesh=mesh)
         kv_scales = None
         if layers := checkpoint.kv_scales:
@@ -225,7 +229,12 @@ def _draft_by_name(draft: Any, config: ModelConfig, params: Params) -> Draft | N
 
 
 def load_draft(
-    draft: str | Path | LiveModel, target: LoadedModel, max_model_len: int, *, dtype: str = "auto"
+    draft: str | Path | LiveModel,
+    target: LoadedModel,
+    max_model_len: int,
+    *,
+    dtype: str = "auto",
+    verify: bool | None = None,
 ) -> tuple[Draft, bool]:
     """What drafts for `target`, from "ngram", "layers:N", or a model as `load_model` takes it; and whether its
     parameters were loaded here.
@@ -235,7 +244,8 @@ def load_draft(
     """
     if (found := _draft_by_name(draft, target.config, target.params)) is not None:
         return found, False
-    loaded = load_model(draft, dtype=dtype, mesh=target.mesh)
+    verify = None if isinstance(draft, tuple) else verify
+    loaded = load_model(draft, dtype=dtype, verify=verify, mesh=target.mesh)
     own, its = target.tokenizer, loaded.tokenizer
     if own is not None and its is not None:
         check_same_tokens(own, its, (f"model {target.name!r}", f"draft {loaded.name!r}"))

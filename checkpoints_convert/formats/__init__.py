@@ -75,7 +75,7 @@ def with_side_file(directory: Path, hf_config: dict[str, Any]) -> dict[str, Any]
     if any(hf_config.get(name) for name in ("quantization_config", "compression_config")):
         return hf_config
     for name in QUANTIZATION_FILES:
-        if (directory / name).is_file():
+        if (directory / name).exists():
             data = read_json(directory / name)
             if name == "hf_quant_config.json":
                 method = "modelopt"

@@ -245,7 +245,7 @@ def _untied_if_heads_differ(hf_config: dict[str, Any], index: SafetensorsIndex) 
     """config.json with `tie_word_embeddings` false if the stored head differs from the embedding, as in Transformers 5:
     it was then trained separately."""
     headers = index.headers
-    family, data = family_for(hf_config, index.directory)
+    family, data = family_for(hf_config, f"{index.where}/{CONFIG}")
     rename = renaming(family, headers)
     embed = rename(embedding_name(family))
     head = next((name for name in map(rename, head_names(family)) if name in headers), None)

@@ -13,6 +13,7 @@ from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig, RopeConfig
 
+MAX_LAYERS = 1000
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 # Fields that families may rename, and those of ModelConfig.
 _COMMON = {
@@ -38,11 +39,19 @@ def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelCo
       CheckpointError: an unsupported architecture, activation, rotary embedding or quantization, by name; all fields
         that are missing or of the wrong type. Code named in `auto_map` is never run.
     """
+    try:
+        return _model_config(data, where)
+    except (TypeError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:
+        # What no check foresaw in a file that may come from anyone.
+        raise CheckpointError(where, f"holds values that do not fit, {type(error).__name__}: {error}") from error
+
+
+def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
     family, data = family_for(data, where)
     problems: list[str] = []
     fields = Fields(data, problems, names=family.names)
     _check_supported(data, fields, family)
-    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    num_layers, num_heads = fields.integer("num_hidden_layers", most=MAX_LAYERS), fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
     if family.names.get("head_dim", "") is None and hidden_size % num_heads and not problems:
@@ -60,7 +69,7 @@ def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelCo
         "num_heads": num_heads,
         "num_kv_heads": fields.integer("num_key_value_heads", family.num_kv_heads or num_heads),
         "head_dim": head_dim,
-        "norm_eps": fields.number("rms_norm_eps", family.norm_eps),
+        "norm_eps": fields.number("rms_norm_eps", family.norm_eps, most=1.0),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", family.is_tied),
         **{name: _bias(fields, getattr(family, name)) for name in ("qkv_bias", "output_bias", "mlp_bias")},
         "qk_norm": family.qk_norm,

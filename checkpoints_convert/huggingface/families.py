@@ -37,7 +37,7 @@ def family_of(config: ModelConfig) -> Family:
 def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The config.json of the text part of a model of text and images; of any other model, `data` itself."""
     names = data.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
     part = data.get("text_config")
     if name not in WRAPPERS or not isinstance(part, Mapping):
         return data

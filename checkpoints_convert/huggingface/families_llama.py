@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.family import ACTIVATIONS, INVERSE_ROOT, RECIPROCAL, Family, RopeForm, Setting
+from checkpoints_convert.huggingface.family import (
+    ACTIVATIONS,
+    INVERSE_ROOT,
+    MAX_INTEGER,
+    RECIPROCAL,
+    Family,
+    RopeForm,
+    Setting,
+)
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 
 LAYER, TARGET = "model.layers.{layer}", "layers.{layer}"
@@ -242,7 +250,9 @@ _REFUSED = {"use_bidirectional_attention": (True, "the model sees later tokens, 
 def _scaled(data: Mapping[str, Any]) -> dict[str, Any]:
     """Multiplies the embedding by the square root of the width; config.json has no field for it."""
     width = data.get("hidden_size")
-    if not isinstance(width, int) or width < 1:  # what is noted as a problem when the field itself is read
+    if (
+        not isinstance(width, int) or not 1 <= width <= MAX_INTEGER
+    ):  # what is noted as a problem when the field itself is read
         width = 1
     return {**data, "embedding_multiplier": width**0.5}
 

@@ -10,6 +10,8 @@ from checkpoints_convert.huggingface.rules import TensorLayout, TensorRule, layo
 from jaxinfer.models import ModelConfig
 
 REQUIRED: Any = object()
+MAX_INTEGER = 2**31 - 1
+MAX_NUMBER = 1e15  # beyond the largest base of a rotation, and far from overflow in float32
 
 
 class Fields:
@@ -43,21 +45,23 @@ class Fields:
             return default
         return value
 
-    def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> Any:
-        """An int of at least `least`."""
+    def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1, most: int = MAX_INTEGER) -> Any:
+        """An int from `least` to `most`."""
         value = self._get(name, default)
-        if value is default or (isinstance(value, int) and not isinstance(value, bool) and value >= least):
+        if value is default or (isinstance(value, int) and not isinstance(value, bool) and least <= value <= most):
             return least if value is REQUIRED else value
-        self.problem(name, f"must be an integer of at least {least}, got {value!r}")
+        is_too_large = isinstance(value, int) and value > most
+        limit = f"from {least} to {most}" if is_too_large else f"of at least {least}"
+        self.problem(name, f"must be an integer {limit}, got {value!r}")
         return least
 
-    def number(self, name: str, default: Any = REQUIRED) -> Any:
-        """A positive finite float."""
+    def number(self, name: str, default: Any = REQUIRED, *, most: float = MAX_NUMBER) -> Any:
+        """A positive float of at most `most`."""
         value = self._get(name, default)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is default or (is_number and math.isfinite(value) and value > 0):
-            return 1.0 if value is REQUIRED else (float(value) if is_number else value)
-        self.problem(name, f"must be a positive number, got {value!r}")
+        if value is default or is_positive(value, most):
+            return 1.0 if value is REQUIRED else (float(value) if isinstance(value, int) else value)
+        limit = f" of at most {most:g}" if is_positive(value, math.inf) else ""
+        self.problem(name, f"must be a positive number{limit}, got {value!r}")
         return 1.0
 
     def boolean(self, name: str, default: bool) -> bool:
@@ -72,9 +76,7 @@ class Fields:
         value = self._get(name, REQUIRED)
         if value is REQUIRED:
             return (1.0,) * length
-        is_list = isinstance(value, list) and all(
-            isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x > 0 for x in value
-        )
+        is_list = isinstance(value, list) and all(is_positive(x, MAX_NUMBER) for x in value)
         if not is_list or len(value) != length:
             got = f"{len(value)} of them" if is_list else repr(value)
             self.problem(name, f"must be a list of {length} positive numbers, got {got}")
@@ -92,6 +94,11 @@ class Fields:
                 self.problem(name, "is null" if own in self.data else "is missing")
             return default
         return value
+
+
+def is_positive(value: Any, most: float) -> bool:
+    """Whether a value is a positive number of at most `most`, and not infinite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= most and value != math.inf
 
 
 # Whether there is a bias: never, always, or as the named field of config.json says.

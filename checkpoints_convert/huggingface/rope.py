@@ -30,6 +30,7 @@ _FIELDS = {
 }
 # Fields that no implementation computes with.
 _INERT_FIELDS = {"finetuned", "mrope_section", "mrope_interleaved", "original_max_position_embeddings"}
+_MAX_PROBLEMS = 100  # more are not looked for
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "linear_attention"}
 
@@ -86,6 +87,8 @@ def _kind(settings: Mapping[str, Any], fields: Fields, form: RopeForm) -> str:
         kind = "default"
     known = _FIELDS[kind] | ({"llama_4_scaling_beta", "max_position_embeddings"} if form.has_query_scale else set())
     for key, value in settings.items():
+        if len(fields.problems) > _MAX_PROBLEMS:
+            break
         if value is not None and key not in _SHARED_FIELDS | known | _INERT_FIELDS:
             fields.problem(key, f"is not a setting of rope type {kind!r}{did_you_mean(key, _FIELDS[kind])}")
     return kind

@@ -192,7 +192,7 @@ class _Bench:
         self.draft_name, self.acceptance, self.lines, self.repeats = draft, acceptance, lines, repeats
         self.draft_model: LoadedModel | None = None
         if draft != "ngram" and not draft.startswith("layers:"):
-            self.draft_model = load_model(draft, dtype=loading.get("dtype", "auto"))
+            self.draft_model = load_model(draft, dtype=loading.get("dtype", "auto"), verify=loading.get("verify"))
         self.engine: dict[str, Any] = {"max_seqs": 1, **values}
 
     def params(self, values: dict[str, Any]) -> "list[SamplingParams]":

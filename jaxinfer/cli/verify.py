@@ -11,12 +11,14 @@ from jaxinfer.options import MISSING, argument, option
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
-    from checkpoints_convert import VerifyReport
+    from checkpoints_convert import FilesReport, VerifyReport
+
+_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    path: Path = argument(MISSING, "A converted checkpoint's folder.", "PATH")
+    path: str = argument(MISSING, "A checkpoint's folder, a GGUF file, or a hub id.", "PATH")
     against: str | None = option(None, "Another checkpoint of the same model, or a hub id, to compare with.", "MODEL")
     tolerance: float = option(0.0, "Largest allowed difference of hidden states and logits.", "X", min=0.0)
     dtype: str = option("auto", "Compute both in this dtype; auto: as stored.", "DTYPE")
@@ -27,18 +29,20 @@ def verify(options: VerifyOptions) -> int:
     """Check a checkpoint's files, or compare it with another.
 
     Each file must match its checksum and, with --against, hidden states and logits must agree within the tolerance; if
-    not, the exit code is 1. A checkpoint in Hugging Face's format has no checksums and can only be compared.
+    not, the exit code is 1. Checksums are those of the manifest that `jaxinfer convert` writes; for Hugging Face and
+    GGUF files, those that the hub's cache or a *.sha256 file knows. Without --against at least one has to be known.
     """
     import checkpoints_convert
     from checkpoints_convert.files import MANIFEST
 
-    path, against, tolerance = options.path, options.against, options.tolerance
-    has_manifest = (path / MANIFEST).exists()
-    problems: list[str] = []
-    if has_manifest or against is None:
-        with waiting("checking files"):
-            problems = checkpoints_convert.verify_manifest(path)
-    comparison = None
+    path, against, tolerance = checkpoints_convert.resolve(options.path), options.against, options.tolerance
+    with waiting("checking files"):
+        files = checkpoints_convert.verify_files(path)
+    if against is None and not files.checked:
+        raise checkpoints_convert.CheckpointError(
+            path, "no checksum of its files is known: name another checkpoint with --against, or convert it"
+        )
+    problems, comparison = list(files.problems), None
     if against is not None and not problems:
         with waiting("comparing"):
             comparison = checkpoints_convert.verify_against(path, against, tolerance=tolerance, dtype=options.dtype)
@@ -48,7 +52,9 @@ def verify(options: VerifyOptions) -> int:
             {
                 "path": path,
                 "holds": holds,
-                "has_manifest": has_manifest,
+                "has_manifest": (path / MANIFEST).exists(),
+                "checked": files.checked,
+                "unknown": files.unknown,
                 "problems": problems,
                 "against": against,
                 "tolerance": tolerance,
@@ -56,7 +62,7 @@ def verify(options: VerifyOptions) -> int:
             }
         )
     else:
-        write_text(_summary(path, has_manifest, problems, against, comparison, tolerance, holds))
+        write_text(_summary(path, files, against, comparison, tolerance, holds))
     return OK if holds else ERROR
 
 
@@ -66,21 +72,21 @@ def _is_close(report: "VerifyReport", tolerance: float) -> bool:
 
 def _summary(
     path: Path,
-    has_manifest: bool,
-    problems: list[str],
+    files: "FilesReport",
     against: str | None,
     report: "VerifyReport | None",
     tolerance: float,
     holds: bool,
 ) -> str:
     facts: dict[str, Any] = {"checkpoint": path}
-    facts["files"] = (
-        f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}"
-        if problems
-        else "match the manifest"
-        if has_manifest
-        else "not checked: there is no manifest"
-    )
+    problems = files.problems
+    if problems:
+        facts["files"] = f"{len(problems)} {'problem' if len(problems) == 1 else 'problems'}"
+    else:
+        facts["files"] = f"{len(files.checked)} match their checksums" if files.checked else "none checked"
+    if files.unknown:
+        shown = ", ".join(files.unknown[:_NUM_SHOWN]) + (", ..." if len(files.unknown) > _NUM_SHOWN else "")
+        facts["without checksum"] = f"{len(files.unknown)}: {shown}"
     if report is not None:
         facts |= {
             "compared with": f"{against} on {report.num_tokens} tokens, tolerance {tolerance:g}",

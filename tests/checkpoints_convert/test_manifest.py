@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import CheckpointError, verify_manifest
-from checkpoints_convert.files import measure, write_manifest
+from checkpoints_convert.manifest import measure, write_manifest
 
 
 @pytest.fixture

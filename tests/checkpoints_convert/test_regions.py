@@ -147,15 +147,3 @@ def test_regions_are_what_numpy_takes(data):
     assert seen.size == len(rows) * len(numbers)
     assert seen.num_nonfinite == (0 in rows and 0 in numbers)
     assert read_bytes == host_arrays.bytes_to_read(rows, columns, row_length, 4, min_piece)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_arrays_in_memory_are_checked_and_cast(dtype, executor, monkeypatch):
-    monkeypatch.setattr(host_arrays, "BLOCK_BYTES", 64)
-    array = np.random.default_rng(0).standard_normal((30, 7)).astype(np.float32)
-    array[3, 4], array[29, 6] = np.nan, 1e38
-    found, seen = host_arrays.cast_array(array, dtype, executor=executor, measure_cast=True)
-    with np.errstate(over="ignore"):
-        assert found.tobytes() == array.astype(dtype).tobytes()
-    assert (found is array or found.base is array) == (dtype == np.float32)
-    assert (seen.size, seen.num_nonfinite, seen.num_overflowed) == (210, 1, int(dtype == np.float16))

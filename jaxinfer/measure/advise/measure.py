@@ -23,7 +23,7 @@ from jaxinfer.quantization.tree import describe
 from jaxinfer.sampling import SamplingParams
 
 # Arguments of `LLM` that concern loading.
-LOADING = ("tokenizer", "dtype", "revision", "requantize", "quantize")
+LOADING = ("tokenizer", "dtype", "revision", "requantize", "quantize", "verify")
 # A repeat in which a program was compiled is discarded and made again, at most this many times.
 MAX_AGAIN = 8
 _SALTS = itertools.count()  # one for each run, so that no run reuses the prefixes of another

@@ -399,6 +399,6 @@ def test_a_native_checkpoint_that_is_not_what_it_says_is_refused(field, value, t
     data = json.loads(path.read_text())
     data["quantized"]["layers.0.mlp.up_proj.weight"][field] |= value
     text = json.dumps(data)
-    path.write_text(text.ljust(path.stat().st_size))  # the size is what the manifest checks first
+    path.write_text(text.ljust(path.stat().st_size))  # sizes are compared, even without checksums
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight"):
-        load(tmp_path / "native")
+        load(tmp_path / "native", verify=False)

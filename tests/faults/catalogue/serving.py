@@ -4,6 +4,14 @@ from tests.faults.fault import Fault
 
 ENGINE = (
     Fault(
+        "engine/a-compiled-program-that-cannot-be-read-stays",
+        "jaxinfer/compilation_cache.py",
+        "            path.unlink(missing_ok=True)\n            _LOG",
+        "            _LOG",
+        ("tests/test_compilation_cache.py",),
+        "every start compiles again what a full disk cut off",
+    ),
+    Fault(
         "engine/a-page-is-freed-twice",
         "jaxinfer/engine",
         "self._free.append(page)",

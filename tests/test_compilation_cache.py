@@ -1,0 +1,100 @@
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxinfer import compilation_cache
+
+# Compiles one program with the cache on; the entries below are those of a process of its own.
+SCRIPT = """
+import resource, sys, warnings
+from jaxinfer import compilation_cache
+folder = compilation_cache.enable()
+compilation_cache.keep_all()
+import jax, jax.numpy as jnp
+warnings.simplefilter("always")
+program, other = jax.jit(lambda x: jnp.sort(x) @ x), jax.jit(lambda x: jnp.cumsum(x).min() + 1)
+x = jax.device_put(__import__("numpy").ones(8, "float32"))
+if sys.argv[1] != "0":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))  # as a disk that is full
+with compilation_cache.counting() as counts:
+    print(float(program(x)), float(other(x)))
+print(counts.compiled, counts.hits)
+"""
+
+
+def run(folder, size_limit=0):
+    environment = os.environ | {"JAXINFER_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-c", SCRIPT, str(size_limit)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    values, counts = done.stdout.splitlines()
+    assert values == "8.0 2.0"
+    return tuple(map(int, counts.split())), done.stderr
+
+
+def entries(folder):
+    return {path.name: path.stat().st_size for path in (folder / "xla").iterdir()}
+
+
+def test_entries_that_cannot_be_read_are_compiled_and_kept_again(tmp_path):
+    first, _ = run(tmp_path)
+    whole = entries(tmp_path)
+    assert first == (2, 0)
+    assert len(whole) == 2
+    (one, other) = (tmp_path / "xla" / name for name in whole)
+    one.write_bytes(one.read_bytes()[: one.stat().st_size // 2])
+    other.write_bytes(b"")
+    assert run(tmp_path) == ((2, 0), "")
+    assert entries(tmp_path).keys() == whole.keys()
+    assert run(tmp_path) == ((0, 2), "")
+
+
+def test_a_full_disk_leaves_no_part_of_an_entry_and_one_warning(tmp_path):
+    counts, stderr = run(tmp_path, size_limit=500)
+    assert counts == (2, 0)
+    assert entries(tmp_path) == {}
+    assert stderr.count("Warning") == 1
+    assert f"compiled programs cannot be kept in {tmp_path / 'xla'}: File too large" in stderr
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of programs, none set in JAX's configuration."""
+    monkeypatch.setattr(compilation_cache, "folder", lambda: None)
+    monkeypatch.setenv("JAXINFER_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / "xla"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
+def no_update(monkeypatch):
+    monkeypatch.setattr(compilation_cache.jax.config, "update", lambda *_: None)
+
+
+def test_a_folder_of_another_user_is_refused(folder, no_update, monkeypatch):
+    monkeypatch.setattr(compilation_cache.os, "geteuid", lambda: 12345)
+    if os.getuid() == 0:
+        assert compilation_cache.enable() == folder  # root's
+        os.chown(folder, 12346, -1)
+    with pytest.raises(PermissionError, match=r"xla belongs to another user \(number \d+\).*: remove it or set JAXINF"):
+        compilation_cache.enable()
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702])
+def test_a_folder_that_others_may_write_is_refused(folder, no_update, mode):
+    folder.chmod(mode)
+    with pytest.raises(PermissionError, match="is writable by others"):
+        compilation_cache.enable()
+
+
+def test_parts_that_killed_processes_left_are_removed(folder, no_update):
+    old, new = folder / ".a.part", folder / ".b.part"
+    for path in (old, new):
+        path.write_bytes(b"")
+    os.utime(old, (time.time() - 10**6,) * 2)
+    assert compilation_cache.enable() == folder
+    assert [path.name for path in folder.iterdir()] == [".b.part"]
