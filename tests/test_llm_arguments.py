@@ -30,7 +30,7 @@ GREEDY = SamplingParams(temperature=0)
         ((1, 2), [[1, 2]]),
         (range(2), [[0, 1]]),
         (["a", [1]], ["a", [1]]),
-        ((text for text in ("a", "b")), ["a", "b"]),
+        pytest.param((text for text in ("a", "b")), ["a", "b"], id="a generator"),
         (np.array([1, 2]), [[1, 2]]),
         (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
         ([np.int32(1), np.int64(2)], [[1, 2]]),
