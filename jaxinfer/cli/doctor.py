@@ -22,7 +22,7 @@ from jaxinfer.tables import facts_text
 
 REQUIRED = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "ml_dtypes", "safetensors", "tokenizers"),
-    *("jinja2", "huggingface_hub", "tqdm", "rich", "typer", "prompt_toolkit"),
+    *("jinja2", "huggingface_hub", "tqdm", "rich", "typer", "prompt_toolkit", "xxhash"),
 )
 # An extra is installed when all these distributions are.
 EXTRAS = {

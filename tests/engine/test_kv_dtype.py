@@ -248,7 +248,7 @@ def test_a_page_of_int8_suits_the_kernel():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_dtype": "fp8"}, "kv_dtype='fp8' is not one of auto, float32, .*int8, fp8_e4m3, fp8_e5m2"),
+        ({"kv_dtype": "fp7"}, "kv_dtype='fp7' is not one of auto, float32, .*int8, fp8_e4m3, fp8_e5m2"),
         ({"kv_dtype": "int4", "cache": "contiguous"}, "kv_dtype='int4' is not one of"),
         ({"draft": "ngram", "draft_kv_dtype": "int3"}, "draft_kv_dtype='int3' is not one of"),
         ({"draft": "ngram", "draft_kv_dtype": "int8"}, "draft_kv_dtype='int8': draft='ngram' has no cache of its own"),

@@ -244,7 +244,7 @@ def test_lower_priority_values_go_first(tiny):
         assert [set(found[start : start + 4]) for start in (0, 4, 8)] == [{*range(4)}, {*range(4, 8)}, {*range(8, 12)}]
         with pytest.raises(ValueError, match="2 priorities for 1 prompts"):
             llm.generate([[1]], params, priority=[1, 2])
-        with pytest.raises(ValueError, match="priority must be an integer"):
+        with pytest.raises(TypeError, match="priority must be an integer"):
             llm.generate([[1]], params, priority=[1.5])
 
 

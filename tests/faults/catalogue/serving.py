@@ -286,7 +286,7 @@ CLI = (
 
 NAMES = (
     Fault(
-        "names/a-value-without-effect-is-any-value",
+        "cli/a-value-without-effect-is-any-value",
         "jaxinfer",
         "if self.read is None:\n            raise",
         "if self.read is None and not self.is_switch:\n            raise",
@@ -294,7 +294,7 @@ NAMES = (
         "enforce_eager=True or trust_remote_code=True is taken and does nothing",
     ),
     Fault(
-        "names/one-option-under-two-names-is-the-last",
+        "cli/one-option-under-two-names-is-the-last",
         "jaxinfer",
         "if ours in found:\n                raise",
         "if ours in found and found[ours] is None:\n                raise",
@@ -302,7 +302,7 @@ NAMES = (
         "max_num_seqs beside max_seqs: one of them is ignored",
     ),
     Fault(
-        "names/a-flag-of-another-engine-is-dropped",
+        "cli/a-flag-of-another-engine-is-dropped",
         "jaxinfer/cli",
         "found.rest += [own.opts[0], text]",
         "found.rest += []",
