@@ -76,7 +76,8 @@ def test_wrong_usage_exits_with_2(jaxinfer, arguments):
 def test_completion_is_installed_and_completes(tmp_path):
     """For bash, as for the other shells that typer knows."""
     code = "from jaxinfer.cli.main import main; main()"
-    environment = {**os.environ, "HOME": str(tmp_path)}
+    # Typer takes the shell from the processes above, which is sh under make, unless this is set.
+    environment = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     installed = subprocess.run(
         [sys.executable, "-c", code, "--install-completion", "bash"], env=environment, capture_output=True, text=True
     )
