@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from checkpoints_convert.checkpoint import Bounds, slices_of
 from checkpoints_convert.host_arrays import CastStats, count_nonfinite, max_relative_error
 
 # Hashed, tested and cast at once: half of a core's second-level cache, and large enough that Python's part is small.
 _BLOCK_BYTES = 2**20
-Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def checksums(array: np.ndarray, chunk: Sequence[int]) -> ArrayChecksums:
     digests = []
     for bounds in chunks(array.shape, chunk):
         found = Hasher()
-        part = array[tuple(slice(*pair) for pair in bounds)]
+        part = array[slices_of(bounds)]
         copy_blocks(part, part, hasher=found, is_dense=False)
         digests.append(found.digest())
     return ArrayChecksums(tuple(map(int, chunk)), tuple(digests))
