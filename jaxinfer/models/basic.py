@@ -1,12 +1,23 @@
 """Linear layers, and norms: RMSNorm in three variants of rounding, and LayerNorm."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
 from jaxinfer.models.config import ModelConfig, NormKind
 from jaxinfer.quantization.matmul import matmul
+
+
+def normal(rngs: nnx.Rngs | None, shape: tuple[int, ...], dtype) -> Any:
+    """Weights of normal(0, 0.02); without `rngs` one number in their shape, for modules of which only the shapes matter
+    (tracing the random numbers of 30 layers takes over a second)."""
+    if rngs is None:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+    return nnx.initializers.normal(0.02)(rngs.params(), shape, dtype)
 
 
 class Norm(nnx.Module):
@@ -16,9 +27,9 @@ class Norm(nnx.Module):
     """
 
     def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], kind: NormKind, *, eps: float, bias: bool, dtype):
-        initial = jnp.zeros if kind == "rms_zero_centred" else jnp.ones
+        initial = np.zeros if kind == "rms_zero_centred" else np.ones
         self.weight = nnx.Param(initial(shape, dtype), axes=axes)
-        self.bias = nnx.Param(jnp.zeros(shape, dtype), axes=axes) if bias else None
+        self.bias = nnx.Param(np.zeros(shape, dtype), axes=axes) if bias else None
         self.kind, self.eps = kind, eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -62,10 +73,9 @@ class Linear(nnx.Module):
 
     scope = "linear"
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02)
-        self.weight = nnx.Param(init(rngs.params(), (inputs, outputs), dtype), axes=axes)
-        self.bias = nnx.Param(jnp.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
+    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs | None):
+        self.weight = nnx.Param(normal(rngs, (inputs, outputs), dtype), axes=axes)
+        self.bias = nnx.Param(np.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         with jax.named_scope(self.scope):

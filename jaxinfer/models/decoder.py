@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.checks import did_you_mean
-from jaxinfer.models.basic import Linear, hidden_norm
+from jaxinfer.models.basic import Linear, hidden_norm, normal
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.layers import Attend, DecoderLayer, Tap
@@ -31,18 +32,17 @@ _NUM_NAMED = 5  # most missing, and most unexpected, parameters named in a messa
 class Decoder(nnx.Module):
     """A decoder-only transformer for any leading shape: [B, T] in training and contiguous caches, [T] with pages."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype=None):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype=None):
         dtype = jnp.dtype(dtype or config.dtype)
-        init = nnx.initializers.normal(0.02)
         shape = (config.vocab_size, config.hidden_size)
-        self.embed = nnx.Param(init(rngs.params(), shape, dtype), axes=("vocab", "hidden"))
+        self.embed = nnx.Param(normal(rngs, shape, dtype), axes=("vocab", "hidden"))
         self.position_embed = None if not config.has_position_embedding else _positions(config, rngs, dtype)
         self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
         self.final_norm = hidden_norm(config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = nnx.Param(init(rngs.params(), shape[::-1], dtype), axes=("hidden", "vocab"))
+            self.lm_head = nnx.Param(normal(rngs, shape[::-1], dtype), axes=("hidden", "vocab"))
         has_bias = config.lm_head_bias
-        self.lm_head_bias = nnx.Param(jnp.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
+        self.lm_head_bias = nnx.Param(np.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
         self.config = config
 
     def __call__(
@@ -89,9 +89,9 @@ def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array 
     return x if position_rows is None else x + position_rows
 
 
-def _positions(config: ModelConfig, rngs: nnx.Rngs, dtype) -> nnx.Param:
+def _positions(config: ModelConfig, rngs: nnx.Rngs | None, dtype) -> nnx.Param:
     shape = (config.max_position_embeddings, config.hidden_size)
-    return nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape, dtype), axes=("positions", "hidden"))
+    return nnx.Param(normal(rngs, shape, dtype), axes=("positions", "hidden"))
 
 
 def split(decoder: Decoder) -> Params:
@@ -147,7 +147,7 @@ def abstract_params(config: ModelConfig, dtype=None) -> Params:
     """Shapes and dtypes of the parameters (`jax.ShapeDtypeStruct` leaves); allocates nothing."""
     if dtype is None:
         return _string_keys(nnx.to_pure_dict(_definition(config)[1]))
-    return jax.eval_shape(lambda: split(Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
+    return abstract_params(replace(config, dtype=jnp.dtype(dtype).name))
 
 
 def logical_axes(config: ModelConfig) -> Params:
@@ -191,7 +191,8 @@ def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Callable[[str, j
 
 @lru_cache(maxsize=32)
 def _definition(config: ModelConfig):
-    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(Decoder(config, rngs=None))
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     return graph, state, frozenset(_leaf_names(_string_keys(nnx.to_pure_dict(state))))
 
 

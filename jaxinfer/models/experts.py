@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxinfer.models.basic import normal
 from jaxinfer.models.config import MoEConfig
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.matmul import Weight, matmul
@@ -286,15 +288,14 @@ class ExpertStack(nnx.Module):
     """One projection of all experts: weight [E, inputs, outputs], which may be quantized, and bias [E, outputs]."""
 
     def __init__(self, count: int, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs):
-        init = nnx.initializers.normal(0.02)
-        self.weight = nnx.Param(init(rngs.params(), (count, inputs, outputs), dtype), axes=("expert", *axes))
-        self.bias = nnx.Param(jnp.zeros((count, outputs), dtype), axes=("expert", axes[1])) if bias else None
+        self.weight = nnx.Param(normal(rngs, (count, inputs, outputs), dtype), axes=("expert", *axes))
+        self.bias = nnx.Param(np.zeros((count, outputs), dtype), axes=("expert", axes[1])) if bias else None
 
 
 class ExpertStacks(nnx.Module):
     """The three projections of all experts."""
 
-    def __init__(self, moe: MoEConfig, width: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, moe: MoEConfig, width: int, *, dtype, rngs: nnx.Rngs | None):
         kwargs = {"bias": moe.has_expert_bias, "dtype": dtype, "rngs": rngs}
         inward = (moe.num_experts, width, moe.expert_size, ("hidden", "expert_ffn"))
         self.gate_proj = ExpertStack(*inward, **kwargs)
@@ -310,12 +311,11 @@ class ExpertStacks(nnx.Module):
 class Router(nnx.Module):
     """Chooses experts from logits that are computed in float32 for any dtype of the weights."""
 
-    def __init__(self, moe: MoEConfig, width: int, *, dtype, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02)
-        self.weight = nnx.Param(init(rngs.params(), (width, moe.num_experts), dtype), axes=("hidden", None))
-        self.bias = nnx.Param(jnp.zeros((moe.num_experts,), dtype), axes=(None,)) if moe.has_router_bias else None
+    def __init__(self, moe: MoEConfig, width: int, *, dtype, rngs: nnx.Rngs | None):
+        self.weight = nnx.Param(normal(rngs, (width, moe.num_experts), dtype), axes=("hidden", None))
+        self.bias = nnx.Param(np.zeros((moe.num_experts,), dtype), axes=(None,)) if moe.has_router_bias else None
         self.correction = (
-            nnx.Param(jnp.zeros((moe.num_experts,), jnp.float32), axes=(None,)) if moe.has_correction_bias else None
+            nnx.Param(np.zeros((moe.num_experts,), np.float32), axes=(None,)) if moe.has_correction_bias else None
         )
         self.moe = moe
 
@@ -344,13 +344,12 @@ class SparseMoE(nnx.Module):
         *,
         shared: Callable[[jax.Array], jax.Array] | None,
         dtype,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
     ):
         self.router = Router(moe, width, dtype=dtype, rngs=rngs)
         self.experts = ExpertStacks(moe, width, dtype=dtype, rngs=rngs)
         self.shared = shared
-        init = nnx.initializers.normal(0.02)
-        gate = init(rngs.params(), (width, 1), dtype) if moe.has_shared_gate else None
+        gate = normal(rngs, (width, 1), dtype) if moe.has_shared_gate else None
         self.shared_gate = None if gate is None else nnx.Param(gate, axes=("hidden", None))
         self.activation = lambda gate, up: activation(gate) * up
         if moe.clamp is not None:

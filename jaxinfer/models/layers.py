@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.basic import Linear, Norm, head_norm, hidden_norm
+from jaxinfer.models.basic import Linear, Norm, head_norm, hidden_norm, normal
 from jaxinfer.models.config import Activation, ModelConfig, NormKind
 from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.rope import Positions, rotate
@@ -37,7 +38,7 @@ def activate(kind: Activation, x: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Grouped-query attention. `attend` stores keys and values, and reads them."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         width, head_dim = config.hidden_size, config.head_dim
         query_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
         kwargs = {"dtype": dtype, "rngs": rngs}
@@ -49,7 +50,7 @@ class Attention(nnx.Module):
         self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype)
         self.layer, self.head_dim, self.window = layer, head_dim, config.window(layer)
         self.rope, self.qk_norm_span = config.rope_of(layer), config.qk_norm_span
-        sinks = jnp.zeros((config.num_heads,), dtype) if config.has_sinks else None
+        sinks = np.zeros((config.num_heads,), dtype) if config.has_sinks else None
         self.sinks = None if sinks is None else nnx.Param(sinks, axes=("heads",))
         self.options = attention_options(config)
 
@@ -85,7 +86,7 @@ class MLP(nnx.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer 2020), or without a gate down(activation(up(x))). `inner` is the inner
     width, config.intermediate_size by default."""
 
-    def __init__(self, config: ModelConfig, inner: int | None = None, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, inner: int | None = None, *, dtype, rngs: nnx.Rngs | None):
         width, inner = config.hidden_size, inner or config.intermediate_size
         kwargs = {"bias": config.mlp_bias, "dtype": dtype, "rngs": rngs}
         self.gate_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs) if config.is_mlp_gated else None
@@ -99,7 +100,7 @@ class MLP(nnx.Module):
         return self.down_proj(self._activate(self.gate_proj(x)) * self.up_proj(x))
 
 
-def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> nnx.Module:
+def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None) -> nnx.Module:
     """The MLP of a layer, or its experts with their shared MLP."""
     moe = config.experts_of(layer)
     if moe is None:
@@ -112,7 +113,7 @@ def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs) -> 
 class DecoderLayer(nnx.Module):
     """Attention and MLP, with norms and residuals in the order of config.block."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         has_before, has_after = config.block != "post_norm", config.block in ("post_norm", "sandwich_norm")
         has_mlp_norm = has_before and config.block != "parallel_one_norm"
         self.attention_norm = hidden_norm(config, dtype) if has_before else None
@@ -163,7 +164,7 @@ class LatentAttention(nnx.Module):
     576 numbers per token in DeepSeek-V3, instead of 40,960 for keys and values of all heads.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         mla = config.mla
         if mla is None:
             raise ValueError(f"{config.architecture} has no latent attention")
@@ -221,9 +222,8 @@ def _norm(width: int, kind: NormKind, eps: float, dtype) -> Norm:
 class HeadStack(nnx.Module):
     """A matrix [R, outputs] for each head. Not quantized, because it is also used transposed."""
 
-    def __init__(self, num_heads: int, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02)
-        self.weight = nnx.Param(init(rngs.params(), (num_heads, inputs, outputs), dtype), axes=("heads", None, None))
+    def __init__(self, num_heads: int, inputs: int, outputs: int, *, dtype, rngs: nnx.Rngs | None):
+        self.weight = nnx.Param(normal(rngs, (num_heads, inputs, outputs), dtype), axes=("heads", None, None))
 
     def from_latent(self, x: jax.Array) -> jax.Array:
         """[..., Hq, outputs] of x [..., Hq, R]."""

@@ -267,7 +267,7 @@ def append(
     """
     shape = page_shape(pages, k.shape[1], k.shape[2])
     (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.dtype), to_stored(v, shape.dtype)
-    options: dict[str, Any] = {"mode": "drop", "unique_indices": is_unique}
+    options: dict[str, Any] = {"mode": "drop", "unique_indices": is_unique, "wrap_negative_indices": False}
 
     def put(stored: Any, new: Any, heads: tuple[jax.Array, ...] = ()) -> Any:
         at = (page[:, None], *heads, slot[:, None]) if heads else (page, slot)
@@ -341,7 +341,7 @@ def gather(pages: Pages, ids: Int32[Array, "*ids"], shape: PageShape) -> Separat
     """The pages `ids` in logical form: k, v [*ids, page, Hkv, K], scales [*ids, Hkv, page]. Ids must be valid."""
 
     def take(array):
-        return array.at[ids].get(mode="promise_in_bounds")
+        return array.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     if isinstance(pages, SeparatePages):
         return SeparatePages(*(None if array is None else take(array) for array in pages))

@@ -1,5 +1,7 @@
 """Dense paged attention in float32, the oracle in tests of every implementation. Memory is T x S x P x page."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -17,13 +19,14 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
 
 
 def attention(operands: PagedOperands, spec: PagedSpec, schedule=None) -> tuple[jax.Array, layout.Pages]:
-    sequence, index, position, is_real = token_places(operands, spec)
+    places = token_places(spec, operands.query_starts, operands.query_lengths, operands.kv_lengths)
+    sequence, is_real = places.sequence, places.is_real
     pages = append_new_tokens(operands, spec)
     logical = layout.unpack(pages, spec.num_kv_heads, spec.head_dim)
     if not spec.page.has_values:
         logical = logical._replace(v=logical.k[..., : spec.value_dim], v_scales=logical.k_scales)
     keys = jnp.arange(spec.max_kv_length)
-    visible = visible_keys(operands, spec, sequence, index, position, is_real, keys)
+    visible = visible_keys(operands, spec, sequence, places.position, keys) & is_real[:, None]
     # Pages that no query of the sequence sees may have any id.
     seen = jnp.zeros((spec.num_sequences, spec.max_kv_length), bool).at[sequence].max(visible)
     seen = seen.reshape(spec.num_sequences, spec.pages_per_sequence, spec.page_size)
@@ -49,35 +52,46 @@ def attention(operands: PagedOperands, spec: PagedSpec, schedule=None) -> tuple[
     return jnp.where(is_real[:, None, None], out, 0).astype(operands.q.dtype), pages
 
 
-def token_places(operands: PagedOperands, spec: PagedSpec):
-    """(sequence, index, position, is_real) of each of the T tokens.
+class TokenPlaces(NamedTuple):
+    """Of each of the T tokens: its sequence, its number among the sequence's new tokens, its position among all keys,
+    and whether it is no padding."""
 
-    `index` counts the new tokens of the sequence, `position` all its keys; padding is not real.
-    """
-    tokens = jnp.arange(spec.num_tokens)[:, None]
-    inside = (tokens >= operands.query_starts) & (tokens < operands.query_starts + operands.query_lengths)
-    sequence = jnp.argmax(inside, axis=1)
-    index = tokens[:, 0] - operands.query_starts[sequence]
-    position = operands.kv_lengths[sequence] - operands.query_lengths[sequence] + index
-    return sequence, index, position, inside.any(axis=1)
+    sequence: jax.Array
+    index: jax.Array
+    position: jax.Array
+    is_real: jax.Array
+
+
+def token_places(spec: PagedSpec, query_starts, query_lengths, kv_lengths) -> TokenPlaces:
+    tokens = jnp.arange(spec.num_tokens, dtype=jnp.int32)
+    inside = (tokens[:, None] >= query_starts) & (tokens[:, None] < query_starts + query_lengths)
+    sequence = jnp.argmax(inside, axis=1).astype(jnp.int32)
+    index = tokens - query_starts[sequence]
+    return TokenPlaces(sequence, index, (kv_lengths - query_lengths)[sequence] + index, inside.any(axis=1))
+
+
+def write_places(spec: PagedSpec, page_table: jax.Array, places: TokenPlaces) -> tuple[jax.Array, jax.Array]:
+    """The page and the slot in it that each token is written to; padding has a page beyond the last."""
+    entry = jnp.clip(places.position // spec.page_size, 0, spec.pages_per_sequence - 1)
+    page = jnp.where(places.is_real, page_table[places.sequence, entry], spec.page.num_pages)
+    return page, places.position % spec.page_size
 
 
 def append_new_tokens(operands: PagedOperands, spec: PagedSpec) -> layout.Pages:
     """Writes the new tokens of every sequence to its pages; padding is dropped."""
-    sequence, _, position, is_real = token_places(operands, spec)
-    page = operands.page_table[sequence, jnp.clip(position // spec.page_size, 0, spec.pages_per_sequence - 1)]
-    page = jnp.where(is_real, page, spec.page.num_pages)
-    return layout.append(operands.pages, operands.k_new, operands.v_new, page, position % spec.page_size)
+    places = token_places(spec, operands.query_starts, operands.query_lengths, operands.kv_lengths)
+    page, slot = write_places(spec, operands.page_table, places)
+    return layout.append(operands.pages, operands.k_new, operands.v_new, page, slot)
 
 
-def visible_keys(operands: PagedOperands, spec: PagedSpec, sequence, index, position, is_real, keys):
-    """Whether the query of each token sees each key position: bool [T, keys]."""
-    query_length = operands.query_lengths[sequence][:, None]
-    first_new = operands.kv_lengths[sequence][:, None] - query_length
+def visible_keys(operands: PagedOperands, spec: PagedSpec, sequence, position, keys):
+    """Whether the query of each token sees each key position: bool [T, keys]. Ancestors need the `sequence` of each."""
     visible = keys <= position[:, None]
     if spec.window is not None:
         visible &= keys > position[:, None] - spec.window
     if spec.has_ancestors:
+        query_length = operands.query_lengths[sequence][:, None]
+        first_new = operands.kv_lengths[sequence][:, None] - query_length
         bits = operands.ancestors[:, None]
         new_index = jnp.clip(keys - first_new, 0, MAX_TREE_TOKENS - 1).astype(jnp.uint32)
         is_ancestor = (bits >> new_index) & 1 == 1
@@ -87,7 +101,7 @@ def visible_keys(operands: PagedOperands, spec: PagedSpec, sequence, index, posi
             depth = jax.lax.population_count(operands.ancestors).astype(jnp.int32)[:, None] - 1
             is_old &= keys > first_new + depth - spec.window
         visible = jnp.where(query_length > MAX_TREE_TOKENS, visible, is_old | is_ancestor)
-    return visible & is_real[:, None]
+    return visible
 
 
 def _rows(values, scales, table, spec: PagedSpec):

@@ -8,6 +8,7 @@ On a CPU, caches of 16 or 8 bit floats should be `BitPages`: XLA:CPU converts a 
 gathers or scatters.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_attention import layout
-from pallas_kernels.paged_attention.reference import append_new_tokens, visible_keys
+from pallas_kernels.paged_attention.reference import token_places, visible_keys, write_places
 from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
 from pallas_kernels.tuning import tuned
 
@@ -66,12 +67,53 @@ def _programs(spec: PagedSpec) -> list[XlaTileSizes]:
     return [replace(blocks, queries=min(blocks.queries, longest[name])) for name, blocks in sizes.items()]
 
 
-class QueryItems(NamedTuple):
-    """Blocks of queries: the sequence and block index of each, and their number, int32."""
+class TileItems(NamedTuple):
+    """The items of A tiles, C in each, with Q queries: the longest sequences first; int32.
 
+    Attributes:
+      tokens: [A, C, Q], the row of q of each query; any row for padding.
+      positions: [A, C, Q], of each query in its sequence; -1 for padding.
+      sequence: [A, C], of each item.
+      pages: [A, C, P], page ids by position, 0 where the item sees no key; P is whole blocks of keys.
+      first_key, end_key: [A, C], the keys that any query of the item sees; empty for padding items.
+      first_block, end_block: [A], the blocks of keys that a tile reads.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
     sequence: jax.Array
-    block: jax.Array
+    pages: jax.Array
+    first_key: jax.Array
+    end_key: jax.Array
+    first_block: jax.Array
+    end_block: jax.Array
+
+
+class QueryItems(NamedTuple):
+    """The work of one program: its tiles, of which the first `count` (int32) have queries."""
+
+    tiles: TileItems
     count: jax.Array
+
+    @property
+    def num_rows(self) -> int:
+        """Queries, padding included."""
+        return math.prod(self.tiles.tokens.shape)
+
+
+class StepSchedule(NamedTuple):
+    """Everything of a step that is the same in all layers: its index arithmetic is compiled and computed once.
+
+    Attributes:
+      items: of each program.
+      rows: int32 [T], each token's row among the results of all items; one past the last for padding.
+      page, slot: int32 [T], where each token's key and value go; padding has a page beyond the last.
+    """
+
+    items: tuple[QueryItems, ...]
+    rows: jax.Array
+    page: jax.Array
+    slot: jax.Array
 
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
@@ -79,105 +121,167 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     return None
 
 
-def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> tuple[QueryItems, ...]:
-    """The items of each program."""
-    programs = _programs(spec)
-    if len(programs) == 1:
-        return (_items(spec, programs[0].queries, query_lengths, kv_lengths),)
-    singles = jnp.where(query_lengths == 1, 1, 0)
-    split = zip(programs, (singles, query_lengths - singles), strict=True)
-    return tuple(_items(spec, blocks.queries, lengths, kv_lengths) for blocks, lengths in split)
+def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> StepSchedule:
+    """The items of each program, and where each token's keys and result go."""
+    lengths = (query_starts, query_lengths, kv_lengths)
+    places = token_places(spec, *lengths)
+    page, slot = write_places(spec, page_table, places)
+    items, rows, num_rows = [], jnp.int32(0), 0
+    for sizes in _programs(spec):
+        is_taken = query_lengths > 0
+        if spec.has_short and spec.has_long:
+            is_taken &= (query_lengths == 1) == (sizes.queries == 1)
+        first = _first_items(jnp.where(is_taken, -(-query_lengths // sizes.queries), 0), kv_lengths)
+        items.append(_items(spec, sizes, is_taken, first, page_table, *lengths))
+        own = num_rows + first[places.sequence] * sizes.queries + places.index
+        rows = jnp.where(is_taken[places.sequence], own, rows)
+        num_rows += items[-1].num_rows
+    return StepSchedule(tuple(items), jnp.where(places.is_real, rows, num_rows), page, slot)
 
 
-def attention(
-    operands: PagedOperands, spec: PagedSpec, schedule: tuple[QueryItems, ...]
-) -> tuple[jax.Array, layout.Pages]:
+def attention(operands: PagedOperands, spec: PagedSpec, schedule: StepSchedule) -> tuple[jax.Array, layout.Pages]:
     return _attention(operands, schedule, spec, tuple(_programs(spec)))
 
 
 # jit with inline=True: traced once for all layers of a model, and the program is the same as without.
-@partial(jax.jit, static_argnums=(2, 3), inline=True)
-def _attention(
-    operands: PagedOperands, schedule: tuple[QueryItems, ...], spec: PagedSpec, programs: tuple[XlaTileSizes, ...]
-):
-    operands = operands._replace(pages=append_new_tokens(operands, spec))
-    out = jnp.zeros((spec.num_tokens, spec.num_q_heads, spec.value_dim), operands.q.dtype)
-    for blocks, items in zip(programs, schedule, strict=True):
-        out = _run(out, items, blocks, operands, spec)
-    return out, operands.pages
+@partial(jax.jit, static_argnums=(2, 3))
+def _attention(operands: PagedOperands, schedule: StepSchedule, spec: PagedSpec, programs: tuple[XlaTileSizes, ...]):
+    pages = layout.append(operands.pages, operands.k_new, operands.v_new, schedule.page, schedule.slot)
+    operands, start = operands._replace(pages=pages), 0
+    num_rows = sum(items.num_rows for items in schedule.items) + 1  # the last stays zero: the result of padding
+    out = jnp.zeros((num_rows, spec.num_q_heads, spec.value_dim), operands.q.dtype)
+    for sizes, items in zip(programs, schedule.items, strict=True):
+        out = _run(out, start, items, sizes, operands, spec)
+        start += items.num_rows
+    return _take(out, schedule.rows), pages
 
 
-def _items(spec: PagedSpec, num_queries: int, query_lengths, kv_lengths) -> QueryItems:
-    """The blocks of queries, those of the longest sequences first."""
-    order = jnp.argsort(jnp.where(query_lengths > 0, -kv_lengths, 1))
-    counts = -(-query_lengths // num_queries)[order]
-    ends = jnp.cumsum(counts)
+def _first_items(counts: jax.Array, kv_lengths: jax.Array) -> jax.Array:
+    """The first item of each sequence [S], if sequences of more keys come first and have `counts` items each.
+
+    Comparisons of all pairs: sorts, searches and running sums take longer to compile.
+    """
+    number = jnp.arange(counts.shape[0])
+    longer = kv_lengths[:, None] > kv_lengths
+    is_before = longer | ((kv_lengths[:, None] == kv_lengths) & (number[:, None] < number))
+    return jnp.sum(jnp.where(is_before, counts[:, None], 0), axis=0, dtype=jnp.int32)
+
+
+def _items(
+    spec: PagedSpec,
+    sizes: XlaTileSizes,
+    is_taken: jax.Array,
+    first: jax.Array,
+    page_table: jax.Array,
+    query_starts: jax.Array,
+    query_lengths: jax.Array,
+    kv_lengths: jax.Array,
+) -> QueryItems:
+    """The items of the sequences that a program takes, from the `first` of each on."""
+    num_queries = sizes.queries
     capacity = min(
         -(-spec.num_tokens // num_queries) + spec.num_sequences,
         spec.num_sequences * (1 if num_queries == 1 else -(-spec.max_query_length // num_queries)),
     )
-    item = jnp.arange(capacity, dtype=jnp.int32)
-    rank = jnp.minimum(jnp.searchsorted(ends, item, side="right"), spec.num_sequences - 1)
-    return QueryItems(order[rank].astype(jnp.int32), item - (ends - counts)[rank], ends[-1].astype(jnp.int32))
+    tile = min(sizes.tile, capacity)
+    num_tiles = -(-capacity // tile)
+    counts = jnp.where(is_taken, -(-query_lengths // num_queries), 0)
+    item = jnp.arange(num_tiles * tile, dtype=jnp.int32)
+    is_owner = (item[:, None] >= first) & (item[:, None] < first + counts)
+    sequence = jnp.argmax(is_owner, axis=1).astype(jnp.int32)
+    offset = (item - first[sequence]) * num_queries
+    length = jnp.where(is_owner.any(axis=1), query_lengths[sequence] - offset, 0)
 
+    query = jnp.arange(num_queries, dtype=jnp.int32)
+    tokens = jnp.minimum((query_starts[sequence] + offset)[:, None] + query, spec.num_tokens - 1)
+    position = (kv_lengths - query_lengths)[sequence] + offset
+    end_key = jnp.where(length > 0, position + jnp.minimum(length, num_queries), 0)
+    first_key = jnp.zeros_like(end_key)
+    if spec.window is not None:
+        lowest = (kv_lengths - query_lengths)[sequence] if spec.has_ancestors else position
+        first_key = jnp.minimum(jnp.maximum(lowest + 1 - spec.window, 0), end_key)
 
-def _run(out, items: QueryItems, sizes: XlaTileSizes, operands: PagedOperands, spec: PagedSpec) -> jax.Array:
-    """Computes all `items`, one tile at a time, and writes their rows of `out` [T, Hq, K]."""
-    tile, num_queries = min(sizes.tile, items.sequence.shape[0]), sizes.queries
-    padding = -items.sequence.shape[0] % tile
-    sequences, indices = jnp.pad(items.sequence, (0, padding)), jnp.pad(items.block, (0, padding))
-
-    def one(index, out):
-        start = index * tile
-        sequence = lax.dynamic_slice_in_dim(sequences, start, tile)
-        offset = lax.dynamic_slice_in_dim(indices, start, tile) * num_queries
-        length = jnp.where(start + jnp.arange(tile) < items.count, operands.query_lengths[sequence] - offset, 0)
-        tokens = operands.query_starts[sequence][:, None] + offset[:, None] + jnp.arange(num_queries)
-        tokens = jnp.where(jnp.arange(num_queries) < length[:, None], tokens, spec.num_tokens)
-        rows = _tile(tokens, sequence, offset, sizes.keys, operands, spec)
-        return out.at[tokens].set(rows.reshape(tile, num_queries, *out.shape[1:]).astype(out.dtype), mode="drop")
-
-    return lax.fori_loop(0, (items.count + tile - 1) // tile, one, out)
-
-
-def _tile(tokens, sequence, offset, num_keys: int, operands: PagedOperands, spec: PagedSpec) -> jax.Array:
-    """Attention of the queries `tokens` [C, Q] of `sequence` [C]: float32 [C, Q, Hkv, G, K].
-
-    tokens[c, q] is the new token `offset[c]` + q of its sequence, or spec.num_tokens for padding.
-    """
-    is_real = tokens < spec.num_tokens
-    tile, num_queries = tokens.shape
-    compute_dtype = operands.q.dtype
-    q = operands.q.at[tokens].get(mode="fill", fill_value=0)
-    q = q.reshape(tile, num_queries, spec.num_kv_heads, spec.num_groups, spec.head_dim)
-    ancestors = operands.ancestors
-    flat = operands._replace(
-        ancestors=None if ancestors is None else ancestors.at[tokens.reshape(-1)].get(mode="fill", fill_value=0)
-    )
-    index = offset[:, None] + jnp.arange(num_queries)
-    position = (operands.kv_lengths - operands.query_lengths)[sequence][:, None] + index
-    flat_sequence = jnp.repeat(sequence, num_queries)
-    first_key, end_key = _key_range(position, is_real, sequence, operands, spec)
-
-    pages_per_block = max(1, num_keys // spec.page_size)
-    key_block = pages_per_block * spec.page_size
-    # Looked up before the loop, in which XLA:CPU would compute the id again for every number that it copies.
+    pages_per_block, key_block = _block(sizes, spec)
+    # Looked up once, in which a loop of XLA:CPU would compute the id again for every number that it copies.
     page = jnp.arange(-(-spec.pages_per_sequence // pages_per_block) * pages_per_block)
-    tile_ids = operands.page_table.at[sequence[:, None], page].get(mode="fill", fill_value=0)
+    ids = page_table.at[sequence[:, None], page].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     # Outside the range the table may have any ids.
     is_read = (page >= first_key[:, None] // spec.page_size) & (page < -(-end_key[:, None] // spec.page_size))
-    tile_ids = jnp.where(is_read, tile_ids, 0)
+
+    def tiled(a: jax.Array) -> jax.Array:
+        return a.reshape(num_tiles, tile, *a.shape[1:])
+
+    first_block = jnp.where(end_key > first_key, first_key // key_block, spec.max_kv_length)
+    tiles = TileItems(
+        tokens=tiled(tokens),
+        positions=tiled(jnp.where(query < length[:, None], position[:, None] + query, -1)),
+        sequence=tiled(sequence),
+        pages=tiled(jnp.where(is_read, ids, 0)),
+        first_key=tiled(first_key),
+        end_key=tiled(end_key),
+        first_block=tiled(first_block).min(axis=1),
+        end_block=tiled(-(-end_key // key_block)).max(axis=1),
+    )
+    return QueryItems(tiles, (jnp.sum(counts, dtype=jnp.int32) + tile - 1) // tile)
+
+
+def _block(sizes: XlaTileSizes, spec: PagedSpec) -> tuple[int, int]:
+    """Pages and keys of a block."""
+    num_pages = max(1, sizes.keys // spec.page_size)
+    return num_pages, num_pages * spec.page_size
+
+
+def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
+    return rows.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+
+
+def _run(out, start: int, items: QueryItems, sizes: XlaTileSizes, operands: PagedOperands, spec: PagedSpec):
+    """Computes the items, one tile at a time, and writes their results to `out` from row `start` on."""
+    num_tiles = items.tiles.tokens.shape[0]
+    tile_rows = items.num_rows // num_tiles
+
+    def one(index, out):
+        tile = jax.tree.map(partial(_index, index=index), items.tiles)
+        rows = _tile(tile, sizes, operands, spec).reshape(tile_rows, *out.shape[1:]).astype(out.dtype)
+        at = start + index * tile_rows
+        return lax.dynamic_update_slice_in_dim(out, rows, at, 0, allow_negative_indices=False)
+
+    if num_tiles == 1:  # without queries it reads no key: no loop to compile
+        return one(0, out)
+    return lax.fori_loop(0, items.count, one, out)
+
+
+def _index(array: jax.Array, index: Any) -> jax.Array:
+    if array.shape[0] == 1:
+        return array.reshape(array.shape[1:])
+    return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
+
+
+def _tile(items: TileItems, sizes: XlaTileSizes, operands: PagedOperands, spec: PagedSpec) -> jax.Array:
+    """Attention of one tile's queries: float32 [C, Q, Hkv, G, K]."""
+    tile, num_queries = items.tokens.shape
+    compute_dtype = operands.q.dtype
+    q = _take(operands.q, items.tokens)
+    q = q.reshape(tile, num_queries, spec.num_kv_heads, spec.num_groups, spec.head_dim)
+    flat = operands
+    if operands.ancestors is not None:
+        flat = operands._replace(ancestors=_take(operands.ancestors, items.tokens.reshape(-1)))
+    flat_sequence = jnp.repeat(items.sequence, num_queries) if spec.has_ancestors else None
+    positions = items.positions.reshape(-1)
+    pages_per_block, key_block = _block(sizes, spec)
+    first_key, end_key = items.first_key[:, None], items.end_key[:, None]
 
     def step(block, carry):
-        ids = lax.dynamic_slice_in_dim(tile_ids, block * pages_per_block, pages_per_block, 1)
+        at = block * pages_per_block
+        ids = lax.dynamic_slice_in_dim(items.pages, at, pages_per_block, 1, allow_negative_indices=False)
         stored = layout.gather(operands.pages, ids, spec.page)
         k, v, k_scales, v_scales = _merge_pages(stored, compute_dtype, spec)
         keys = block * key_block + jnp.arange(key_block)
-        visible = visible_keys(
-            flat, spec, flat_sequence, index.reshape(-1), position.reshape(-1), is_real.reshape(-1), keys
-        ).reshape(tile, num_queries, key_block)
+        visible = visible_keys(flat, spec, flat_sequence, positions, keys).reshape(tile, num_queries, key_block)
         # Values outside the range may be NaN, and 0 * NaN is NaN.
-        exists = (keys >= first_key[:, None]) & (keys < end_key[:, None])
+        exists = keys < end_key
+        if spec.window is not None:
+            exists &= keys >= first_key
         v = jnp.where(exists[:, :, None, None], v, 0)
         if v_scales is not None:
             v_scales = jnp.where(exists[:, None], v_scales, 0)
@@ -190,25 +294,10 @@ def _tile(tokens, sequence, offset, num_keys: int, operands: PagedOperands, spec
         sinks = operands.sinks.reshape(1, spec.num_kv_heads, spec.num_groups, 1)
         highest, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
     weighted = jnp.zeros((*shape, spec.value_dim), jnp.float32)
-    first = jnp.min(jnp.where(end_key > first_key, first_key // key_block, spec.max_kv_length))
-    end = jnp.max(-(-end_key // key_block))
-    highest, total, weighted = lax.fori_loop(first, end, step, (highest, total, weighted))
-    # XLA:CPU's maximum may drop a NaN; the sum does not, and tells NaN scores from no visible key.
-    is_unseen = (highest == MASKED) & ~jnp.isnan(total)
-    rows = jnp.where(is_unseen[..., None], 0.0, weighted / jnp.where(total == 0.0, 1.0, total)[..., None])
-    return rows.transpose(0, 3, 1, 2, 4)
-
-
-def _key_range(position, is_real, sequence, operands: PagedOperands, spec: PagedSpec):
-    """First and one-past-last key that any query of each item sees, int32 [C]; empty for padding items."""
-    end = jnp.max(jnp.where(is_real, position + 1, 0), axis=1)
-    first = jnp.zeros_like(end)
-    if spec.window is not None:
-        lowest = (
-            (operands.kv_lengths - operands.query_lengths)[sequence] if spec.has_ancestors else position.min(axis=1)
-        )
-        first = jnp.maximum(lowest + 1 - spec.window, 0)
-    return jnp.minimum(first, end), end
+    carry = highest, total, weighted
+    _, total, weighted = lax.fori_loop(items.first_block, items.end_block, step, carry)
+    # A query of no key gives NaN here; it is padding, since tokens see themselves, and nothing takes its row.
+    return (weighted / total[..., None]).transpose(0, 3, 1, 2, 4)
 
 
 def _merge_pages(stored: layout.SeparatePages, dtype, spec: PagedSpec):
