@@ -6,6 +6,7 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -169,13 +170,15 @@ def counting() -> Iterator[Counts]:
 @cache
 def _listening() -> Counts:
     """All since the first call; here `compiled` counts those that were read, too. JAX has no way to stop listening."""
-    total = Counts()
+    total, lock = Counts(), threading.Lock()  # programs may be compiled in several threads
 
     def record_duration(event: str, duration_secs: float, **_: object) -> None:
-        total.compiled += event == _COMPILED_OR_READ
+        with lock:
+            total.compiled += event == _COMPILED_OR_READ
 
     def happened(event: str, **_: object) -> None:
-        total.hits += event == _READ
+        with lock:
+            total.hits += event == _READ
 
     monitoring.register_event_duration_secs_listener(record_duration)
     monitoring.register_event_listener(happened)

@@ -316,15 +316,22 @@ class LLM(Closable):
     # The engine.
 
     @_together
-    def warm_up(self, *, use_tqdm: bool | None = None) -> int:
+    def warm_up(self, *, jobs: int | None = None, use_tqdm: bool | None = None) -> int:
         """Compiles every program that a request can need, so that none compiles later; returns how many.
 
-        Only hidden states are left out: each choice of taps and length is a program of its own.
+        `jobs` programs are compiled at once: by default as many as there are cores, at most 8. Only hidden states are
+        left out: each choice of taps and length is a program of its own.
         """
-        engine = self.engine
-        disable = None if use_tqdm is None else not use_tqdm
-        total = engine.num_warm_up_calls
-        return engine.warm_up(lambda calls: tqdm(calls, total=total, desc="compile", disable=disable))
+        if jobs is not None and jobs < 1:
+            raise ValueError(f"jobs={jobs} must be at least 1")
+        names = self.engine.program_names
+        with tqdm(total=len(names), desc="compile", disable=None if use_tqdm is None else not use_tqdm) as bar:
+
+            def report(name: str) -> None:
+                bar.set_postfix_str(name, refresh=False)
+                bar.update()
+
+            return self.engine.warm_up(jobs, report)
 
     def explain(self) -> Explanation:
         """What was allocated and chosen: dtypes, bytes, slots, programs, kernels. `str()` is a table."""

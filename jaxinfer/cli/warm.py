@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.cli.options import DraftedServingOptions, as_json, model_argument, open_llm
+from jaxinfer.cli.options import DraftedServingOptions, as_json, model_argument, open_llm, option
 from jaxinfer.cli.output import shows_progress, write_json, write_text
 
 
@@ -13,6 +13,7 @@ class WarmOptions(DraftedServingOptions):
     """Serving options; the model is given by position."""
 
     model: str = model_argument()
+    jobs: int | None = option(None, "Programs compiled at once.  [default: number of cores, at most 8]", "N", min=1)
     as_json: bool = as_json("One JSON object.")
 
 
@@ -28,7 +29,7 @@ def warm(options: WarmOptions) -> None:
     compilation_cache.keep_all()
     start = time.perf_counter()
     with compilation_cache.counting() as counts, open_llm(options) as llm:
-        num_programs = llm.warm_up(use_tqdm=shows_progress())
+        num_programs = llm.warm_up(jobs=options.jobs, use_tqdm=shows_progress())
     folder = compilation_cache.folder()
     report = {
         "model": options.model,

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.engine import results
+from jaxinfer.engine.compiling import Report, default_jobs
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
 from jaxinfer.engine.model_runner import Flight, FlightResults, ModelRunner
 from jaxinfer.engine.options import EngineOptions
@@ -286,20 +287,18 @@ class Engine:
 
     # Programs and memory.
 
-    def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
+    def warm_up(self, num_jobs: int | None = None, report: Report = lambda name: None) -> int:
         """Compiles every program, so that none compiles later; returns how many. Raises RuntimeError while requests
-        run. `progress` may wrap the iteration over the calls."""
+        run. `num_jobs` are compiled at once (default: as many as there are cores, at most 8); `report` gets the name of
+        each of `program_names` when it is compiled."""
         if self.has_work:
             raise RuntimeError(f"warm_up while {len(self._sequences)} requests are unfinished")
-        calls = self.runner.warm_up_calls()
-        for call in progress(iter(calls)) if progress else calls:
-            call()
-        return self.runner.finish_warm_up()
+        return self.runner.warm_up(num_jobs or default_jobs(), report)
 
     @property
-    def num_warm_up_calls(self) -> int:
-        """How many steps `warm_up` has, for a progress bar."""
-        return len(self.runner.warm_up_calls())
+    def program_names(self) -> list[str]:
+        """What `warm_up` compiles, without the small programs that write slots and copy pages."""
+        return [program.name for program in self.runner.all_programs]
 
     def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """The tapped hidden states [len(tokens), D] of a token sequence, without touching the cache."""

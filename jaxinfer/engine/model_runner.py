@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cache
+from jaxinfer.engine.compiling import Program, Report, compile_programs
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.placement import DevicePlacement
@@ -287,8 +289,8 @@ class ModelRunner:
             row += chunk.length
         is_scored = any(piece.sequence.request.scores_prompt for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
-        if is_scored and self._hidden is not None:
-            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden), None
+        if is_scored:
+            scores, self._hidden = self._scorer.score(tuple(pieces), self.spec.token_buckets[-1], num_rows), None
         return sent(output=output, num_rows=size, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
@@ -330,46 +332,39 @@ class ModelRunner:
             raise RuntimeError("a dispatch was planned without a page table")
         return self._sent_table
 
+    def _step_arguments(self, work: dict[str, np.ndarray], page_table: jax.Array) -> tuple[Any, ...]:
+        device_work = StepWork(**self.placement.put(work), page_table=page_table)
+        arrays = (self.model, self.weights, self._cache, self._slots, self._batch, device_work)
+        return *arrays, self.spec.options.deterministic, self.spec.token_buckets[-1]
+
     @operation
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
-        device_work = StepWork(**self.placement.put(work), page_table=self._page_table)
-        self._cache, self._slots, output, hidden = programs.step(
-            self.model,
-            self.weights,
-            self._cache,
-            self._slots,
-            self._batch,
-            device_work,
-            self.spec.options.deterministic,
-        )
+        self._cache, self._slots, output, hidden = programs.step(*self._step_arguments(work, self._page_table))
         self._hidden = hidden if is_scored else None
         return output
 
+    def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_table: jax.Array) -> tuple[Any, ...]:
+        scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
+        arrays = (self.model, self.weights, self._cache, self._slots, self._batch)
+        return *arrays, DecodeWork(scheduled, page_table, steps), self.spec.steps_per_dispatch
+
     @operation
     def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
-        scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
-        work = DecodeWork(scheduled, self._page_table, steps)
-        self._cache, self._slots, output = programs.decode(
-            self.model, self.weights, self._cache, self._slots, self._batch, work, self.spec.steps_per_dispatch
-        )
+        arguments = self._decode_arguments(is_scheduled, num_steps, self._page_table)
+        self._cache, self._slots, output = programs.decode(*arguments)
         return output
+
+    def _rounds_arguments(self, work: dict[str, Any], tree: int, page_table: jax.Array) -> tuple[Any, ...]:
+        device_work = SpeculativeWork(**self.placement.put(work), page_table=page_table)
+        models = (self.model, self.weights, list(self.drafters.values())[tree], self.draft_weights)
+        rows = (self._cache, self._draft_cache, self._slots, self._batch)
+        return *models, *rows, device_work, self.spec.max_rounds
 
     @operation
     def _run_rounds(self, work: dict[str, Any], tree: int) -> tuple[StepOutput, RoundCounts]:
         """Speculative rounds with the tree of this number."""
-        device_work = SpeculativeWork(**self.placement.put(work), page_table=self._page_table)
-        self._cache, self._draft_cache, self._slots, output, counts = speculate(
-            self.model,
-            self.weights,
-            list(self.drafters.values())[tree],
-            self.draft_weights,
-            self._cache,
-            self._draft_cache,
-            self._slots,
-            self._batch,
-            device_work,
-            self.spec.max_rounds,
-        )
+        arguments = self._rounds_arguments(work, tree, self._page_table)
+        self._cache, self._draft_cache, self._slots, output, counts = speculate(*arguments)
         return output, counts
 
     @operation
@@ -391,29 +386,62 @@ class ModelRunner:
         return self._scores.run(work, hidden)
 
     @operation
-    def _keep_empty_hidden(self, size: int) -> None:
-        self._hidden = self.placement.put(np.zeros((size, self.spec.config.hidden_size), self.spec.dtype))
+    def _keep_empty_hidden(self) -> None:
+        shape = (self.spec.token_buckets[-1], self.spec.config.hidden_size)
+        self._hidden = self.placement.put(np.zeros(shape, self.spec.dtype))
 
     # Compiling.
 
-    def warm_up_calls(self) -> list[Callable[[], object]]:
-        """Runs every program once, with nothing to do; call them all, then `finish_warm_up`."""
-        spec = self.spec
-        calls: list[Callable[[], object]] = [self._warm_up_slots, partial(self._copy, [])]
+    @property
+    def all_programs(self) -> list[Program]:
+        """All programs but those of `_warm_up_small`: how each is traced, and run with nothing to do."""
+        spec, found = self.spec, []
         for num_slots in spec.step_slots:
-            calls += [partial(self._warm_up_step, size, num_slots) for size in spec.token_buckets]
-        if not spec.options.deterministic:
-            calls += [partial(self._warm_up_decode, num_slots) for num_slots in spec.decode_slots]
-        for number in range(len(self.drafters)):
-            calls += [partial(self._warm_up_rounds, num_slots, number) for num_slots in spec.round_slots]
-        return calls + [partial(self._warm_up_scores, size) for size in spec.token_buckets]
+            for size in spec.token_buckets:
+                name, sizes = f"step of {size} tokens, {num_slots} slots", (size, num_slots)
+                found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
+        for num_slots in () if spec.options.deterministic else spec.decode_slots:
+            calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
+            found.append(Program(f"decode of {num_slots} slots", *calls))
+        for number, tree in enumerate(self.drafters):
+            for num_slots in spec.round_slots:
+                name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
+                calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
+                found.append(Program(name, *calls))
+        lower = self._scores.lower(spec.token_buckets[-1], spec.dtype)
+        scores = {"scores": lower[0], "scores under parameters": lower[1]}
+        return found + [Program(name, lower, self._warm_up_scores) for name, lower in scores.items()]
 
-    def finish_warm_up(self) -> int:
-        """Waits for the devices; returns how many programs there are."""
+    def warm_up(self, num_jobs: int, report: Report) -> int:
+        """Compiles every program, `num_jobs` at once, and runs each with nothing to do; returns how many there are.
+
+        `report` gets the name of each of `all_programs` when it is compiled.
+        """
+        self._warm_up_small()
+        self._compile(num_jobs, report=report)
+        for program in self.all_programs:
+            program.run()
         jax.block_until_ready(self._slots)
         self._has_decoded = True
-        # The call for the slots runs three programs, and each for scores two.
-        return len(self.warm_up_calls()) + 2 + len(self.spec.token_buckets)
+        has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
+        return len(self.all_programs) + 4 + has_draft + has_draft_cache
+
+    @operation
+    def _compile(self, num_jobs: int, report: Report = lambda name: None) -> None:
+        compile_programs(self.all_programs, num_jobs, report)
+
+    def _lower_step(self, size: int, num_slots: int) -> Lowered:
+        return programs.step.lower(*self._step_arguments(_empty_work(size, num_slots), self._empty_table(num_slots)))
+
+    def _lower_decode(self, num_slots: int) -> Lowered:
+        idle = np.zeros(num_slots, np.bool_)
+        return programs.decode.lower(*self._decode_arguments(idle, 0, self._empty_table(num_slots)))
+
+    def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
+        return speculate.lower(*self._rounds_arguments(_empty_rounds(num_slots), tree, self._empty_table(num_slots)))
+
+    def _empty_table(self, num_slots: int) -> jax.Array:
+        return self.placement.put(np.zeros_like(self._table[:num_slots]))
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
         self._update_table(None, num_slots)
@@ -424,26 +452,25 @@ class ModelRunner:
         self._run_decode(np.zeros(num_slots, np.bool_), 0)
 
     def _warm_up_rounds(self, num_slots: int, tree: int) -> None:
-        work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
-        work["num_drafts"] = np.zeros(num_slots, np.int32)
         self._update_table(None, num_slots)
-        self._run_rounds(work, tree)
+        self._run_rounds(_empty_rounds(num_slots), tree)
 
-    def _warm_up_slots(self) -> None:
+    def _warm_up_small(self) -> None:
+        """Compiles what writes and moves slots, and copies pages."""
         compilation_cache.fix_trace_context()
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
+        self._copy([])
 
-    def _warm_up_scores(self, size: int) -> None:
+    def _warm_up_scores(self) -> None:
         request = Request([0], SamplingParams(seed=0, prompt_logprobs=0), max_tokens=1, score_from=0)
         sequence = SequenceState(request)
-        self._keep_empty_hidden(size)
+        self._keep_empty_hidden()
         self._scorer.start(sequence)
-        if self._hidden is not None:
-            scores = self._scorer.score((ScoredChunk(sequence, 0, 0, 1),), self._hidden)
-            # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
-            jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
+        scores = self._scorer.score((ScoredChunk(sequence, 0, 0, 1),), self.spec.token_buckets[-1], 1)
+        # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
+        jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
         self._scorer.stop(sequence)
 
 
@@ -463,3 +490,9 @@ def _empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
         "is_prompt": np.zeros(num_slots, np.bool_),
         "is_last": np.zeros(num_slots, np.bool_),
     }
+
+
+def _empty_rounds(num_slots: int) -> dict[str, Any]:
+    """The same of speculative rounds."""
+    work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
+    return {**work, "num_drafts": np.zeros(num_slots, np.int32)}

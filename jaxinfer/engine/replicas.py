@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import parallel
 from jaxinfer.cache import KVScales
+from jaxinfer.engine.compiling import Report
 from jaxinfer.engine.engine import Deadlines, Engine
 from jaxinfer.engine.events import Observer, Snapshot
 from jaxinfer.engine.options import EngineOptions
@@ -96,18 +97,16 @@ class Replicas:
         elif (engine := self._owner.pop(sequence, None)) is not None:
             engine.finish(sequence, reason, stop_reason)
 
-    def warm_up(self, progress: Callable[[Iterator], Iterable] | None = None) -> int:
+    def warm_up(self, num_jobs: int | None = None, report: Report = lambda name: None) -> int:
         """As `Engine.warm_up`, of every engine."""
         if self.has_work:
             raise RuntimeError(f"warm_up while {len(self._queued) + len(self._owner)} requests are unfinished")
-        calls = [call for engine in self.engines for call in engine.runner.warm_up_calls()]
-        for call in progress(iter(calls)) if progress else calls:
-            call()
-        return sum(engine.runner.finish_warm_up() for engine in self.engines)
+        return sum(engine.warm_up(num_jobs, report) for engine in self.engines)
 
     @property
-    def num_warm_up_calls(self) -> int:
-        return sum(engine.num_warm_up_calls for engine in self.engines)
+    def program_names(self) -> list[str]:
+        """As `Engine.program_names`, of every engine."""
+        return [name for engine in self.engines for name in engine.program_names]
 
     def hidden_states(self, tokens: list[int], taps: tuple[str, ...]) -> dict[str, np.ndarray]:
         """As `Engine.hidden_states`."""

@@ -1,10 +1,12 @@
 """Log-probabilities of prompts, piece by piece as their chunks are computed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.stages import Lowered
 
 from jaxinfer.engine import programs, results
 from jaxinfer.engine.placement import DevicePlacement
@@ -53,12 +55,14 @@ class ScoreWork:
     """What is scored of one step, as host values.
 
     Attributes:
-      targets: int32[T], the tokens that the rows predict. wants_raw: whether any piece asks for raw ones.
-      processed: for each piece that is scored under its sampling parameters the number of its history, which rows are
-        scored, bool[T], and the parameters; else None.
+      targets: int32[T], the tokens that the rows predict. num_rows: of the step. wants_raw: whether any piece asks for
+        raw ones.
+      processed: for each piece that is scored under its sampling parameters the number of its history, int32[2] with
+        the first row that is scored and one past the last, and the parameters; else None.
     """
 
     targets: np.ndarray
+    num_rows: int
     wants_raw: bool
     processed: tuple[tuple[int, np.ndarray, SamplingBatch] | None, ...]
 
@@ -97,29 +101,28 @@ class PromptScorer:
         if number is not None:
             self._operations.stop_scores(number)
 
-    def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array) -> PendingScores | None:
-        """Starts scoring the pieces that ask for it from the final hidden states [T, D] of the step just sent; None if
-        none does."""
+    def score(self, pieces: tuple[ScoredChunk, ...], num_tokens: int, num_rows: int) -> PendingScores | None:
+        """Starts scoring the pieces that ask for it from the final hidden states [num_tokens, D] of the step just sent,
+        whose first `num_rows` are of tokens; None if none does."""
         pieces = tuple(piece for piece in pieces if piece.sequence.request.scores_prompt and piece.num_targets >= 0)
         if not pieces:
             return None
-        size = hidden.shape[0]
-        targets = np.zeros(size, np.int32)
+        targets = np.zeros(num_tokens, np.int32)
         for piece in pieces:
             following = piece.sequence.tokens[piece.start + 1 : piece.start + 1 + piece.num_targets]
             targets[piece.row : piece.row + piece.num_targets] = following
         wants_raw = any(piece.sequence.params.prompt_logprobs is not None for piece in pieces)
-        work = ScoreWork(targets, wants_raw, tuple(self._processed(piece, size) for piece in pieces))
+        work = ScoreWork(targets, num_rows, wants_raw, tuple(map(self._processed, pieces)))
         return PendingScores(pieces, *self._operations.run_scores(work))
 
-    def _processed(self, piece: ScoredChunk, size: int) -> tuple[int, np.ndarray, SamplingBatch] | None:
+    def _processed(self, piece: ScoredChunk) -> tuple[int, np.ndarray, SamplingBatch] | None:
         sequence = piece.sequence
         if sequence.request.score_from is None:
             return None
-        offset = np.arange(size) - piece.row
-        is_scored = (offset >= 0) & (offset < piece.num_targets)
-        is_scored &= piece.start + 1 + offset >= sequence.request.score_from
-        return self._numbers[sequence], is_scored, make_batch([sequence.row], self._vocab_size)
+        end = piece.row + piece.num_targets
+        first = piece.row + max(sequence.request.score_from - piece.start - 1, 0)
+        rows = np.array([min(first, end), end], np.int32)
+        return self._numbers[sequence], rows, make_batch([sequence.row], self._vocab_size)
 
 
 class DeviceScorer:
@@ -137,19 +140,37 @@ class DeviceScorer:
         """Drops it."""
         del self._histories[number]
 
+    def lower(self, num_tokens: int, dtype: Any) -> tuple[Callable[[], Lowered], Callable[[], Lowered]]:
+        """How the programs of raw and of processed scores are traced, for hidden states [num_tokens, D]."""
+
+        def arguments(*values: Any) -> tuple[Any, ...]:
+            shape = (num_tokens, self._model.config.hidden_size)
+            return self._model, self._weights, *self._placement.put((np.zeros(shape, dtype), *values))
+
+        def lower_raw() -> Lowered:
+            targets = np.zeros(num_tokens, np.int32)
+            return programs.score.lower(*arguments(targets, np.int32(0)), MAX_LOGPROBS)
+
+        def lower_processed() -> Lowered:
+            targets, vocab_size = np.zeros(num_tokens, np.int32), self._model.config.vocab_size
+            row = make_batch([None], vocab_size), make_state([None], vocab_size)
+            return programs.score_processed.lower(*arguments(targets, np.zeros(2, np.int32), *row))
+
+        return lower_raw, lower_processed
+
     def run(self, work: ScoreWork, hidden: jax.Array) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]:
         """Raw scores of all rows if wanted, and processed ones [T] of each piece, from hidden states [T, D]."""
-        targets, raw = self._placement.put(work.targets), None
+        (targets, num_rows), raw = self._placement.put((work.targets, np.int32(work.num_rows))), None
         if work.wants_raw:
-            raw = programs.score(self._model, self._weights, hidden, targets, MAX_LOGPROBS)
+            raw = programs.score(self._model, self._weights, hidden, targets, num_rows, MAX_LOGPROBS)
         processed: list[jax.Array | None] = []
         for one in work.processed:
             values = None
             if one is not None:
                 number, *arrays = one
-                scored, batch = self._placement.put(tuple(arrays))
+                rows, batch = self._placement.put(tuple(arrays))
                 self._histories[number], values = programs.score_processed(
-                    self._model, self._weights, hidden, targets, scored, batch, self._histories[number]
+                    self._model, self._weights, hidden, targets, rows, batch, self._histories[number]
                 )
             processed.append(values)
         return raw, tuple(processed)

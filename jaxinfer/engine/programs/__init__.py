@@ -65,17 +65,30 @@ def program_model(config: ModelConfig, params: Params, mesh: Mesh | None = None)
     return _program_model(config, structure, mesh), tuple(leaves)
 
 
-@partial(jax.jit, static_argnums=(0, 4))
-def score(model: ProgramModel, weights: Weights, hidden: jax.Array, targets: jax.Array, num_top: int) -> TokenLogprobs:
-    """Raw log-probabilities of int32 targets [T] under the final hidden states [T, D] that predict them.
+@partial(jax.jit, static_argnums=(0, 5))
+def score(
+    model: ProgramModel, weights: Weights, hidden: jax.Array, targets: jax.Array, num_rows: jax.Array, num_top: int
+) -> TokenLogprobs:
+    """Raw log-probabilities of int32 targets [T] under the final hidden states [T, D] that predict them; zeros well
+    beyond the first `num_rows` (an int32 scalar).
 
     Logits exist for `SCORE_ELEMENTS` / V positions at a time, whatever T and V are.
     """
     decoder = model.bind(weights)
-    block = _score_block(model.config, hidden.shape[0])
-    blocks = (hidden.reshape(-1, block, hidden.shape[1]), targets.reshape(-1, block))
-    found = lax.map(lambda pair: token_logprobs(decoder.logits(pair[0]), pair[1], num_top), blocks)
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+    size = _score_block(model.config, hidden.shape[0])
+
+    def block(number: jax.Array) -> TokenLogprobs:
+        states, tokens = (lax.dynamic_slice_in_dim(rows, number * size, size) for rows in (hidden, targets))
+        return token_logprobs(decoder.logits(states), tokens, num_top)
+
+    def add(number: jax.Array, found: TokenLogprobs) -> TokenLogprobs:
+        return jax.tree.map(
+            lambda rows, new: lax.dynamic_update_slice_in_dim(rows, new, number * size, 0), found, block(number)
+        )
+
+    shapes = jax.eval_shape(block, jnp.int32(0))
+    found = jax.tree.map(lambda leaf: jnp.zeros((hidden.shape[0], *leaf.shape[1:]), leaf.dtype), shapes)
+    return lax.fori_loop(0, (num_rows + size - 1) // size, add, found)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -84,22 +97,25 @@ def score_processed(
     weights: Weights,
     hidden: jax.Array,
     targets: jax.Array,
-    is_scored: jax.Array,
+    rows: jax.Array,
     batch: SamplingBatch,
     history: SamplingState,
 ) -> tuple[SamplingState, jax.Array]:
     """Log-probabilities of the targets under one row's sampling parameters, each seeing the ones before it.
 
-    hidden [T, D], targets int32[T], is_scored bool[T] (others do not enter the history); one position at a time.
+    hidden [T, D], targets int32[T]; `rows` int32[2], the first row that is scored and one past the last: the others do
+    not enter the history and get 0. One position at a time.
     """
     decoder = model.bind(weights)
 
-    def one(history, inputs):
-        state, target, is_real = inputs
-        logprobs = processed_logprobs(decoder.logits(state[None]), batch, history)
-        return advance(history, target[None], is_real[None]), logprobs[0, target]
+    def one(row: jax.Array, carry: tuple[SamplingState, jax.Array]) -> tuple[SamplingState, jax.Array]:
+        history, found = carry
+        state, target = (lax.dynamic_slice_in_dim(values, row, 1) for values in (hidden, targets))
+        logprobs = processed_logprobs(decoder.logits(state), batch, history)
+        found = lax.dynamic_update_slice_in_dim(found, logprobs[0, target], row, 0)
+        return advance(history, target, jnp.ones(1, bool)), found
 
-    return lax.scan(one, history, (hidden, targets, is_scored))
+    return lax.fori_loop(rows[0], rows[1], one, (history, jnp.zeros(targets.shape, jnp.float32)))
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

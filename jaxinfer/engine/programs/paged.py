@@ -137,7 +137,7 @@ def axes_of(rows):
     return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
-@partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
+@partial(jax.jit, static_argnums=(0, 6, 7), donate_argnums=(2, 3))
 def step(
     model: ProgramModel,
     weights: Weights,
@@ -146,11 +146,13 @@ def step(
     batch: SamplingBatch,
     work: StepWork,
     is_uniform: bool = False,
+    num_hidden: int | None = None,
 ) -> tuple[PagedCache, Slots, StepOutput, jax.Array]:
     """Stores prompt tokens and decodes, in one pass over the weights. Donates the cache and the slots.
 
-    Returns both, the output of the one step, and the final hidden states [T, D]. `is_uniform` gives every token the
-    same arithmetic, whether it comes with its prompt's other tokens or alone.
+    Returns both, the output of the one step, and the final hidden states [T, D], or [num_hidden, D] with zeros at the
+    end, so that one program scores those of every step. `is_uniform` gives every token the same arithmetic, whether it
+    comes with its prompt's other tokens or alone.
     """
     num_tokens, num_slots = work.tokens.shape[0], work.query_lengths.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
@@ -189,12 +191,10 @@ def step(
     )
     tokens = encode_tokens(samples, is_produced, takes_part)
     output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
-    slots, output, hidden = (
-        write_rows(all_slots, new_slots),
-        replicate(model.mesh, output),
-        replicate(model.mesh, hidden),
-    )
-    return attend.cache, constrain_sharding(model.mesh, slots), output, hidden
+    if num_hidden is not None and num_hidden > num_tokens:
+        hidden = jnp.pad(hidden, ((0, num_hidden - num_tokens), (0, 0)))
+    slots = constrain_sharding(model.mesh, write_rows(all_slots, new_slots))
+    return attend.cache, slots, *replicate(model.mesh, (output, hidden))
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))

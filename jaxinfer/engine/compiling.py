@@ -1,0 +1,56 @@
+"""Programs compiled before their first use, several at once."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any
+
+from jax.stages import Lowered
+
+Report = Callable[[str], None]
+MAX_JOBS = 8  # compilers of large models take gigabytes
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program by name: `lower` traces it, and `run` calls it with nothing to do."""
+
+    name: str
+    lower: Callable[[], Lowered]
+    run: Callable[[], object]
+
+
+def default_jobs() -> int:
+    """As many as there are cores for this process, at most `MAX_JOBS`."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(num_cores or 1, MAX_JOBS)
+
+
+def compile_programs(programs: Iterable[Program], num_jobs: int, report: Report) -> None:
+    """Traces the programs in turn while `num_jobs` others are compiled: XLA does not hold the interpreter.
+
+    JAX's call of a program then finds the result. `report` gets the name of each when it is compiled. An error of one
+    ends all.
+    """
+    if num_jobs == 1:
+        for program in programs:
+            program.lower().compile()
+            report(program.name)
+        return
+    names: dict[Future[Any], str] = {}
+
+    def report_compiled(done: Iterable[Future[Any]]) -> None:
+        for future in done:
+            future.result()
+            report(names.pop(future))
+
+    with ThreadPoolExecutor(num_jobs, "jaxinfer-compile") as pool:
+        try:
+            for program in programs:
+                names[pool.submit(program.lower().compile)] = program.name
+                report_compiled([future for future in names if future.done()])
+            report_compiled(as_completed(list(names)))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
