@@ -14,11 +14,11 @@ MAX_JOBS = 8  # compilers of large models take gigabytes
 
 @dataclass(frozen=True)
 class Program:
-    """A program by name: `lower` traces it, and `run` calls it with nothing to do."""
+    """A program by name: `lower` traces it, and `run` calls it with nothing to do (or another program's does)."""
 
     name: str
     lower: Callable[[], Lowered]
-    run: Callable[[], object]
+    run: Callable[[], object] = lambda: None
 
 
 def default_jobs() -> int:
@@ -27,7 +27,7 @@ def default_jobs() -> int:
     return min(num_cores or 1, MAX_JOBS)
 
 
-def compile_programs(programs: Iterable[Program], num_jobs: int, report: Report) -> None:
+def compile_programs(programs: Iterable[Program], num_jobs: int, report: Report = lambda name: None) -> None:
     """Traces the programs in turn while `num_jobs` others are compiled: XLA does not hold the interpreter.
 
     JAX's call of a program then finds the result. `report` gets the name of each when it is compiled. An error of one

@@ -126,7 +126,7 @@ def _describe_programs(spec: EngineSpec) -> dict[str, Any]:
         "prompt tokens of a step": spec.prefill_chunk,
         "steps per dispatch": spec.steps_per_dispatch,
         "deterministic": spec.options.deterministic,
-        **_compiled(paged, ("step", "decode")),
+        **_compiled(paged, ("step", "sample_step", "decode")),
     }
 
 

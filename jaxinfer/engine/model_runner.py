@@ -5,7 +5,6 @@ On several hosts, methods marked with `operation` run on each of them, in the sa
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,23 +14,23 @@ from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cache
-from jaxinfer.engine.compiling import Program, Report, compile_programs
+from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
+from jaxinfer.engine.flight import Flight, FlightResults
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
-from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepWork
+from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, speculate
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import Chunk, DispatchPlan
-from jaxinfer.engine.scoring import DeviceScorer, PendingScores, PromptScorer, ScoredChunk, ScoreWork
+from jaxinfer.engine.scoring import DeviceScorer, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
 from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import (
-    SampleOutput,
     SamplingBatch,
     SamplingParams,
     SamplingState,
@@ -43,47 +42,6 @@ from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
 
 COPIES = 8  # pages of one copy program
 MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A dispatch whose results are not read yet.
-
-    Attributes:
-      plan: what was dispatched. chunks, decodes: its sequences with the slots that they had.
-      output: tokens and samples; counts: of speculative rounds. scores: of prompts.
-      num_slots: of the program. num_rows: of tokens of a step, padding included.
-      sent_at: seconds of `time.perf_counter`.
-    """
-
-    plan: DispatchPlan
-    chunks: list[tuple[int, Chunk]]
-    decodes: list[tuple[int, SequenceState]]
-    output: StepOutput
-    num_slots: int
-    num_rows: int
-    sent_at: float
-    counts: RoundCounts | None = None
-    scores: PendingScores | None = None
-
-
-@dataclass(frozen=True)
-class FlightResults:
-    """What a dispatch computed, on the host.
-
-    Attributes:
-      tokens: by slot, one a step; INVALID_LOGITS and NO_TOKEN stand after the last one.
-      samples: for log-probabilities, leaves [steps, slots, ...]; None where nobody asked for them.
-      proposed, accepted: drafted and accepted tokens of each slot's rounds, -1 where it took no part.
-      seconds: from when the dispatch began to when it was read. It began when it was sent, or when the one before it
-        had ended.
-    """
-
-    tokens: list[list[int]]
-    samples: SampleOutput | None
-    proposed: np.ndarray | None
-    accepted: np.ndarray | None
-    seconds: float
 
 
 class ModelRunner:
@@ -134,6 +92,7 @@ class ModelRunner:
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
         self._read_at = 0.0
         self._has_decoded = False
+        self._compiled_steps: set[tuple[int, int]] = set()  # numbers of tokens and slots
 
     def _plan_pool(self, spec: EngineSpec, available: int | None) -> PoolPlan:
         if available is None:
@@ -333,15 +292,31 @@ class ModelRunner:
         return self._sent_table
 
     def _step_arguments(self, work: dict[str, np.ndarray], page_table: jax.Array) -> tuple[Any, ...]:
-        device_work = StepWork(**self.placement.put(work), page_table=page_table)
-        arrays = (self.model, self.weights, self._cache, self._slots, self._batch, device_work)
-        return *arrays, self.spec.options.deterministic, self.spec.token_buckets[-1]
+        arrays = self.placement.put(work)
+        tokens = {name: arrays.pop(name) for name in ("tokens", "token_slots")}
+        device_work = StepWork(**tokens, slots=StepSlots(**arrays), page_table=page_table)
+        model = (self.model, self.weights, self._cache, self._slots)
+        return *model, device_work, self.spec.options.deterministic, self.spec.token_buckets[-1]
 
     @operation
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
-        self._cache, self._slots, output, hidden = programs.step(*self._step_arguments(work, self._page_table))
+        arguments = self._step_arguments(work, self._page_table)
+        rows = arguments[4].slots
+        self._compile_step(arguments)
+        self._cache, logits, hidden = programs.step(*arguments)
+        self._slots, output = programs.sample_step(self.placement.mesh, self._slots, self._batch, rows, logits)
         self._hidden = hidden if is_scored else None
         return output
+
+    def _compile_step(self, arguments: tuple[Any, ...]) -> None:
+        """Compiles the two programs of a step that comes for the first time, side by side."""
+        rows, num_tokens = arguments[4].slots, arguments[4].tokens.shape[0]
+        num_slots = rows.is_prompt.shape[0]
+        if (num_tokens, num_slots) in self._compiled_steps:
+            return
+        self._compiled_steps.add((num_tokens, num_slots))
+        step = Program("", partial(programs.step.lower, *arguments))
+        compile_programs([step, Program("", partial(self._lower_sampling, num_slots))], default_jobs())
 
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_table: jax.Array) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
@@ -400,6 +375,7 @@ class ModelRunner:
             for size in spec.token_buckets:
                 name, sizes = f"step of {size} tokens, {num_slots} slots", (size, num_slots)
                 found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
+            found.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
         for num_slots in () if spec.options.deterministic else spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
             found.append(Program(f"decode of {num_slots} slots", *calls))
@@ -431,7 +407,16 @@ class ModelRunner:
         compile_programs(self.all_programs, num_jobs, report)
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
+        self._compiled_steps.add((size, num_slots))
         return programs.step.lower(*self._step_arguments(_empty_work(size, num_slots), self._empty_table(num_slots)))
+
+    def _lower_sampling(self, num_slots: int) -> Lowered:
+        mesh, shape = self.placement.mesh, (num_slots, self.spec.config.vocab_size)
+        logits = jax.ShapeDtypeStruct(shape, np.float32)
+        if mesh is not None:
+            logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
+        rows = self._step_arguments(_empty_work(1, num_slots), self._empty_table(num_slots))[4].slots
+        return programs.sample_step.lower(mesh, self._slots, self._batch, rows, logits)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
         idle = np.zeros(num_slots, np.bool_)

@@ -17,7 +17,7 @@ from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, abstract_paged_cache, stored_dtype
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import ProgramModel
-from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepWork, init_slots, slot_axes
+from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepSlots, StepWork, init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import Drafter, SpeculativeWork
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
@@ -183,14 +183,16 @@ class EngineSpec:
 
     @cached_property
     def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of tokens of steps: 32, 128, 256, ... and a whole chunk beside max_seqs slots."""
+        """Numbers of tokens of steps: 32, 128, 256, ... and a whole chunk beside max_seqs slots. One that the largest
+        exceeds by less than 5 % is left out."""
         if self.options.deterministic:
             most = self.prefill_chunk + self.max_seqs
             if self.draft is not None:
                 most = max(most, self.max_seqs * self.trees[-1].num_nodes)
             return (-(-most // UNIFORM_STEP_TOKENS) * UNIFORM_STEP_TOKENS,)
         largest = -(-(self.prefill_chunk + self.max_seqs) // 16) * 16
-        return _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
+        sizes = _buckets((MIN_STEP_TOKENS, *(4 * MIN_STEP_TOKENS * 2**i for i in range(16))), largest)
+        return tuple(size for size in sizes if size == largest or 1.05 * size < largest)
 
     @property
     def steps_per_dispatch(self) -> int:
@@ -425,7 +427,7 @@ def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int)
         abstract_array(jnp.bool_, num_slots),
     )
     table = abstract_array(jnp.int32, num_slots, pages_per_sequence)
-    return StepWork(rows, rows, counts, counts, counts, flags, flags, counts, table)
+    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts), table)
 
 
 def abstract_decode_work(num_slots: int, pages_per_sequence: int) -> DecodeWork:

@@ -373,7 +373,8 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     if spec.has_own_draft:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
     work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], pages)
-    found = [Planned(PREFILL, paged.step, (*common, work, spec.options.deterministic), resident)]
+    step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
+    found = [Planned(PREFILL, paged.step, step, resident)]
     if not spec.options.deterministic:
         decoding = abstract_decode_work(spec.decode_slots[-1], pages)
         found.append(Planned(DECODE, paged.decode, (*common, decoding, spec.steps_per_dispatch), resident))

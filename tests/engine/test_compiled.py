@@ -80,12 +80,10 @@ class Case:
     def arguments(self) -> tuple[Any, ...]:
         """The program's arguments, from the weights on, as abstract arrays."""
         model, weights, cache = abstract_model(self.config, SLOTS * PAGES + 1, self.mesh)
-        return model, weights, cache, *abstract_slots(self.config, SLOTS, self.mesh), *self._work()
-
-    def _work(self) -> tuple[Any, ...]:
-        if self.program == "decode":
-            return abstract_decode_work(SLOTS, PAGES), MAX_STEPS
-        return (abstract_step_work(STEP_TOKENS, SLOTS, PAGES),)
+        slots, batch = abstract_slots(self.config, SLOTS, self.mesh)
+        if self.program == "step":
+            return model, weights, cache, slots, abstract_step_work(STEP_TOKENS, SLOTS, PAGES)
+        return model, weights, cache, slots, batch, abstract_decode_work(SLOTS, PAGES), MAX_STEPS
 
 
 @dataclass(frozen=True)

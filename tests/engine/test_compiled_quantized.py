@@ -64,15 +64,13 @@ class Case:
         model, weights = program_model(self.config, self.params, self.mesh)
         pages = CONTEXT // PAGE
         cache = abstract_paged_cache(self.config, SLOTS * pages + 1, PAGE, jnp.bfloat16, "interleaved", self.mesh)
-        slots = abstract_slots(self.config, SLOTS, self.mesh)
+        slots, batch = abstract_slots(self.config, SLOTS, self.mesh)
         if self.program == "decode":
-            work = (abstract_decode_work(SLOTS, pages), MAX_STEPS)
+            work = (slots, batch, abstract_decode_work(SLOTS, pages), MAX_STEPS)
         else:
-            work = (abstract_step_work(STEP_TOKENS, SLOTS, pages),)
+            work = (slots, abstract_step_work(STEP_TOKENS, SLOTS, pages))
         program = getattr(paged_programs, self.program)
-        return ahead_of_time.compile_for(
-            self.chip, program, model, weights, cache, *slots, *work, chip_mesh=self.mesh
-        ), cache
+        return ahead_of_time.compile_for(self.chip, program, model, weights, cache, *work, chip_mesh=self.mesh), cache
 
 
 # What the sampler and the logits move besides: rows of [64, vocabulary] in float32.

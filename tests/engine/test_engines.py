@@ -107,11 +107,13 @@ def test_no_module_or_variable_crosses_jit(tiny, options, monkeypatch):
     seen = []
     homes = {
         programs: ("score", "score_processed", "hidden_states"),
-        paged_programs: ("step", "decode", "write_slot", "write_plain_slot"),
+        paged_programs: ("step", "sample_step", "decode", "write_slot", "write_plain_slot"),
     }
     for module, name in [(module, name) for module, names in homes.items() for name in names]:
         program = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, program=program: seen.append(args) or program(*args))
+        watched = lambda *args, program=program: seen.append(args) or program(*args)  # noqa: E731
+        watched.lower = program.lower
+        monkeypatch.setattr(module, name, watched)
     with LLM((config, params), **options) as llm:
         llm.generate([1, 2], SamplingParams(max_tokens=3, prompt_logprobs=1), taps=["final_norm"])
         llm.score([[1, 2]], [[3]])

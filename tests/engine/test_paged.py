@@ -23,7 +23,7 @@ from tests.engine.sequences import make_sequence
 from tests.tiny import OPTIONS
 
 COMPILED = [
-    *(getattr(paged_programs, name) for name in ("step", "decode", "write_slot", "write_plain_slot")),
+    *(getattr(paged_programs, name) for name in ("step", "sample_step", "decode", "write_slot", "write_plain_slot")),
     *(getattr(paged_programs, name) for name in ("move_slots", "copy_pages")),
     *(getattr(programs, name) for name in ("score", "score_processed")),
 ]

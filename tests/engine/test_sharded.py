@@ -53,17 +53,20 @@ def run(config, params, mesh, layout):
         work = programs.StepWork(
             tokens=np.array([token for chunk in chunks for token in chunk or [0]], np.int32),
             token_slots=np.repeat(np.arange(num_slots, dtype=np.int32), lengths),
-            query_starts=np.cumsum(lengths, dtype=np.int32) - lengths,
-            query_lengths=lengths,
-            starts=np.array(starts, np.int32),
-            is_prompt=np.array([bool(chunk) for chunk in chunks]),
-            is_last=np.array(
-                [start + len(chunk) == length for start, chunk, length in zip(starts, chunks, LENGTHS, strict=True)]
+            slots=programs.StepSlots(
+                query_starts=np.cumsum(lengths, dtype=np.int32) - lengths,
+                query_lengths=lengths,
+                starts=np.array(starts, np.int32),
+                is_prompt=np.array([bool(chunk) for chunk in chunks]),
+                is_last=np.array(
+                    [start + len(chunk) == length for start, chunk, length in zip(starts, chunks, LENGTHS, strict=True)]
+                ),
+                remaining=np.full(num_slots, 100, np.int32),
             ),
-            remaining=np.full(num_slots, 100, np.int32),
             page_table=table,
         )
-        cache, slots, output, _ = programs.step(model, weights, cache, slots, batch, work)
+        cache, logits, _ = programs.step(model, weights, cache, slots, work)
+        slots, output = programs.sample_step(mesh, slots, batch, work.slots, logits)
         outputs.append(jax.block_until_ready(output))
     work = programs.DecodeWork(np.ones(num_slots, bool), table, np.int32(NUM_STEPS))
     cache, slots, output = programs.decode(model, weights, cache, slots, batch, work, NUM_STEPS)

@@ -174,14 +174,15 @@ def test_no_module_and_no_variable_crosses_the_jit_of_a_serving_program(monkeypa
             called.add(name)
             return program(*args)
 
+        call.lower = program.lower
         return call
 
-    homes = {paged_programs: ("step", "decode"), programs: ("score", "hidden_states")}
+    homes = {paged_programs: ("step", "sample_step", "decode"), programs: ("score", "hidden_states")}
     for module, name in [(module, name) for module, names in homes.items() for name in names]:
         monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
     with LLM((PLAIN, initialized(PLAIN)), max_model_len=16, max_seqs=1) as llm:
         llm.generate([1, 2, 3], SamplingParams(max_tokens=2, prompt_logprobs=1), taps=["embed"])
-    assert called == {"step", "decode", "score", "hidden_states"}
+    assert called == {"step", "sample_step", "decode", "score", "hidden_states"}
 
 
 def test_the_check_finds_a_variable_and_a_module():

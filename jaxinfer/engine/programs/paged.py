@@ -63,26 +63,50 @@ class Slots:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class StepWork:
-    """One step of B slots over T tokens, made on the host.
+class StepSlots:
+    """What one step does with each of B slots, made on the host.
 
     Attributes:
-      tokens: int32[T], the prompts' tokens; what stands in a decoding slot's row is replaced by its newest token.
-      token_slots: int32[T], the slot of each row, B for padding. The rows of a slot are adjacent.
       query_starts, query_lengths: int32[B], each slot's rows; length 0 takes no part.
       starts: int32[B], tokens of the slot that are stored already (of a prompt; a decoding slot knows).
       is_prompt: bool[B], whether the rows are a prompt's. is_last: bool[B], whether the prompt ends with them.
-      remaining: int32[B], tokens to generate after a prompt. page_table: int32[B, P].
+      remaining: int32[B], tokens to generate after a prompt.
     """
 
-    tokens: jax.Array
-    token_slots: jax.Array
     query_starts: jax.Array
     query_lengths: jax.Array
     starts: jax.Array
     is_prompt: jax.Array
     is_last: jax.Array
     remaining: jax.Array
+
+    def is_decoding(self, slots: Slots) -> jax.Array:
+        """bool[B]: the slots whose newest token is computed."""
+        return slots.is_active & ~self.is_prompt & (self.query_lengths > 0)
+
+    def lengths(self, slots: Slots) -> jax.Array:
+        """int32[B]: rows of each slot."""
+        return jnp.where(self.is_prompt, self.query_lengths, self.is_decoding(slots))
+
+    def ends(self, slots: Slots) -> jax.Array:
+        """int32[B]: tokens of each slot that are stored after the step."""
+        return jnp.where(self.is_prompt, self.starts, slots.positions) + self.lengths(slots)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepWork:
+    """One step of B slots over T tokens, made on the host.
+
+    Attributes:
+      tokens: int32[T], the prompts' tokens; what stands in a decoding slot's row is replaced by its newest token.
+      token_slots: int32[T], the slot of each row, B for padding. The rows of a slot are adjacent.
+      page_table: int32[B, P].
+    """
+
+    tokens: jax.Array
+    token_slots: jax.Array
+    slots: StepSlots
     page_table: jax.Array
 
 
@@ -137,47 +161,67 @@ def axes_of(rows):
     return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
-@partial(jax.jit, static_argnums=(0, 6, 7), donate_argnums=(2, 3))
+@partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2)
 def step(
     model: ProgramModel,
     weights: Weights,
     cache: PagedCache,
     slots: Slots,
-    batch: SamplingBatch,
     work: StepWork,
     is_uniform: bool = False,
     num_hidden: int | None = None,
-) -> tuple[PagedCache, Slots, StepOutput, jax.Array]:
-    """Stores prompt tokens and decodes, in one pass over the weights. Donates the cache and the slots.
+) -> tuple[PagedCache, jax.Array, jax.Array]:
+    """Stores prompt tokens and the newest ones of decoding slots, in one pass over the weights. Donates the cache.
 
-    Returns both, the output of the one step, and the final hidden states [T, D], or [num_hidden, D] with zeros at the
-    end, so that one program scores those of every step. `is_uniform` gives every token the same arithmetic, whether it
-    comes with its prompt's other tokens or alone.
+    Returns it, the logits float32 [B, V] of each slot's last row, for `sample_step`, and the final hidden states
+    [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step. `is_uniform` gives
+    every token the same arithmetic, whether it comes with its prompt's other tokens or alone.
     """
-    num_tokens, num_slots = work.tokens.shape[0], work.query_lengths.shape[0]
-    all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
-    is_decoding = slots.is_active & ~work.is_prompt & (work.query_lengths > 0)
-    lengths = jnp.where(work.is_prompt, work.query_lengths, is_decoding)
-    starts = jnp.where(work.is_prompt, work.starts, slots.positions)
-    tokens = work.tokens.at[jnp.where(is_decoding, work.query_starts, num_tokens)].set(slots.tokens, mode="drop")
+    num_tokens, num_slots, rows = work.tokens.shape[0], work.page_table.shape[0], work.slots
+    slots = take_rows(slots, num_slots)
+    lengths, ends = rows.lengths(slots), rows.ends(slots)
+    newest = jnp.where(rows.is_decoding(slots), rows.query_starts, num_tokens)
+    tokens = work.tokens.at[newest].set(slots.tokens, mode="drop")
     slot = jnp.minimum(work.token_slots, num_slots - 1)
-    positions = starts[slot] + jnp.arange(num_tokens) - work.query_starts[slot]
+    positions = (ends - lengths)[slot] + jnp.arange(num_tokens) - rows.query_starts[slot]
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
     decoder = model.bind(weights)
-    table, kv_lengths = work.page_table, starts + lengths
     attend = PagedAttention(
-        cache, table, work.query_starts, lengths, kv_lengths, is_uniform=is_uniform, mesh=model.mesh
+        cache, work.page_table, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
     )
     hidden = decoder(tokens, positions, attend)
-    last = jnp.clip(work.query_starts + lengths - 1, 0, num_tokens - 1)
-    ends = starts + lengths
-    takes_part = is_decoding | work.is_prompt
-    samples = sample(decoder.logits(hidden[last]), ends, mask_inactive_rows(batch, takes_part), slots.history)
+    last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
+    logits = decoder.logits(hidden[last])
+    if model.mesh is not None:
+        logits = lax.with_sharding_constraint(logits, logits_sharding(model.mesh, logits))
+    if num_hidden is not None and num_hidden > num_tokens:
+        hidden = jnp.pad(hidden, ((0, num_hidden - num_tokens), (0, 0)))
+    return attend.cache, logits, replicate(model.mesh, hidden)
 
-    is_produced = is_decoding | (work.is_prompt & work.is_last)
+
+def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
+    """Where `step` leaves logits [B, V]: the vocabulary is cut as the sampler's rows over it are."""
+    return parallel.array_shardings(mesh, logits, (None, "vocab"))
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def sample_step(
+    mesh: Mesh | None, slots: Slots, batch: SamplingBatch, rows: StepSlots, logits: jax.Array
+) -> tuple[Slots, StepOutput]:
+    """The tokens of a step from its logits float32 [B, V], and the slots after it. Donates the slots.
+
+    A program of its own, because it takes long to compile and is the same for steps of any number of tokens.
+    """
+    num_slots = logits.shape[0]
+    all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
+    is_decoding, ends = rows.is_decoding(slots), rows.ends(slots)
+    takes_part = is_decoding | rows.is_prompt
+    samples = sample(logits, ends, mask_inactive_rows(batch, takes_part), slots.history)
+
+    is_produced = is_decoding | (rows.is_prompt & rows.is_last)
     took_part = is_produced & samples.ok
-    remaining = jnp.where(work.is_prompt, work.remaining, slots.remaining) - took_part
+    remaining = jnp.where(rows.is_prompt, rows.remaining, slots.remaining) - took_part
     new_slots = Slots(
         tokens=jnp.where(took_part, samples.tokens, slots.tokens),
         positions=jnp.where(took_part, ends, slots.positions),
@@ -191,10 +235,7 @@ def step(
     )
     tokens = encode_tokens(samples, is_produced, takes_part)
     output = jax.tree.map(lambda leaf: leaf[None], StepOutput(tokens, samples))
-    if num_hidden is not None and num_hidden > num_tokens:
-        hidden = jnp.pad(hidden, ((0, num_hidden - num_tokens), (0, 0)))
-    slots = constrain_sharding(model.mesh, write_rows(all_slots, new_slots))
-    return attend.cache, slots, *replicate(model.mesh, (output, hidden))
+    return constrain_sharding(mesh, write_rows(all_slots, new_slots)), replicate(mesh, output)
 
 
 @partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))

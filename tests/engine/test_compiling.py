@@ -1,0 +1,66 @@
+"""Programs compiled before their first use: several at once, each once, under their names."""
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxinfer import compilation_cache
+from jaxinfer.engine.compiling import Program, compile_programs, default_jobs
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.options import EngineOptions
+from tests.engine.sequences import make_sequence
+from tests.tiny import OPTIONS
+
+
+def fake(name: str, compiles: Any) -> Program:
+    return Program(name, lambda: SimpleNamespace(compile=compiles))  # type: ignore[arg-type]
+
+
+def test_as_many_are_compiled_at_once_as_there_are_jobs():
+    together = threading.Barrier(2)
+    names: list[str] = []
+    compile_programs([fake(str(number), lambda: together.wait(20)) for number in range(6)], 2, names.append)
+    assert sorted(names) == list("012345")
+
+
+def test_one_job_compiles_in_turn():
+    order: list[str] = []
+    programs = [fake(name, lambda name=name: order.append(name)) for name in "abc"]
+    compile_programs(programs, 1, lambda name: order.append(f"{name} is reported"))
+    assert order == ["a", "a is reported", "b", "b is reported", "c", "c is reported"]
+
+
+@pytest.mark.parametrize("num_jobs", [1, 2])
+def test_an_error_ends_all(num_jobs):
+    started: list[str] = []
+
+    def fail():
+        raise RuntimeError("no room for the program")
+
+    programs = [fake("a", fail), *(fake(name, lambda name=name: started.append(name)) for name in "bcdefgh")]
+    with pytest.raises(RuntimeError, match="no room"):
+        compile_programs(programs, num_jobs)
+    assert len(started) < 7
+
+
+def test_there_is_a_job_for_each_core():
+    assert 1 <= default_jobs() <= 8
+
+
+def test_warm_up_compiles_each_program_once(tiny):
+    """What is traced and compiled ahead is what calls then find: for the sizes of every kind of program."""
+    engine = Engine(*tiny, EngineOptions(**OPTIONS))
+    names: list[str] = []
+    with compilation_cache.counting() as counts:
+        num_programs = engine.warm_up(2, names.append)
+    assert counts.compiled + counts.hits == num_programs
+    assert sorted(names) == sorted(engine.program_names)
+    assert len(set(names)) == len(names) == num_programs - 4
+    with compilation_cache.counting() as counts:
+        engine.add(make_sequence([1, 2, 3], max_tokens=4))
+        while engine.has_work:
+            engine.step()
+    assert counts.compiled + counts.hits == 0
+    engine.close()
