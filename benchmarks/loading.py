@@ -5,8 +5,10 @@
 The checkpoint has the shapes of Llama-3.2-1B in bfloat16, 2.3 GiB of random weights, in the Hugging Face form and in
 ours. In every round, and for each form, its files are dropped from the page cache and read from end to end in pieces of
 16 MiB, then dropped again and loaded; each in a process of its own, which has imported what it needs and started JAX
-before the clock starts. What is left of the files in the cache is counted and printed. Figures are medians over the
-rounds; memory is the peak of the resident set above what it was before, less the model.
+before the clock starts. Our form is loaded once more without comparing its checksums, in turn before and after the load
+that compares them, and the median of the ratios of these pairs is what the checks cost. What is left of the files in
+the cache is counted and printed. Figures are medians over the rounds; memory is the peak of the resident set above
+what it was before, less the model.
 """
 
 import argparse
@@ -47,7 +49,8 @@ CONFIG = {
 }
 FORMS = ("huggingface", "native")
 PIECE = 16 * 2**20
-GOAL_RATIO, GOAL_BYTES = 1.3, 2**29
+GOAL_RATIO, GOAL_BYTES, GOAL_CHECKS = 1.3, 2**29, 1.03
+UNCHECKED = "load without checks"
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -127,7 +130,7 @@ def read(folder: Path) -> dict[str, float]:
     return {"seconds": time.perf_counter() - start, "cached": cached}
 
 
-def load(folder: Path) -> dict[str, float]:
+def load(folder: Path, verify: bool | None = None) -> dict[str, float]:
     """Seconds, processor seconds, and bytes of host memory above the model, of `checkpoints_convert.load`."""
     import jax
     import orbax.checkpoint  # noqa: F401
@@ -140,7 +143,7 @@ def load(folder: Path) -> dict[str, float]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _memory("VmRSS")
     start, processor = time.perf_counter(), time.process_time()
-    params = jax.block_until_ready(checkpoints_convert.load(folder)[1])
+    params = jax.block_until_ready(checkpoints_convert.load(folder, verify=verify)[1])
     seconds, processor = time.perf_counter() - start, time.process_time() - processor
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return {
@@ -157,9 +160,10 @@ def _memory(name: str) -> int:
 
 
 def measure(folder: Path, rounds: int) -> Iterator[tuple[str, str, dict[str, float]]]:
-    for _ in range(rounds):
+    for number in range(rounds):
         for form in FORMS:
-            for what in ("read", "load"):
+            loads = ["load", UNCHECKED][:: 1 if number % 2 else -1] if form == "native" else ["load"]
+            for what in ("read", *loads):
                 command = [
                     sys.executable,
                     "-m",
@@ -181,12 +185,17 @@ def summary(form: str, folder: Path, found: dict[str, list[dict[str, float]]]) -
         return statistics.median(one[key] for one in found[what])
 
     seconds = {what: median(what, "seconds") for what in ("read", "load")}
+    checks = None
+    if found.get(UNCHECKED):
+        pairs = zip(found["load"], found[UNCHECKED], strict=True)
+        checks = statistics.median(one["seconds"] / other["seconds"] for one, other in pairs)
     return {
         "form": form,
         "file_bytes": sum(path.stat().st_size for path in files_of(folder / form)),
         "read_seconds": seconds["read"],
         "load_seconds": seconds["load"],
         "ratio": seconds["load"] / seconds["read"],
+        "checks_ratio": checks,
         "load_processor_seconds": median("load", "processor_seconds"),
         "bytes_above_model": max(one["bytes_above"] for one in found["load"]),
         "largest_cached_fraction": max(one["cached"] for what in found for one in found[what]),
@@ -199,10 +208,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to write 5 GB for the time being, instead of /tmp")
-    parser.add_argument("--measure", choices=("read", "load"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", choices=("read", "load", UNCHECKED), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps((read if arguments.measure == "read" else load)(arguments.folder)))
+        found = read(arguments.folder) if arguments.measure == "read" else None
+        found = found or load(arguments.folder, False if arguments.measure == UNCHECKED else None)
+        print(json.dumps(found))
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         results = run(Path(name), arguments.rounds)
@@ -218,20 +229,25 @@ def run(folder: Path, rounds: int) -> dict[str, object]:
     write_checkpoint(folder / "huggingface")
     checkpoints_convert.convert(folder / "huggingface", folder / "native", progress=None)
     found: dict[str, dict[str, list]] = {form: {"read": [], "load": []} for form in FORMS}
+    found["native"][UNCHECKED] = []
     for form, what, one in measure(folder, rounds):
         found[form][what].append(one)
         print(f"{form} {what}: {one['seconds']:.2f} s, load average {one['load_average']:.1f}", file=sys.stderr)
     rows = [summary(form, folder, found[form]) for form in FORMS]
     print(f"Llama-3.2-1B shapes, bfloat16, {MODEL_BYTES / 2**30:.2f} GiB; {os.cpu_count()} cores, {rounds} rounds")
-    print("| form | file (GiB) | cold read (s) | cold load (s) | ratio | memory above the model (GiB) | still cached |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    columns = ("cold read (s)", "cold load (s)", "ratio", "with checks / without", "memory above the model (GiB)")
+    print(f"| form | file (GiB) | {' | '.join(columns)} | still cached |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for row in rows:
+        checks = "" if row["checks_ratio"] is None else f"{row['checks_ratio']:.3f}"
         print(
             f"| {row['form']} | {row['file_bytes'] / 2**30:.2f} | {row['read_seconds']:.2f} | "
-            f"{row['load_seconds']:.2f} | {row['ratio']:.2f} | {row['bytes_above_model'] / 2**30:.2f} | "
+            f"{row['load_seconds']:.2f} | {row['ratio']:.2f} | {checks} | {row['bytes_above_model'] / 2**30:.2f} | "
             f"{row['largest_cached_fraction']:.1%} |"
         )
-    print(f"goals: ratio at most {GOAL_RATIO}, memory at most {GOAL_BYTES / 2**30:.1f} GiB")
+    print(
+        f"goals: ratio at most {GOAL_RATIO}, memory at most {GOAL_BYTES / 2**30:.1f} GiB, checks at most {GOAL_CHECKS}"
+    )
     versions = {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__}
     machine = {"cores": os.cpu_count(), "platform": platform.machine(), "system": platform.release()}
     return {"model_bytes": MODEL_BYTES, "versions": versions, "machine": machine, "forms": rows}
