@@ -24,7 +24,8 @@ class Peer:
 
     Attributes:
       package: what must be installed, None for nothing. open: from a checkpoint's folder, a draft's, and the number
-        of threads. speculates: makes the "pair" row only. needs_gpu, own_python: where it runs.
+        of threads. speculates: makes the "pair" row only. needs_gpu, own_python: where it runs. keeps_programs: what it
+        compiled serves its next process.
     """
 
     package: str | None
@@ -32,6 +33,7 @@ class Peer:
     speculates: bool = False
     needs_gpu: bool = False
     own_python: bool = False
+    keeps_programs: bool = False
 
 
 def _jaxinfer(**options: Any) -> Callable[[Path, Path | None, int], System]:
@@ -73,7 +75,7 @@ def _vllm(folder: Path, draft: Path | None, num_threads: int) -> System:
 
 
 PEERS = {
-    "jaxinfer": Peer(None, _jaxinfer()),
+    "jaxinfer": Peer(None, _jaxinfer(), keeps_programs=True),
     "jaxinfer_draft": Peer(None, _jaxinfer(drafts="model"), speculates=True),
     "jaxinfer_ngram": Peer(None, _jaxinfer(drafts="ngram"), speculates=True),
     "transformers_eager": Peer("transformers", _transformers("eager")),

@@ -133,3 +133,21 @@ def test_a_process_that_ends_with_an_error_says_what_it_said(tmp_path):
     job = {"system": "no such system", "folder": str(tmp_path), "num_threads": 1, "measures": {}}
     with pytest.raises(compare.SystemFailedError, match="no such system"):
         compare.run_process(job, sys.executable, tmp_path)
+
+
+def test_only_a_system_that_keeps_programs_starts_twice(tmp_path, monkeypatch):
+    """The first process finds no compiled programs, the second one those of the first."""
+    programs = tmp_path / compare.PROGRAMS
+    seen = []
+
+    def run_process(job, python, folder):
+        seen.append((job["system"], job.get("only_starts", False), programs.exists()))
+        programs.mkdir(exist_ok=True)
+        return {"seconds": {}, "start_seconds": 5.0 if job.get("only_starts") else 12.0, "peak_rss_bytes": 1}
+
+    programs.mkdir()
+    monkeypatch.setattr(compare, "run_process", run_process)
+    found = compare.start_twice({"system": "jaxinfer"}, "python", tmp_path)
+    assert (found["start_seconds"], found["second_start_seconds"]) == (12.0, 5.0)
+    assert "second_start_seconds" not in compare.start_twice({"system": "llama_cpp"}, "python", tmp_path)
+    assert seen == [("jaxinfer", False, False), ("jaxinfer", True, True), ("llama_cpp", False, False)]
