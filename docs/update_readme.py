@@ -56,8 +56,8 @@ def demo() -> str:
         raise SystemExit("jaxinfer demo printed no completion")
     summary = text.rpartition("\n\n")[2]
     starts = (
-        f"The first start, with an empty compilation cache: `{times[0]}`. The second, which reads the compiled programs: "
-        f"`{times[1]}`."
+        f"The first start, with an empty compilation cache: `{times[0]}`. The second, which reads the compiled "
+        f"programs: `{times[1]}`."
     )
     return f"```\n{start[0]}\n...\n\n{summary}\n```\n\n{starts}"
 
