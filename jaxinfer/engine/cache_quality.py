@@ -84,7 +84,7 @@ class _Recorder(PromptScorer):
         super().__init__(runner.spec.config.vocab_size, runner)
         self.rows: dict[SequenceState, np.ndarray] = {}
 
-    def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array) -> None:
+    def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array, num_rows: int) -> None:
         states = np.asarray(hidden)
         for piece in pieces:
             shape = (piece.sequence.num_prompt, states.shape[1])

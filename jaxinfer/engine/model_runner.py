@@ -248,8 +248,8 @@ class ModelRunner:
             row += chunk.length
         is_scored = any(piece.sequence.request.scores_prompt for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
-        if is_scored:
-            scores, self._hidden = self._scorer.score(tuple(pieces), self.spec.token_buckets[-1], num_rows), None
+        if is_scored and self._hidden is not None:
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, num_rows), None
         return sent(output=output, num_rows=size, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
@@ -453,9 +453,10 @@ class ModelRunner:
         sequence = SequenceState(request)
         self._keep_empty_hidden()
         self._scorer.start(sequence)
-        scores = self._scorer.score((ScoredChunk(sequence, 0, 0, 1),), self.spec.token_buckets[-1], 1)
-        # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
-        jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
+        if self._hidden is not None:
+            scores = self._scorer.score((ScoredChunk(sequence, 0, 0, 1),), self._hidden, 1)
+            # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
+            jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
         self._scorer.stop(sequence)
 
 

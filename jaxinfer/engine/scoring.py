@@ -101,13 +101,13 @@ class PromptScorer:
         if number is not None:
             self._operations.stop_scores(number)
 
-    def score(self, pieces: tuple[ScoredChunk, ...], num_tokens: int, num_rows: int) -> PendingScores | None:
-        """Starts scoring the pieces that ask for it from the final hidden states [num_tokens, D] of the step just sent,
-        whose first `num_rows` are of tokens; None if none does."""
+    def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array, num_rows: int) -> PendingScores | None:
+        """Starts scoring the pieces that ask for it from the final hidden states [T, D] of the step just sent, of which
+        the first `num_rows` are of tokens; None if none does."""
         pieces = tuple(piece for piece in pieces if piece.sequence.request.scores_prompt and piece.num_targets >= 0)
         if not pieces:
             return None
-        targets = np.zeros(num_tokens, np.int32)
+        targets = np.zeros(hidden.shape[0], np.int32)
         for piece in pieces:
             following = piece.sequence.tokens[piece.start + 1 : piece.start + 1 + piece.num_targets]
             targets[piece.row : piece.row + piece.num_targets] = following
