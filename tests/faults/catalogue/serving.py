@@ -105,10 +105,18 @@ ENGINE = (
     Fault(
         "engine/the-first-token-draws-the-noise-of-the-prompt",
         "jaxinfer/engine",
-        "decoder.logits(hidden[last]), ends, mask_inactive_rows",
-        "decoder.logits(hidden[last]), ends - 1, mask_inactive_rows",
+        "samples = sample(logits, ends, mask_inactive_rows",
+        "samples = sample(logits, ends - 1, mask_inactive_rows",
         ("tests/engine/test_engines.py::test_prompt_with_the_start_of_its_answer_goes_on_with_the_same_tokens",),
         "a resumed request goes on with other tokens",
+    ),
+    Fault(
+        "engine/programs-are-compiled-one-after-the-other",
+        "jaxinfer/engine/compiling.py",
+        "ThreadPoolExecutor(num_jobs, ",
+        "ThreadPoolExecutor(1, ",
+        ("tests/engine/test_compiling.py::test_as_many_are_compiled_at_once_as_there_are_jobs",),
+        "warm-up uses one core",
     ),
     Fault(
         "engine/scores-are-one-position-late",
