@@ -18,6 +18,7 @@ from checkpoints_convert.gguf.index import find_gguf, parts_of
 from checkpoints_convert.manifest import read_manifest, verify_manifest
 from checkpoints_convert.storage import remote_of
 from jaxinfer.files import open_regular
+from jaxinfer.progress import Stage
 
 _READ = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, "*.safetensors")
 _WEIGHTS = (".safetensors", ".gguf")
@@ -62,13 +63,17 @@ def verify_files(path: str | Path) -> FilesReport:
         raise CheckpointNotFoundError(path, "holds no files of a checkpoint")
     listed = _listed(directory)
     known = {file: digest for file in files if (digest := _known(file, listed)) is not None}
-    with ThreadPoolExecutor(4) as executor:
-        found = executor.map(_problem, known, known.values())
-        return FilesReport(
-            checked=_names(directory, known),
-            unknown=_names(directory, (file for file in files if file not in known)),
-            problems=tuple(problem for problem in found if problem),
-        )
+    sizes = {file: file.stat().st_size for file in known}
+    problems = []
+    with ThreadPoolExecutor(4) as executor, Stage("checking files", sum(sizes.values()), "B") as stage:
+        for file, problem in zip(known, executor.map(_problem, known, known.values()), strict=True):
+            stage.update(sizes[file])
+            problems += [problem] if problem else []
+    return FilesReport(
+        checked=_names(directory, known),
+        unknown=_names(directory, (file for file in files if file not in known)),
+        problems=tuple(problems),
+    )
 
 
 def check_known(path: Path) -> None:

@@ -5,7 +5,6 @@
 
 import logging
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,6 +46,7 @@ from checkpoints_convert.safetensors_files import FLOAT_DTYPES, MIN_PIECE_BYTES,
 from checkpoints_convert.store import NativeCheckpoint
 from jaxinfer.models import MeshFit, ModelConfig, Params, fit_to_mesh, leaf_shardings, parameter_shardings
 from jaxinfer.models.sharding import leaves_by_path
+from jaxinfer.progress import Stage
 from jaxinfer.quantization import QuantizedArray
 
 _LOG = logging.getLogger(__name__)
@@ -87,7 +87,8 @@ def load(
       mesh: devices for the parameters, which are padded and sharded as by `jaxinfer.models.fit_to_mesh(mesh, config)`;
         the returned configuration is the model's own. Default: the default device.
       revision: branch, tag or commit of a hub id.
-      progress: True for a bar, or a callable taking (parameter, bytes done, bytes in all).
+      progress: True to show it as `jaxinfer.progress` does, on a terminal, or a callable taking (parameter, bytes done,
+        bytes in all).
       verify: whether checksums are compared. None: those of a converted checkpoint, of its arrays while they are read.
         True: the SHA-256 of every file first, also of Hugging Face and GGUF files, for which the hub's cache or a
         *.sha256 file has to know it. False: none.
@@ -316,33 +317,26 @@ def _assembled(shards: list[list[jax.Array]], sharding: NamedSharding, shape: tu
 
 
 class Progress:
-    """Progress in bytes. `report`: True for a bar (on a terminal only), a callback, or None for neither.
-
-    The environment variable JAXINFER_PROGRESS=0 turns bars off.
-    """
+    """Progress in bytes. `report`: True for a `jaxinfer.progress.Stage`, a callback, or None for neither."""
 
     def __init__(self, report: bool | ProgressCallback | None, total: int, description: str):
         self._callback = report if callable(report) else None
         self._done, self._total = 0, total
-        self._bar = None
-        if report is True and os.environ.get("JAXINFER_PROGRESS") != "0":
-            from tqdm.auto import tqdm
-
-            self._bar = tqdm(total=total, desc=description, unit="B", unit_scale=True, disable=None)
+        self._stage = Stage(description, total, "B", show=None if report is True else False)
 
     def advance(self, name: str, num_bytes: int) -> None:
         self._done += num_bytes
-        if self._bar is not None:
-            self._bar.update(num_bytes)
+        self._stage.update(num_bytes)
+        self._stage.describe(name)
         if self._callback is not None:
             self._callback(name, self._done, self._total)
 
     def __enter__(self) -> "Progress":
+        self._stage.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._stage.__exit__(*exception)
 
 
 @dataclass(frozen=True)

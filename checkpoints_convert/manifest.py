@@ -18,6 +18,7 @@ import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import MANIFEST, PARAMS, files_below, read_json, sha256, write_json
+from jaxinfer.progress import Stage
 
 _VERSION = 1
 _OWN_DIGEST = "sha256"
@@ -114,9 +115,13 @@ def file_problems(directory: Path, entries: Entries) -> list[str]:
     problems = size_problems(directory, entries)
     damaged = {problem.split(":")[0] for problem in problems}
     names = [name for name in entries if name not in damaged]
-    with ThreadPoolExecutor(4) as executor:
+    total = sum(entries[name]["size"] for name in names)
+    with ThreadPoolExecutor(4) as executor, Stage("checking files", total, "B") as stage:
         found = executor.map(lambda name: _digest_problem(directory / name, entries[name]["sha256"]), names)
-        return problems + [f"{name}: {why}" for name, why in zip(names, found, strict=True) if why]
+        for name, why in zip(names, found, strict=True):
+            stage.update(entries[name]["size"])
+            problems += [f"{name}: {why}"] if why else []
+    return problems
 
 
 def _digest_problem(path: Path, wanted: str) -> str | None:

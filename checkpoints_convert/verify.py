@@ -73,7 +73,8 @@ def verify_against(
     Raises:
       CheckpointError: as `load`; configurations that differ in more than dtype, by field.
     """
-    (config, params), (reference_config, reference) = load(path, dtype=dtype), load(reference_path, dtype=dtype)
+    config, params = load(path, dtype=dtype, progress=True)
+    reference_config, reference = load(reference_path, dtype=dtype, progress=True)
     _check_same_model(config, reference_config, path)
     tokens = _tokens(config, token_ids)
     hidden, states = _hidden_states(config, params, tokens)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,6 +48,7 @@ from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
 from jaxinfer.options import describe as described
 from jaxinfer.parallel import hosts
+from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import ModelDraft, SpeculationStats
@@ -95,6 +95,10 @@ class LLM(Closable):
     @hosts.needing
     def __init__(self, model: str | Path | LiveModel, **options: Any):
         chosen = checked_options(model, options)  # before a long load
+        with Stage(f"loading {'live parameters' if isinstance(model, tuple) else model}"):
+            self._open(model, chosen)
+
+    def _open(self, model: str | Path | LiveModel, chosen: LLMOptions) -> None:
         compilation_cache.enable()
         self._lockstep: Lockstep | None = None
         self._fingerprint: str | None = None
@@ -168,7 +172,7 @@ class LLM(Closable):
         Args:
           prompts: a text or a list of token ids, or a list of these.
           params: SamplingParams for all prompts, or one for each; None takes the checkpoint's generation_config.
-          use_tqdm: a progress bar; None shows one for several prompts on a terminal.
+          use_tqdm: whether to show progress, in a log too; None shows it on a terminal, unless JAXINFER_PROGRESS=0.
           taps: names of hidden states to return with each request, such as "layers.3.residual".
           priority: for all prompts, or one for each; lower goes first.
           timeout: seconds after which what is not done ends with finish_reason "abort".
@@ -188,7 +192,7 @@ class LLM(Closable):
             self.prepare(prompt, one, RequestOptions(rank, timeout, cache_salt), what=f"prompt {number}")
             for number, (prompt, one, rank) in enumerate(zip(prompts, per_prompt, priorities, strict=True))
         ]
-        outputs = [self.client.collect(answers) for answers in self._run(requests, "answer", use_tqdm)]
+        outputs = [self.client.collect(answers) for answers in self._run(requests, "generating", "answer", use_tqdm)]
         if taps:
             outputs = [
                 replace(
@@ -311,7 +315,7 @@ class LLM(Closable):
             self.client.prepare_score(prompt, continuation, params, what=f"pair {number}")
             for number, (prompt, continuation) in enumerate(as_pairs(prompts, continuations))
         ]
-        return [score_of(answer) for (answer,) in self._run(requests, "pair", use_tqdm)]
+        return [score_of(answer) for (answer,) in self._run(requests, "scoring", "pair", use_tqdm)]
 
     # The engine.
 
@@ -456,7 +460,9 @@ class LLM(Closable):
 
     # Running.
 
-    def _run(self, requests: list[Request], unit: str, use_tqdm: bool | None) -> list[list[SequenceState]]:
+    def _run(
+        self, requests: list[Request], description: str, unit: str, use_tqdm: bool | None
+    ) -> list[list[SequenceState]]:
         """Runs requests to their end; the answers of each."""
         submitted: list[list[SequenceState]] = []
         try:
@@ -464,25 +470,17 @@ class LLM(Closable):
                 submitted.append(self.client.submit(request))
             running: dict[SequenceState, Any] = dict.fromkeys(one for answers in submitted for one in answers)
             num_tokens = 0
-            with _progress_bar(len(running), unit, use_tqdm) as bar:
+            with Stage(description, len(running), unit, show=use_tqdm) as stage:
+                stage.describe(lambda: f"{num_tokens / stage.seconds:.0f} tokens/s")
                 for answer, delta in self.client.run(running):
                     num_tokens += len(delta.token_ids)
                     if answer.is_finished:
-                        bar.update()
-                        elapsed = bar.format_dict["elapsed"] or 1e-9
-                        bar.set_postfix_str(f"{num_tokens / elapsed:.0f} tokens/s", refresh=False)
+                        stage.update()
         except BaseException:
             for answers in submitted:
                 self.client.abort(answers)
             raise
         return submitted
-
-
-def _progress_bar(total: int, unit: str, use_tqdm: bool | None) -> tqdm:
-    """By default shown for several on a terminal, unless JAXINFER_PROGRESS=0."""
-    is_off = use_tqdm is False or (use_tqdm is None and (total <= 1 or os.environ.get("JAXINFER_PROGRESS") == "0"))
-    # None leaves it to tqdm, which shows nothing where stderr is not a terminal.
-    return tqdm(total=total, unit=unit, disable=True if is_off else None if use_tqdm is None else False)
 
 
 def _documented(docstring: str | None) -> str:

@@ -159,7 +159,7 @@ def _read(
     if dtype == "auto" and jax.default_backend() == "cpu":
         dtype = "float32"
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
-        params = checkpoints_convert.load_params(checkpoint, convert=chosen, mesh=mesh)
+        params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen)
         kv_scales = None
         if layers := checkpoint.kv_scales:
             kv_scales = KVScales.of_layers(checkpoint.config, [one.k for one in layers], [one.v for one in layers])

@@ -1,7 +1,6 @@
 """A batch job: rows go to the model as it has room, and answers to the files as they finish."""
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -13,12 +12,11 @@ from jaxinfer.batch.input import BadRow, BatchRow, Scan, scan
 from jaxinfer.batch.ledger import Identity, Ledger
 from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, Prompt
 from jaxinfer.batch.responses import error_line, result_line, usage
+from jaxinfer.progress import Stage
 from jaxinfer.sampling.params import SamplingParams, our_names
 from jaxinfer.sampling.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from tqdm import tqdm
-
     from jaxinfer.engine.request import RequestOutput
     from jaxinfer.text import Tokenizer
 
@@ -144,7 +142,7 @@ class Job:
         Args:
           params: sampling parameters for fields that a row does not give: all of them, or some by name. The seed is
             that of the job: the seed of a row without one is derived from it and from the line number.
-          use_tqdm: whether to show a progress bar; None shows one on a terminal, unless JAXINFER_PROGRESS=0.
+          use_tqdm: whether to show progress, in a log too; None shows it on a terminal, unless JAXINFER_PROGRESS=0.
 
         Raises:
           BatchError: the files have results of another job. BatchWriteError: for example, the disk is full.
@@ -166,9 +164,9 @@ class Job:
         started, num_resumed, tokens_before = time.monotonic(), self.num_done, counts.output_tokens
         try:
             self._ledger.begin(self._identity, model.name)
-            with self._progress_bar(use_tqdm) as bar:
+            with Stage("serving", self.num_rows, "row", initial=self.num_done, show=use_tqdm) as stage:
                 if self.num_done < self.num_rows:
-                    self._serve(bar)
+                    self._serve(stage)
             self._ledger.sync()
         except BatchWriteError as error:
             raise BatchWriteError(
@@ -186,28 +184,27 @@ class Job:
             **vars(counts),
         )
 
-    def _serve(self, bar: "tqdm") -> None:
+    def _serve(self, stage: Stage) -> None:
         counts = self._ledger.counts
-        started, tokens_before = time.monotonic(), counts.output_tokens
-        results = self._model.generate_each(self._requests(bar))
+        tokens_before = counts.output_tokens
+        stage.describe(lambda: f"{(counts.output_tokens - tokens_before) / stage.seconds:.0f} tokens/s")
+        results = self._model.generate_each(self._requests(stage))
         try:
             for (line, index), result in results:
-                self._take(line, index, result, bar)
-                rate = (counts.output_tokens - tokens_before) / max(time.monotonic() - started, 1e-9)
-                bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                self._take(line, index, result, stage)
         finally:
             results.close()  # type: ignore[attr-defined]
 
-    def _requests(self, bar: "tqdm") -> Iterator[tuple[Key, Prompt, SamplingParams]]:
+    def _requests(self, stage: Stage) -> Iterator[tuple[Key, Prompt, SamplingParams]]:
         """The requests of the remaining rows, read from the input as needed. Invalid rows are written as errors."""
         for row in self.scan.rows(self._ledger.done):
             if isinstance(row, BadRow):
-                self._fail(row, row.error, bar)
+                self._fail(row, row.error, stage)
                 continue
             try:
                 params, prompts = self._prompts(row)
             except ValueError as error:
-                self._fail(row, error, bar)
+                self._fail(row, error, stage)
                 continue
             self._pending[row.line] = _Pending(row, params, [None] * len(prompts), len(prompts))
             for index, prompt in enumerate(prompts):
@@ -222,7 +219,7 @@ class Job:
             return params, request.prompts
         return params, [self._model.chat_prompt(request.messages, tools=request.tools, **request.template_kwargs)]
 
-    def _take(self, line: int, index: int, result: "RequestOutput | ValueError", bar: "tqdm") -> None:
+    def _take(self, line: int, index: int, result: "RequestOutput | ValueError", stage: Stage) -> None:
         """Takes the result of one prompt; the row is written with its last one."""
         pending = self._pending[line]
         pending.num_left -= 1
@@ -234,15 +231,15 @@ class Job:
             return
         del self._pending[line]
         if pending.error is not None:
-            self._fail(pending.row, pending.error, bar)
+            self._fail(pending.row, pending.error, stage)
         else:
-            self._finish(pending, [output for output in pending.outputs if output is not None], bar)
+            self._finish(pending, [output for output in pending.outputs if output is not None], stage)
 
-    def _finish(self, pending: _Pending, outputs: list["RequestOutput"], bar: "tqdm") -> None:
+    def _finish(self, pending: _Pending, outputs: list["RequestOutput"], stage: Stage) -> None:
         for answer in (answer for output in outputs for answer in output.outputs):
             if answer.finish_reason not in ("stop", "length"):
                 error = RuntimeError(answer.error or f"the answer ended with {answer.finish_reason!r}")
-                self._fail(pending.row, error, bar, status_code=500)
+                self._fail(pending.row, error, stage, status_code=500)
                 return
         try:
             record = result_line(
@@ -255,27 +252,19 @@ class Job:
                 tokenizer=self._model.tokenizer,
             )
         except RowError as error:
-            self._fail(pending.row, error, bar)
+            self._fail(pending.row, error, stage)
             return
         self._ledger.add_result(record, usage(outputs))
         self._on_line(record)
-        bar.update()
+        stage.update()
 
-    def _fail(self, row: BatchRow | BadRow, error: Exception, bar: "tqdm", *, status_code: int = 400) -> None:
+    def _fail(self, row: BatchRow | BadRow, error: Exception, stage: Stage, *, status_code: int = 400) -> None:
         is_plain = self.scan.is_plain if row.is_plain is None else row.is_plain
         job_id = self._identity.job_id
         record = error_line(row.line, row.custom_id, error, job_id=job_id, status_code=status_code, is_plain=is_plain)
         self._ledger.add_error(record)
         self._on_line(record)
-        bar.update()
-
-    def _progress_bar(self, use_tqdm: bool | None) -> "tqdm":
-        from tqdm.auto import tqdm
-
-        is_off = use_tqdm is False or (use_tqdm is None and os.environ.get("JAXINFER_PROGRESS") == "0")
-        # None: tqdm shows nothing if stderr is not a terminal.
-        disable = True if is_off else None if use_tqdm is None else False
-        return tqdm(total=self.num_rows, initial=self.num_done, unit="row", disable=disable)
+        stage.update()
 
 
 def _with_own_seed(row: BatchRow, params: SamplingParams, index: int) -> SamplingParams:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.cli.bench import WorkloadOptions, read_workload, results_option, workload_option
 from jaxinfer.cli.command import UsageError, is_interrupt
 from jaxinfer.cli.options import ServingOptions, llm_arguments, model_argument
-from jaxinfer.cli.output import console, shows_progress, write_text
+from jaxinfer.cli.output import console, write_text
 from jaxinfer.options import option
+from jaxinfer.progress import Stage, hidden
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
@@ -197,23 +197,23 @@ def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", argume
         run_options=RunOptions(options.temperature, options.seed, parse_goodput(options.goodput)),
     )
     end = time.monotonic() + 60 * (DEFAULT_MINUTES if options.minutes is None else options.minutes)
-    with _progress() as progress, contextlib.closing(TrialRunner(settings, progress.detail)) as runner:
+    with Stage("loading") as stage, contextlib.closing(TrialRunner(settings, stage.describe)) as runner:
         runner.limit_memory(goal.memory)
-        progress.trial("loading")
         runner.prepare()
         facts = runner.facts(sizes, CPU_MAX_SEQS if is_cpu else DEFAULT_MAX_SEQS, draft_names(options))
         trials, left_out = candidates(goal, facts)
 
         def measure(arguments: dict[str, Any]) -> Any:
-            progress.trial(flags(arguments) or "baseline", len(found.rows) + len(found.base), len(trials) + 2)
+            number, total = len(found.rows) + len(found.base) + 1, len(trials) + 2
+            stage.restart(f"{number} of about {total}: {flags(arguments) or 'baseline'}")
             return runner(arguments)
 
         try:
             search(goal, trials, measure, is_over=lambda: time.monotonic() > end, found=found, report=report.write)
         except BaseException as error:
             if found.base and is_interrupt(error):
-                progress.stop()
-                report.finish(found, left_out)
+                with hidden():
+                    report.finish(found, left_out)
             raise
     report.finish(found, left_out)
 
@@ -310,31 +310,3 @@ class _Report:
                 f"--on {self.options.on} --context {length} {flags(arguments)}"
             )
         return lines
-
-
-class _Progress:
-    """The current trial, shown on a terminal."""
-
-    def __init__(self, status: Any):
-        self.status, self.name = status, ""
-
-    def trial(self, name: str, number: int = 0, total: int = 0) -> None:
-        self.name = f"{number + 1} of about {total}: {name}" if total else name
-        self.detail("")
-
-    def detail(self, text: str) -> None:
-        if self.status is not None:
-            self.status.update(f"{self.name}  {text}")
-
-    def stop(self) -> None:
-        if self.status is not None:
-            self.status.stop()
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[_Progress]:
-    if not shows_progress():
-        yield _Progress(None)
-        return
-    with console(stderr=True).status("loading") as status:
-        yield _Progress(status)

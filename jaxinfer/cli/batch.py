@@ -23,9 +23,10 @@ from jaxinfer.cli.options import (
     open_llm,
     sampling_values,
 )
-from jaxinfer.cli.output import note, waiting, write_json
+from jaxinfer.cli.output import note, write_json
 from jaxinfer.cli.prompts import STDIN
 from jaxinfer.options import argument, option
+from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary, Job
@@ -145,12 +146,14 @@ def _opened_job(options: BatchOptions) -> "Iterator[Job]":
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jaxinfer-batch-")))
             if path_in == STDIN:
                 copied = folder / "in.jsonl"
-                with copied.open("wb") as file:
+                with copied.open("wb") as file, Stage("reading standard input"):
                     shutil.copyfileobj(sys.stdin.buffer, file)
             if path_out == STDIN:
                 path_out, on_line = folder / "out.jsonl", write_json
         try:
-            yield stack.enter_context(open_job(copied, path_out, on_line=on_line, **flags))
+            with Stage(f"reading {_shown(path_in)}"):
+                job = stack.enter_context(open_job(copied, path_out, on_line=on_line, **flags))
+            yield job
         except BatchError as error:
             raise BatchError(str(error).replace(str(copied), _shown(path_in))) from None
 
@@ -176,7 +179,7 @@ def _open_fleet(
 ) -> "RayPool":
     from jaxinfer.fleet import RayPool
 
-    with waiting(f"starting {num_workers} workers"):
+    with Stage(f"starting {num_workers} workers"):
         return RayPool(options.model, num_workers, options=llm_arguments(options), resources=resources, address=address)
 
 

@@ -15,8 +15,9 @@ from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError, command
 from jaxinfer.cli.names import NamedCommand
 from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
-from jaxinfer.cli.output import console, shows_progress, waiting, write_text
+from jaxinfer.cli.output import console, write_text
 from jaxinfer.options import MISSING, argument, option
+from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
@@ -252,7 +253,7 @@ def session(
     from jaxinfer.measure.bench.model import opened
 
     with contextlib.ExitStack() as stack:
-        with waiting(f"opening {options.model}, compiling, measuring the roofline"):
+        with Stage(f"opening {options.model}, compiling, measuring the roofline"):
             bench = stack.enter_context(
                 opened(options.model, arguments, random_weights=options.random_weights, serves=serves)
             )
@@ -266,19 +267,17 @@ def session(
 
 @contextlib.contextmanager
 def progress(title: str, total: int, options: BenchOptions) -> Iterator["RunOptions"]:
-    """Options of a run, with a progress bar on a terminal that counts finished requests."""
-    from tqdm.auto import tqdm
-
+    """Options of a run, and a stage that counts finished requests."""
     from jaxinfer.measure.bench.metrics import parse_goodput
     from jaxinfer.measure.bench.runs import RunOptions
 
-    with tqdm(total=total, desc=title, unit="request", disable=not shows_progress()) as bar:
+    with Stage(title, total, "request") as stage:
         yield RunOptions(
             temperature=options.temperature,
             seed=options.seed,
             limits=parse_goodput(options.goodput),
             price_per_hour=options.price_per_hour,
-            progress=bar.update,
+            progress=stage.update,
         )
 
 

@@ -13,9 +13,20 @@ from typing import Annotated, Any
 
 import typer
 
+from jaxinfer import progress
 from jaxinfer.options import Description
 
 OK, ERROR, USAGE, PARTIAL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+
+
+_NO_PROGRESS = inspect.Parameter(
+    "no_progress",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, typer.Option("--no-progress", metavar="", help="Show no progress: no bars, no lines in a log.")
+    ],
+)
 
 
 class UsageError(Exception):
@@ -38,12 +49,15 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
         else:
             parameters.append(parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY))
 
+    parameters.append(_NO_PROGRESS)
+
     @functools.wraps(function)
-    def run(**values: Any) -> None:
+    def run(*, no_progress: bool = False, **values: Any) -> None:
         arguments = {name: values[name] for name in hints if name in values}
         for name, group in groups.items():
             arguments[name] = group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
-        code = guarded(lambda: function(**arguments))
+        with progress.of_command(is_off=no_progress):
+            code = guarded(lambda: function(**arguments))
         if code:
             raise typer.Exit(code)
 
@@ -108,7 +122,7 @@ def sentence(error: BaseException) -> str:
 
 def say(message: str) -> None:
     """Prints a line to standard error."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), progress.hidden():
         print(message, file=sys.stderr, flush=True)
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.cli.command import ERROR, INTERRUPTED, say
 from jaxinfer.cli.options import as_json, overwrite
-from jaxinfer.cli.output import shows_progress, write_json, write_text
+from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.options import MISSING, argument, option
+from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
@@ -44,18 +45,19 @@ def convert(options: ConvertOptions) -> int | None:
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
     try:
-        report = checkpoints_convert.convert(
-            options.source,
-            options.destination,
-            progress=True if shows_progress() else None,
-            **{name: getattr(options, name) for name in NAMES},
-        )
+        with Stage(f"opening {options.source}"):
+            report = checkpoints_convert.convert(
+                options.source,
+                options.destination,
+                **{name: getattr(options, name) for name in NAMES},
+            )
     except KeyboardInterrupt:
         if options.to != "native":
             raise
         say("interrupted; the same command continues after the last complete layer")
         return INTERRUPTED
-    problems = _problems(report) if options.verify else []
+    with Stage("comparing"):
+        problems = _problems(report) if options.verify else []
     for problem in problems:
         say(f"error: {problem}")
     if options.as_json:

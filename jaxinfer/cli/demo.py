@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK, say
 from jaxinfer.cli.options import as_json, merge_params
-from jaxinfer.cli.output import console, decode_rate, describe, end_line, stream_answer, waiting, write_json, write_text
+from jaxinfer.cli.output import console, decode_rate, describe, end_line, stream_answer, write_json, write_text
 from jaxinfer.options import option
+from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def demo(options: DemoOptions) -> int:
     SamplingParams.from_dict(values)  # raises before the model is loaded
     prompts = tuple(options.prompt or PROMPTS)
     started = time.monotonic()
-    with waiting(f"loading {model}"):
+    with Stage(f"loading {model}"):
         from jaxinfer.llm import LLM
 
         llm = LLM(model, max_seqs=1)
@@ -57,7 +58,7 @@ def demo(options: DemoOptions) -> int:
     with llm:
         params = merge_params(llm.default_params, values)
         started = time.monotonic()
-        with waiting("compiling"):
+        with Stage("compiling"):
             _compile(llm, prompts, params)
         compile_seconds = time.monotonic() - started
         device = llm.explain().to_dict()["device"]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import as_json, overwrite
-from jaxinfer.cli.output import note, waiting, write_json, write_text
+from jaxinfer.cli.output import note, write_json, write_text
 from jaxinfer.options import MISSING, option
+from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
     from jaxinfer.llm import LLM
@@ -75,14 +76,15 @@ def distill(options: DistillCommandOptions) -> None:
         raise FileExistsError(f"{out} exists: --overwrite replaces it")
     if options.init_layers is not None:
         _read_layers(options.init_layers)
-    documents = read_documents(options.data)
+    with Stage("reading the data"):
+        documents = read_documents(options.data)
     training = _training_options(options)
     work_dir = options.work_dir or out.with_name(out.name + ".training")
-    with waiting(f"loading {options.target}"):
+    with Stage(f"loading {options.target}"):
         from jaxinfer.llm import LLM
 
         llm = LLM(options.target, max_model_len=options.length)
-    with llm:
+    with llm, Stage("distilling"):
         divided = _encoded(llm, documents)
         draft, initial = _initial(llm, divided, options)
         result = run(llm, draft, initial, divided, training, work_dir)
@@ -149,7 +151,7 @@ def writer(llm: "LLM") -> "Callable[[list[TextRequest]], list[list[int]]]":
             SamplingParams(temperature=one.temperature, max_tokens=one.num_tokens, seed=one.seed, ignore_eos=True)
             for one in requests
         ]
-        outputs = llm.generate([list(one.prompt) for one in requests], params)
+        outputs = llm.generate([list(one.prompt) for one in requests], params, use_tqdm=False)
         for output in outputs:
             if output.outputs[0].error:
                 raise RuntimeError(f"the target failed to generate a text: {output.outputs[0].error}")

@@ -17,7 +17,8 @@ from typing import Any
 from jaxinfer.checks import format_bytes
 from jaxinfer.cli.command import ERROR, OK, sentence
 from jaxinfer.cli.options import as_json
-from jaxinfer.cli.output import console, plain_cell, waiting, write_json
+from jaxinfer.cli.output import console, plain_cell, write_json
+from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
 
 REQUIRED = (
@@ -53,7 +54,7 @@ def doctor(options: DoctorOptions) -> int:
     Lists versions, devices, kernels, caches and models, and compiles and runs a small program. The exit code is 1 if
     something that jaxinfer needs is missing or fails.
     """
-    with waiting("examining this machine"):
+    with Stage("examining this machine"):
         report = examine()
     if options.as_json:
         write_json(report)

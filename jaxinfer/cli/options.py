@@ -12,6 +12,7 @@ from jaxinfer.cli.command import OK, UsageError
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.option_names import our_value
 from jaxinfer.options import MISSING, Description, argument, describe, option
+from jaxinfer.progress import Stage
 from jaxinfer.sampling.params import SamplingParams, our_names
 
 if TYPE_CHECKING:
@@ -200,12 +201,11 @@ def follow(options: ModelOptions) -> int:
 
 def open_llm(options: ModelOptions, **more: Any) -> "LLM":
     """Loads the model, with a spinner on a terminal. `more` are arguments of `LLM` that options may override."""
-    from jaxinfer.cli.output import waiting
 
     if options.revision is not None and Path(options.model).exists():
         raise UsageError(f"--revision is for hub ids, and {options.model} is a folder on this machine")
     arguments = {**more, **llm_arguments(options)}
-    with waiting(f"loading {options.model}"):
+    with Stage(f"loading {options.model}"):
         from jaxinfer.llm import LLM
 
         return LLM(options.model, **arguments)

@@ -1,6 +1,7 @@
 """Output to a terminal, a pipe or a file: streamed text, tables, JSON lines."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from jaxinfer import progress
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
@@ -40,30 +42,16 @@ def console(file: TextIO | None = None, *, stderr: bool = False) -> "Console":
     return Quiet(file=target, highlight=False, width=None if target.isatty() else 160)
 
 
-@contextlib.contextmanager
-def waiting(message: str) -> Iterator[None]:
-    """Shows a spinner on standard error while the block runs, if that is a terminal."""
-    if not shows_progress():
-        yield
-        return
-    with console(stderr=True).status(message):
-        yield
-
-
 def shows_progress() -> bool:
-    return sys.stderr.isatty() and os.environ.get("JAXINFER_PROGRESS", "1") != "0"
-
-
-def report_step(step: str) -> None:
-    """A line on standard error about work that begins, if progress is shown."""
-    if shows_progress():
-        print(step, file=sys.stderr, flush=True)
+    """Whether this is a terminal on which progress is shown."""
+    return progress.is_shown()
 
 
 def note(message: str) -> None:
     """Prints a dim line on standard error, if that is a terminal."""
     if sys.stderr.isatty():
-        console(stderr=True).print(message, style="dim", markup=False, soft_wrap=True)
+        with progress.hidden():
+            console(stderr=True).print(message, style="dim", markup=False, soft_wrap=True)
 
 
 def write_text(text: str, file: TextIO | None = None) -> None:
@@ -84,21 +72,24 @@ def stream_answer(
 ) -> "tuple[str, RequestOutput | None]":
     """Writes an answer as it is generated; returns its text, and the complete output unless it was stopped.
 
-    Until the first token a spinner may use the current line, which must be empty.
+    Until the first token progress may use the current line, which must be empty. If programs were compiled for it,
+    it is written with the second one, since those that decode are still to be compiled.
     """
     deltas = llm.stream(prompt, params)
     texts: list[str] = []
     output = None
     try:
-        with (
-            waiting("waiting for the first token; a first run compiles") if shows_waiting else contextlib.nullcontext()
-        ):
-            delta = next(deltas, None)
-        while delta is not None:
+        with progress.Stage("waiting for the first token", show=None if shows_waiting else False):
+            num_compiled = progress.num_compiled()
+            first = list(itertools.islice(deltas, 1))
+            if progress.num_compiled() > num_compiled:
+                first += itertools.islice(deltas, 1)
+        for delta in itertools.chain(first, deltas):
             write(delta.text)
             texts.append(delta.text)
             output = delta.output or output
-            delta = None if is_stopped() else next(deltas, None)
+            if is_stopped():
+                break
     finally:
         deltas.close()  # type: ignore[attr-defined]
     return "".join(texts), output

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from jaxinfer.cli.bench import check_picture
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import as_json, given, given_values, model_argument
-from jaxinfer.cli.output import report_step, write_json, write_text
+from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.options import MISSING, option
+from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
     from jaxinfer.planning import PlanRequest
@@ -54,13 +55,14 @@ def plan(options: PlanOptions) -> None:
     from jaxinfer.planning import changes, make_plan, to_dict, to_text
 
     check_picture(options.picture, "--picture")
-    request = plan_request(options)
+    with Stage("planning") as stage:
+        request = plan_request(options)
 
-    def progress(step: str) -> None:
-        report_step(f"compiling {step}")
+        def progress(step: str) -> None:
+            stage.describe(f"compiling {step}")
 
-    found = make_plan(request, whole=options.whole, compiles=options.compile_, progress=progress)
-    helping = [] if found.fits else changes(found, compiles=options.compile_, progress=progress)
+        found = make_plan(request, whole=options.whole, compiles=options.compile_, progress=progress)
+        helping = [] if found.fits else changes(found, compiles=options.compile_, progress=progress)
     if options.picture is not None:
         from jaxinfer.planning.picture import draw
 

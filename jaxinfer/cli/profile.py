@@ -15,8 +15,9 @@ from jaxinfer.cli.bench import (
     workload_option,
 )
 from jaxinfer.cli.command import UsageError
-from jaxinfer.cli.output import console, json_ready, report_step
+from jaxinfer.cli.output import console, json_ready
 from jaxinfer.options import option
+from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
@@ -66,15 +67,16 @@ def profile(options: ProfileOptions) -> None:
     if arguments["max_seqs"] < options.batch:
         raise UsageError(f"--batch {options.batch} is more than --max-seqs {options.max_seqs}")
     arguments.setdefault("max_model_len", _max_model_len(options, workload, arguments))
-    result = run(
-        options.model,
-        arguments,
-        workload,
-        phases=PHASES if options.phase is None else (options.phase,),
-        random_weights=options.random_weights,
-        folder=options.trace,
-        progress=report_step,
-    )
+    with Stage("profiling") as stage:
+        result = run(
+            options.model,
+            arguments,
+            workload,
+            phases=PHASES if options.phase is None else (options.phase,),
+            random_weights=options.random_weights,
+            folder=options.trace,
+            progress=stage.describe,
+        )
     result["options"] = {name: public_name(str(value)) if name in PATHS else value for name, value in arguments.items()}
     if options.json is not None:
         results.write_result(options.json, json_ready(result))

@@ -1,10 +1,7 @@
 """`jaxinfer quantize`: writes a checkpoint with quantized weights, calibrated on text."""
 
 import hashlib
-import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -13,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxinfer.cli.command import INTERRUPTED, UsageError, say
 from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
-from jaxinfer.cli.output import shows_progress, waiting, write_json, write_text
+from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.cli.quantize_files import check_not_quantized, check_room, planned, rest_of, unit_reader, write
 from jaxinfer.options import MISSING, argument, option
+from jaxinfer.progress import Stage, is_shown
 from jaxinfer.tables import table_text
 
 if TYPE_CHECKING:
@@ -126,7 +124,7 @@ def quantize(
     kept, path, destination = _kept(options), _source_path(options), options.destination
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
-    with open_checkpoint(path) as opened, CalibrationJournal(work / "layers") as journal:
+    with open_checkpoint(path) as opened, CalibrationJournal(work / "layers") as journal, Stage("preparing"):
         check_not_quantized(opened)
         calibration = _calibration_options(options, opened, kept, gptq, awq, smoothquant)
         check_room(opened, planned(opened, calibration), calibration.dtype, work)
@@ -227,7 +225,7 @@ def _read_rows(path: Path, calibration: list[Path] | None, text: TextOptions) ->
     if not calibration:
         return None
     documents = read_documents(calibration, "--calibration")
-    with waiting("reading the text"):
+    with Stage("reading the text"):
         tokenizer = Tokenizer.from_dir(path)
         encoded = [tokenizer.encode_content(document) for document in documents if document]
     try:
@@ -257,13 +255,12 @@ def _run(
     num_layers = model.config.num_layers
     tokens, held_out = (None, None) if rows is None else (rows.calibration, rows.held_out)
     if max_kl is None:
-        with _bar("layers", num_layers) as bar:
-            report = _reporter(bar)
+        with Stage("quantizing", num_layers, "layer") as stage:
+            report = _reporter(stage)
             return quantize_model(model, options, tokens, held_out, journal=journal, report=report), None
     if rows is None:
         raise UsageError("--max-kl needs --calibration")
-    with _bar("measuring", num_layers) as measuring, _bar("layers", num_layers) as bar:
-        report = _reporter(bar)
+    with Stage("measuring", num_layers, "layer") as stage:
         auto = quantize_within(
             model,
             options,
@@ -271,31 +268,23 @@ def _run(
             rows.calibration,
             rows.held_out,
             journal=journal,
-            report=report,
-            report_part=lambda layer: measuring.update(),
-            report_round=lambda bits: bar.reset(),
+            report=_reporter(stage),
+            report_part=lambda layer: stage.update(),
+            report_round=lambda bits: stage.restart("quantizing", num_layers),
         )
     return auto.result, auto
 
 
-@contextmanager
-def _bar(description: str, total: int) -> Iterator[Any]:
-    from tqdm.auto import tqdm
-
-    with tqdm(total=total, desc=description, unit="layer", disable=not shows_progress()) as bar:
-        yield bar
-
-
-def _reporter(bar: Any) -> Any:
+def _reporter(stage: Stage) -> Any:
     def report(done: "LayerReport") -> None:
         errors = [(one.error, one.rounded) for one in done.errors.values() if one.error and one.rounded]
         if errors:
             mean, nearest = (sum(values) / len(errors) for values in zip(*errors, strict=True))
-            bar.set_postfix_str(f"layer {done.number}: output error {mean:.2g}, to nearest {nearest:.2g}")
-        if shows_progress():
+            stage.describe(f"layer {done.number}: output error {mean:.2g}, to nearest {nearest:.2g}")
+        if is_shown():
             for note in done.notes:
-                bar.write(f"layer {done.number}: {note}", file=sys.stderr)
-        bar.update()
+                say(f"layer {done.number}: {note}")
+        stage.update()
 
     return report
 

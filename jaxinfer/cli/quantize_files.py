@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import UsageError, say
-from jaxinfer.cli.output import waiting
+from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -50,9 +50,9 @@ def write(
     from jaxinfer.calibration.verify import ComparedModel, compare_models
 
     made = work / "checkpoint"
-    with waiting("writing"):
+    with Stage("writing"):
         _write_files(source, weights, result, dtype, made)
-    with waiting("loading the checkpoint and comparing"), open_checkpoint(made, dtype="float32") as written:
+    with Stage("loading the checkpoint and comparing"), open_checkpoint(made, dtype="float32") as written:
         tokens = random_rows(source.config.vocab_size) if held_out is None else held_out[:2]
         calibrated = ComparedModel(source.config, result.read, result.rest)
         found = compare_models(

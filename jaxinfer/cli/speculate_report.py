@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError
 from jaxinfer.cli.options import ON_LOADING, ServingOptions, as_json, llm_arguments
-from jaxinfer.cli.output import console, note, waiting, write_json, write_text
+from jaxinfer.cli.output import console, note, write_json, write_text
 from jaxinfer.cli.prompts import PromptLine, read_prompts
 from jaxinfer.options import MISSING, argument, option
+from jaxinfer.progress import Stage
 from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def speculate_report(model_options: ServingOptions, options: ReportOptions) -> N
     if options.plot is not None:
         check_plot(options.plot)
     lines = read_prompts((), options.file)
-    with waiting(f"loading {model_options.model}"):
+    with Stage(f"loading {model_options.model}"):
         bench = _Bench(model_options, options.draft, options.acceptance, lines, options.repeats)
         params = bench.params({name: getattr(options, name) for name in ("temperature", "seed", "max_tokens")})
     try:
@@ -237,7 +238,7 @@ class _Bench:
             drafting["kv_scales"] = self.model.kv_scales
         what = f"{num_draft_tokens} drafted tokens" if num_draft_tokens else "plain decoding"
         with (
-            waiting(f"measuring {what}; a first run compiles"),
+            Stage(f"measuring {what}"),
             LLM(model or live(self.model), **self.engine, **drafting) as llm,
         ):
             return _measured(llm, [line.prompt for line in self.lines], params, num_draft_tokens, self.repeats)

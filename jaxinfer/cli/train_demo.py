@@ -10,6 +10,7 @@ from jaxinfer.cli.distill import figures, writer
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.options import option
+from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
     from jaxinfer.models import ModelConfig, Params
@@ -60,9 +61,10 @@ def train_demo(options: TrainDemoOptions) -> None:
     import jaxinfer.data
 
     out_dir = options.out or Path(jaxinfer.data.__file__).parent
-    target, draft = export_pair(
-        options.work_dir, out_dir, options.steps, options.draft_steps, overwrite=options.overwrite
-    )
+    with Stage("training the demo"):
+        target, draft = export_pair(
+            options.work_dir, out_dir, options.steps, options.draft_steps, overwrite=options.overwrite
+        )
     models = [
         {
             "name": NAMES[0],

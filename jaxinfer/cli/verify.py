@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK
 from jaxinfer.cli.options import as_json
-from jaxinfer.cli.output import waiting, write_json, write_text
+from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.options import MISSING, argument, option
+from jaxinfer.progress import Stage
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ def verify(options: VerifyOptions) -> int:
     import checkpoints_convert
     from checkpoints_convert.files import MANIFEST
 
-    path, against, tolerance = checkpoints_convert.resolve(options.path), options.against, options.tolerance
-    with waiting("checking files"):
+    against, tolerance = options.against, options.tolerance
+    with Stage(f"opening {options.path}"):
+        path = checkpoints_convert.resolve(options.path)
         files = checkpoints_convert.verify_files(path)
     if against is None and not files.checked:
         raise checkpoints_convert.CheckpointError(
@@ -44,7 +46,7 @@ def verify(options: VerifyOptions) -> int:
         )
     problems, comparison = list(files.problems), None
     if against is not None and not problems:
-        with waiting("comparing"):
+        with Stage("comparing"):
             comparison = checkpoints_convert.verify_against(path, against, tolerance=tolerance, dtype=options.dtype)
     holds = not problems and (comparison is None or _is_close(comparison, tolerance))
     if options.as_json:

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from optax.contrib import MuonDimensionNumbers, muon
-from tqdm.auto import tqdm
 
 from jaxinfer.models import Params
+from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import Objective
 
@@ -109,7 +109,9 @@ def train(
     manager = ocp.CheckpointManager(checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True))
     state, first, history = _restored(manager, state)
     shown: dict[str, str] = {}
-    with tqdm(total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True) as bar:
+    stage = Stage(description, options.num_steps, "step", initial=first, show=None if show_progress else False)
+    stage.describe(lambda: ", ".join(f"{name}={value}" for name, value in shown.items()))
+    with stage:
         for step in range(first, options.num_steps):
             state, metrics = step_fn(state, jax.tree.map(jnp.asarray, batch_at(step)), given)
             done = step + 1
@@ -123,12 +125,11 @@ def train(
                     values |= evaluate(state["params"])
                 history.append((done, values))
                 shown |= {name: f"{value:.3f}" for name, value in values.items()}
-                bar.set_postfix(shown, refresh=False)
             if done % options.checkpoint_every == 0 or is_last:
                 saved = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(cast(Any, history))}
                 manager.save(done, args=ocp.args.Composite(**saved))
-            bar.update()
-    manager.wait_until_finished()
+            stage.update()
+        manager.wait_until_finished()
     manager.close()
     return TrainResult(params=state["params"], history=tuple(history))
 
