@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import jax
-from tqdm.auto import tqdm
 
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.engine.client import Client, score_of
@@ -328,12 +327,11 @@ class LLM(Closable):
         """
         if jobs is not None and jobs < 1:
             raise ValueError(f"jobs={jobs} must be at least 1")
-        names = self.engine.program_names
-        with tqdm(total=len(names), desc="compile", disable=None if use_tqdm is None else not use_tqdm) as bar:
+        with Stage("compiling", len(self.engine.program_names), "program", show=use_tqdm) as stage:
 
             def report(name: str) -> None:
-                bar.set_postfix_str(name, refresh=False)
-                bar.update()
+                stage.update()
+                stage.describe(f"{name} is ready")
 
             return self.engine.warm_up(jobs, report)
 

@@ -9,9 +9,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
 
 REFRESH_SECONDS = 0.5  # between two drawings of a bar; a stage that ends sooner shows none
 LOG_SECONDS = 30.0  # between two lines in a log
@@ -54,6 +56,12 @@ class Stage:
     def update(self, count: int = 1) -> None:
         """Counts what was done since the last call."""
         self.num_done += count
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items, each counted when the next one is taken."""
+        for item in items:
+            yield item
+            self.update()
 
     def describe(self, detail: str | Callable[[], str]) -> None:
         """Shows what is done at present, or figures; a function is called whenever they are shown."""
@@ -108,6 +116,7 @@ class Stage:
             disable=False,
             position=0,  # the stages around it are cleared
             dynamic_ncols=_has_width(),
+            ncols=None if _has_width() else 80,
             mininterval=0,
             **timed,
         )
@@ -150,13 +159,18 @@ class Stage:
 @contextlib.contextmanager
 def of_command(*, is_off: bool = False) -> Iterator[None]:
     """While the block runs, stages are those of a command: they are shown in a log too, or with `is_off` nowhere."""
-    before = _settings["in_command"], _settings["is_off"]
+    before = dict(_settings)
+    hub_bars = os.environ.get(_NO_HUB_BARS)
     _settings.update(in_command=True, is_off=is_off)
-    _display.logged_at = time.monotonic()
+    if is_off:
+        os.environ[_NO_HUB_BARS] = "1"
+    _display.logged_at = _display.idle_since = time.monotonic()
     try:
         yield
     finally:
-        _settings.update(zip(("in_command", "is_off"), before, strict=True))
+        _settings.update(before)
+        if is_off and hub_bars is None:
+            del os.environ[_NO_HUB_BARS]
 
 
 def is_shown() -> bool:
@@ -169,17 +183,21 @@ def hidden() -> Iterator[None]:
     """While the block runs, which may write to standard error, no bar is there."""
     with _display.lock:
         if _display.stages:
-            _display.stages[-1].clear()
+            with _no_terminal:
+                _display.stages[-1].clear()
         yield
 
 
+# The terminal has gone, or a program has closed its standard error: work goes on.
+_no_terminal = contextlib.suppress(OSError, ValueError)
+_NO_HUB_BARS = "HF_HUB_DISABLE_PROGRESS_BARS"  # of huggingface_hub, whose downloads have bars of their own
 _settings = {"in_command": False, "is_off": False}
 
 
 def _form(show: bool | None) -> str | None:
     """How a stage is shown: "bar", "log" or None."""
     is_off = _settings["is_off"] or os.environ.get("JAXINFER_PROGRESS") == "0"
-    if show is False or (show is None and is_off) or sys.stderr is None:
+    if show is False or (show is None and is_off) or sys.stderr is None or sys.stderr.closed:
         return None
     if sys.stderr.isatty() or _in_notebook():
         return "bar"
@@ -187,7 +205,7 @@ def _form(show: bool | None) -> str | None:
 
 
 def _has_width() -> bool:
-    """Whether the terminal says how wide it is; some that programs make say 0, and tqdm would draw nothing."""
+    """Whether the terminal says how wide it is. Some that programs make say 0, and tqdm would cut off all text."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns > 0
     except (OSError, ValueError, AttributeError):
@@ -206,18 +224,19 @@ class _Display:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.stages: list[Stage] = []
-        self.logged_at = self._idle_since = time.monotonic()
+        self.logged_at = self.idle_since = time.monotonic()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def push(self, stage: Stage) -> None:
         with self.lock:
             if self.stages:
-                self.stages[-1].clear()
+                with _no_terminal:
+                    self.stages[-1].clear()
             self.stages.append(stage)
             if self._thread is None:
                 # Only the time of stages counts for the next line of a log.
-                self.logged_at += time.monotonic() - self._idle_since
+                self.logged_at += time.monotonic() - self.idle_since
                 follow_compiler()
                 self._ended = threading.Event()
                 self._thread = threading.Thread(target=self._run, args=(self._ended,), name="progress", daemon=True)
@@ -226,11 +245,12 @@ class _Display:
     def remove(self, stage: Stage) -> None:
         thread = None
         with self.lock:
-            stage.close()
+            with _no_terminal:
+                stage.close()
             self.stages.remove(stage)
             if not self.stages:
                 thread, self._thread = self._thread, None
-                self._idle_since = time.monotonic()
+                self.idle_since = time.monotonic()
                 self._ended.set()
         if thread is not None:
             thread.join()
@@ -238,7 +258,7 @@ class _Display:
     def _run(self, ended: threading.Event) -> None:
         while not ended.wait(REFRESH_SECONDS):
             follow_compiler()
-            with self.lock:
+            with self.lock, _no_terminal:
                 if self.stages and not ended.is_set():
                     self._show(self.stages[-1])
 

@@ -1,5 +1,7 @@
 """The door: prompts in, answers out, and what is refused."""
 
+import contextlib
+import io
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams, Tokenizer
+from jaxinfer import LLM, ModelConfig, RopeConfig, SamplingParams, Tokenizer, progress
 from jaxinfer.models import init_params
 
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 4
@@ -66,6 +68,21 @@ def test_text_is_the_decoded_tokens(llm, tokenizer):
     assert output.prompt_token_ids == tokenizer.encode("the quick")
     assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids)
     assert output.timings.total_time >= output.timings.time_to_first_token > 0
+
+
+def test_a_script_shows_nothing_in_a_file(model, llm, monkeypatch):
+    monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.001)
+    monkeypatch.delenv("JAXINFER_PROGRESS", raising=False)
+
+    def shown(**options):
+        with contextlib.redirect_stderr(io.StringIO()) as log, LLM(model, max_seqs=4, prefill_chunk=28) as own:
+            llm.generate(["a", "b", "c"], SamplingParams(max_tokens=20), **options)
+            own.explain()
+        return log.getvalue()
+
+    assert shown() == ""
+    assert "generating: " in shown(use_tqdm=True)
 
 
 def test_streamed_text_is_the_generated_text(llm):

@@ -168,21 +168,22 @@ def _planned(options: AdviseOptions, goal: "Goal", workload: "Workload", argumen
 
 
 def _measured(options: AdviseOptions, goal: "Goal", workload: "Workload", arguments: dict[str, Any]) -> None:
-    import jax
+    with Stage("starting"):
+        import jax
 
-    from jaxinfer.engine.spec import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
-    from jaxinfer.measure.advise.goals import flags
-    from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
-    from jaxinfer.measure.advise.report import earlier_findings
-    from jaxinfer.measure.advise.search import Findings, candidates, search
-    from jaxinfer.measure.bench.metrics import parse_goodput
-    from jaxinfer.measure.bench.model import machine
-    from jaxinfer.measure.bench.runs import RunOptions
+        from jaxinfer.engine.spec import CPU_MAX_SEQS, DEFAULT_MAX_SEQS
+        from jaxinfer.measure.advise.goals import flags
+        from jaxinfer.measure.advise.measure import TrialRunner, TrialSettings
+        from jaxinfer.measure.advise.report import earlier_findings
+        from jaxinfer.measure.advise.search import Findings, candidates, search
+        from jaxinfer.measure.bench.metrics import parse_goodput
+        from jaxinfer.measure.bench.model import machine
+        from jaxinfer.measure.bench.runs import RunOptions
 
-    is_cpu = jax.default_backend() == "cpu"
-    sizes = read_sizes(options, CPU_SIZES if is_cpu else SIZES)
-    documents, source = _documents(options)
-    report = _Report(options, goal, workload, arguments, machine(), source)
+        is_cpu = jax.default_backend() == "cpu"
+        sizes = read_sizes(options, CPU_SIZES if is_cpu else SIZES)
+        documents, source = _documents(options)
+        report = _Report(options, goal, workload, arguments, machine(), source)
     found = Findings([], [], [])
     if options.resume and options.json is not None:
         found = earlier_findings(options.json, report.result, draft_names(options)) or found

@@ -109,8 +109,9 @@ def latency(options: LatencyOptions) -> None:
 
     All programs are compiled first, and one batch of each size runs before those that are measured.
     """
-    from jaxinfer.measure.bench import runs
-    from jaxinfer.measure.bench.workload import parse_numbers
+    with Stage("starting"):
+        from jaxinfer.measure.bench import runs
+        from jaxinfer.measure.bench.workload import parse_numbers
 
     sizes = [int(size) for size in parse_numbers(options.batch, "--batch", integers=True)]
     workload = read_workload(options)
@@ -125,7 +126,8 @@ def latency(options: LatencyOptions) -> None:
 
 def throughput(options: ThroughputOptions) -> None:
     """Measure many requests that arrive at once."""
-    from jaxinfer.measure.bench import runs
+    with Stage("starting"):
+        from jaxinfer.measure.bench import runs
 
     workload = read_workload(options)
     arguments = bench_arguments(options, (*OWN, "requests"))
@@ -142,8 +144,9 @@ def load(options: LoadOptions) -> None:
 
     The time to the first token counts from when a request is sent, so it excludes what --max-concurrency makes it wait.
     """
-    from jaxinfer.measure.bench import results, runs
-    from jaxinfer.measure.bench.workload import arrivals, parse_numbers
+    with Stage("starting"):
+        from jaxinfer.measure.bench import results, runs
+        from jaxinfer.measure.bench.workload import arrivals, parse_numbers
 
     rates = parse_numbers(options.rate, "--rate")
     arrivals(rates[0], 1, burstiness=options.burstiness)  # raises before a long start
@@ -176,7 +179,8 @@ def plot(options: PlotOptions) -> None:
     from jaxinfer.measure.bench.plot import draw
 
     check_picture(options.out, "--out")
-    titles = draw([results.read_result(file) for file in options.files], options.out)
+    with Stage("drawing"):
+        titles = draw([results.read_result(file) for file in options.files], options.out)
     write_text(f"{options.out}: {', '.join(titles)}\n")
 
 

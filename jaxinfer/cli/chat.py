@@ -29,12 +29,12 @@ from jaxinfer.cli.output import (
     open_output,
     print_logprobs,
     request_data,
-    shows_progress,
     stream_answer,
     write_json,
     write_text,
 )
 from jaxinfer.options import argument, option
+from jaxinfer.progress import is_shown
 from jaxinfer.tables import facts_text
 
 if TYPE_CHECKING:
@@ -249,9 +249,9 @@ def chat(model_options: ChatModelOptions, sampling_options: SamplingOptions, opt
         session = ChatSession(llm.name, params, llm.max_model_len, options.system)
         is_interactive = sys.stdin.isatty() and not options.as_json
         if is_interactive:
-            if shows_progress():
+            if is_shown():
                 say("compiling the programs of the model, so that no message waits for them")
-            llm.warm_up(use_tqdm=shows_progress())
+            llm.warm_up()
             return _converse(llm, session, Terminal())
         return _read_turns(llm, session, as_json=options.as_json)
 

@@ -41,11 +41,11 @@ def convert(options: ConvertOptions) -> int | None:
 
     The native format has checksums, and an interrupted conversion to it continues when it is repeated.
     """
-    import checkpoints_convert
-
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
     try:
         with Stage(f"opening {options.source}"):
+            import checkpoints_convert
+
             report = checkpoints_convert.convert(
                 options.source,
                 options.destination,

@@ -59,8 +59,9 @@ jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
 
 0 success · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted
 
-An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code. Flags of vLLM, SGLang, mlx-lm, Ollama and
-Transformers, such as --tensor-parallel-size and --max-new-tokens, are applied where they mean the same.
+An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code. --no-progress, of every command, omits bars, and
+lines in a log. Flags of vLLM, SGLang, mlx-lm, Ollama and Transformers, such as --tensor-parallel-size and
+--max-new-tokens, are applied where they mean the same.
 """
 
 app = typer.Typer(

@@ -42,11 +42,6 @@ def console(file: TextIO | None = None, *, stderr: bool = False) -> "Console":
     return Quiet(file=target, highlight=False, width=None if target.isatty() else 160)
 
 
-def shows_progress() -> bool:
-    """Whether this is a terminal on which progress is shown."""
-    return progress.is_shown()
-
-
 def note(message: str) -> None:
     """Prints a dim line on standard error, if that is a terminal."""
     if sys.stderr.isatty():

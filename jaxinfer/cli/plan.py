@@ -52,7 +52,8 @@ def plan(options: PlanOptions) -> None:
     report says whether everything fits, the bytes of each part, the tokens of cache that remain, and the least time per
     token; if the model does not fit, also the cheapest change that makes it fit.
     """
-    from jaxinfer.planning import changes, make_plan, to_dict, to_text
+    with Stage("starting"):
+        from jaxinfer.planning import changes, make_plan, to_dict, to_text
 
     check_picture(options.picture, "--picture")
     with Stage("planning") as stage:

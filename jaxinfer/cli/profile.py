@@ -52,10 +52,11 @@ def profile(options: ProfileOptions) -> None:
     profiler. The report has the device time by kind of operation and part of the model, how long the device waited for
     the host, and the roofline of the same work at rates measured in the same run.
     """
-    from jaxinfer.measure.bench import results
-    from jaxinfer.measure.bench.model import public_name
-    from jaxinfer.measure.profiling.phases import PHASES, Workload
-    from jaxinfer.measure.profiling.run import profile as run
+    with Stage("starting"):
+        from jaxinfer.measure.bench import results
+        from jaxinfer.measure.bench.model import public_name
+        from jaxinfer.measure.profiling.phases import PHASES, Workload
+        from jaxinfer.measure.profiling.run import profile as run
 
     if options.phase is not None and options.phase not in PHASES:
         raise UsageError(f"--phase: {options.phase!r} is neither {' nor '.join(PHASES)}")

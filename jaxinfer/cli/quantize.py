@@ -117,9 +117,10 @@ def quantize(
     _check_owner(options.method, "smoothquant", ("smoothquant",), smoothquant)
     if not options.calibration and given_values(text):
         raise UsageError(f"--{_first_flag(text)} is of --calibration, which is not given")
-    from checkpoints_convert.load import open_checkpoint
-    from checkpoints_convert.staging import check_destination
-    from jaxinfer.calibration.journal import CalibrationJournal
+    with Stage("starting"):
+        from checkpoints_convert.load import open_checkpoint
+        from checkpoints_convert.staging import check_destination
+        from jaxinfer.calibration.journal import CalibrationJournal
 
     kept, path, destination = _kept(options), _source_path(options), options.destination
     check_destination(destination, overwrite=options.overwrite, source=path)

@@ -33,11 +33,11 @@ def verify(options: VerifyOptions) -> int:
     not, the exit code is 1. Checksums are those of the manifest that `jaxinfer convert` writes; for Hugging Face and
     GGUF files, those that the hub's cache or a *.sha256 file knows. Without --against at least one has to be known.
     """
-    import checkpoints_convert
-    from checkpoints_convert.files import MANIFEST
-
     against, tolerance = options.against, options.tolerance
     with Stage(f"opening {options.path}"):
+        import checkpoints_convert
+        from checkpoints_convert.files import MANIFEST
+
         path = checkpoints_convert.resolve(options.path)
         files = checkpoints_convert.verify_files(path)
     if against is None and not files.checked:

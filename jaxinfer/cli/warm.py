@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.cli.options import DraftedServingOptions, as_json, model_argument, open_llm, option
-from jaxinfer.cli.output import shows_progress, write_json, write_text
+from jaxinfer.cli.output import write_json, write_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ def warm(options: WarmOptions) -> None:
     compilation_cache.keep_all()
     start = time.perf_counter()
     with compilation_cache.counting() as counts, open_llm(options) as llm:
-        num_programs = llm.warm_up(jobs=options.jobs, use_tqdm=shows_progress())
+        num_programs = llm.warm_up(jobs=options.jobs)
     folder = compilation_cache.folder()
     report = {
         "model": options.model,
