@@ -2,12 +2,18 @@
 
 import contextlib
 import io
+import itertools
 import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 
-from jaxinfer.cli.output import json_ready, logprob_data, open_output, write_json, write_text
-from jaxinfer.engine.request import Logprob
+import pytest
+
+from jaxinfer import progress
+from jaxinfer.cli.output import json_ready, logprob_data, open_output, stream_answer, write_json, write_text
+from jaxinfer.engine.request import Logprob, StreamDelta
+from jaxinfer.sampling import SamplingParams
 
 
 class Terminal(io.StringIO):
@@ -30,6 +36,22 @@ def test_control_characters_are_shown_on_a_terminal_and_kept_in_a_pipe():
     write_text(text, pipe)
     assert terminal.getvalue() == "a\tb\n␛[31mred�␡␍"
     assert pipe.getvalue() == text
+
+
+@pytest.mark.parametrize("is_cold", [False, True])
+def test_a_first_token_that_waits_for_programs_is_written_with_the_second(monkeypatch, is_cold):
+    events, counts = [], itertools.count()
+
+    def stream(prompt, params):
+        for text in "abc":
+            events.append(f"made {text}")
+            yield StreamDelta(0, text, [0])
+
+    monkeypatch.setattr(progress, "num_compiled", lambda: next(counts) if is_cold else 0)
+    text, output = stream_answer(SimpleNamespace(stream=stream), "x", SamplingParams(), events.append)
+    assert (text, output) == ("abc", None)
+    first = ["made a", "made b", "a", "b"] if is_cold else ["made a", "a", "made b", "b"]
+    assert events == [*first, "made c", "c"]
 
 
 def test_logprob_data_orders_the_best():

@@ -327,4 +327,31 @@ NAMES = (
     ),
 )
 
-FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI)
+PROGRESS = (
+    Fault(
+        "cli/only-long-stages-are-in-the-log",
+        "jaxinfer/progress.py",
+        "self.logged_at += time.monotonic() - self.idle_since",
+        "self.logged_at = time.monotonic()",
+        ("tests/test_progress.py",),
+        "work of a thousand short stages is silent for hours",
+    ),
+    Fault(
+        "cli/a-script-writes-progress-to-its-log",
+        "jaxinfer/progress.py",
+        'return "log" if show or _settings["in_command"] else None',
+        'return "log"',
+        ("tests/test_progress.py", "tests/test_llm.py"),
+        "a service that imports jaxinfer has lines in its log that nobody wanted",
+    ),
+    Fault(
+        "cli/the-first-token-stands-alone-while-the-rest-compiles",
+        "jaxinfer/cli/output.py",
+        "if progress.num_compiled() > num_compiled:",
+        "if progress.num_compiled() < num_compiled:",
+        ("tests/cli/test_output.py",),
+        "after one word nothing is shown for as long as decoding compiles",
+    ),
+)
+
+FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS)
