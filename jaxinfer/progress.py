@@ -141,14 +141,15 @@ class Stage:
         elapsed = self.seconds
         parts = [tqdm.format_interval(elapsed)]
         if self.total is not None:
-            is_bytes, num_new = self.unit == "B", self.num_done - self._initial
-            done, total = (tqdm.format_sizeof(n) if is_bytes else f"{n:,}" for n in (self.num_done, self.total))
-            parts = [f"{done} of {total} {self.unit}".rstrip(), f"{tqdm.format_interval(elapsed)} so far"]
-            if num_new > 0:
-                rate = num_new / elapsed
-                shown = tqdm.format_sizeof(rate) if is_bytes or rate >= 1000 else f"{rate:.3g}"
+            is_bytes, rate = self.unit == "B", (self.num_done - self._initial) / elapsed
+            done, total = (tqdm.format_sizeof(n, "B") if is_bytes else f"{n:,}" for n in (self.num_done, self.total))
+            parts = [f"{done} of {total}" if is_bytes else f"{done} of {total} {self.unit}s", f"{parts[0]} so far"]
+            if rate > 0:
                 left = tqdm.format_interval(max(self.total - self.num_done, 0) / rate)
-                parts += [f"{shown} {self.unit}/s", f"{left} left"]
+                parts += [
+                    tqdm.format_sizeof(rate, "B/s") if is_bytes else f"{rate:,.3g} {self.unit}s/s",
+                    f"{left} left",
+                ]
         return f"{self.description}: " + ", ".join([*parts, *filter(None, [self._now()])])
 
     def _now(self) -> str:
@@ -231,6 +232,8 @@ class _Display:
     def push(self, stage: Stage) -> None:
         with self.lock:
             if self.stages:
+                if self.stages[-1].description == stage.description:
+                    return  # the same work, which a command and what it calls both name
                 with _no_terminal:
                     self.stages[-1].clear()
             self.stages.append(stage)
@@ -245,6 +248,8 @@ class _Display:
     def remove(self, stage: Stage) -> None:
         thread = None
         with self.lock:
+            if stage not in self.stages:
+                return
             with _no_terminal:
                 stage.close()
             self.stages.remove(stage)

@@ -65,7 +65,7 @@ def screen(request):
 
 def test_a_terminal_shows_the_innermost_stage(monkeypatch, screen):
     monkeypatch.setattr(sys, "stderr", screen)
-    with Stage("loading model") as outer:
+    with Stage("loading model") as outer, Stage("loading model"):
         time.sleep(4 * TICK)
         with Stage("loading", 2_000_000, "B") as inner:
             inner.update(500_000)
@@ -121,9 +121,9 @@ def test_the_log_of_a_command_has_a_line_from_time_to_time(monkeypatch):
         name, _, figures = line.partition(": ")
         assert name.startswith("part ")
         done, elapsed, rate, left, detail = figures.split(", ")
-        assert (done, elapsed, detail) == ("20 of 30 row", "00:00 so far", "7 tokens/s")
-        assert rate.endswith(" row/s")
-        assert 10 / (12 * TICK) < float(rate.removesuffix(" row/s")) < 10 / TICK
+        assert (done, elapsed, detail) == ("20 of 30 rows", "00:00 so far", "7 tokens/s")
+        assert rate.endswith(" rows/s")
+        assert 10 / (12 * TICK) < float(rate.removesuffix(" rows/s")) < 10 / TICK
         assert left == "00:00 left"
 
 
@@ -133,7 +133,7 @@ def test_time_left_is_of_what_this_run_did(monkeypatch):
     stage = Stage("converting", 4_000_000, "B", initial=1_000_000, show=True)
     stage.update(1_000_000)
     stage.began_at -= 100
-    assert stage.line() == "converting: 2.00M of 4.00M B, 01:40 so far, 10.0k B/s, 03:20 left"
+    assert stage.line() == "converting: 2.00MB of 4.00MB, 01:40 so far, 10.0kB/s, 03:20 left"
 
 
 @pytest.mark.parametrize("variable", [None, "0"])

@@ -200,7 +200,7 @@ def follow(options: ModelOptions) -> int:
 
 
 def open_llm(options: ModelOptions, **more: Any) -> "LLM":
-    """Loads the model, with a spinner on a terminal. `more` are arguments of `LLM` that options may override."""
+    """Loads the model. `more` are arguments of `LLM` that options may override."""
 
     if options.revision is not None and Path(options.model).exists():
         raise UsageError(f"--revision is for hub ids, and {options.model} is a folder on this machine")

@@ -1,4 +1,4 @@
-"""The training loop: optax, a progress bar, orbax checkpoints, and the same run after a kill."""
+"""The training loop: optax, progress, orbax checkpoints, and the same run after a kill."""
 
 import json
 import math
@@ -109,9 +109,8 @@ def train(
     manager = ocp.CheckpointManager(checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True))
     state, first, history = _restored(manager, state)
     shown: dict[str, str] = {}
-    stage = Stage(description, options.num_steps, "step", initial=first, show=None if show_progress else False)
-    stage.describe(lambda: ", ".join(f"{name}={value}" for name, value in shown.items()))
-    with stage:
+    show = None if show_progress else False
+    with Stage(description, options.num_steps, "step", initial=first, show=show) as stage:
         for step in range(first, options.num_steps):
             state, metrics = step_fn(state, jax.tree.map(jnp.asarray, batch_at(step)), given)
             done = step + 1
@@ -125,6 +124,7 @@ def train(
                     values |= evaluate(state["params"])
                 history.append((done, values))
                 shown |= {name: f"{value:.3f}" for name, value in values.items()}
+                stage.describe(", ".join(f"{name}={value}" for name, value in shown.items()))
             if done % options.checkpoint_every == 0 or is_last:
                 saved = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(cast(Any, history))}
                 manager.save(done, args=ocp.args.Composite(**saved))
