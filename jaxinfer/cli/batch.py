@@ -26,7 +26,7 @@ from jaxinfer.cli.options import (
 from jaxinfer.cli.output import note, write_json
 from jaxinfer.cli.prompts import STDIN
 from jaxinfer.options import argument, option
-from jaxinfer.progress import Stage
+from jaxinfer.progress import Stage, hidden
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary, Job
@@ -149,13 +149,18 @@ def _opened_job(options: BatchOptions) -> "Iterator[Job]":
                 with copied.open("wb") as file, Stage("reading standard input"):
                     shutil.copyfileobj(sys.stdin.buffer, file)
             if path_out == STDIN:
-                path_out, on_line = folder / "out.jsonl", write_json
+                path_out, on_line = folder / "out.jsonl", _print_record
         try:
             with Stage(f"reading {_shown(path_in)}"):
                 job = stack.enter_context(open_job(copied, path_out, on_line=on_line, **flags))
             yield job
         except BatchError as error:
             raise BatchError(str(error).replace(str(copied), _shown(path_in))) from None
+
+
+def _print_record(record: dict[str, Any]) -> None:
+    with hidden():  # standard output may be the terminal that has the bar
+        write_json(record)
 
 
 def _shown(path: str) -> str:
