@@ -9,11 +9,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, TypeVar
-
-Item = TypeVar("Item")
+from typing import Any
 
 REFRESH_SECONDS = 0.5  # between two drawings of a bar; a stage that ends sooner shows none
 LOG_SECONDS = 30.0  # between two lines in a log
@@ -56,12 +54,6 @@ class Stage:
     def update(self, count: int = 1) -> None:
         """Counts what was done since the last call."""
         self.num_done += count
-
-    def each(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items, each counted when the next one is taken."""
-        for item in items:
-            yield item
-            self.update()
 
     def describe(self, detail: str | Callable[[], str]) -> None:
         """Shows what is done at present, or figures; a function is called whenever they are shown."""

@@ -90,8 +90,9 @@ def test_a_short_stage_shows_nothing_and_a_counted_one_stays(monkeypatch, screen
         pass
     assert screen.lines() == []
     with Stage("rows", 4, "row", initial=2) as stage:
-        for _ in stage.each(range(2)):
+        for _ in range(2):
             time.sleep(2 * TICK)
+            stage.update()
     assert "4/4" in screen.lines()[-1]
 
 
