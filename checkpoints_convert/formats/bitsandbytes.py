@@ -24,6 +24,7 @@ from checkpoints_convert.formats.module import (
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     has_shape,
     host_quantized,
     transposed,
@@ -88,10 +89,19 @@ def _four_bit(state: str, shape: tuple[int, ...], headers: Headers) -> ModuleRea
     fitting = [size for size in _BLOCKSIZES if -(-outputs * inputs // size) == num_blocks]
     if not fitting:
         raise FormatError(f"has {num_blocks} values, no block size makes that of {outputs * inputs}", "weight.absmax")
-    notes = ()
+    notes, form = (), WeightForm((inputs, outputs))
+    if inputs % fitting[0] == 0:
+        (num_outer,) = headers.get("weight.nested_absmax", ("", (0,)))[1]
+        nested = (num_outer, _block_size(num_blocks, num_outer)) if num_outer else None
+        form = WeightForm((inputs, outputs), Scheme("codebook", 4, (fitting[0], 1)), nested=nested)
     if any(inputs % size for size in fitting):
         notes = (f"rows of {inputs} values are not whole blocks of {fitting[0]}: such weights are dequantized",)
-    return ModuleReader(tuple(suffixes), partial(_read_four_bit, state, shape), frozenset({"weight"}), notes)
+    return ModuleReader(tuple(suffixes), partial(_read_four_bit, state, shape), form, frozenset({"weight"}), notes)
+
+
+def _block_size(num_values: int, num_blocks: int) -> int:
+    """The power of two that divides `num_values` into `num_blocks` blocks."""
+    return 1 << max(-(-num_values // num_blocks) - 1, 0).bit_length()
 
 
 def _read_four_bit(state: str, shape: tuple[int, ...], tensors: Tensors) -> QuantizedArray | np.ndarray:
@@ -167,7 +177,8 @@ def _eight_bit(shape: tuple[int, ...], headers: Headers) -> ModuleReader:
     suffixes = ("weight", "SCB", *(["weight_format"] if "weight_format" in headers else []))
     if "weight_format" in headers:
         has_shape(headers, "weight_format", ["U8"], (), (1,))
-    return ModuleReader(suffixes, partial(_read_eight_bit, inputs))
+    form = WeightForm((inputs, outputs), Scheme("int", 8, (inputs, 1)))
+    return ModuleReader(suffixes, partial(_read_eight_bit, inputs), form)
 
 
 def _read_eight_bit(inputs: int, tensors: Tensors) -> QuantizedArray:

@@ -25,6 +25,7 @@ from checkpoints_convert.formats.module import (
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     flag,
     has_shape,
     host_quantized,
@@ -34,7 +35,8 @@ from checkpoints_convert.formats.module import (
     transposed,
     unpack,
 )
-from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_weight
+from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_form, mxfp4_weight
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES
 from jaxinfer.checks import did_you_mean
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -96,7 +98,15 @@ def module_reader(
     else:
         suffixes = _plain(layout, headers)
     static = tuple(suffix for suffix in _ACTIVATION_TENSORS if suffix in headers)
-    return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), notes=notes)
+    form = WeightForm(
+        (inputs, outputs),
+        layout.scheme,
+        NUMPY_DTYPES[headers["weight_scale"][0]],
+        None if weights.kind == "int" else NUMPY_DTYPES[headers["weight"][0]],
+        has_zeros=not weights.symmetric and "weight_zero_point" in suffixes,
+        is_permuted="weight_g_idx" in suffixes and block[0] < inputs,
+    )
+    return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), form, notes=notes)
 
 
 def _block(weights: WeightScheme, outputs: int, inputs: int) -> tuple[int, int]:
@@ -226,7 +236,7 @@ def _mxfp4(weights: WeightScheme, shape: tuple[int, ...], headers: Headers) -> M
         raise FormatError(f"mxfp4-pack-quantized holds 4-bit floats in groups of {BLOCK}", "weight_packed")
     has_shape(headers, "weight_packed", ["U8"], (outputs, inputs // 2))
     has_shape(headers, "weight_scale", ["U8", "F8_E8M0"], (outputs, inputs // BLOCK))
-    return ModuleReader(("weight_packed", "weight_scale"), _read_mxfp4)
+    return ModuleReader(("weight_packed", "weight_scale"), _read_mxfp4, mxfp4_form((inputs, outputs)))
 
 
 def _read_mxfp4(tensors: Tensors) -> QuantizedArray:

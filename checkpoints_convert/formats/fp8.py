@@ -19,10 +19,12 @@ from checkpoints_convert.formats.module import (
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     has_shape,
     host_quantized,
     transposed,
 )
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _WEIGHTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
@@ -66,9 +68,13 @@ class Fp8(Method):
         activations = "fp8" if self.is_dynamic and not static and self.block is None and self.fmt == "e4m3" else None
         declared = "declared scales of activations are not applied" if static else "activations are not quantized"
         notes = (f"{declared}: the products of these layers are floating-point",)
+        scheme = Scheme("float", 8, block, activations)
+        # Exponents become float32.
+        scales = NUMPY_DTYPES["F32" if headers[suffix][0] in _EXPONENTS else headers[suffix][0]]
         return ModuleReader(
             ("weight", suffix, *static),
-            partial(read_fp8, suffix, Scheme("float", 8, block, activations)),
+            partial(read_fp8, suffix, scheme),
+            WeightForm((inputs, outputs), scheme, scales, NUMPY_DTYPES[dtype]),
             notes=notes if activations is None else (),
         )
 

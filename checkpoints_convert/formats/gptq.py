@@ -34,6 +34,7 @@ from checkpoints_convert.formats.module import (
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     flag,
     has_shape,
     host_quantized,
@@ -44,6 +45,7 @@ from checkpoints_convert.formats.module import (
     transposed,
     unpack,
 )
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _LOG = logging.getLogger(__name__)
@@ -87,7 +89,14 @@ class Gptq(Method):
         elif settings.desc_act and groups > 1:
             raise FormatError("is missing, and desc_act is true", "g_idx")
         suffixes = tuple(suffix for suffix in _SUFFIXES if suffix in headers)
-        return ModuleReader(suffixes, partial(_read, settings, shape, size, module))
+        form = WeightForm(
+            (inputs, outputs),
+            Scheme("int", bits, (size, 1)),
+            NUMPY_DTYPES[headers["scales"][0]],
+            has_zeros=not settings.sym,
+            is_permuted="g_idx" in headers and settings.desc_act and groups > 1,
+        )
+        return ModuleReader(suffixes, partial(_read, settings, shape, size, module), form)
 
     def _settings_of(self, module: str) -> GptqSettings:
         for pattern, fields in self.overrides:
@@ -257,7 +266,9 @@ class Awq(Method):
         has_shape(headers, "qweight", ["I32"], (inputs, outputs // 8))
         has_shape(headers, "qzeros", ["I32"], (groups, outputs // 8))
         has_shape(headers, "scales", FLOATS, (groups, outputs))
-        return ModuleReader(("qweight", "qzeros", "scales"), partial(_read_awq, outputs, size))
+        scales = NUMPY_DTYPES[headers["scales"][0]]
+        form = WeightForm((inputs, outputs), Scheme("int", 4, (size, 1)), scales, has_zeros=True)
+        return ModuleReader(("qweight", "qzeros", "scales"), partial(_read_awq, outputs, size), form)
 
 
 def awq(data: Mapping[str, Any]) -> Awq:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, TensorHeader
-from jaxinfer.quantization import QuantizedArray, Scheme
+from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 Headers = Mapping[str, TensorHeader]
 Tensors = Mapping[str, np.ndarray]
@@ -29,6 +30,49 @@ class FormatError(ValueError):
 
 
 @dataclass(frozen=True)
+class WeightForm:
+    """Types and shapes of the weight that a reader makes, known before any tensor is read.
+
+    Where values decide (zeros, the order of the inputs), those of a well-formed checkpoint are assumed.
+
+    Attributes:
+      shape: [..., K, N]. scheme: None for a dense float32 weight, and the rest is of a quantized one.
+      scales: their dtype. values: None for the scheme's integers.
+      nested: (values of `NestedScales.outer`, scales for each of them), where scales are quantized themselves.
+    """
+
+    shape: tuple[int, ...]
+    scheme: Scheme | None = None
+    scales: np.dtype = np.dtype(np.float32)
+    values: np.dtype | None = None
+    has_zeros: bool = False
+    is_permuted: bool = False
+    nested: tuple[int, int] | None = None
+
+    def abstract(self) -> QuantizedArray | jax.ShapeDtypeStruct:
+        """The weight as `jax.ShapeDtypeStruct`s."""
+        of, scheme = jax.ShapeDtypeStruct, self.scheme
+        if scheme is None:
+            return of(self.shape, np.dtype(np.float32))
+        *leading, inputs, outputs = self.shape
+        blocks = (*leading, -(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
+        has_codebook = scheme.kind == "codebook"
+        integers = np.dtype(ml_dtypes.int4 if scheme.bits <= 4 or has_codebook else np.int8)
+        scales: Any = of(blocks, self.scales)
+        if self.nested is not None:
+            numbers = [of(shape, self.scales) for shape in ((256,), self.nested[:1], ())]
+            scales = NestedScales(of(blocks, np.dtype(np.uint8)), *numbers, self.nested[1])  # pyright: ignore
+        return host_quantized(
+            scheme,
+            of(self.shape, self.values or integers),
+            scales,
+            zeros=of(blocks, np.dtype(np.int8)) if self.has_zeros else None,
+            codebook=of((16,), np.dtype(np.float32)) if has_codebook else None,
+            permutation=of((inputs,), np.dtype(np.int32)) if self.is_permuted else None,
+        )
+
+
+@dataclass(frozen=True)
 class ModuleReader:
     """How the tensors of one quantized module become its weight.
 
@@ -36,12 +80,14 @@ class ModuleReader:
       suffixes: the tensors, by name after "module.".
       read: makes the weight [K, N] of tensors by suffix; dense float32 if its blocks are no blocks of [K, N]. Raises
         FormatError.
+      form: the types and shapes of that weight.
       raw: suffixes of tensors of raw bytes, whose dtype has no meaning.
       notes: sentences on declared settings that are not applied.
     """
 
     suffixes: tuple[str, ...]
     read: Callable[[Tensors], QuantizedArray | np.ndarray]
+    form: WeightForm
     raw: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
@@ -78,7 +124,7 @@ def has_shape(headers: Headers, suffix: str, dtypes: Iterable[str], *shapes: tup
 def host_quantized(
     scheme: Scheme, values: Any, scales: Any, *, zeros: Any = None, codebook: Any = None, permutation: Any = None
 ) -> QuantizedArray:
-    """A `QuantizedArray` of NumPy arrays."""
+    """A `QuantizedArray` of NumPy arrays, or of abstract ones."""
     return QuantizedArray(values, scales, zeros, codebook, permutation, scheme)
 
 

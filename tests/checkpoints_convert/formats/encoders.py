@@ -6,12 +6,15 @@ the format's formula makes of them.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.formats.module import Method
+from jaxinfer.quantization import QuantizedArray
 
 DTYPE_NAMES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64", "int8": "I8",
@@ -28,11 +31,20 @@ Encoded = tuple[dict[str, np.ndarray], np.ndarray]
 
 
 def read(method: Method, tensors: dict[str, np.ndarray], shape: tuple[int, int], module: str = "layer"):
-    """What the method makes of a module."""
+    """What the method makes of a module, which has the types and shapes that the reader says it will have."""
     headers = {suffix: (DTYPE_NAMES[array.dtype.name], array.shape) for suffix, array in tensors.items()}
     reader = method.reader(module, shape, headers, "Linear")
     assert reader is not None
-    return reader.read({suffix: tensors[suffix] for suffix in reader.suffixes})
+    weight = reader.read({suffix: tensors[suffix] for suffix in reader.suffixes})
+    assert shapes(reader.form.abstract()) == shapes(weight)
+    return weight
+
+
+def shapes(weight: Any) -> Any:
+    """Shapes and dtypes of a weight's arrays, but for those that depend on values."""
+    if isinstance(weight, QuantizedArray):
+        weight = replace(weight, zeros=None, permutation=None)
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), weight)
 
 
 def dense(weight: Any) -> np.ndarray:
