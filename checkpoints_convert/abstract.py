@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from checkpoints_convert.checkpoint import ParamPath, check_dtype, insert, numpy_dtype, param_dtype, param_shapes
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG, read_json
-from checkpoints_convert.formats import FormatError, with_side_file
+from checkpoints_convert.formats import FormatError, quantization_method, with_side_file
 from checkpoints_convert.gguf.blocks import abstract_leaf
 from checkpoints_convert.gguf.checkpoint import DENSE, GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import find_gguf
 from checkpoints_convert.hub import describe, is_local, resolve
 from checkpoints_convert.huggingface.config import declared_dtype, model_config
+from checkpoints_convert.huggingface.declared import declared_headers
+from checkpoints_convert.huggingface.families import family_of
 from checkpoints_convert.huggingface.quantized import abstract_quantized
 from checkpoints_convert.plan import TensorPlan, plan
 from checkpoints_convert.safetensors_files import SafetensorsIndex, TensorHeader, weight_files
@@ -37,9 +39,9 @@ def abstract(
 ) -> tuple[ModelConfig, Params]:
     """The result of `load` as `jax.ShapeDtypeStruct`s. No weights are read.
 
-    A directory may have a config.json alone, if nothing is quantized. Of a hub id only configuration files and the
-    headers of safetensors are downloaded. Arguments and errors as of `load`; raises CheckpointError also for a
-    config.json alone that declares quantized weights.
+    A directory may have a config.json alone: which weights its quantization_config quantizes is then a rule of the
+    format (`Method.stored`). Of a hub id only configuration files and the headers of safetensors are downloaded.
+    Arguments and errors as of `load`.
     """
     check_dtype(dtype)
     check_requantize(requantize)
@@ -68,11 +70,15 @@ def abstract_of(
     """The same of a config.json and the headers of its tensors; None for no headers."""
     if headers is None:
         config = model_config(hf_config, f"{where}/{CONFIG}")
-        if any(hf_config.get(name) for name in ("quantization_config", "compression_config")):
-            reason = f"{CONFIG} declares quantized weights, and there are no headers that say which"
-            raise CheckpointError(where, reason)
-        config = replace(config, dtype=(declared_dtype(hf_config, []) or "bfloat16") if dtype == "auto" else dtype)
-        return config, _filled(config, {})
+        config = replace(config, dtype=declared_dtype(hf_config, []) or "bfloat16")
+        method = quantization_method(hf_config)
+        if method is None:
+            config = config if dtype == "auto" else replace(config, dtype=dtype)
+            return config, _filled(config, {})
+        try:
+            headers = declared_headers(hf_config, config, family_of(config), method)
+        except FormatError as error:
+            raise CheckpointError(f"{where}/{CONFIG}", f"quantization_config: {error}") from None
     config, plans = plan(hf_config, headers, dtype=dtype, where=where)
     leaves: dict[ParamPath, Any] = {}
     known: dict[Any, Any] = {}  # layers are alike

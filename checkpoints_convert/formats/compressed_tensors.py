@@ -20,6 +20,7 @@ import numpy as np
 from checkpoints_convert.formats.gptq import check_pattern
 from checkpoints_convert.formats.module import (
     FLOATS,
+    DenseModule,
     FormatError,
     Headers,
     Method,
@@ -36,7 +37,7 @@ from checkpoints_convert.formats.module import (
     unpack,
 )
 from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_form, mxfp4_weight
-from checkpoints_convert.safetensors_files import NUMPY_DTYPES
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.checks import did_you_mean
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -45,7 +46,7 @@ _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale")
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """block: (outputs, inputs), of the strategy "block"."""
+    """block: (outputs, inputs), of the strategy "block". is_reordered: whether groups are of inputs in another order."""
 
     bits: int
     kind: Literal["int", "float"]
@@ -53,6 +54,7 @@ class WeightScheme:
     strategy: str
     group_size: int | None
     block: tuple[int, int] | None
+    is_reordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,26 @@ def module_reader(
         is_permuted="weight_g_idx" in suffixes and block[0] < inputs,
     )
     return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), form, notes=notes)
+
+
+def stored_headers(form: str, weights: WeightScheme, module: DenseModule) -> dict[str, TensorHeader]:
+    """Headers of the tensors, by suffix, of a module stored in the format `form`."""
+    outputs, inputs = module.shape
+    if form == "mxfp4-pack-quantized":
+        return {"weight_packed": ("U8", (outputs, inputs // 2)), "weight_scale": ("U8", (outputs, inputs // BLOCK))}
+    block = _block(weights, outputs, inputs)
+    scales = (-(-outputs // block[1]), -(-inputs // block[0]))
+    found: dict[str, TensorHeader] = {"weight_scale": (module.dtype, scales)}
+    if form == "pack-quantized":
+        found["weight_packed"] = ("I32", (outputs, num_words(inputs, weights.bits)))
+        found["weight_shape"] = ("I64", (2,))
+        if not weights.symmetric:
+            found["weight_zero_point"] = ("I32", (num_words(outputs, weights.bits), scales[1]))
+        if weights.is_reordered:
+            found["weight_g_idx"] = ("I32", (inputs,))
+        return found
+    found["weight"] = ("I8" if weights.kind == "int" else "F8_E4M3", module.shape)
+    return found if weights.symmetric else {**found, "weight_zero_point": ("I8", scales)}
 
 
 def _block(weights: WeightScheme, outputs: int, inputs: int) -> tuple[int, int]:
@@ -274,21 +296,36 @@ class CompressedTensors(Method):
         is_plain = headers.get("weight", ("",))[0] in ("F64", "F32", "F16", "BF16")
         if is_plain or not any(suffix in headers for suffix in ("weight", *_QUANTIZED_SUFFIXES)):
             return None
+        if self._ignores(module, kind):
+            raise FormatError("is stored quantized, and the configuration ignores it")
         group = self._group_of(module, kind)
+        if group is None:
+            raise FormatError("is stored quantized, and no group of the configuration targets it")
+        return module_reader(self._form_of(group), group.weights, group.activations, shape, headers)
+
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        group = self._group_of(module.name, module.kind)
+        if group is None or module.role == "experts" or self._ignores(module.name, module.kind):
+            return None
+        form = self._form_of(group)
+        return None if form == "dense" else stored_headers(form, group.weights, module)
+
+    def _ignores(self, module: str, kind: str) -> bool:
+        return any(_matches(target, module, kind) for target in self.ignore)
+
+    def _form_of(self, group: ConfigGroup) -> str:
         form = group.format or self.format
         if form == "mixed-precision":
             raise FormatError("the format is mixed-precision, and the module's group names none")
-        return module_reader(form, group.weights, group.activations, shape, headers)
+        return form
 
-    def _group_of(self, module: str, kind: str) -> ConfigGroup:
+    def _group_of(self, module: str, kind: str) -> ConfigGroup | None:
         """A name comes before a pattern, a pattern before a class."""
-        if any(_matches(target, module, kind) for target in self.ignore):
-            raise FormatError("is stored quantized, and the configuration ignores it")
         for level in ("name", "pattern", "class"):
             for group in self.groups:
                 if any(_matches(target, module, kind) == level for target in group.targets):
                     return group
-        raise FormatError("is stored quantized, and no group of the configuration targets it")
+        return None
 
 
 def compressed_tensors(data: Mapping[str, Any]) -> CompressedTensors:
@@ -373,7 +410,13 @@ def _weights(name: str, data: Any) -> WeightScheme:
     if data.get("dynamic"):
         raise FormatError(f"{where} are dynamic, which no stored weight is")
     return WeightScheme(
-        bits, kind, flag(data, "symmetric", True), strategy, group_size if strategy == "group" else None, block
+        bits,
+        kind,
+        flag(data, "symmetric", True),
+        strategy,
+        group_size if strategy == "group" else None,
+        block,
+        is_reordered=strategy == "group" and data.get("actorder") in (True, "group", "dynamic"),
     )
 
 

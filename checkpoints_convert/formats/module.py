@@ -4,7 +4,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import jax
 import ml_dtypes
@@ -92,6 +93,25 @@ class ModuleReader:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class DenseModule:
+    """A module of a model before it is quantized.
+
+    Attributes:
+      name: in the checkpoint. shape: of the stored weight, [N, K]; of experts in one tensor [E, K, N].
+      role: "linear" is a Linear of a layer, of an expert too. dtype: the weight's, by its safetensors name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Literal["linear", "router", "head", "embedding", "experts"]
+    dtype: str
+
+    @property
+    def kind(self) -> str:
+        return "Embedding" if self.role == "embedding" else "Linear"
+
+
 class Method(ABC):
     """A checkpoint's quantization method, as its configuration declares it."""
 
@@ -106,6 +126,11 @@ class Method(ABC):
 
         Raises FormatError for tensors that are missing, or of a wrong dtype or shape.
         """
+
+    @abstractmethod
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        """Headers of the tensors, by suffix, that the format's libraries write for a module; None if by the
+        configuration they leave it dense. Dtypes that it does not declare are the libraries' usual ones."""
 
 
 def has_shape(headers: Headers, suffix: str, dtypes: Iterable[str], *shapes: tuple[int, ...]) -> int:
@@ -138,6 +163,19 @@ def positive_int(data: Mapping[str, Any], names: Iterable[str], default: int | N
     if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
         raise FormatError(f"{names[0]} must be a positive integer or -1, got {value!r}")
     return value
+
+
+def names_list(key: str, value: Any) -> tuple[str, ...]:
+    """A list of names; null is an empty one. Raises FormatError."""
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise FormatError(f"{key} must be a list of names, got {value!r}")
+    return tuple(value)
+
+
+def is_named(module: str, patterns: Iterable[str]) -> bool:
+    """Whether a module is named: by its name, a part of it between dots, or a pattern with wildcards."""
+    return any(f".{pattern}." in f".{module}." or fnmatchcase(module, pattern) for pattern in patterns)
 
 
 def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:

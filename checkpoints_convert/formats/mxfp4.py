@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.formats.module import (
+    DenseModule,
     FormatError,
     Headers,
     Method,
@@ -16,6 +17,7 @@ from checkpoints_convert.formats.module import (
     has_shape,
     host_quantized,
 )
+from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 BLOCK = 32
@@ -80,6 +82,13 @@ class Mxfp4(Method):
         return ModuleReader(
             SUFFIXES, lambda tensors: mxfp4_experts(tensors["blocks"], tensors["scales"]), mxfp4_form(shape)
         )
+
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        if module.role != "experts":
+            return None
+        experts, inputs, outputs = module.shape
+        blocks = (experts, outputs, inputs // BLOCK)
+        return {"blocks": ("U8", (*blocks, BLOCK // 2)), "scales": ("U8", blocks)}
 
 
 def mxfp4(data: Mapping[str, Any]) -> Mxfp4:

@@ -128,14 +128,16 @@ def awq(weight: np.ndarray, *, group: int = 32) -> Encoded:
     return tensors, affine(codes, scales, zeros, order)
 
 
-def bitsandbytes4(weight: np.ndarray, *, kind: str = "nf4", nested: bool = False, size: int = 64) -> Encoded:
+def bitsandbytes4(
+    weight: np.ndarray, *, kind: str = "nf4", nested: bool = False, size: int = 64, inner: int = 16
+) -> Encoded:
     table = NF4 if kind == "nf4" else FP4
     flat = np.pad(weight.reshape(-1), (0, -weight.size % size)).reshape(-1, size)
     absmax = np.abs(flat).max(1).astype(np.float32)
     state: dict[str, Any] = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16", "shape": list(weight.shape)}
     tensors = {"weight.absmax": absmax, "weight.quant_map": table}
     if nested:
-        inner, offset = 16, np.float32(absmax.mean())
+        offset = np.float32(absmax.mean())
         outer = np.pad(absmax - offset, (0, -len(absmax) % inner)).reshape(-1, inner)
         maxima = np.abs(outer).max(1).astype(np.float32)
         levels = np.linspace(-1, 1, 256, dtype=np.float32)
