@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxinfer.quantization import NestedScales, QuantizedArray
 
@@ -109,11 +110,7 @@ def _by_output(weight: QuantizedArray) -> QuantizedArray:
 
 def _columns(array: Any, columns: np.ndarray) -> Any:
     """Columns of a host array, in C order."""
-    return (
-        array[..., columns]
-        if isinstance(array, jax.core.Tracer)
-        else np.ascontiguousarray(np.asarray(array)[..., columns])
-    )
+    return array[..., columns] if isinstance(array, Tracer) else np.ascontiguousarray(np.asarray(array)[..., columns])
 
 
 def _blocks(index: np.ndarray, block: int, stored: int) -> np.ndarray | None:

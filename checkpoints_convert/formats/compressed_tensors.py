@@ -46,7 +46,7 @@ _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale")
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """block: (outputs, inputs), of the strategy "block". is_reordered: whether groups are of inputs in another order."""
+    """block: (outputs, inputs), of the strategy "block". is_reordered: whether inputs are grouped in another order."""
 
     bits: int
     kind: Literal["int", "float"]
@@ -100,7 +100,7 @@ def module_reader(
     else:
         suffixes = _plain(layout, headers)
     static = tuple(suffix for suffix in _ACTIVATION_TENSORS if suffix in headers)
-    form = WeightForm(
+    made = WeightForm(
         (inputs, outputs),
         layout.scheme,
         NUMPY_DTYPES[headers["weight_scale"][0]],
@@ -108,7 +108,7 @@ def module_reader(
         has_zeros=not weights.symmetric and "weight_zero_point" in suffixes,
         is_permuted="weight_g_idx" in suffixes and block[0] < inputs,
     )
-    return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), form, notes=notes)
+    return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), made, notes=notes)
 
 
 def stored_headers(form: str, weights: WeightScheme, module: DenseModule) -> dict[str, TensorHeader]:

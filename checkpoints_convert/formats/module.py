@@ -16,6 +16,7 @@ from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 Headers = Mapping[str, TensorHeader]
 Tensors = Mapping[str, np.ndarray]
+_FLOAT32 = np.dtype(np.float32)
 
 
 class FormatError(ValueError):
@@ -44,7 +45,7 @@ class WeightForm:
 
     shape: tuple[int, ...]
     scheme: Scheme | None = None
-    scales: np.dtype = np.dtype(np.float32)
+    scales: np.dtype = _FLOAT32
     values: np.dtype | None = None
     has_zeros: bool = False
     is_permuted: bool = False
@@ -54,7 +55,7 @@ class WeightForm:
         """The weight as `jax.ShapeDtypeStruct`s."""
         of, scheme = jax.ShapeDtypeStruct, self.scheme
         if scheme is None:
-            return of(self.shape, np.dtype(np.float32))
+            return of(self.shape, _FLOAT32)
         *leading, inputs, outputs = self.shape
         blocks = (*leading, -(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
         has_codebook = scheme.kind == "codebook"
@@ -68,7 +69,7 @@ class WeightForm:
             of(self.shape, self.values or integers),
             scales,
             zeros=of(blocks, np.dtype(np.int8)) if self.has_zeros else None,
-            codebook=of((16,), np.dtype(np.float32)) if has_codebook else None,
+            codebook=of((16,), _FLOAT32) if has_codebook else None,
             permutation=of((inputs,), np.dtype(np.int32)) if self.is_permuted else None,
         )
 

@@ -1,4 +1,4 @@
-"""The tensors of a quantized checkpoint by its config.json alone: what the format's libraries write for such a model."""
+"""The tensors of a quantized checkpoint by its config.json alone: those that the format's libraries write."""
 
 import json
 from collections.abc import Iterator, Mapping

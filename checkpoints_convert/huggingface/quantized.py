@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from checkpoints_convert.checkpoint import check_finite, numpy_dtype
 from checkpoints_convert.errors import CheckpointError
@@ -169,7 +170,7 @@ def _transposed(weight: QuantizedArray) -> QuantizedArray:
     def rows_of(array: Any, count: int) -> Any:
         """The transpose with each row `count` times, in C order."""
         found = array.T if count == 1 else array.T[np.arange(outputs) // count]
-        return found if isinstance(found, jax.core.Tracer) else np.ascontiguousarray(found)
+        return found if isinstance(found, Tracer) else np.ascontiguousarray(found)
 
     values = rows_of(weight.values, 1)
     scales, zeros = (None if array is None else rows_of(array, columns) for array in (weight.scales, weight.zeros))
@@ -177,7 +178,7 @@ def _transposed(weight: QuantizedArray) -> QuantizedArray:
 
 
 def abstract_quantized(plan: QuantizedPlan, dtype: str) -> Any:
-    """The result of `read_quantized` as `jax.ShapeDtypeStruct`s. Raises FormatError for an embedding that is not read."""
+    """The result of `read_quantized` as `jax.ShapeDtypeStruct`s. Raises FormatError for an embedding as it does."""
     weight = plan.reader.form.abstract()
     if plan.view is not None or isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(plan.shape, numpy_dtype(dtype))

@@ -132,11 +132,12 @@ def test_config_json_alone_has_the_shapes_of_quantized_experts(tmp_path, model):
 def gpt_oss_20b(num_layers: int) -> Headers:
     """Headers of the first layers of gpt-oss-20b."""
     experts, hidden, inner, head_dim = 32, 2880, 2880, 64
-    headers: Headers = {name: ("BF16", (201_088, hidden)) for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    headers: Headers = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (201_088, hidden)))
     headers["model.norm.weight"] = ("BF16", (hidden,))
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
-        shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
         for name, heads in (("q", 64), ("k", 8), ("v", 8)):
             shapes[f"self_attn.{name}_proj.weight"] = (heads * head_dim, hidden)
             shapes[f"self_attn.{name}_proj.bias"] = (heads * head_dim,)
@@ -155,10 +156,18 @@ def sparse_gpt_oss(directory: Path, num_layers: int) -> Headers:
     """Writes a checkpoint of the first layers of gpt-oss-20b whose tensors are a hole."""
     config = {
         **read("gpt_oss").config,
-        **{"vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64},
-        **{"num_hidden_layers": num_layers, "num_local_experts": 32, "num_experts_per_tok": 4},
-        **{"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False},
-        **{"layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2), "dtype": "bfloat16"},
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "head_dim": 64,
+        "num_hidden_layers": num_layers,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+        "dtype": "bfloat16",
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     }
     (directory / "config.json").write_text(json.dumps(config))
