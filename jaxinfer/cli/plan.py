@@ -102,7 +102,7 @@ def plan(options: PlanOptions) -> None:
     """
     import jax
 
-    if not jax.config.jax_platforms:
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")  # the chips of this machine are not needed
     from jaxinfer.planning import changes, make_plan, to_dict, to_text
 

@@ -1,7 +1,7 @@
 """Changes that make a model fit: each kind is counted, and the cheapest is verified by compiling.
 
-In the order of their cost: a larger share of the memory, fewer or shorter sequences, an 8-bit cache, weights of 8 and of
-4 bits, more chips. A change that is not enough alone is combined with fewer sequences; a share is not combined.
+In the order of their cost: a larger share of the memory, fewer or shorter sequences, an 8-bit cache, weights of 8 and
+of 4 bits, more chips. A change that is not enough alone is combined with fewer sequences; a share is not combined.
 """
 
 import math
