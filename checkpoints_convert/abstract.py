@@ -4,30 +4,29 @@ Which parameters are quantized, and how, follows from names, dtypes and shapes o
 depends on values, those of a well-formed checkpoint are assumed: symmetric zeros if it declares `sym`.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from checkpoints_convert.checkpoint import ParamPath, check_dtype, insert, numpy_dtype, param_dtype, param_shapes
 from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
 from checkpoints_convert.files import CONFIG, NATIVE_CONFIG, read_json
-from checkpoints_convert.formats import with_side_file
+from checkpoints_convert.formats import FormatError, quantization_method, with_side_file
 from checkpoints_convert.gguf.blocks import abstract_leaf
 from checkpoints_convert.gguf.checkpoint import DENSE, GGUFCheckpoint, check_requantize
 from checkpoints_convert.gguf.index import find_gguf
 from checkpoints_convert.hub import describe, is_local, resolve
 from checkpoints_convert.huggingface.config import declared_dtype, model_config
-from checkpoints_convert.huggingface.quantized import read_quantized
-from checkpoints_convert.plan import QuantizedPlan, TensorPlan, plan
-from checkpoints_convert.safetensors_files import NUMPY_DTYPES, SafetensorsIndex, TensorHeader, weight_files
+from checkpoints_convert.huggingface.declared import declared_headers
+from checkpoints_convert.huggingface.families import family_of
+from checkpoints_convert.huggingface.quantized import abstract_quantized
+from checkpoints_convert.plan import TensorPlan, plan
+from checkpoints_convert.safetensors_files import SafetensorsIndex, TensorHeader, weight_files
 from checkpoints_convert.store import parts_of, read_native_config, rebuild
 from jaxinfer.models import ModelConfig, Params
 from jaxinfer.quantization import quantize, recipe
@@ -40,9 +39,9 @@ def abstract(
 ) -> tuple[ModelConfig, Params]:
     """The result of `load` as `jax.ShapeDtypeStruct`s. No weights are read.
 
-    A directory may have a config.json alone, if nothing is quantized. Of a hub id only configuration files and the
-    headers of safetensors are downloaded. Arguments and errors as of `load`; raises CheckpointError also for a
-    config.json alone that declares quantized weights.
+    A directory may have a config.json alone: which weights its quantization_config quantizes is then a rule of the
+    format (`Method.stored`). Of a hub id only configuration files and the headers of safetensors are downloaded.
+    Arguments and errors as of `load`.
     """
     check_dtype(dtype)
     check_requantize(requantize)
@@ -71,21 +70,28 @@ def abstract_of(
     """The same of a config.json and the headers of its tensors; None for no headers."""
     if headers is None:
         config = model_config(hf_config, f"{where}/{CONFIG}")
-        if any(hf_config.get(name) for name in ("quantization_config", "compression_config")):
-            reason = f"{CONFIG} declares quantized weights, and there are no headers that say which"
-            raise CheckpointError(where, reason)
-        config = replace(config, dtype=(declared_dtype(hf_config, []) or "bfloat16") if dtype == "auto" else dtype)
-        return config, _filled(config, {})
+        config = replace(config, dtype=declared_dtype(hf_config, []) or "bfloat16")
+        method = quantization_method(hf_config)
+        if method is None:
+            config = config if dtype == "auto" else replace(config, dtype=dtype)
+            return config, _filled(config, {})
+        try:
+            headers = declared_headers(hf_config, config, family_of(config), method)
+        except FormatError as error:
+            raise CheckpointError(f"{where}/{CONFIG}", f"quantization_config: {error}") from None
     config, plans = plan(hf_config, headers, dtype=dtype, where=where)
     leaves: dict[ParamPath, Any] = {}
-    known: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}  # layers are alike
     for one in plans:
         if isinstance(one, TensorPlan):
             leaves[one.target] = jax.ShapeDtypeStruct(one.shape, numpy_dtype(one.dtype))
             continue
-        key = _kind_of(one, headers)
+        key = (one.reader.form, one.shape, one.transpose, one.view, one.outputs, len(one.experts))
         if key not in known:
-            known[key] = _quantized(one, headers, hf_config, config)
+            try:
+                known[key] = abstract_quantized(one, config.dtype)
+            except FormatError as error:
+                raise CheckpointError(where, f"module {one.module!r} {error}") from None
         leaves[one.target] = known[key]
     return config, _filled(config, leaves)
 
@@ -123,73 +129,3 @@ def _of_native(directory: Path, dtype: str) -> tuple[ModelConfig, Params]:
         parts: Any = {part: jax.ShapeDtypeStruct(shape, numpy_dtype(kind)) for part, (shape, kind) in stored}
         leaves[tuple(name.split("."))] = rebuild(description, parts)
     return config, _filled(config, leaves)
-
-
-# Quantized modules: the format's own reader is given tensors that hold nothing but what makes them well-formed.
-
-
-def _kind_of(one: QuantizedPlan, headers: Headers) -> Any:
-    """Equal for modules that become leaves of the same shapes."""
-    tensors = tuple((suffix, headers[name]) for suffix, name in one.sources.items())
-    read = getattr(one.reader.read, "func", one.reader.read)
-    return read, tensors, one.shape, one.transpose, one.view, len(one.experts), one.outputs is None or one.target[-2:]
-
-
-def _quantized(one: QuantizedPlan, headers: Headers, hf_config: Mapping[str, Any], config: ModelConfig) -> Any:
-    declared = hf_config.get("quantization_config") or hf_config.get("compression_config") or {}
-    first = replace(one, experts=(), zero_bias=None)
-    tensors = {name: _tensor(suffix, name, first, headers, declared) for suffix, name in first.sources.items()}
-
-    def read_into(name: str, offset: int, buffer: memoryview) -> None:
-        buffer[:] = tensors[name].reshape(-1).view(np.uint8).data[offset : offset + len(buffer)]
-
-    index: Any = SimpleNamespace(
-        entry=lambda name: SimpleNamespace(dtype=headers[name][0], shape=tensors[name].shape),
-        path_of=lambda name: Path("headers"),
-        read_into=read_into,
-    )
-    leaf = read_quantized(index, first, config.dtype)
-    stacked = (len(one.experts),) if one.experts else ()
-    codebook = getattr(leaf, "codebook", None)
-
-    def shaped(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape if array is codebook else (*stacked, *array.shape), array.dtype)
-
-    return jax.tree.map(shaped, leaf)
-
-
-def _tensor(suffix: str, name: str, one: QuantizedPlan, headers: Headers, declared: Mapping[str, Any]) -> np.ndarray:
-    kind, shape = headers[name]
-    dtype = NUMPY_DTYPES[kind]
-    if "quant_state" in suffix:  # bitsandbytes' JSON, which no header tells
-        outputs_first = list(one.shape[:-3:-1]) if one.transpose else list(one.shape)
-        num_blocks = headers[one.sources["weight.absmax"]][1][0]
-        state: dict[str, Any] = {"shape": outputs_first, "quant_type": suffix[-3:], "nested_offset": 0.0}
-        state["blocksize"] = _block_size(outputs_first[0] * outputs_first[1], num_blocks)
-        if nested := one.sources.get("weight.nested_absmax"):
-            state["nested_blocksize"] = _block_size(num_blocks, headers[nested][1][0])
-        return np.frombuffer(json.dumps(state).encode(), np.uint8)
-    if suffix == "weight_format":
-        return np.zeros(shape, dtype)
-    if suffix == "weight_shape":
-        return np.array([headers[one.sources["weight_packed"]][1][0], one.shape[-2 if one.transpose else -1]], dtype)
-    if suffix in ("g_idx", "weight_g_idx"):
-        groups = next(headers[one.sources[key]][1] for key in ("scales", "weight_scale") if key in one.sources)
-        count = groups[0] if suffix == "g_idx" else groups[-1]
-        order = np.arange(shape[0]) // -(-shape[0] // count)
-        is_permuted = declared.get("desc_act") or suffix == "weight_g_idx"
-        return (order[::-1] if is_permuted else order).astype(dtype)
-    if suffix == "qzeros" and declared.get("sym", True) and str(declared.get("quant_method", "")).lower() != "awq":
-        bits = int(declared.get("bits") or declared.get("w_bit") or 4)
-        middle = np.array([(2 ** (bits - 1) - 1) >> bit & 1 for bit in range(bits)], np.uint8)
-        stream = np.tile(middle, -(-shape[-1] * 32 // bits))[: shape[-1] * 32]
-        words = np.packbits(stream, bitorder="little").view(np.int32)
-        return np.broadcast_to(words, shape).copy()
-    if dtype.itemsize == 1 and dtype.kind not in "iu":
-        return np.ones(shape, np.float32).astype(dtype)
-    return np.ones(shape, dtype) if dtype.kind != "V" else np.ones(shape, np.float32).astype(dtype)
-
-
-def _block_size(num_values: int, num_blocks: int) -> int:
-    """The power of two that divides `num_values` into `num_blocks` blocks."""
-    return 1 << max(-(-num_values // num_blocks) - 1, 0).bit_length()

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jaxinfer.quantization import NestedScales, QuantizedArray
 
@@ -51,20 +52,20 @@ class OutputsError(ValueError):
 
 
 def take_outputs(weight: QuantizedArray, outputs: Outputs) -> QuantizedArray:
-    """The outputs of a stored weight [..., K, N] of host arrays that belong to a parameter; exact.
+    """The outputs of a stored weight [..., K, N] of host arrays that belong to a parameter; exact. Can be traced.
 
     Nested scales are dequantized, and blocks of several outputs that are cut become blocks of one output with the same
     scale.
     """
     index = outputs.index
     if isinstance(weight.scales, NestedScales):
-        weight = replace(weight, scales=np.asarray(weight.scales.dequantize()))
+        weight = replace(weight, scales=weight.scales.dequantize())
     blocks = _blocks(index, weight.scheme.block[1], outputs.stored)
     if blocks is None:
         weight = _by_output(weight)
         blocks = index
     values, scales, zeros = (
-        None if x is None else np.ascontiguousarray(np.asarray(x)[..., columns])
+        None if x is None else _columns(x, columns)
         for x, columns in ((weight.values, index), (weight.scales, blocks), (weight.zeros, blocks))
     )
     block = (weight.scheme.block[0], min(weight.scheme.block[1], len(index)))
@@ -103,8 +104,13 @@ def _by_output(weight: QuantizedArray) -> QuantizedArray:
     if columns == 1:
         return weight
     outputs = np.arange(weight.shape[1]) // columns
-    scales, zeros = (None if x is None else np.asarray(x)[:, outputs] for x in (weight.scales, weight.zeros))
+    scales, zeros = (None if x is None else _columns(x, outputs) for x in (weight.scales, weight.zeros))
     return replace(weight, scales=scales, zeros=zeros, scheme=replace(weight.scheme, block=(rows, 1)))
+
+
+def _columns(array: Any, columns: np.ndarray) -> Any:
+    """Columns of a host array, in C order."""
+    return array[..., columns] if isinstance(array, Tracer) else np.ascontiguousarray(np.asarray(array)[..., columns])
 
 
 def _blocks(index: np.ndarray, block: int, stored: int) -> np.ndarray | None:

@@ -180,6 +180,8 @@ class _Matching:
         self.modules = _modules(names, headers) if method else {}
         # gpt-oss's experts are parameters, not modules: their tensors have an underscore before the suffix.
         self.bare = {name for name in names if not name.endswith((".weight", ".bias"))}
+        biases = [one for one in self.layout.tensor_groups if one.sources[0].endswith(".bias")]
+        self.known_biases = {self.rename(name) for one in biases for name in one.sources}
         self.plans: list[TensorPlan | QuantizedPlan] = []
         self.problems = _kv_scale_problems(config, headers)
         self.expected: dict[str, str] = {}  # shapes by name
@@ -271,8 +273,7 @@ class _Matching:
         if reader is None:
             return None
         bias = f"{module}.bias"
-        known = {self.rename(name) for one in self.layout.tensor_groups for name in one.sources}
-        is_extra = bias in self.headers and bias not in known
+        is_extra = bias in self.headers and bias not in self.known_biases
         names = {suffix: self._tensor_name(module, suffix) for suffix in reader.suffixes}
         self.used |= {*names.values(), bias} if is_extra else set(names.values())
         return QuantizedPlan(

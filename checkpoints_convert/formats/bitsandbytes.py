@@ -19,28 +19,39 @@ import numpy as np
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import parse_json
 from checkpoints_convert.formats.module import (
+    DenseModule,
     FormatError,
     Headers,
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     has_shape,
     host_quantized,
+    is_named,
+    names_list,
     transposed,
 )
-from checkpoints_convert.safetensors_files import DTYPE_BITS
+from checkpoints_convert.safetensors_files import DTYPE_BITS, TensorHeader
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 _STATE = "weight.quant_state."
 _KINDS = ("bitsandbytes__nf4", "bitsandbytes__fp4")
 _STORAGE = ("U8", "BF16", "F16", "F32")
+# What Transformers quantizes with; blocks of nested absmax are of bitsandbytes.
+_USUAL_BLOCK, _USUAL_NESTED = 64, 256
 _BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
 class BitsAndBytes(Method):
-    """Whether a module is quantized is decided by its tensors, since declared exceptions are incomplete."""
+    """Whether a module is quantized is decided by its tensors, since declared exceptions are incomplete; the fields are
+    for a configuration without tensors. bits: 4, 8, or None if not declared. quant_type: "nf4" or "fp4"."""
 
+    bits: int | None = None
+    is_nested: bool = False
+    quant_type: str = "fp4"
+    excluded: tuple[str, ...] = ()
     name: str = "bitsandbytes"
 
     def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
@@ -58,9 +69,39 @@ class BitsAndBytes(Method):
             raise FormatError(f"is stored as {headers['weight'][0]} with neither a quant_state nor SCB", "weight")
         return None
 
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        if self.bits is None:
+            raise FormatError("has neither load_in_4bit nor load_in_8bit")
+        if module.role != "linear" or is_named(module.name, self.excluded):
+            return None
+        outputs, inputs = module.shape
+        if self.bits == 8:
+            return {"weight": ("I8", module.shape), "SCB": ("F32", (outputs,)), "weight_format": ("U8", ())}
+        num_blocks = -(-outputs * inputs // _USUAL_BLOCK)
+        found: dict[str, TensorHeader] = {
+            "weight": ("U8", (-(-outputs * inputs // 2), 1)),
+            "weight.quant_map": ("F32", (16,)),
+            f"{_STATE}bitsandbytes__{self.quant_type}": ("U8", (1,)),
+        }
+        if not self.is_nested:
+            return {**found, "weight.absmax": ("F32", (num_blocks,))}
+        return {
+            **found,
+            "weight.absmax": ("U8", (num_blocks,)),
+            "weight.nested_absmax": ("F32", (-(-num_blocks // _USUAL_NESTED),)),
+            "weight.nested_quant_map": ("F32", (256,)),
+        }
+
 
 def bitsandbytes(data: Mapping[str, Any]) -> BitsAndBytes:
-    return BitsAndBytes()
+    """The method a quantization_config declares."""
+    flags = [any(data.get(f"{prefix}load_in_{bits}bit") for prefix in ("", "_")) for bits in (4, 8)]
+    return BitsAndBytes(
+        bits=4 if flags[0] else 8 if flags[1] else None,
+        is_nested=bool(data.get("bnb_4bit_use_double_quant")),
+        quant_type="nf4" if data.get("bnb_4bit_quant_type") == "nf4" else "fp4",
+        excluded=names_list("llm_int8_skip_modules", data.get("llm_int8_skip_modules")),
+    )
 
 
 def _four_bit(state: str, shape: tuple[int, ...], headers: Headers) -> ModuleReader:
@@ -88,10 +129,19 @@ def _four_bit(state: str, shape: tuple[int, ...], headers: Headers) -> ModuleRea
     fitting = [size for size in _BLOCKSIZES if -(-outputs * inputs // size) == num_blocks]
     if not fitting:
         raise FormatError(f"has {num_blocks} values, no block size makes that of {outputs * inputs}", "weight.absmax")
-    notes = ()
+    notes, form = (), WeightForm((inputs, outputs))
+    if inputs % fitting[0] == 0:
+        (num_outer,) = headers.get("weight.nested_absmax", ("", (0,)))[1]
+        nested = (num_outer, _block_size(num_blocks, num_outer)) if num_outer else None
+        form = WeightForm((inputs, outputs), Scheme("codebook", 4, (fitting[0], 1)), nested=nested)
     if any(inputs % size for size in fitting):
         notes = (f"rows of {inputs} values are not whole blocks of {fitting[0]}: such weights are dequantized",)
-    return ModuleReader(tuple(suffixes), partial(_read_four_bit, state, shape), frozenset({"weight"}), notes)
+    return ModuleReader(tuple(suffixes), partial(_read_four_bit, state, shape), form, frozenset({"weight"}), notes)
+
+
+def _block_size(num_values: int, num_blocks: int) -> int:
+    """The power of two that divides `num_values` into `num_blocks` blocks."""
+    return 1 << max(-(-num_values // num_blocks) - 1, 0).bit_length()
 
 
 def _read_four_bit(state: str, shape: tuple[int, ...], tensors: Tensors) -> QuantizedArray | np.ndarray:
@@ -167,7 +217,8 @@ def _eight_bit(shape: tuple[int, ...], headers: Headers) -> ModuleReader:
     suffixes = ("weight", "SCB", *(["weight_format"] if "weight_format" in headers else []))
     if "weight_format" in headers:
         has_shape(headers, "weight_format", ["U8"], (), (1,))
-    return ModuleReader(suffixes, partial(_read_eight_bit, inputs))
+    form = WeightForm((inputs, outputs), Scheme("int", 8, (inputs, 1)))
+    return ModuleReader(suffixes, partial(_read_eight_bit, inputs), form)
 
 
 def _read_eight_bit(inputs: int, tensors: Tensors) -> QuantizedArray:

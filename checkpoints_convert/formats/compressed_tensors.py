@@ -20,11 +20,13 @@ import numpy as np
 from checkpoints_convert.formats.gptq import check_pattern
 from checkpoints_convert.formats.module import (
     FLOATS,
+    DenseModule,
     FormatError,
     Headers,
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     flag,
     has_shape,
     host_quantized,
@@ -34,7 +36,8 @@ from checkpoints_convert.formats.module import (
     transposed,
     unpack,
 )
-from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_weight
+from checkpoints_convert.formats.mxfp4 import BLOCK, mxfp4_form, mxfp4_weight
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.checks import did_you_mean
 from jaxinfer.quantization import QuantizedArray, Scheme
 
@@ -43,7 +46,7 @@ _ACTIVATION_TENSORS = ("input_scale", "input_zero_point", "input_global_scale")
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """block: (outputs, inputs), of the strategy "block"."""
+    """block: (outputs, inputs), of the strategy "block". is_reordered: whether inputs are grouped in another order."""
 
     bits: int
     kind: Literal["int", "float"]
@@ -51,6 +54,7 @@ class WeightScheme:
     strategy: str
     group_size: int | None
     block: tuple[int, int] | None
+    is_reordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,35 @@ def module_reader(
     else:
         suffixes = _plain(layout, headers)
     static = tuple(suffix for suffix in _ACTIVATION_TENSORS if suffix in headers)
-    return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), notes=notes)
+    made = WeightForm(
+        (inputs, outputs),
+        layout.scheme,
+        NUMPY_DTYPES[headers["weight_scale"][0]],
+        None if weights.kind == "int" else NUMPY_DTYPES[headers["weight"][0]],
+        has_zeros=not weights.symmetric and "weight_zero_point" in suffixes,
+        is_permuted="weight_g_idx" in suffixes and block[0] < inputs,
+    )
+    return ModuleReader((*suffixes, "weight_scale", *static), partial(_read, layout), made, notes=notes)
+
+
+def stored_headers(form: str, weights: WeightScheme, module: DenseModule) -> dict[str, TensorHeader]:
+    """Headers of the tensors, by suffix, of a module stored in the format `form`."""
+    outputs, inputs = module.shape
+    if form == "mxfp4-pack-quantized":
+        return {"weight_packed": ("U8", (outputs, inputs // 2)), "weight_scale": ("U8", (outputs, inputs // BLOCK))}
+    block = _block(weights, outputs, inputs)
+    scales = (-(-outputs // block[1]), -(-inputs // block[0]))
+    found: dict[str, TensorHeader] = {"weight_scale": (module.dtype, scales)}
+    if form == "pack-quantized":
+        found["weight_packed"] = ("I32", (outputs, num_words(inputs, weights.bits)))
+        found["weight_shape"] = ("I64", (2,))
+        if not weights.symmetric:
+            found["weight_zero_point"] = ("I32", (num_words(outputs, weights.bits), scales[1]))
+        if weights.is_reordered:
+            found["weight_g_idx"] = ("I32", (inputs,))
+        return found
+    found["weight"] = ("I8" if weights.kind == "int" else "F8_E4M3", module.shape)
+    return found if weights.symmetric else {**found, "weight_zero_point": ("I8", scales)}
 
 
 def _block(weights: WeightScheme, outputs: int, inputs: int) -> tuple[int, int]:
@@ -226,7 +258,7 @@ def _mxfp4(weights: WeightScheme, shape: tuple[int, ...], headers: Headers) -> M
         raise FormatError(f"mxfp4-pack-quantized holds 4-bit floats in groups of {BLOCK}", "weight_packed")
     has_shape(headers, "weight_packed", ["U8"], (outputs, inputs // 2))
     has_shape(headers, "weight_scale", ["U8", "F8_E8M0"], (outputs, inputs // BLOCK))
-    return ModuleReader(("weight_packed", "weight_scale"), _read_mxfp4)
+    return ModuleReader(("weight_packed", "weight_scale"), _read_mxfp4, mxfp4_form((inputs, outputs)))
 
 
 def _read_mxfp4(tensors: Tensors) -> QuantizedArray:
@@ -264,21 +296,36 @@ class CompressedTensors(Method):
         is_plain = headers.get("weight", ("",))[0] in ("F64", "F32", "F16", "BF16")
         if is_plain or not any(suffix in headers for suffix in ("weight", *_QUANTIZED_SUFFIXES)):
             return None
+        if self._ignores(module, kind):
+            raise FormatError("is stored quantized, and the configuration ignores it")
         group = self._group_of(module, kind)
+        if group is None:
+            raise FormatError("is stored quantized, and no group of the configuration targets it")
+        return module_reader(self._form_of(group), group.weights, group.activations, shape, headers)
+
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        group = self._group_of(module.name, module.kind)
+        if group is None or module.role == "experts" or self._ignores(module.name, module.kind):
+            return None
+        form = self._form_of(group)
+        return None if form == "dense" else stored_headers(form, group.weights, module)
+
+    def _ignores(self, module: str, kind: str) -> bool:
+        return any(_matches(target, module, kind) for target in self.ignore)
+
+    def _form_of(self, group: ConfigGroup) -> str:
         form = group.format or self.format
         if form == "mixed-precision":
             raise FormatError("the format is mixed-precision, and the module's group names none")
-        return module_reader(form, group.weights, group.activations, shape, headers)
+        return form
 
-    def _group_of(self, module: str, kind: str) -> ConfigGroup:
+    def _group_of(self, module: str, kind: str) -> ConfigGroup | None:
         """A name comes before a pattern, a pattern before a class."""
-        if any(_matches(target, module, kind) for target in self.ignore):
-            raise FormatError("is stored quantized, and the configuration ignores it")
         for level in ("name", "pattern", "class"):
             for group in self.groups:
                 if any(_matches(target, module, kind) == level for target in group.targets):
                     return group
-        raise FormatError("is stored quantized, and no group of the configuration targets it")
+        return None
 
 
 def compressed_tensors(data: Mapping[str, Any]) -> CompressedTensors:
@@ -363,7 +410,13 @@ def _weights(name: str, data: Any) -> WeightScheme:
     if data.get("dynamic"):
         raise FormatError(f"{where} are dynamic, which no stored weight is")
     return WeightScheme(
-        bits, kind, flag(data, "symmetric", True), strategy, group_size if strategy == "group" else None, block
+        bits,
+        kind,
+        flag(data, "symmetric", True),
+        strategy,
+        group_size if strategy == "group" else None,
+        block,
+        is_reordered=strategy == "group" and data.get("actorder") in (True, "group", "dynamic"),
     )
 
 

@@ -6,7 +6,6 @@ columns are cut off. `weight_scale_inv` multiplies, despite its name.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -14,15 +13,20 @@ import numpy as np
 
 from checkpoints_convert.formats.module import (
     FLOATS,
+    DenseModule,
     FormatError,
     Headers,
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     has_shape,
     host_quantized,
+    is_named,
+    names_list,
     transposed,
 )
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _WEIGHTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
@@ -33,14 +37,15 @@ _EXPONENTS = ("U8", "F8_E8M0")
 
 @dataclass(frozen=True)
 class Fp8(Method):
-    """block: (outputs, inputs) of a scale, None for one per tensor or per output. is_dynamic: whether activations are
-    quantized per token as they come."""
+    """block: (outputs, inputs) of a scale, None for one per tensor or per output (`is_per_output`, which the tensors
+    decide where there are some). is_dynamic: whether activations are quantized per token as they come."""
 
     name: str
     block: tuple[int, int] | None = None
     fmt: str = "e4m3"
     is_dynamic: bool = False
     excluded: tuple[str, ...] = ()
+    is_per_output: bool = False
 
     def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         dtype = headers.get("weight", ("F32",))[0]
@@ -48,7 +53,7 @@ class Fp8(Method):
             return None
         allowed = [name for name, fmt in _WEIGHTS.items() if fmt == self.fmt]
         has_shape(headers, "weight", allowed, shape)
-        if any(_names(pattern, module) for pattern in self.excluded):
+        if is_named(module, self.excluded):
             raise FormatError(f"is stored as {dtype}, and the configuration excludes the module", "weight")
         suffix = next((suffix for suffix in _SCALES if suffix in headers), "weight_scale")
         outputs, inputs = shape
@@ -66,11 +71,26 @@ class Fp8(Method):
         activations = "fp8" if self.is_dynamic and not static and self.block is None and self.fmt == "e4m3" else None
         declared = "declared scales of activations are not applied" if static else "activations are not quantized"
         notes = (f"{declared}: the products of these layers are floating-point",)
+        scheme = Scheme("float", 8, block, activations)
+        # Exponents become float32.
+        scales = NUMPY_DTYPES["F32" if headers[suffix][0] in _EXPONENTS else headers[suffix][0]]
         return ModuleReader(
             ("weight", suffix, *static),
-            partial(read_fp8, suffix, Scheme("float", 8, block, activations)),
+            partial(read_fp8, suffix, scheme),
+            WeightForm((inputs, outputs), scheme, scales, NUMPY_DTYPES[dtype]),
             notes=notes if activations is None else (),
         )
+
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        if module.role != "linear" or is_named(module.name, self.excluded):
+            return None
+        outputs, inputs = module.shape
+        weight = next(name for name, fmt in _WEIGHTS.items() if fmt == self.fmt)
+        if self.block is None:
+            scale = {"weight_scale": ("F32", (outputs, 1) if self.is_per_output else ())}
+        else:
+            scale = {"weight_scale_inv": ("F32", (-(-outputs // self.block[0]), -(-inputs // self.block[1])))}
+        return {"weight": (weight, module.shape), **scale}
 
 
 def fp8(data: Mapping[str, Any]) -> Fp8:
@@ -84,13 +104,15 @@ def fp8(data: Mapping[str, Any]) -> Fp8:
     if (scale_fmt := data.get("scale_fmt")) not in (None, "ue8m0", "float"):
         raise FormatError(f"scale_fmt {scale_fmt!r} is not supported, 'ue8m0' is")
     excluded = tuple(
-        name for key in ("modules_to_not_convert", "ignored_layers") for name in _names_list(key, data.get(key) or [])
+        name for key in ("modules_to_not_convert", "ignored_layers") for name in names_list(key, data.get(key))
     )
     return Fp8("fp8", _block(data.get("weight_block_size")), fmt, activations == "dynamic", excluded)
 
 
 def fbgemm_fp8(data: Mapping[str, Any]) -> Fp8:
-    return Fp8("fbgemm_fp8")
+    """`quant_method` "fbgemm_fp8". Raises FormatError for a malformed list of exceptions."""
+    key = "modules_to_not_convert"
+    return Fp8("fbgemm_fp8", excluded=names_list(key, data.get(key)), is_per_output=True)
 
 
 def modelopt(data: Mapping[str, Any]) -> Fp8:
@@ -101,8 +123,9 @@ def modelopt(data: Mapping[str, Any]) -> Fp8:
     algorithm = fields.get("quant_algo")
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         raise FormatError(f"quant_algo {algorithm!r} is not supported, 'FP8' and 'FP8_PER_CHANNEL_PER_TOKEN' are")
-    excluded = _names_list("exclude_modules", fields.get("exclude_modules") or data.get("ignore") or [])
-    return Fp8("modelopt", excluded=excluded, is_dynamic=algorithm == "FP8_PER_CHANNEL_PER_TOKEN")
+    excluded = names_list("exclude_modules", fields.get("exclude_modules") or data.get("ignore"))
+    is_dynamic = algorithm == "FP8_PER_CHANNEL_PER_TOKEN"
+    return Fp8("modelopt", excluded=excluded, is_dynamic=is_dynamic, is_per_output=is_dynamic)
 
 
 def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
@@ -115,17 +138,6 @@ def read_fp8(suffix: str, scheme: Scheme, tensors: Tensors) -> QuantizedArray:
     blocks = (-(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
     scales = np.ascontiguousarray(scales.reshape(blocks[::-1]).T)
     return host_quantized(scheme, transposed(weight), scales)
-
-
-def _names_list(key: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise FormatError(f"{key} must be a list of names, got {value!r}")
-    return tuple(value)
-
-
-def _names(pattern: str, module: str) -> bool:
-    """Whether a module is named: by its name, a part of it between dots, or a pattern with wildcards."""
-    return f".{pattern}." in f".{module}." or fnmatchcase(module, pattern)
 
 
 def _powers_of_two(exponents: np.ndarray, suffix: str) -> np.ndarray:

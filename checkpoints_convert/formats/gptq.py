@@ -29,14 +29,18 @@ import numpy as np
 
 from checkpoints_convert.formats.module import (
     FLOATS,
+    DenseModule,
     FormatError,
     Headers,
     Method,
     ModuleReader,
     Tensors,
+    WeightForm,
     flag,
     has_shape,
     host_quantized,
+    is_named,
+    names_list,
     num_words,
     order_of_groups,
     positive_int,
@@ -44,6 +48,7 @@ from checkpoints_convert.formats.module import (
     transposed,
     unpack,
 )
+from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _LOG = logging.getLogger(__name__)
@@ -66,10 +71,17 @@ class GptqSettings:
 
 @dataclass(frozen=True)
 class Gptq(Method):
-    """overrides: (pattern, fields) of `dynamic`, or of auto-round's `extra_config`; the first that matches wins."""
+    """overrides: (pattern, fields) of `dynamic`, or of auto-round's `extra_config`; the first that matches wins.
+
+    Which modules are quantized, where no tensors tell: `inside`, names within a layer, () for all; `is_head_quantized`;
+    and `dense`, patterns of exceptions.
+    """
 
     settings: GptqSettings
     overrides: tuple[tuple[str, dict[str, Any]], ...] = ()
+    inside: tuple[str, ...] = ()
+    is_head_quantized: bool = False
+    dense: tuple[str, ...] = ()
     name: str = "gptq"
 
     def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
@@ -77,17 +89,34 @@ class Gptq(Method):
             return None
         settings = self._settings_of(module)
         (outputs, inputs), bits = shape, settings.bits
-        size = inputs if settings.group_size == -1 else min(settings.group_size, inputs)
+        size = _group_size(settings.group_size, inputs)
         groups = -(-inputs // size)
-        has_shape(headers, "qweight", ["I32"], (num_words(inputs, bits), outputs))
-        has_shape(headers, "qzeros", ["I32"], (groups, num_words(outputs, bits)))
-        has_shape(headers, "scales", FLOATS, (groups, outputs))
+        wanted = _headers(settings, shape)
+        has_shape(headers, "qweight", ["I32"], wanted["qweight"][1])
+        has_shape(headers, "qzeros", ["I32"], wanted["qzeros"][1])
+        has_shape(headers, "scales", FLOATS, wanted["scales"][1])
         if "g_idx" in headers:
             has_shape(headers, "g_idx", ["I32"], (inputs,))
         elif settings.desc_act and groups > 1:
             raise FormatError("is missing, and desc_act is true", "g_idx")
         suffixes = tuple(suffix for suffix in _SUFFIXES if suffix in headers)
-        return ModuleReader(suffixes, partial(_read, settings, shape, size, module))
+        form = WeightForm(
+            (inputs, outputs),
+            Scheme("int", bits, (size, 1)),
+            NUMPY_DTYPES[headers["scales"][0]],
+            has_zeros=not settings.sym,
+            is_permuted="g_idx" in headers and settings.desc_act and groups > 1,
+        )
+        return ModuleReader(suffixes, partial(_read, settings, shape, size, module), form)
+
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        is_inside = module.role == "linear" and (not self.inside or is_named(module.name, self.inside))
+        is_asked = is_inside or (module.role == "head" and self.is_head_quantized)
+        if not is_asked or any(_matches(pattern, module.name) for pattern in self.dense):
+            return None
+        if _is_kept_dense(self.overrides, module.name):
+            return None
+        return _headers(self._settings_of(module.name), module.shape)
 
     def _settings_of(self, module: str) -> GptqSettings:
         for pattern, fields in self.overrides:
@@ -103,6 +132,27 @@ class Gptq(Method):
             _check_bits(own.bits)
             return own
         return self.settings
+
+
+def _group_size(declared: int, inputs: int) -> int:
+    return inputs if declared == -1 else min(declared, inputs)
+
+
+def _headers(settings: GptqSettings, shape: tuple[int, ...]) -> dict[str, TensorHeader]:
+    (outputs, inputs), bits = shape, settings.bits
+    groups = -(-inputs // _group_size(settings.group_size, inputs))
+    return {
+        "qweight": ("I32", (num_words(inputs, bits), outputs)),
+        "qzeros": ("I32", (groups, num_words(outputs, bits))),
+        "scales": ("F16", (groups, outputs)),
+        "g_idx": ("I32", (inputs,)),
+    }
+
+
+def _is_kept_dense(overrides: tuple[tuple[str, dict[str, Any]], ...], module: str) -> bool:
+    """Whether auto-round left a layer at 16 bits or more."""
+    bits = [fields.get("bits") for pattern, fields in overrides if _matches(pattern, module)]
+    return any(isinstance(number, int) and number >= 16 for number in bits)
 
 
 def gptq(data: Mapping[str, Any]) -> Gptq:
@@ -130,7 +180,17 @@ def gptq(data: Mapping[str, Any]) -> Gptq:
         is_word_subtracted=_is_word_subtracted(data),
     )
     _check_bits(settings.bits)
-    return Gptq(settings, _overrides(data.get("dynamic")))
+    inside = data.get("modules_in_block_to_quantize")
+    if isinstance(inside, list):  # of names, or of lists of names
+        inside = [name for names in inside for name in (names if isinstance(names, list) else [names])]
+    overrides, dense = _overrides(data.get("dynamic"))
+    return Gptq(
+        settings,
+        overrides,
+        inside=names_list("modules_in_block_to_quantize", inside),
+        is_head_quantized=flag(data, "lm_head", False),
+        dense=dense,
+    )
 
 
 def _check_bits(bits: int) -> None:
@@ -148,18 +208,21 @@ def _is_word_subtracted(data: Mapping[str, Any]) -> bool:
     return False
 
 
-def _overrides(dynamic: Any) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """(pattern, fields) of `dynamic`, without patterns with "-:", of modules that are not quantized."""
+def _overrides(dynamic: Any) -> tuple[tuple[tuple[str, dict[str, Any]], ...], tuple[str, ...]]:
+    """(pattern, fields) of `dynamic`, and its patterns with "-:", of modules that are not quantized."""
     if not dynamic:
-        return ()
+        return (), ()
     if not isinstance(dynamic, Mapping) or not all(isinstance(fields, Mapping) for fields in dynamic.values()):
         raise FormatError(f"dynamic must map patterns to fields, got {dynamic!r}")
-    found = []
+    found, dense = [], []
     for pattern, fields in dynamic.items():
-        if not pattern.startswith("-:"):
-            check_pattern(pattern.removeprefix("+:"))
-            found.append((pattern.removeprefix("+:"), dict(fields)))
-    return tuple(found)
+        name = pattern.removeprefix("+:").removeprefix("-:")
+        check_pattern(name)
+        if pattern.startswith("-:"):
+            dense.append(name)
+        else:
+            found.append((name, dict(fields)))
+    return tuple(found), tuple(dense)
 
 
 def check_pattern(pattern: str) -> None:
@@ -238,26 +301,47 @@ _NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True)
 class Awq(Method):
-    """group_size: -1 for one group. overrides: group sizes of single modules (auto-round)."""
+    """group_size: -1 for one group. overrides: group sizes of single modules (auto-round). dense: modules that are not
+    quantized, where no tensors tell."""
 
     group_size: int
     overrides: tuple[tuple[str, dict[str, Any]], ...] = ()
+    dense: tuple[str, ...] = ()
     name: str = "awq"
 
     def reader(self, module: str, shape: tuple[int, ...], headers: Headers, kind: str) -> ModuleReader | None:
         if "qweight" not in headers:
             return None
         outputs, inputs = shape
-        asked = next((positive_int(own, ["group_size"], self.group_size) for name, own in self.overrides
-                      if name == module), self.group_size)  # fmt: skip
-        size = inputs if asked == -1 else min(asked, inputs)
-        groups = -(-inputs // size)
+        size = self._group_size_of(module, inputs)
         if outputs % 8:
             raise FormatError(f"has {outputs} outputs, not a multiple of the 8 of a word", "qweight")
-        has_shape(headers, "qweight", ["I32"], (inputs, outputs // 8))
-        has_shape(headers, "qzeros", ["I32"], (groups, outputs // 8))
-        has_shape(headers, "scales", FLOATS, (groups, outputs))
-        return ModuleReader(("qweight", "qzeros", "scales"), partial(_read_awq, outputs, size))
+        wanted = self._headers(module, shape)
+        has_shape(headers, "qweight", ["I32"], wanted["qweight"][1])
+        has_shape(headers, "qzeros", ["I32"], wanted["qzeros"][1])
+        has_shape(headers, "scales", FLOATS, wanted["scales"][1])
+        scales = NUMPY_DTYPES[headers["scales"][0]]
+        form = WeightForm((inputs, outputs), Scheme("int", 4, (size, 1)), scales, has_zeros=True)
+        return ModuleReader(("qweight", "qzeros", "scales"), partial(_read_awq, outputs, size), form)
+
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        if module.role != "linear" or is_named(module.name, self.dense):
+            return None
+        return None if _is_kept_dense(self.overrides, module.name) else self._headers(module.name, module.shape)
+
+    def _group_size_of(self, module: str, inputs: int) -> int:
+        asked = next((positive_int(own, ["group_size"], self.group_size) for name, own in self.overrides
+                      if name == module), self.group_size)  # fmt: skip
+        return _group_size(asked, inputs)
+
+    def _headers(self, module: str, shape: tuple[int, ...]) -> dict[str, TensorHeader]:
+        outputs, inputs = shape
+        groups = -(-inputs // self._group_size_of(module, inputs))
+        return {
+            "qweight": ("I32", (inputs, outputs // 8)),
+            "qzeros": ("I32", (groups, outputs // 8)),
+            "scales": ("F16", (groups, outputs)),
+        }
 
 
 def awq(data: Mapping[str, Any]) -> Awq:
@@ -269,7 +353,8 @@ def awq(data: Mapping[str, Any]) -> Awq:
         raise FormatError(f"bits {bits} is not supported, AWQ's gemm layout has 4")
     if not flag(data, "zero_point", True):
         raise FormatError("zero_point false is not supported: the gemm layout stores zero points")
-    return Awq(positive_int(data, ["group_size", "q_group_size"], 128))
+    dense = names_list("modules_to_not_convert", data.get("modules_to_not_convert"))
+    return Awq(positive_int(data, ["group_size", "q_group_size"], 128), dense=dense)
 
 
 def _read_awq(outputs: int, size: int, tensors: Tensors) -> QuantizedArray:

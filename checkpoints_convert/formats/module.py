@@ -4,16 +4,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, TensorHeader
-from jaxinfer.quantization import QuantizedArray, Scheme
+from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
 Headers = Mapping[str, TensorHeader]
 Tensors = Mapping[str, np.ndarray]
+_FLOAT32 = np.dtype(np.float32)
 
 
 class FormatError(ValueError):
@@ -29,6 +32,49 @@ class FormatError(ValueError):
 
 
 @dataclass(frozen=True)
+class WeightForm:
+    """Types and shapes of the weight that a reader makes, known before any tensor is read.
+
+    Where values decide (zeros, the order of the inputs), those of a well-formed checkpoint are assumed.
+
+    Attributes:
+      shape: [..., K, N]. scheme: None for a dense float32 weight, and the rest is of a quantized one.
+      scales: their dtype. values: None for the scheme's integers.
+      nested: (values of `NestedScales.outer`, scales for each of them), where scales are quantized themselves.
+    """
+
+    shape: tuple[int, ...]
+    scheme: Scheme | None = None
+    scales: np.dtype = _FLOAT32
+    values: np.dtype | None = None
+    has_zeros: bool = False
+    is_permuted: bool = False
+    nested: tuple[int, int] | None = None
+
+    def abstract(self) -> QuantizedArray | jax.ShapeDtypeStruct:
+        """The weight as `jax.ShapeDtypeStruct`s."""
+        of, scheme = jax.ShapeDtypeStruct, self.scheme
+        if scheme is None:
+            return of(self.shape, _FLOAT32)
+        *leading, inputs, outputs = self.shape
+        blocks = (*leading, -(-inputs // scheme.block[0]), -(-outputs // scheme.block[1]))
+        has_codebook = scheme.kind == "codebook"
+        integers = np.dtype(ml_dtypes.int4 if scheme.bits <= 4 or has_codebook else np.int8)
+        scales: Any = of(blocks, self.scales)
+        if self.nested is not None:
+            numbers = [of(shape, self.scales) for shape in ((256,), self.nested[:1], ())]
+            scales = NestedScales(of(blocks, np.dtype(np.uint8)), *numbers, self.nested[1])  # pyright: ignore
+        return host_quantized(
+            scheme,
+            of(self.shape, self.values or integers),
+            scales,
+            zeros=of(blocks, np.dtype(np.int8)) if self.has_zeros else None,
+            codebook=of((16,), _FLOAT32) if has_codebook else None,
+            permutation=of((inputs,), np.dtype(np.int32)) if self.is_permuted else None,
+        )
+
+
+@dataclass(frozen=True)
 class ModuleReader:
     """How the tensors of one quantized module become its weight.
 
@@ -36,14 +82,35 @@ class ModuleReader:
       suffixes: the tensors, by name after "module.".
       read: makes the weight [K, N] of tensors by suffix; dense float32 if its blocks are no blocks of [K, N]. Raises
         FormatError.
+      form: the types and shapes of that weight.
       raw: suffixes of tensors of raw bytes, whose dtype has no meaning.
       notes: sentences on declared settings that are not applied.
     """
 
     suffixes: tuple[str, ...]
     read: Callable[[Tensors], QuantizedArray | np.ndarray]
+    form: WeightForm
     raw: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DenseModule:
+    """A module of a model before it is quantized.
+
+    Attributes:
+      name: in the checkpoint. shape: of the stored weight, [N, K]; of experts in one tensor [E, K, N].
+      role: "linear" is a Linear of a layer, of an expert too. dtype: the weight's, by its safetensors name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Literal["linear", "router", "head", "embedding", "experts"]
+    dtype: str
+
+    @property
+    def kind(self) -> str:
+        return "Embedding" if self.role == "embedding" else "Linear"
 
 
 class Method(ABC):
@@ -60,6 +127,11 @@ class Method(ABC):
 
         Raises FormatError for tensors that are missing, or of a wrong dtype or shape.
         """
+
+    @abstractmethod
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        """Headers of the tensors, by suffix, that the format's libraries write for a module; None if by the
+        configuration they leave it dense. Dtypes that it does not declare are the libraries' usual ones."""
 
 
 def has_shape(headers: Headers, suffix: str, dtypes: Iterable[str], *shapes: tuple[int, ...]) -> int:
@@ -78,7 +150,7 @@ def has_shape(headers: Headers, suffix: str, dtypes: Iterable[str], *shapes: tup
 def host_quantized(
     scheme: Scheme, values: Any, scales: Any, *, zeros: Any = None, codebook: Any = None, permutation: Any = None
 ) -> QuantizedArray:
-    """A `QuantizedArray` of NumPy arrays."""
+    """A `QuantizedArray` of NumPy arrays, or of abstract ones."""
     return QuantizedArray(values, scales, zeros, codebook, permutation, scheme)
 
 
@@ -92,6 +164,19 @@ def positive_int(data: Mapping[str, Any], names: Iterable[str], default: int | N
     if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
         raise FormatError(f"{names[0]} must be a positive integer or -1, got {value!r}")
     return value
+
+
+def names_list(key: str, value: Any) -> tuple[str, ...]:
+    """A list of names; null is an empty one. Raises FormatError."""
+    value = [] if value is None else value
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise FormatError(f"{key} must be a list of names, got {value!r}")
+    return tuple(value)
+
+
+def is_named(module: str, patterns: Iterable[str]) -> bool:
+    """Whether a module is named: by its name, a part of it between dots, or a pattern with wildcards."""
+    return any(f".{pattern}." in f".{module}." or fnmatchcase(module, pattern) for pattern in patterns)
 
 
 def flag(data: Mapping[str, Any], name: str, default: bool) -> bool:

@@ -7,7 +7,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from checkpoints_convert.formats.module import FormatError, Headers, Method, ModuleReader, has_shape, host_quantized
+from checkpoints_convert.formats.module import (
+    DenseModule,
+    FormatError,
+    Headers,
+    Method,
+    ModuleReader,
+    WeightForm,
+    has_shape,
+    host_quantized,
+)
+from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 BLOCK = 32
@@ -48,6 +58,11 @@ def mxfp4_experts(blocks: np.ndarray, scales: np.ndarray) -> QuantizedArray:
     return mxfp4_weight(blocks.reshape(*blocks.shape[:2], -1), scales)
 
 
+def mxfp4_form(shape: tuple[int, ...]) -> WeightForm:
+    """The form of a weight [..., K, N]."""
+    return WeightForm(shape, Scheme("codebook", 4, (BLOCK, 1)), np.dtype(ml_dtypes.bfloat16))
+
+
 @dataclass(frozen=True)
 class Mxfp4(Method):
     """gpt-oss's: experts [E, N, K / 32, 16] with scales [E, N, K / 32]; nothing else is quantized."""
@@ -64,7 +79,16 @@ class Mxfp4(Method):
         blocks = (experts, outputs, inputs // BLOCK)
         has_shape(headers, "blocks", ("U8",), (*blocks, BLOCK // 2))
         has_shape(headers, "scales", ("U8", "F8_E8M0"), blocks)
-        return ModuleReader(SUFFIXES, lambda tensors: mxfp4_experts(tensors["blocks"], tensors["scales"]))
+        return ModuleReader(
+            SUFFIXES, lambda tensors: mxfp4_experts(tensors["blocks"], tensors["scales"]), mxfp4_form(shape)
+        )
+
+    def stored(self, module: DenseModule) -> dict[str, TensorHeader] | None:
+        if module.role != "experts":
+            return None
+        experts, inputs, outputs = module.shape
+        blocks = (experts, outputs, inputs // BLOCK)
+        return {"blocks": ("U8", (*blocks, BLOCK // 2)), "scales": ("U8", blocks)}
 
 
 def mxfp4(data: Mapping[str, Any]) -> Mxfp4:

@@ -1,9 +1,12 @@
 """Reading quantized modules: a parameter from the tensors of one module, or of a stack of experts."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
+from jax.core import Tracer
 
 from checkpoints_convert.checkpoint import check_finite, numpy_dtype
 from checkpoints_convert.errors import CheckpointError
@@ -46,7 +49,7 @@ def read_quantized(index: SafetensorsIndex, plan: QuantizedPlan, dtype: str) -> 
     if plan.outputs is not None:
         weight = _part(weight, plan, index)
     if not plan.transpose and weight.ndim == 2:
-        weight = weight.T if isinstance(weight, np.ndarray) else _transposed(weight, plan, index)
+        weight = weight.T if isinstance(weight, np.ndarray) else _embedding(weight, plan, index)
     if isinstance(weight, np.ndarray):
         return np.ascontiguousarray(weight.astype(numpy_dtype(dtype), copy=False))
     try:
@@ -147,21 +150,47 @@ def _part(
         ) from None
 
 
-def _transposed(weight: QuantizedArray, plan: QuantizedPlan, index: SafetensorsIndex) -> QuantizedArray:
-    """An embedding's [V, D], of the [D, V] that a reader gives; each row has a scale of its own."""
-    if weight.permutation is not None or isinstance(weight.scales, NestedScales):
+def _embedding(weight: QuantizedArray, plan: QuantizedPlan, index: SafetensorsIndex) -> QuantizedArray:
+    try:
+        return _transposed(weight)
+    except FormatError as error:
         where = index.path_of(next(iter(plan.sources.values())))
-        raise CheckpointError(where, f"module {plan.module!r} is an embedding: permuted or nested scales are not read")
+        raise CheckpointError(where, f"module {plan.module!r} {error}") from None
+
+
+def _transposed(weight: QuantizedArray) -> QuantizedArray:
+    """An embedding's [V, D], of the [D, V] that a reader gives; each row has a scale of its own. Can be traced."""
+    if weight.permutation is not None or isinstance(weight.scales, NestedScales):
+        raise FormatError("is an embedding: permuted or nested scales are not read")
     (rows, columns), (inputs, outputs) = weight.scheme.block, weight.shape
     if rows < inputs and columns > 1:
-        where = index.path_of(next(iter(plan.sources.values())))
-        raise CheckpointError(
-            where, f"module {plan.module!r} is an embedding: blocks of {columns} x {rows} are not read, rows are"
-        )
+        raise FormatError(f"is an embedding: blocks of {columns} x {rows} are not read, rows are")
     scheme = replace(weight.scheme, block=(1, rows), activations=None)
-    values = np.ascontiguousarray(np.asarray(weight.values).T)
-    scales, zeros = (
-        None if array is None else np.ascontiguousarray(np.repeat(np.asarray(array).T, columns, axis=0)[:outputs])
-        for array in (weight.scales, weight.zeros)
-    )
+
+    def rows_of(array: Any, count: int) -> Any:
+        """The transpose with each row `count` times, in C order."""
+        found = array.T if count == 1 else array.T[np.arange(outputs) // count]
+        return found if isinstance(found, Tracer) else np.ascontiguousarray(found)
+
+    values = rows_of(weight.values, 1)
+    scales, zeros = (None if array is None else rows_of(array, columns) for array in (weight.scales, weight.zeros))
     return host_quantized(scheme, values, scales, zeros=zeros, codebook=weight.codebook)
+
+
+def abstract_quantized(plan: QuantizedPlan, dtype: str) -> Any:
+    """The result of `read_quantized` as `jax.ShapeDtypeStruct`s. Raises FormatError for an embedding as it does."""
+    weight = plan.reader.form.abstract()
+    if plan.view is not None or isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(plan.shape, numpy_dtype(dtype))
+    if plan.outputs is not None:
+        weight = jax.eval_shape(partial(take_outputs, outputs=plan.outputs), weight)
+    if not plan.transpose and weight.ndim == 2:
+        weight = jax.eval_shape(_transposed, weight)
+    if not plan.experts:
+        return weight
+
+    def stacked(path: Any, array: Any) -> jax.ShapeDtypeStruct:
+        is_shared = path[-1].name in ("codebook", "table")
+        return array if is_shared else jax.ShapeDtypeStruct((len(plan.experts), *array.shape), array.dtype)
+
+    return jax.tree_util.tree_map_with_path(stacked, weight)

@@ -1,11 +1,16 @@
 """`jaxinfer plan`: whether a model fits chips that this machine does not have, and its roofline there."""
 
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.cli.bench import check_picture
-from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.command import UsageError, say
 from jaxinfer.cli.options import as_json, given, given_values, model_argument
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.llm_options import LLMOptions
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
     from jaxinfer.planning import PlanRequest
 
 
+NUM_LINES = 20  # of native code, printed after an error
 SHARED = (
     *("dtype", "quantize", "requantize", "revision", "kv_dtype", "page_size", "prefill_chunk", "memory_fraction"),
     *("draft", "num_draft_tokens"),
@@ -45,6 +51,49 @@ class PlanOptions:
     as_json: bool = as_json("One JSON object.")
 
 
+@contextlib.contextmanager
+def native_messages_hidden() -> Iterator[None]:
+    """What native code writes to standard error (absl's log, lines of the compilers) does not reach the terminal. Its
+    last lines are printed if JAX or a compiler fails."""
+    with contextlib.ExitStack() as stack:
+        try:
+            terminal = os.dup(2)
+        except OSError:  # it is closed
+            yield
+            return
+        stack.callback(os.close, terminal)
+        lines = stack.enter_context(tempfile.TemporaryFile())
+        stack.enter_context(_python_stderr(terminal))
+        sys.stderr.flush()
+        os.dup2(lines.fileno(), 2)
+        stack.callback(os.dup2, terminal, 2)
+        try:
+            yield
+        except (RuntimeError, NotImplementedError):
+            lines.seek(0)
+            for line in lines.read().decode(errors="replace").splitlines()[-NUM_LINES:]:
+                say(f"  {line}")
+            raise
+
+
+@contextlib.contextmanager
+def _python_stderr(terminal: int) -> Iterator[None]:
+    """`sys.stderr` on another file descriptor, if it is on 2."""
+    try:
+        is_replaced = sys.stderr.fileno() == 2
+    except (AttributeError, OSError, ValueError):
+        is_replaced = False
+    if not is_replaced:
+        yield
+        return
+    with (
+        open(os.dup(terminal), "w", encoding=sys.stderr.encoding, errors="backslashreplace", buffering=1) as stream,
+        contextlib.redirect_stderr(stream),
+    ):
+        yield
+
+
+@native_messages_hidden()  # importing JAX beside a GPU's compiler writes the first ones
 def plan(options: PlanOptions) -> None:
     """Plan a model for chips before renting them.
 
@@ -53,6 +102,10 @@ def plan(options: PlanOptions) -> None:
     token; if the model does not fit, also the cheapest change that makes it fit.
     """
     with Stage("starting"):
+        import jax
+
+        if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_platforms", "cpu")  # the chips of this machine are not needed
         from jaxinfer.planning import changes, make_plan, to_dict, to_text
 
     check_picture(options.picture, "--picture")
@@ -79,8 +132,12 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     from jaxinfer.engine.options import EngineOptions
     from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
     from jaxinfer.planning import PlanRequest, parse_place
+    from pallas_kernels import ahead_of_time
 
     place = parse_place(options.on)
+    missing = ahead_of_time.missing_compiler(place.chip.name) if options.compile_ and place.chip.can_compile else None
+    if missing is not None:
+        raise RuntimeError(f"{missing}; --no-compile counts without it")
     values = given_values(options)
     dtype = values.get("dtype", "auto")
     loading = {name: values[name] for name in ("dtype", "quantize", "requantize", "revision") if name in values}

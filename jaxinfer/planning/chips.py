@@ -4,10 +4,10 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -22,16 +22,25 @@ GPU_SHARE, GPU_SHARE_VARIABLE = 0.75, "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MAX_GPUS = 8
 
 
+class Source(NamedTuple):
+    """Where figures of a chip are taken from; `figures` are names of fields of `Chip`."""
+
+    title: str
+    url: str | None
+    date: str
+    figures: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class Chip:
     """The figures of one chip: bytes, bytes/s and FLOP/s; those of one device are a `devices_per_chip`-th.
 
     Attributes:
       name: the name in options. title: the vendor's name. platform: "tpu" or "gpu".
-      usable_bytes: the part of hbm_bytes that programs may use.
+      hbm_bytes: of a GPU as its driver reports it. usable_bytes: the part of them that programs may use.
       flops: FLOP/s by the type of the operands: "bf16", "int8", "fp8"; None if the chip has no such rate.
       link_bandwidth: of all links to other chips, both directions added.
-      can_compile: whether programs can be compiled for it ahead of time. sources: (title, url, date) of the figures.
+      can_compile: whether programs can be compiled for it ahead of time.
     """
 
     name: str
@@ -46,7 +55,7 @@ class Chip:
     chips_per_host: int
     can_compile: bool
     device_kinds: tuple[str, ...]
-    sources: tuple[tuple[str, str | None, str], ...]
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,10 @@ class Place:
         """Usable memory of one device."""
         return self.chip.usable_bytes // self.chip.devices_per_chip
 
+    def with_gpu_share(self, share: float) -> "Place":
+        """The place where JAX allocates another share of a GPU's memory."""
+        return replace(self, chip=replace(self.chip, usable_bytes=int(share * self.chip.hbm_bytes)))
+
 
 @cache
 def chips() -> dict[str, Chip]:
@@ -81,7 +94,7 @@ def _chip(name: str, fields: dict[str, Any]) -> Chip:
         share = float(os.environ.get(GPU_SHARE_VARIABLE) or GPU_SHARE)
         values["usable_bytes"] = int(share * values["hbm_bytes"])
     values["device_kinds"] = tuple(values["device_kinds"])
-    values["sources"] = tuple((one["title"], one["url"], one["date"]) for one in values["sources"])
+    values["sources"] = tuple(Source(**{**one, "figures": tuple(one["figures"])}) for one in values["sources"])
     return Chip(name=name, **values)
 
 

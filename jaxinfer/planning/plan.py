@@ -10,7 +10,7 @@ from jaxinfer.checks import format_bytes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import ModelConfig, Params, fit_to_mesh
-from jaxinfer.planning.chips import Layout, Place, layout_of
+from jaxinfer.planning.chips import Chip, Layout, Place, layout_of
 from jaxinfer.planning.compiled import CompiledProgram
 from jaxinfer.planning.counted import Counted
 from jaxinfer.planning.roofline import RooflinePoint, RoundPoint
@@ -157,7 +157,8 @@ class Change:
     """A change that makes the model fit.
 
     Attributes:
-      flags: flags with values, such as {"--kv-dtype": "int8"}. total: bytes of one device with the change, counted.
+      flags: flags with values, such as {"--kv-dtype": "int8"}; a name without "--" is a variable of the environment.
+      total: bytes of one device with the change, counted.
       compiled: the same from the compiler's analysis of the largest program; None if it was not compiled.
     """
 
@@ -172,7 +173,8 @@ class Change:
         return (self.total if self.compiled is None else self.compiled) <= self.budget
 
     def __str__(self) -> str:
-        return " ".join(f"{name} {value}" for name, value in self.flags.items())
+        flags = self.flags.items()
+        return " ".join(f"{name} {value}" if name.startswith("--") else f"{name}={value}" for name, value in flags)
 
 
 def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
         "notes": list(plan.notes),
         "chip": {
             **_fields(chip, "title", "hbm_bytes", "hbm_bandwidth", "flops", "link_bandwidth", "chips_per_host"),
-            "sources": [{"title": title, "url": url, "date": date} for title, url, date in chip.sources],
+            "sources": [source._asdict() for source in chip.sources],
         },
     }
 
@@ -248,8 +250,15 @@ def _verdict(plan: MemoryPlan) -> str:
         f"({request.place.num_chips} x {request.place.chip.title}, {plan.layout})\n"
         f"  requested: {options.max_seqs} sequences of {options.max_model_len:,} tokens{replicas}, cache in {cache}\n"
         f"  {format_bytes(memory.total)} of {format_bytes(memory.budget)} per device: "
-        f"{100 * options.memory_fraction:.0f} % of the {format_bytes(memory.usable)} that programs may use\n"
+        f"{100 * options.memory_fraction:.0f} % of the {format_bytes(memory.usable)} that programs may use"
+        f"{_of_device(request.place.chip, memory.usable)}\n"
     )
+
+
+def _of_device(chip: Chip, usable: int) -> str:
+    """The usable part of a device's memory; "" for a chip that is not listed."""
+    whole = chip.hbm_bytes // chip.devices_per_chip
+    return f", {100 * usable / whole:.0f} % of {format_bytes(whole)}" if whole else ""
 
 
 def _memory_text(plan: MemoryPlan) -> str:

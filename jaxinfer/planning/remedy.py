@@ -1,9 +1,10 @@
 """Changes that make a model fit: each kind is counted, and the cheapest is verified by compiling.
 
-In the order of their cost: fewer or shorter sequences, an 8-bit cache, weights of 8 and of 4 bits, more chips. A change
-that is not enough alone is combined with fewer sequences.
+In the order of their cost: a larger share of the memory, fewer or shorter sequences, an 8-bit cache, weights of 8 and
+of 4 bits, more chips. A change that is not enough alone is combined with fewer sequences; a share is not combined.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -11,7 +12,7 @@ from itertools import islice
 
 import jax
 
-from jaxinfer.planning.chips import larger_places
+from jaxinfer.planning.chips import GPU_SHARE_VARIABLE, larger_places
 from jaxinfer.planning.compiled import (
     OutOfChipMemory,
     ProgressCallback,
@@ -19,12 +20,15 @@ from jaxinfer.planning.compiled import (
     compile_programs,
     no_progress,
 )
-from jaxinfer.planning.plan import Change, MemoryPlan, PlanRequest
+from jaxinfer.planning.plan import Change, Memory, MemoryPlan, PlanRequest
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import describe, num_bytes
 
 # Fewer or shorter sequences than this share of the request are proposed only if nothing else helps.
 LEAST_SHARE = 0.25
+# Of the memory that programs may use, and of a GPU's: the rest is for what is not planned, such as fragments between
+# arrays, the context of CUDA and the workspaces of its libraries.
+MAX_FRACTION, MAX_GPU_SHARE = 0.95, 0.95
 WEIGHTS = ("int8", "int4-g128")
 
 
@@ -37,14 +41,17 @@ def changes(plan: MemoryPlan, *, compiles: bool = True, progress: ProgressCallba
     while found:
         change, request = found[0]
         progress(f"verifying {change}")
-        verified = _verified(change, request, plan.memory.peak)
+        verified = _verified(change, request, plan)
         if verified.fits:
             return [verified, *(change for change, _ in found[1:])]
         found.pop(0)
     return []
 
 
-def _verified(change: Change, request: PlanRequest, peak: str) -> Change:
+def _verified(change: Change, request: PlanRequest, plan: MemoryPlan) -> Change:
+    if change.total == plan.memory.total:  # the same programs, in a larger share of the memory
+        return replace(change, compiled=plan.memory.total)
+    peak = plan.memory.peak
     spec = request.spec(compiles=True)
     try:
         programs = compile_programs(spec, chip_compiler(request.place.chip.name, spec.mesh), only=peak)
@@ -58,6 +65,7 @@ def _candidates(plan: MemoryPlan, least: float) -> Iterator[tuple[Change, PlanRe
     arrays is taken from the plan."""
     original = plan.request
     overhead = plan.memory.total - sum(original.spec().parts.values())
+    yield from _shares(original, plan.memory)
     yield from _fewer(original, {}, overhead, least)
     for flags, request in _kinds(original):
         budget = int(request.options.memory_fraction * request.place.device_bytes)
@@ -68,6 +76,25 @@ def _candidates(plan: MemoryPlan, least: float) -> Iterator[tuple[Change, PlanRe
                 return
         else:
             yield from islice(_fewer(request, flags, overhead, least), 1)
+
+
+def _shares(request: PlanRequest, memory: Memory) -> Iterator[tuple[Change, PlanRequest]]:
+    """The request with a larger share of the memory: the engine's of what programs may use, and JAX's of a GPU."""
+    total, place, fraction = memory.total, request.place, request.options.memory_fraction
+
+    def least(limit: int, most: float) -> float | None:
+        """The smallest share of `limit` bytes, in hundredths, that holds `total`; None above `most`."""
+        share = math.ceil(100 * total / limit) / 100 if limit else math.inf
+        return share if share <= most else None
+
+    if (needed := least(memory.usable, MAX_FRACTION)) is not None:
+        larger = request.with_options(memory_fraction=needed)
+        yield Change({"--memory-fraction": f"{needed:g}"}, total, int(needed * memory.usable)), larger
+    whole = int(fraction * place.chip.hbm_bytes)
+    if place.chip.platform == "gpu" and (share := least(whole, MAX_GPU_SHARE)) is not None:
+        larger = place.with_gpu_share(share)
+        flags = {GPU_SHARE_VARIABLE: f"{share:g}"}
+        yield Change(flags, total, int(fraction * larger.device_bytes)), replace(request, place=larger)
 
 
 def _fewer(

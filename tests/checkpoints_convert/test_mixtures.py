@@ -1,17 +1,24 @@
 """Checkpoints of mixtures of experts: experts one by one or in one tensor, and quantized in both forms."""
 
+import json
+import math
+import time
+import tracemalloc
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import checkpoints_convert
-from checkpoints_convert import CheckpointError
+from checkpoints_convert import CheckpointError, abstract
+from checkpoints_convert.safetensors_files import DTYPE_BITS, SafetensorsFile
 from jaxinfer.quantization import QuantizedArray
 from tests.checkpoints_convert.family_files import Files, read
 from tests.checkpoints_convert.formats import encoders
 
+Headers = dict[str, tuple[str, tuple[int, ...]]]
 EXPERTS = ("layers.1.mlp.experts.gate_proj.weight", "layers.1.mlp.experts.up_proj.weight",
            "layers.1.mlp.experts.down_proj.weight")  # fmt: skip
 
@@ -21,8 +28,6 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def leaves(params) -> dict:
-    import jax
-
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
     return {".".join(key.key for key in path): leaf for path, leaf in found}
 
@@ -114,6 +119,102 @@ def test_deepseek_in_fp8_opens_with_its_experts_stacked(tmp_path):
     heads = wanted["model.layers.0.self_attn.kv_b_proj.weight"].reshape(4, 12 + 10, -1).swapaxes(1, 2)
     np.testing.assert_array_equal(found["layers.0.attention.k_up.weight"], heads[..., :12])
     np.testing.assert_array_equal(found["layers.0.attention.v_up.weight"], heads[..., 12:])
+
+
+@pytest.mark.parametrize("model", ["gpt_oss", "deepseek"])
+def test_config_json_alone_has_the_shapes_of_quantized_experts(tmp_path, model):
+    folder = (gpt_oss()[0] if model == "gpt_oss" else deepseek_fp8(tmp_path)[0]).write(tmp_path / model)
+    whole = abstract(folder)
+    (folder / "model.safetensors").unlink()
+    assert abstract(folder) == whole
+
+
+def gpt_oss_20b(num_layers: int) -> Headers:
+    """Headers of the first layers of gpt-oss-20b."""
+    experts, hidden, inner, head_dim = 32, 2880, 2880, 64
+    headers: Headers = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), ("BF16", (201_088, hidden)))
+    headers["model.norm.weight"] = ("BF16", (hidden,))
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}"
+        norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (hidden,))
+        for name, heads in (("q", 64), ("k", 8), ("v", 8)):
+            shapes[f"self_attn.{name}_proj.weight"] = (heads * head_dim, hidden)
+            shapes[f"self_attn.{name}_proj.bias"] = (heads * head_dim,)
+        shapes |= {"self_attn.o_proj.weight": (hidden, 64 * head_dim), "self_attn.o_proj.bias": (hidden,)}
+        shapes |= {"self_attn.sinks": (64,), "mlp.router.weight": (experts, hidden), "mlp.router.bias": (experts,)}
+        for name, outputs in (("gate_up_proj", 2 * inner), ("down_proj", hidden)):
+            stored = (experts, outputs, 2880 // 32)
+            shapes[f"mlp.experts.{name}_bias"] = (experts, outputs)
+            headers[f"{prefix}.mlp.experts.{name}_blocks"] = ("U8", (*stored, 16))
+            headers[f"{prefix}.mlp.experts.{name}_scales"] = ("U8", stored)
+        headers |= {f"{prefix}.{name}": ("BF16", shape) for name, shape in shapes.items()}
+    return headers
+
+
+def sparse_gpt_oss(directory: Path, num_layers: int) -> Headers:
+    """Writes a checkpoint of the first layers of gpt-oss-20b whose tensors are a hole."""
+    config = {
+        **read("gpt_oss").config,
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "head_dim": 64,
+        "num_hidden_layers": num_layers,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "layer_types": ["sliding_attention", "full_attention"] * (num_layers // 2),
+        "dtype": "bfloat16",
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    headers = gpt_oss_20b(num_layers)
+    write_sparse(directory / "model.safetensors", headers)
+    return headers
+
+
+def test_shapes_of_gpt_oss_20b_need_no_memory_for_its_experts(tmp_path, monkeypatch):
+    headers = sparse_gpt_oss(tmp_path, num_layers := 2)
+    monkeypatch.setattr(SafetensorsFile, "read_into", None)  # whoever reads a weight fails
+    tracemalloc.start()
+    try:
+        found = abstract(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 128 * 2**20  # the unpacked experts of a layer have 760 MiB
+    stored = sum(math.prod(shape) * DTYPE_BITS[dtype] // 8 for dtype, shape in headers.values())
+    # In memory an exponent is a bfloat16, and each of three weights of a layer has a codebook.
+    exponents = num_layers * 32 * 3 * 2880 * 2880 // 32
+    held = sum(leaf.size * jax.dtypes.itemsize_bits(leaf.dtype) // 8 for leaf in jax.tree.leaves(found[1]))
+    assert held == stored + exponents + num_layers * 3 * 64
+    (tmp_path / "model.safetensors").unlink()
+    assert abstract(tmp_path) == found
+
+
+@pytest.mark.slow
+def test_shapes_of_gpt_oss_20b_take_two_seconds(tmp_path):
+    sparse_gpt_oss(tmp_path, 24)
+    start = time.process_time()
+    abstract(tmp_path)
+    seconds = time.process_time() - start
+    print(f"gpt-oss-20b, 13 GiB: {seconds:.1f} s of CPU")
+    assert seconds < 5
+
+
+def write_sparse(file: Path, headers: Headers) -> None:
+    """A safetensors file whose tensors are a hole."""
+    header, end = {}, 0
+    for name, (dtype, shape) in headers.items():
+        begin, end = end, end + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with file.open("wb") as target:
+        target.write(len(text).to_bytes(8, "little") + text)
+        target.truncate(8 + len(text) + end)
 
 
 def test_an_expert_that_is_not_quantized_beside_others_is_refused_by_name(tmp_path):

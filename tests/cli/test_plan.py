@@ -1,10 +1,14 @@
 """`jaxinfer plan` without compiling: what it reads and prints. Compiled plans are tests/planning's."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
-from tests.cli.conftest import CONFIG
+from pallas_kernels import ahead_of_time
+from tests.cli.conftest import CONFIG, START
 
 # 128 KiB of keys and values a token.
 WIDE = {"num_attention_heads": 64, "num_key_value_heads": 64, "head_dim": 256}
@@ -84,6 +88,62 @@ def test_what_is_refused(jaxinfer, config_alone, options, code, message):
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_config_json_alone_that_declares_quantized_weights(jaxinfer, json_lines, config_alone):
+    dense = json_lines(jaxinfer("plan", config_alone, "--on", "h200", "--no-compile", "--json").stdout)[0]
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
+    (config_alone / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    result = jaxinfer("plan", config_alone, "--on", "h200", "--no-compile", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    [data] = json_lines(result.stdout)
+    linears = 2 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512)
+    assert dense["bytes"]["weights"] - data["bytes"]["weights"] == linears * 2 - linears // 2 - linears // 128 * 2
+
+
+@pytest.mark.parametrize("place", ["v6e:2x2", "h200x1"])
+def test_without_a_compiler_it_says_so_before_it_reads_the_model(jaxinfer, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(ahead_of_time.importlib.util, "find_spec", lambda name: None)
+    result = jaxinfer("plan", tmp_path / "missing", "--on", place)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "pip install 'jaxinfer[aot]'" in result.stderr
+    assert "--no-compile" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+MESSAGES = """
+import os, sys
+from jaxinfer.cli.plan import native_messages_hidden
+with native_messages_hidden():
+    os.write(2, b"cudart_stub.cc: no drivers\\n")
+    print("ours", file=sys.stderr)
+os.write(2, b"later\\n")
+try:
+    with native_messages_hidden():
+        os.write(2, b"sort_rewriter.cc: the reason\\n")
+        raise RuntimeError
+except RuntimeError:
+    print("the end", file=sys.stderr)
+"""
+
+
+def test_messages_of_native_code_are_kept_for_an_error():
+    done = subprocess.run([sys.executable, "-c", MESSAGES], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == "ours\nlater\n  sort_rewriter.cc: the reason\nthe end\n"
+
+
+@pytest.mark.parametrize("compiles", ["--no-compile", pytest.param("--compile", marks=pytest.mark.slow)])
+def test_compilers_write_nothing_to_the_terminal(compiles):
+    """Importing JAX beside a GPU's compiler and without its drivers writes six lines, and compiling more."""
+    if (reason := ahead_of_time.missing_compiler("h200")) is not None:
+        pytest.skip(reason)
+    options = ("demo", "--on", "h200x1", "--max-seqs", "2", "--context", "64", compiles)
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", START, "plan", *options], capture_output=True, text=True, timeout=600, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("demo fits on h200x1")
 
 
 def test_a_model_that_is_missing(jaxinfer, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +17,11 @@ def test_every_chip_has_figures_and_sources():
         assert 10**11 < chip.hbm_bandwidth < 10**13, chip
         assert 10**13 < chip.flops["bf16"] < 10**16, chip
         assert set(chip.flops) == {"bf16", "int8", "fp8"}
-        assert chip.sources
-        assert all(title and date[:2] == "20" for title, _, date in chip.sources)
-        assert any(url is not None and url.startswith("https://") for _, url, _ in chip.sources), chip
+        sourced = [figure for source in chip.sources for figure in source.figures]
+        assert {"hbm_bytes", "usable_bytes", "hbm_bandwidth", "flops", "link_bandwidth"} <= set(sourced), chip
+        assert len(set(sourced)) == len(sourced)
+        assert all(source.title and source.date[:2] == "20" for source in chip.sources)
+        assert any(source.url is not None and source.url.startswith("https://") for source in chip.sources), chip
         # What a second of reading and of computing can do: within what any chip has had.
         assert 50 < chip.flops["bf16"] / chip.hbm_bandwidth < 1000, chip
 
@@ -31,6 +34,30 @@ def test_the_file_says_nothing_that_is_not_read():
     )
 
 
+def test_memory_of_gpus_is_what_their_drivers_report():
+    """nvidia-smi's memory.total, as the source says."""
+    gib = {"a100-40": 40.0, "a100-80": 80.0, "h100": 79.65, "h200": 140.40, "b200": 179.06, "l4": 22.49}
+    for name, size in gib.items():
+        assert chips()[name].hbm_bytes / 2**30 == pytest.approx(size, abs=0.01)
+    for chip in chips().values():
+        [source] = [source for source in chip.sources if "hbm_bytes" in source.figures]
+        if chip.platform == "gpu":
+            assert f"memory.total: {chip.hbm_bytes // 2**20:,} MiB" in source.title
+
+
+def test_the_page_has_the_figures_of_every_chip():
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    for name, chip in chips().items():
+        whole, usable = (size / chip.devices_per_chip / 2**30 for size in (chip.hbm_bytes, chip.usable_bytes))
+        figures = (
+            chip.devices_per_chip,
+            f"{whole:.1f} GiB",
+            f"{usable:.1f} GiB",
+            f"{chip.hbm_bandwidth / 1e9:,.0f} GB/s",
+        )
+        assert f"| {' | '.join(map(str, (f'`{name}`', *figures)))} |" in page, name
+
+
 def test_chips_that_compile_have_a_compiler():
     assert {name for name, chip in chips().items() if chip.can_compile} == set(ahead_of_time.CHIPS)
 
@@ -41,6 +68,7 @@ def test_chips_that_compile_have_a_compiler():
         ("v6e:1x1", "v6e", 1, 1),
         ("v6e:2x4", "v6e", 8, 8),
         ("v5p:2x2x1", "v5p", 4, 4),
+        ("v4:2x2x1", "v4", 4, 4),
         ("tpu7x", "tpu7x", 1, 2),
         ("tpu7x:2x2x1", "tpu7x", 4, 8),
         ("h200x1", "h200", 1, 1),
@@ -81,7 +109,7 @@ def test_a_gpus_share_is_the_environments(monkeypatch):
     chips.cache_clear()
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     try:
-        assert chips()["h200"].usable_bytes == 141 * 10**9 // 2
+        assert chips()["h200"].usable_bytes == chips()["h200"].hbm_bytes // 2
     finally:
         chips.cache_clear()
 

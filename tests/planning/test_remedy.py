@@ -6,9 +6,13 @@ from functools import partial
 import jax
 import pytest
 
-from jaxinfer.planning import changes, make_plan
+from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.planning import changes, make_plan, remedy
+from jaxinfer.planning.chips import chips
+from jaxinfer.planning.compiled import compile_programs
+from jaxinfer.planning.planner import assemble
 from jaxinfer.quantization import quantize_params
-from tests.planning.plan_models import LLAMA_3_8B
+from tests.planning.plan_models import LLAMA_3_8B, TINY
 
 LONG = {"max_model_len": 4096, "max_seqs": 64}
 
@@ -52,6 +56,49 @@ def test_cheapest_first_and_each_fits_when_it_is_tried(plan):
     assert not plan("v6e:1x1", max_seqs=seqs + 1).fits
     assert plan("v6e:1x1", max_model_len=context).fits
     assert not plan("v6e:1x1", max_model_len=context + 64).fits
+
+
+def first_that_does_not_fit(plan, place):
+    """The plan of the smallest batch that does not fit, and how many sequences it has."""
+    return next((found, n) for n in range(8, 129, 2) if not (found := plan(place, max_seqs=n)).fits)
+
+
+def test_a_little_more_memory_is_the_cheapest_change(plan):
+    found, seqs = first_that_does_not_fit(plan, "v6e:1x1")
+    name, value = flags(found)[0].split()
+    assert name == "--memory-fraction"
+    assert 0.9 < float(value) <= 0.95
+    assert plan("v6e:1x1", max_seqs=seqs, memory_fraction=float(value)).fits
+    assert not plan("v6e:1x1", max_seqs=seqs, memory_fraction=float(value) - 0.01).fits
+    assert flags(found)[1] in (f"--max-seqs {seqs - 2}", f"--max-seqs {seqs - 1}")
+
+
+def test_on_a_gpu_jax_may_take_more_of_the_memory(plan, monkeypatch):
+    found, seqs = first_that_does_not_fit(plan, "h100x1")
+    assert flags(found)[0].startswith("--memory-fraction ")
+    assert flags(found)[1].startswith("XLA_PYTHON_CLIENT_MEM_FRACTION=0.7")
+    more = plan("h100x1", max_seqs=seqs + 16)
+    name, share = flags(more)[0].split("=")
+    assert (name, 0.75 < float(share) <= 0.95) == ("XLA_PYTHON_CLIENT_MEM_FRACTION", True)
+    chips.cache_clear()
+    try:
+        monkeypatch.setenv(name, share)
+        assert plan("h100x1", max_seqs=seqs + 16).fits
+    finally:
+        chips.cache_clear()
+
+
+def test_a_larger_share_is_not_compiled_again(ask, fake, monkeypatch):
+    """The programs are the same, so that the compiled total is the plan's."""
+    monkeypatch.setattr(remedy, "compile_programs", None)
+    request = ask(replace(TINY, num_layers=4), "v6e:1x1")
+    spec = EngineSpec(request.config, request.params, request.options, "cpu", None, None)
+    programs = compile_programs(spec, fake)
+    total = max(one.figures.total_bytes for one in programs.values())
+    found = assemble(request, spec, programs, request.place.chip, int(total / 0.925), [], 0.0)
+    assert not found.fits
+    first = changes(found)[0]
+    assert (str(first), first.compiled, first.fits) == ("--memory-fraction 0.93", found.memory.total, True)
 
 
 def test_weights_that_are_too_large_need_fewer_bits_or_more_chips(plan):

@@ -6,12 +6,15 @@ the format's formula makes of them.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.formats.module import Method
+from jaxinfer.quantization import QuantizedArray
 
 DTYPE_NAMES = {
     "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int64": "I64", "int8": "I8",
@@ -28,11 +31,20 @@ Encoded = tuple[dict[str, np.ndarray], np.ndarray]
 
 
 def read(method: Method, tensors: dict[str, np.ndarray], shape: tuple[int, int], module: str = "layer"):
-    """What the method makes of a module."""
+    """What the method makes of a module, which has the types and shapes that the reader says it will have."""
     headers = {suffix: (DTYPE_NAMES[array.dtype.name], array.shape) for suffix, array in tensors.items()}
     reader = method.reader(module, shape, headers, "Linear")
     assert reader is not None
-    return reader.read({suffix: tensors[suffix] for suffix in reader.suffixes})
+    weight = reader.read({suffix: tensors[suffix] for suffix in reader.suffixes})
+    assert shapes(reader.form.abstract()) == shapes(weight)
+    return weight
+
+
+def shapes(weight: Any) -> Any:
+    """Shapes and dtypes of a weight's arrays, but for those that depend on values."""
+    if isinstance(weight, QuantizedArray):
+        weight = replace(weight, zeros=None, permutation=None)
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), weight)
 
 
 def dense(weight: Any) -> np.ndarray:
@@ -116,14 +128,16 @@ def awq(weight: np.ndarray, *, group: int = 32) -> Encoded:
     return tensors, affine(codes, scales, zeros, order)
 
 
-def bitsandbytes4(weight: np.ndarray, *, kind: str = "nf4", nested: bool = False, size: int = 64) -> Encoded:
+def bitsandbytes4(
+    weight: np.ndarray, *, kind: str = "nf4", nested: bool = False, size: int = 64, inner: int = 16
+) -> Encoded:
     table = NF4 if kind == "nf4" else FP4
     flat = np.pad(weight.reshape(-1), (0, -weight.size % size)).reshape(-1, size)
     absmax = np.abs(flat).max(1).astype(np.float32)
     state: dict[str, Any] = {"quant_type": kind, "blocksize": size, "dtype": "bfloat16", "shape": list(weight.shape)}
     tensors = {"weight.absmax": absmax, "weight.quant_map": table}
     if nested:
-        inner, offset = 16, np.float32(absmax.mean())
+        offset = np.float32(absmax.mean())
         outer = np.pad(absmax - offset, (0, -len(absmax) % inner)).reshape(-1, inner)
         maxima = np.abs(outer).max(1).astype(np.float32)
         levels = np.linspace(-1, 1, 256, dtype=np.float32)

@@ -1,13 +1,18 @@
 """A checkpoint's shapes from its headers: what loading it gives, in every format, without a weight read."""
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import jax
 import pytest
 
-from checkpoints_convert import CheckpointError, abstract, abstract_of, convert, load
+from checkpoints_convert import CheckpointError, abstract, convert, load, save_huggingface
 from checkpoints_convert.safetensors_files import SafetensorsFile
-from tests.checkpoints_convert.formats import tiny
+from jaxinfer.quantization import quantize_params
+from jaxinfer.quantization.tree import is_quantized
+from tests.checkpoints_convert.family_files import GOLDEN, read
+from tests.checkpoints_convert.formats import encoders, tiny
 
 
 def shapes(params):
@@ -47,10 +52,82 @@ def test_config_json_alone(tmp_path):
     assert abstract(tmp_path, dtype="float32")[0].dtype == "float32"
 
 
-def test_quantized_weights_without_headers_are_refused():
-    config = {**tiny.CONFIG, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}
-    with pytest.raises(CheckpointError, match="no headers that say which"):
-        abstract_of(config, None)
+def test_config_json_alone_of_a_quantized_model(name, tmp_path, monkeypatch):
+    """The shapes are those that the weights beside it give, by the format's rules alone."""
+    if name == "nf4-nested":  # as bitsandbytes nests them
+        form = replace(tiny.FORMATS[name], encode=partial(encoders.bitsandbytes4, nested=True, inner=256))
+        monkeypatch.setitem(tiny.FORMATS, name, form)
+    folder = tiny.tiny(name).write(tmp_path / "whole")
+    config, params = abstract(folder)
+    (folder / "model.safetensors").unlink()
+    found_config, found = abstract(folder)
+    assert found_config == config
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    assert shapes(found) == shapes(params)
+
+
+# compressed-tensors can express neither GPT-2's Conv1D nor gpt-oss's experts.
+FAMILIES = [file.stem for file in GOLDEN if file.stem not in ("gpt2", "gpt_oss")]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one == "mixtral" else pytest.mark.slow) for one in FAMILIES]
+)
+def test_config_json_alone_of_every_family(family, tmp_path):
+    config, params = load(read(family).write(tmp_path / "source"))
+    folder = save_huggingface(config, quantize_params(params, "w8a8"), tmp_path / "w8a8", "auto")
+    whole = abstract(folder)
+    (folder / "model.safetensors").unlink()
+    assert abstract(folder) == whole
+
+
+def alone(tmp_path, quantization, **config):
+    (tmp_path / "config.json").write_text(json.dumps({**tiny.CONFIG, **config, "quantization_config": quantization}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dense"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down_proj": {}}}, {"down_proj"}),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [["mlp.up_proj"], ["mlp.gate_proj"]]},
+         {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["self_attn"]},
+         {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {".*v_proj": {"bits": 16}}}, {"v_proj"}),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head", "k_proj"]},
+         {"k_proj"}),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.layers.0", "model.layers.1.mlp.*"]},
+         {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+        ({"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["q_proj"]}, {"q_proj"}),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*o_proj"]}, {"o_proj"}),
+    ],
+)  # fmt: skip
+def test_modules_that_the_configuration_excludes_are_dense(quantization, dense, tmp_path):
+    _, params = abstract(alone(tmp_path, quantization))
+    layer = params["layers"]["0"]
+    linears = {**layer["attention"], **layer["mlp"]}
+    assert {name for name, one in linears.items() if not is_quantized(one["weight"])} == dense
+    assert not is_quantized(params["embed"])
+    assert not is_quantized(params["lm_head"])
+
+
+def test_a_head_is_quantized_where_the_configuration_says_so(tmp_path):
+    _, params = abstract(alone(tmp_path, {"quant_method": "gptq", "bits": 4, "lm_head": True}))
+    assert is_quantized(params["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ({"quant_method": "mxfp4"}, "mxfp4 quantizes no module of this model"),
+        ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": 3}, "must be a list of names"),
+    ],
+)
+def test_a_configuration_that_does_not_tell_is_refused(quantization, reason, tmp_path):
+    with pytest.raises(CheckpointError, match=rf"config\.json: quantization_config:? .*{reason}"):
+        abstract(alone(tmp_path, quantization))
 
 
 def test_of_a_hub_id_only_headers_are_fetched(tmp_path, monkeypatch):

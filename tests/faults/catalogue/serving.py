@@ -205,6 +205,14 @@ PLANNING = (
         "a plan promises a page more than the engine gets",
     ),
     Fault(
+        "planning/a-share-that-is-too-small",
+        "jaxinfer/planning",
+        "share = math.ceil(100 * total / limit) / 100 if limit else math.inf",
+        "share = math.floor(100 * total / limit) / 100 if limit else math.inf",
+        ("tests/planning/test_remedy.py::test_a_little_more_memory_is_the_cheapest_change",),
+        "the share of memory that a plan proposes does not hold the model",
+    ),
+    Fault(
         "planning/links-are-free",
         "jaxinfer/planning",
         "max(self.memory_seconds, self.compute_seconds) + self.link_seconds",
