@@ -6,14 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
+from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.request import Prompt
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel
-from jaxinfer.option_names import find, translated
+from jaxinfer.option_names import NAMES, find, translated
 from jaxinfer.sampling import SamplingParams
 
 P = ParamSpec("P")
@@ -23,6 +24,7 @@ Key = TypeVar("Key")
 PROMPT_FORM = "a text or a list of token ids"
 MESSAGES_FORM = '[{"role": "user", "content": "..."}]'
 _MODEL_FORM = "a folder, a GGUF file, a hub id, 'demo', or (ModelConfig, params, tokenizer)"
+_MODEL_NAMES = tuple(one.name for one in NAMES if one.ours == "model")
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
 _ELSEWHERE = {
     "SamplingParams, as in generate(prompts, SamplingParams(max_tokens=64))": _SAMPLING_NAMES,
@@ -38,8 +40,7 @@ def takes_options(
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, str | Path | LiveModel, P], None]:
         @functools.wraps(init)
         def run(self: Any, *models: Any, **keywords: Any) -> None:
-            if "model" in keywords:
-                models = (*models, keywords.pop("model"))
+            models += tuple(keywords.pop(name) for name in ("model", *_MODEL_NAMES) if name in keywords)
             if len(models) != 1:
                 raise TypeError(f"LLM takes one model, {_MODEL_FORM}, and options by name; got {len(models)} models")
             init(self, models[0], **keywords)
@@ -99,6 +100,15 @@ def _our_keywords(keywords: Mapping[str, Any], known: Sequence[str], name: str, 
 def _is_option(name: str) -> bool:
     """Whether a name is one of a request's or a method's, ours or another engine's, and so no template variable."""
     return name in _SAMPLING_NAMES or find("call", name) is not None or find("SamplingParams", name) is not None
+
+
+def unknown_attribute(self: Any, name: str) -> NoReturn:
+    """The `__getattr__` of a class. Raises AttributeError with its public methods."""
+    methods = [one for one, value in vars(type(self)).items() if callable(value) and not one.startswith("_")]
+    known = "" if name.startswith("_") else f"; its methods are {', '.join(methods)}"
+    raise AttributeError(
+        f"{type(self).__name__} has no attribute {name!r}{did_you_mean(name, methods, otherwise=known)}"
+    )
 
 
 def as_prompt(prompt: Any, what: str) -> Prompt:

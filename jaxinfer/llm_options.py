@@ -52,6 +52,13 @@ class LLMOptions(EngineOptions):
         "FORMAT",
         group=MODEL,
     )
+    quantization: str | None = option(
+        None,
+        "The quantized format that the checkpoint must have, such as awq or gptq; another one is an error. It need not "
+        "be given, since the files declare it.",
+        "FORMAT",
+        group=MODEL,
+    )
     verify: bool | None = option(
         None,
         "Whether checksums are compared. By default those of a checkpoint that jaxinfer convert wrote, while it is "
@@ -94,7 +101,7 @@ class LLMOptions(EngineOptions):
         self.check_draft(self.draft is not None)
 
     def _check_types(self) -> None:
-        for name in ("dtype", "quantize", "requantize", "revision"):
+        for name in ("dtype", "quantize", "requantize", "quantization", "revision"):
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and name != "dtype")):
                 raise TypeError(f"{name} must be a text, got {type(value).__name__} {value!r:.60}")

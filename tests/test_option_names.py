@@ -125,5 +125,5 @@ def test_sampling_params_take_the_names():
         SamplingParams(foo=1)  # type: ignore[call-arg]
     with pytest.raises(SamplingParamsError, match=r"repeat_penalty=1\.5"):
         SamplingParams.from_dict({"repeat_penalty": 1.5})
-    with pytest.raises(TypeError, match="contradict each other"):
+    with pytest.raises(TypeError, match="temperature=0 is greedy"):
         SamplingParams(do_sample=True, temperature=0)  # type: ignore[call-arg]

@@ -19,7 +19,7 @@ from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.models import models
-from jaxinfer.cli.names import NamedCommand
+from jaxinfer.cli.names import NamedCommand, NamedGroup
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.profile import profile
 from jaxinfer.cli.quantize import quantize
@@ -65,6 +65,7 @@ Transformers, such as --tensor-parallel-size and --max-new-tokens, are applied w
 
 app = typer.Typer(
     name="jaxinfer",
+    cls=NamedGroup,
     help="LLM inference in JAX: load a checkpoint, generate, chat, score.",
     epilog=EXAMPLES,
     no_args_is_help=True,
