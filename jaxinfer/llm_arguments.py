@@ -117,7 +117,7 @@ def as_prompt(prompt: Any, what: str) -> Prompt:
         return prompt
     if _is_array(prompt) and prompt.ndim == 1 and prompt.dtype.kind in "iu":
         return [int(token) for token in prompt]
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and all(map(_is_scalar, prompt)):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and _are_scalars(prompt):
         return prompt
     hint = ""
     if isinstance(prompt, Mapping) and "content" in prompt:
@@ -139,7 +139,7 @@ def as_prompts(prompts: Any, name: str = "prompt") -> list[Prompt]:
     if not isinstance(prompts, Iterable) or (_is_array(prompts) and np.asarray(prompts).ndim != 2):
         raise TypeError(f"{name}s must be {PROMPT_FORM}, or a list of these, got {_shown(prompts)}")
     items = list(prompts)
-    if items and all(map(_is_scalar, items)):
+    if items and _are_scalars(items):
         return [items]
     return [as_prompt(one, f"{name} {number}") for number, one in enumerate(items)]
 
@@ -247,6 +247,10 @@ def as_names(name: str, value: Any) -> list[str]:
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "ndim") and hasattr(value, "dtype") and value.ndim > 0
+
+
+def _are_scalars(values: Sequence[Any]) -> bool:
+    return {int}.issuperset(map(type, values)) or all(map(_is_scalar, values))
 
 
 def _is_scalar(value: Any) -> bool:
