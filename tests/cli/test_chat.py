@@ -292,6 +292,7 @@ def test_a_text_is_edited_at_a_real_terminal(monkeypatch, pty):
     from prompt_toolkit.output.vt100 import Vt100_Output
 
     monkeypatch.setenv("JAXINFER_CHAT_HISTORY", "")
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")  # nobody answers where the cursor is
     first, second = pty
 
     def type_keys():
