@@ -41,7 +41,7 @@ class LLMOptions(EngineOptions):
     quantize: str | None = option(
         None,
         "Rounds the weights of linear layers to the nearest values of a format as they are loaded: int8, w8a8, "
-        "int4-g128, nf4, fp8 and others (jaxinfer.quantization.RECIPES).",
+        "int4-g128, nf4, fp8 and others (docs/quantization.md).",
         "FORMAT",
         group=MODEL,
     )
