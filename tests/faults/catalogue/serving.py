@@ -312,7 +312,7 @@ NAMES = (
     Fault(
         "cli/do-sample-beside-temperature-zero-is-greedy",
         "jaxinfer/cli/names.py",
-        "            check_do_sample(found.given.get(\"SamplingParams\", {}), ctx.params.get(\"temperature\"))\n",
+        '            check_do_sample(found.given.get("SamplingParams", {}), ctx.params.get("temperature"))\n',
         "",
         ("tests/cli/test_names.py",),
         "--do-sample is taken and does nothing",
