@@ -99,6 +99,8 @@ class Checkpoint(Closable, ABC):
       directory: of its files. config: its dtype is that of every dense array read; a `QuantizedArray` keeps the dtypes
         of the file.
       kv_scales: scales of an 8-bit key-value cache, by layer; () if the checkpoint has none.
+      quantization: the quantized format that the files declare, such as awq; None for plain weights, and in jaxinfer's
+        own format.
       requantize: how weights of a GGUF file are rounded again, as of `load`; None elsewhere.
       requantize_errors: relative error (root of the mean square) of the weights that were rounded again so far.
       cast_errors: the largest relative error of the casts so far, by parameter, when opened to measure them.
@@ -107,6 +109,7 @@ class Checkpoint(Closable, ABC):
     directory: Path
     config: ModelConfig
     kv_scales: tuple[LayerKVScales, ...] = ()
+    quantization: str | None = None
 
     requantize: str | None = None
 

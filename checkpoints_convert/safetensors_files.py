@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from checkpoints_convert.errors import CheckpointError
-from checkpoints_convert.files import WEIGHTS_INDEX, parse_json, read_json
+from checkpoints_convert.files import WEIGHTS_INDEX, collector_paused, parse_json, read_json
 from checkpoints_convert.storage import MIN_PIECE_BYTES as REMOTE_MIN_PIECE_BYTES
 from checkpoints_convert.storage import ByteFile, LocalFile, fill, fill_from_tensor, remote_of
 from jaxinfer.checks import did_you_mean
@@ -90,7 +90,9 @@ class SafetensorsIndex(Closable):
     @property
     def headers(self) -> dict[str, TensorHeader]:
         """Name to (dtype, shape) of every tensor."""
-        return {name: (self.entry(name).dtype, self.entry(name).shape) for name in self._file_of}
+        return {
+            name: (entry.dtype, entry.shape) for file in self._files.values() for name, entry in file.tensors.items()
+        }
 
     def entry(self, name: str) -> TensorEntry:
         return self._files[self._file_of[name]].tensors[name]
@@ -307,6 +309,7 @@ class SafetensorsFile(Closable):
         return bytes(buffer)
 
 
+@collector_paused()
 def parse_header(
     header: bytes, num_data_bytes: int, where: str | Path
 ) -> tuple[dict[str, TensorEntry], dict[str, str]]:
@@ -340,15 +343,15 @@ def parse_header(
 
 def _parse_entry(value: Any, num_data_bytes: int) -> TensorEntry | str:
     """The entry, or a text with what is wrong with it."""
-    if not isinstance(value, Mapping) or set(value) != {"dtype", "shape", "data_offsets"}:
-        found = ", ".join(sorted(map(repr, value))) if isinstance(value, Mapping) else type(value).__name__
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        found = ", ".join(sorted(map(repr, value))) if isinstance(value, dict) else type(value).__name__
         return f"has {found or 'nothing'}, not 'dtype', 'shape' and 'data_offsets'"
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return f"unknown dtype {dtype!r}" + did_you_mean(dtype, DTYPE_BITS)
-    if not isinstance(shape, list) or not all(_is_count(size) for size in shape):
+    if not isinstance(shape, list) or not all(map(_is_count, shape)):
         return f"shape {shape!r} is not a list of sizes"
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         return f"data_offsets {offsets!r} is not a pair of byte positions"
     begin, end = offsets
     if begin > end:
@@ -364,7 +367,7 @@ def _parse_entry(value: Any, num_data_bytes: int) -> TensorEntry | str:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _layout_problems(entries: Mapping[str, TensorEntry], num_data_bytes: int) -> list[str]:

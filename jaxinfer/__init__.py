@@ -52,5 +52,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        known = "" if name.startswith("_") else f"; it has {', '.join(__all__)}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{known}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -41,6 +41,7 @@ from jaxinfer.llm_arguments import (
     priorities_of_each,
     takes_options,
     takes_other_names,
+    unknown_attribute,
 )
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
@@ -112,6 +113,7 @@ class LLM(Closable):
             revision=chosen.revision,
             quantize=chosen.quantize,
             requantize=chosen.requantize,
+            quantization=chosen.quantization,
             verify=chosen.verify,
             mesh=self.mesh,
         )
@@ -150,6 +152,9 @@ class LLM(Closable):
                 self._owned_params.append(draft.params)
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
         return make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+        __getattr__ = unknown_attribute
 
     # Generating.
 

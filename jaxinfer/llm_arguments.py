@@ -6,14 +6,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
+from jaxinfer.checks import did_you_mean
 from jaxinfer.engine.request import Prompt
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel
-from jaxinfer.option_names import find, translated
+from jaxinfer.option_names import NAMES, find, translated
 from jaxinfer.sampling import SamplingParams
 
 P = ParamSpec("P")
@@ -23,6 +24,7 @@ Key = TypeVar("Key")
 PROMPT_FORM = "a text or a list of token ids"
 MESSAGES_FORM = '[{"role": "user", "content": "..."}]'
 _MODEL_FORM = "a folder, a GGUF file, a hub id, 'demo', or (ModelConfig, params, tokenizer)"
+_MODEL_NAMES = tuple(one.name for one in NAMES if one.ours == "model")
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
 _ELSEWHERE = {
     "SamplingParams, as in generate(prompts, SamplingParams(max_tokens=64))": _SAMPLING_NAMES,
@@ -38,8 +40,7 @@ def takes_options(
     def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, str | Path | LiveModel, P], None]:
         @functools.wraps(init)
         def run(self: Any, *models: Any, **keywords: Any) -> None:
-            if "model" in keywords:
-                models = (*models, keywords.pop("model"))
+            models += tuple(keywords.pop(name) for name in ("model", *_MODEL_NAMES) if name in keywords)
             if len(models) != 1:
                 raise TypeError(f"LLM takes one model, {_MODEL_FORM}, and options by name; got {len(models)} models")
             init(self, models[0], **keywords)
@@ -101,13 +102,22 @@ def _is_option(name: str) -> bool:
     return name in _SAMPLING_NAMES or find("call", name) is not None or find("SamplingParams", name) is not None
 
 
+def unknown_attribute(self: Any, name: str) -> NoReturn:
+    """The `__getattr__` of a class. Raises AttributeError with its public methods."""
+    methods = [one for one, value in vars(type(self)).items() if callable(value) and not one.startswith("_")]
+    known = "" if name.startswith("_") else f"; its methods are {', '.join(methods)}"
+    raise AttributeError(
+        f"{type(self).__name__} has no attribute {name!r}{did_you_mean(name, methods, otherwise=known)}"
+    )
+
+
 def as_prompt(prompt: Any, what: str) -> Prompt:
     """A prompt, whose token ids are not checked yet. Raises TypeError, with `what`, for anything else."""
     if isinstance(prompt, str):
         return prompt
     if _is_array(prompt) and prompt.ndim == 1 and prompt.dtype.kind in "iu":
         return [int(token) for token in prompt]
-    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and all(map(_is_scalar, prompt)):
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)) and _are_scalars(prompt):
         return prompt
     hint = ""
     if isinstance(prompt, Mapping) and "content" in prompt:
@@ -129,7 +139,7 @@ def as_prompts(prompts: Any, name: str = "prompt") -> list[Prompt]:
     if not isinstance(prompts, Iterable) or (_is_array(prompts) and np.asarray(prompts).ndim != 2):
         raise TypeError(f"{name}s must be {PROMPT_FORM}, or a list of these, got {_shown(prompts)}")
     items = list(prompts)
-    if items and all(map(_is_scalar, items)):
+    if items and _are_scalars(items):
         return [items]
     return [as_prompt(one, f"{name} {number}") for number, one in enumerate(items)]
 
@@ -237,6 +247,10 @@ def as_names(name: str, value: Any) -> list[str]:
 
 def _is_array(value: Any) -> bool:
     return hasattr(value, "ndim") and hasattr(value, "dtype") and value.ndim > 0
+
+
+def _are_scalars(values: Sequence[Any]) -> bool:
+    return {int}.issuperset(map(type, values)) or all(map(_is_scalar, values))
 
 
 def _is_scalar(value: Any) -> bool:

@@ -41,7 +41,7 @@ class LLMOptions(EngineOptions):
     quantize: str | None = option(
         None,
         "Rounds the weights of linear layers to the nearest values of a format as they are loaded: int8, w8a8, "
-        "int4-g128, nf4, fp8 and others (jaxinfer.quantization.RECIPES).",
+        "int4-g128, nf4, fp8 and others (docs/quantization.md).",
         "FORMAT",
         group=MODEL,
     )
@@ -49,6 +49,13 @@ class LLMOptions(EngineOptions):
         None,
         "What becomes of weights that a GGUF file quantized: by default they are kept exactly; dense makes them "
         "floating point; a format as of quantize rounds those of linear layers to it, but for Q8_0 and Q4_0.",
+        "FORMAT",
+        group=MODEL,
+    )
+    quantization: str | None = option(
+        None,
+        "The quantized format that the checkpoint must have, such as awq or gptq; another one is an error. It need not "
+        "be given, since the files declare it.",
         "FORMAT",
         group=MODEL,
     )
@@ -94,7 +101,7 @@ class LLMOptions(EngineOptions):
         self.check_draft(self.draft is not None)
 
     def _check_types(self) -> None:
-        for name in ("dtype", "quantize", "requantize", "revision"):
+        for name in ("dtype", "quantize", "requantize", "quantization", "revision"):
             value = getattr(self, name)
             if not (isinstance(value, str) or (value is None and name != "dtype")):
                 raise TypeError(f"{name} must be a text, got {type(value).__name__} {value!r:.60}")

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxinfer.cache import KVScales
 from jaxinfer.data import embedded_path
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
+from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
 from jaxinfer.quantization.tree import describe, is_quantized
@@ -85,6 +86,7 @@ def load_model(
     revision: str | None = None,
     quantize: str | None = None,
     requantize: str | None = None,
+    quantization: str | None = None,
     verify: bool | None = None,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
@@ -92,7 +94,8 @@ def load_model(
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
 
     With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read;
-    `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in `checkpoints_convert.load`.
+    `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in `checkpoints_convert.load`;
+    `quantization` names the quantized format that its files have to be in.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
@@ -103,10 +106,12 @@ def load_model(
             raise ValueError("requantize is for GGUF files, not for live parameters")
         if verify:
             raise ValueError("verify is for the files of a checkpoint, not for live parameters")
+        check_format(quantization, None, "a live model")
         found = _live(model, dtype, chosen, mesh)
     else:
         opening = {"requantize": requantize, "verify": verify}
-        found = _read(str(model), dtype, revision, chosen, mesh, reads_tokenizer=tokenizer is None, opening=opening)
+        needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
+        found = _read(str(model), dtype, revision, chosen, mesh, opening=opening, **needed)
     params = found.params
     if jax.default_backend() == "gpu" and mesh is None:
         params = outputs_together(params, donate=found.is_owned)
@@ -151,6 +156,7 @@ def _read(
     mesh: Mesh | None,
     *,
     reads_tokenizer: bool,
+    quantization: str | None,
     opening: Mapping[str, Any],
 ) -> LoadedModel:
     import checkpoints_convert
@@ -159,6 +165,7 @@ def _read(
     if dtype == "auto" and jax.default_backend() == "cpu":
         dtype = "float32"
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
+        check_format(quantization, checkpoint.quantization, name)
         params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen)
         kv_scales = None
         if layers := checkpoint.kv_scales:

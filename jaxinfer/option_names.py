@@ -111,6 +111,14 @@ def _speculative_config(value: Any) -> Values:
     return {name: one for name, one in found.items() if one is not None}
 
 
+def check_do_sample(given: Values, temperature: Any) -> None:
+    """Raises OptionNameError where do_sample=True stands beside a temperature of 0."""
+    if given.get("do_sample") is True and temperature == 0:
+        raise OptionNameError(
+            "do_sample", "do_sample=True (Transformers): temperature=0 is greedy, so leave one of them out"
+        )
+
+
 def _do_sample(value: Any) -> Values:
     if not isinstance(value, bool):
         raise ValueError("it must be True or False; temperature=0 is greedy")
@@ -127,6 +135,7 @@ _COMPILED = "every step is a compiled program: leave it out; `jaxinfer warm MODE
 _CHUNK = "prefill_chunk= is the number of prompt tokens that a step computes beside the decoding answers"
 _KV = 'kv_dtype="int8" or "fp8_e4m3" says how keys and values are stored'
 _ADAPTERS = "adapters are not supported: merge them into the weights"
+_ATTENTION = "chosen by device and shape: `jaxinfer doctor` and llm.explain() show it"
 _EVICTION = "nothing is ever dropped from the cache; max_model_len= limits a prompt with its answer"
 _LOADING = "the format is found from the files, so leave it out"
 _LENGTH = "counts the prompt too; max_tokens= is the number of new tokens, max_model_len= of LLM the length of both"
@@ -136,6 +145,10 @@ _PENALTY = (
     "and frequency_penalty= at those of the answer"
 )
 _BEAMS = "beam search is not supported: n= samples several answers, logprobs= ranks them"
+_CHAT = "`jaxinfer chat MODEL` talks with a model"
+_SERVER = (
+    "there is no HTTP server yet: `jaxinfer batch` serves a file of requests, AsyncEngine many clients in one process"
+)
 _GRAMMAR = "constrained decoding is not supported; allowed_token_ids= and logit_bias= act on single tokens"
 _PROCESSORS = "functions on logits are not supported; logit_bias=, allowed_token_ids= and bad_words= act on tokens"
 _FORMER, _STOP = "a former flag", "include_stop_str_in_output"
@@ -168,8 +181,10 @@ _LLM = (
     _same("LLM", "num_speculative_tokens", VLLM, "num_draft_tokens"),
     OtherName("LLM", "speculative_config", VLLM, "draft, num_draft_tokens", _speculative_config),
     _same("LLM", "tokenizer_path", SGLANG, "tokenizer"),
+    _same("LLM", "model_path", SGLANG, "model"),
+    _same("LLM", "pretrained_model_name_or_path", HF, "model"),
+    _same("LLM", "hf_repo", LLAMA, "model"),
     # Another meaning, or none here.
-    OtherName("LLM", "quantization", f"{VLLM}, {SGLANG}", _QUANTIZED),
     OtherName("LLM", "load_in_8bit", HF, 'quantize="int8" rounds weights to 8 bits', None, (False,), True),
     OtherName("LLM", "load_in_4bit", HF, 'quantize="nf4" rounds weights to 4 bits', None, (False,), True),
     OtherName("LLM", "quantization_config", HF, _QUANTIZED),
@@ -197,6 +212,7 @@ _LLM = (
     OtherName("LLM", "max_num_batched_tokens", VLLM, f"it counts decoding answers too; {_CHUNK}"),
     OtherName("LLM", "max_prefill_tokens", SGLANG, _CHUNK),
     OtherName("LLM", "num_batch", OLLAMA, _CHUNK),
+    OtherName("LLM", "batch_size", LLAMA, _CHUNK),
     OtherName("LLM", "n_batch", LLAMA, _CHUNK),
     OtherName(
         *("LLM", "enable_chunked_prefill", VLLM),
@@ -219,8 +235,10 @@ _LLM = (
     OtherName("LLM", "device_map", HF, _MESH, None, ("auto",)),
     OtherName("LLM", "num_gpu", OLLAMA, _MESH),
     OtherName("LLM", "n_gpu_layers", LLAMA, _MESH, None, (-1,)),
+    OtherName("LLM", "gpu_layers", LLAMA, _MESH, None, (-1,)),
     OtherName("LLM", "num_thread", OLLAMA, "XLA takes all cores: taskset limits them"),
     OtherName("LLM", "n_threads", LLAMA, "XLA takes all cores: taskset limits them"),
+    OtherName("LLM", "threads", LLAMA, "XLA takes all cores: taskset limits them"),
     OtherName("LLM", "download_dir", VLLM, _FILES),
     OtherName("LLM", "cache_dir", HF, _FILES),
     OtherName("LLM", "hf_token", VLLM, "the environment variable HF_TOKEN holds the token"),
@@ -229,7 +247,12 @@ _LLM = (
     OtherName("LLM", "use_safetensors", HF, _LOADING, None, (True,)),
     OtherName("LLM", "max_logprobs", VLLM, "logprobs= of SamplingParams is at most 20", None, (20,)),
     OtherName("LLM", "disable_log_stats", VLLM, "nothing is logged, so leave it out", None, (True,), True),
-    OtherName("LLM", "attn_implementation", HF, "chosen by device and shape: llm.explain() shows it", None, ("auto",)),
+    OtherName("LLM", "attn_implementation", HF, _ATTENTION, None, ("auto",)),
+    OtherName("LLM", "flash_attn", LLAMA, _ATTENTION, None, ("auto",)),
+    OtherName("LLM", "host", VLLM, _SERVER),
+    OtherName("LLM", "port", VLLM, _SERVER),
+    OtherName("LLM", "api_key", VLLM, _SERVER),
+    OtherName("LLM", "served_model_name", VLLM, _SERVER),
     OtherName("LLM", "hf_overrides", VLLM, "max_model_len= stretches positions; other settings are in config.json"),
     OtherName("LLM", "rope_scaling", VLLM, "max_model_len= stretches positions; other settings are in config.json"),
     OtherName("LLM", "scheduling_policy", VLLM, "priority= of generate orders requests", None, ("priority",)),
@@ -298,6 +321,10 @@ _SAMPLING = (
     OtherName("SamplingParams", "logits_processors", f"{VLLM}, {MLX}", _PROCESSORS),
     OtherName("SamplingParams", "structured_outputs", VLLM, _GRAMMAR),
     OtherName("SamplingParams", "guided_decoding", VLLM, _GRAMMAR),
+    OtherName("SamplingParams", "guided_json", VLLM, _GRAMMAR),
+    OtherName("SamplingParams", "guided_regex", VLLM, _GRAMMAR),
+    OtherName("SamplingParams", "guided_choice", VLLM, _GRAMMAR),
+    OtherName("SamplingParams", "guided_grammar", VLLM, _GRAMMAR),
     OtherName("SamplingParams", "response_format", OPENAI, _GRAMMAR, None, ({"type": "text"},)),
     OtherName("SamplingParams", "format", OLLAMA, _GRAMMAR),
     OtherName("SamplingParams", "grammar", LLAMA, _GRAMMAR),
@@ -315,11 +342,11 @@ _CALL = (
     _same("call", "input_ids", f"{HF}, {SGLANG}", "prompts"),
     OtherName("call", "prompt_token_ids", VLLM, "prompts= takes texts or lists of token ids"),
     OtherName("call", "lora_request", VLLM, _ADAPTERS),
-    OtherName(
-        "call", "stream", f"{OPENAI}, {OLLAMA}", "llm.stream(prompt, params) yields text as it comes", None, (False,)
-    ),
-    OtherName("call", "streamer", HF, "llm.stream(prompt, params) yields text as it comes"),
-    OtherName("call", "verbose", MLX, "use_tqdm= shows progress; llm.stream() yields text as it comes", None, (False,)),
+    OtherName("call", "stream", f"{OPENAI}, {OLLAMA}", _STREAM, None, (False,), True),
+    OtherName("call", "streamer", HF, _STREAM),
+    OtherName("call", "verbose", f"{MLX}, {OLLAMA}", f"use_tqdm= shows progress; {_STREAM}", None, (False,), True),
+    OtherName("call", "interactive", LLAMA, _CHAT, None, (False,), True),
+    OtherName("call", "conversation", LLAMA, _CHAT, None, (False,), True),
     OtherName("call", "generation_config", HF, "params= takes SamplingParams; the checkpoint's own file is applied"),
     OtherName("call", "chat_template", VLLM, "it is the checkpoint's, or that of the folder tokenizer= of LLM"),
     OtherName("call", "options", OLLAMA, "params= takes SamplingParams"),
@@ -337,7 +364,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-_TO_CALIBRATE = "calibrates on texts: `jaxinfer quantize SRC DST --method {}`, and then load DST"
+_TO_CALIBRATE = "`jaxinfer quantize SRC DST --method {}` calibrates on texts and writes a checkpoint"
 # What others call ways to round weights: our recipe, or what to do.
 RECIPE_NAMES: Mapping[str, str] = {
     **{name: _TO_CALIBRATE.format(name) for name in ("awq", "gptq", "smoothquant")},
@@ -354,6 +381,36 @@ RECIPE_NAMES: Mapping[str, str] = {
         "the types of a GGUF file are kept as they are, so leave it out; for other weights 'int4-g32' is the nearest",
     ),
 }
+
+# What vLLM and SGLang call formats of checkpoints, by the name in config.json.
+FORMAT_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("awq_marlin", "auto_awq", "autoawq"), "awq"),
+    **dict.fromkeys(("gptq_marlin", "auto_gptq", "autogptq", "gptqmodel"), "gptq"),
+    **dict.fromkeys(("autoround", "auto_round", "intel/auto-round", "inc"), "auto-round"),
+    **dict.fromkeys(("bnb", "qlora"), "bitsandbytes"),
+    "compressed_tensors": "compressed-tensors",
+}
+
+
+def check_format(wanted: str | None, found: str | None, model: str) -> None:
+    """Raises ValueError unless the checkpoint of a model is in the format that `quantization` names, if it names one.
+
+    Args:
+      found: the format of its files; None for plain weights.
+    """
+    if wanted is None:
+        return
+    name = wanted.lower()
+    name, found = FORMAT_NAMES.get(name, name), FORMAT_NAMES.get(found or "", found)
+    if name == found:
+        return
+    what = "its files declare no quantized format" if found is None else f"its files are in the format {found}"
+    recipe = {"fp8": "fp8", "bitsandbytes": "nf4", "mxfp4": "mxfp4"}.get(name)
+    if found is not None or not (recipe or name in RECIPE_NAMES):
+        hint = "leave it out"
+    else:
+        hint = f'quantize="{recipe}" rounds its weights as they are loaded' if recipe else RECIPE_NAMES[name]
+    raise ValueError(f"quantization={wanted!r:.60} is not what {model} has: {what}; {hint}")
 
 
 def find(scope: Scope, name: str) -> OtherName | None:

@@ -195,3 +195,15 @@ def test_one_request_whose_processing_fails_leaves_the_others_alone(model, monke
     first, failed, last = asyncio.run(run())
     assert isinstance(failed, ValueError)
     assert len(first[0][0]) == len(last[0][0]) == 20
+
+
+def test_a_text_of_50_megabytes_is_refused_at_once():
+    async def run():
+        async with AsyncEngine("demo", max_seqs=1) as engine:
+            started = time.process_time()
+            with pytest.raises(ValueError, match="50000000 bytes of text are more than 1024 tokens"):
+                await collect(engine, "word " * 10_000_000, SamplingParams(max_tokens=2))
+            assert time.process_time() - started < 0.5
+            assert engine.is_alive
+
+    asyncio.run(run())

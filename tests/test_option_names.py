@@ -6,11 +6,11 @@ from dataclasses import fields
 import pytest
 
 from jaxinfer.llm_options import LLMOptions
-from jaxinfer.option_names import NAMES, OptionNameError, our_value, translated
+from jaxinfer.option_names import NAMES, OptionNameError, check_format, our_value, translated
 from jaxinfer.sampling import SamplingParams, SamplingParamsError
 
 KNOWN = {
-    "LLM": [field.name for field in fields(LLMOptions)],
+    "LLM": [*(field.name for field in fields(LLMOptions)), "model"],
     "SamplingParams": [field.name for field in fields(SamplingParams)],
     "call": ["prompts", "params", "use_tqdm"],
 }
@@ -34,7 +34,7 @@ APPLIED = [
     ("LLM", {"enforce_eager": False, "trust_remote_code": False, "swap_space": 0, "cpu_offload_gb": 0.0}, {}),
     (
         "LLM",
-        {"tokenizer_mode": "auto", "enable_chunked_prefill": True, "load_format": "auto", "quantization": None},
+        {"tokenizer_mode": "auto", "enable_chunked_prefill": True, "load_format": "auto"},
         {},
     ),
     ("SamplingParams", {"max_new_tokens": 5, "min_new_tokens": 2}, {"max_tokens": 5, "min_tokens": 2}),
@@ -48,7 +48,7 @@ APPLIED = [
     ("call", {"sampling_params": None, "prompt": "x"}, {"prompts": "x"}),
 ]
 REFUSED = [
-    ("LLM", {"quantization": "awq"}, r'quantize="int8".*jaxinfer quantize --method awq'),
+    ("LLM", {"quantization_config": {}}, r'quantize="int8".*jaxinfer quantize --method awq'),
     ("LLM", {"enforce_eager": True}, "jaxinfer warm"),
     ("LLM", {"trust_remote_code": True}, "jaxinfer models"),
     ("LLM", {"swap_space": 4}, "memory_fraction"),
@@ -88,6 +88,30 @@ def test_any_other_name_is_refused_with_ours(scope, given, message):
         translated(scope, given, KNOWN[scope], "no argument {}")
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [(None, "awq"), (None, None), ("awq", "awq"), ("AWQ_Marlin", "awq"), ("autoround", "intel/auto-round")],
+)
+def test_the_format_that_a_checkpoint_has_may_be_named(wanted, found):
+    check_format(wanted, found, "m")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "message"),
+    [
+        ("awq", None, "its files declare no quantized format; `jaxinfer quantize SRC DST --method awq`"),
+        ("gptq_marlin", None, "jaxinfer quantize SRC DST --method gptq"),
+        ("fp8", None, 'quantize="fp8" rounds its weights as they are loaded'),
+        ("bitsandbytes", None, 'quantize="nf4"'),
+        ("awq", "gptq", "its files are in the format gptq; leave it out"),
+        ("other", None, "no quantized format; leave it out"),
+    ],
+)
+def test_another_format_is_an_error_with_what_to_do(wanted, found, message):
+    with pytest.raises(ValueError, match=message):
+        check_format(wanted, found, "m")
+
+
 def test_the_table_is_sound():
     """No name is there twice or is one of ours, and what is applied gives options that exist."""
     places = [(one.scope, one.name) for one in NAMES]
@@ -125,5 +149,5 @@ def test_sampling_params_take_the_names():
         SamplingParams(foo=1)  # type: ignore[call-arg]
     with pytest.raises(SamplingParamsError, match=r"repeat_penalty=1\.5"):
         SamplingParams.from_dict({"repeat_penalty": 1.5})
-    with pytest.raises(TypeError, match="contradict each other"):
+    with pytest.raises(TypeError, match="temperature=0 is greedy"):
         SamplingParams(do_sample=True, temperature=0)  # type: ignore[call-arg]

@@ -23,6 +23,7 @@ __all__ = [
     "mxfp4_experts",
     "mxfp4_weight",
     "quantization_method",
+    "quantization_name",
     "with_side_file",
 ]
 
@@ -50,7 +51,20 @@ def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
 
     Raises FormatError for unsupported methods, formats and versions, by name.
     """
-    data = hf_config.get("quantization_config") or hf_config.get("compression_config")
+    name = quantization_name(hf_config)
+    return None if name is None else METHODS[name](_declared(hf_config))
+
+
+def _declared(hf_config: Mapping[str, Any]) -> Any:
+    return hf_config.get("quantization_config") or hf_config.get("compression_config")
+
+
+def quantization_name(hf_config: Mapping[str, Any]) -> str | None:
+    """The name of the method that config.json declares; None for a model that is not quantized.
+
+    Raises FormatError for unsupported methods.
+    """
+    data = _declared(hf_config)
     if not data:
         if hf_config.get("quantization"):
             raise FormatError(f"the method 'mlx' is not supported: {_REFUSED['mlx']}")
@@ -67,7 +81,7 @@ def quantization_method(hf_config: Mapping[str, Any]) -> Method | None:
     if name not in METHODS:
         why = _REFUSED.get(str(name), f"{', '.join(METHODS)} are")
         raise FormatError(f"quant_method {name!r} is not supported{did_you_mean(name, METHODS)}: {why}")
-    return METHODS[name](data)
+    return name
 
 
 def with_side_file(directory: Path, hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class GGUFCheckpoint(Checkpoint):
     read; ValueError for an unknown recipe.
     """
 
+    quantization = "gguf"
+
     def __init__(self, path: Path, *, dtype: str = "auto", measure_casts: bool = False, requantize: str | None = None):
         super().__init__(path, measure_casts=measure_casts)
         check_dtype(dtype)

@@ -23,7 +23,7 @@ from checkpoints_convert.checkpoint import (
     size_of,
 )
 from checkpoints_convert.files import CONFIG, read_json
-from checkpoints_convert.formats import with_side_file
+from checkpoints_convert.formats import quantization_name, with_side_file
 from checkpoints_convert.formats.kv_scales import LayerKVScales, read_kv_scales
 from checkpoints_convert.host_arrays import Region, empty_aligned, read_regions
 from checkpoints_convert.huggingface.config import family_for
@@ -153,7 +153,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         except BaseException:
             self._index.close()
             raise
-        self._hf_config = hf_config
+        self._hf_config, self.quantization = hf_config, quantization_name(hf_config)
         self._plan_of = {tensor.target: tensor for tensor in self.plans}
         self._quantized = {tensor.target: tensor for tensor in self.plans if isinstance(tensor, QuantizedPlan)}
         self._warned: set[str] = set()

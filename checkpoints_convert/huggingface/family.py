@@ -72,15 +72,15 @@ class Fields:
         return value
 
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
-        """A list of `length` positive numbers."""
+        """A list of `length` positive numbers; () beside a problem, since `length` may come from a hostile size."""
         value = self._get(name, REQUIRED)
         if value is REQUIRED:
-            return (1.0,) * length
+            return ()
         is_list = isinstance(value, list) and all(is_positive(x, MAX_NUMBER) for x in value)
         if not is_list or len(value) != length:
             got = f"{len(value)} of them" if is_list else repr(value)
             self.problem(name, f"must be a list of {length} positive numbers, got {got}")
-            return (1.0,) * length
+            return ()
         return tuple(float(x) for x in value)
 
     def problem(self, name: str, text: str) -> None:

@@ -108,7 +108,7 @@ def read_plain(record: Mapping[str, Any]) -> BatchRequest:
     _check_known(record, ("prompt", *_SAMPLING))
     prompt = record["prompt"]
     if not isinstance(prompt, str):
-        if not isinstance(prompt, list) or not prompt or any(isinstance(one, (str, list)) for one in prompt):
+        if not isinstance(prompt, list) or not prompt or not _has_no_texts(prompt):
             raise RowError(f"prompt must be a text or a list of token ids, got {prompt!r:.60}", "prompt")
         prompt = _ids(prompt)
     return BatchRequest("plain", prompts=(prompt,), sampling=_sampling(record))
@@ -234,11 +234,16 @@ def _prompts(body: Mapping[str, Any]) -> tuple[Prompt, ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:
-        if not any(isinstance(one, (str, list)) for one in prompt):
+        if _has_no_texts(prompt):
             return (_ids(prompt),)
         if all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
             return tuple(one if isinstance(one, str) else _ids(one, f"prompt {i}: ") for i, one in enumerate(prompt))
     raise RowError(f"prompt must be a text, token ids, or a list of either, got {prompt!r:.60}", "prompt")
+
+
+def _has_no_texts(prompt: list[Any]) -> bool:
+    """Whether neither texts nor lists are in a list of JSON values, which may be millions of ids."""
+    return {str, list}.isdisjoint(map(type, prompt))
 
 
 def _ids(prompt: list[Any], where: str = "") -> list[int]:

@@ -13,7 +13,7 @@ import typer
 
 from jaxinfer.checks import need_plotting
 from jaxinfer.cli.command import UsageError, command
-from jaxinfer.cli.names import NamedCommand
+from jaxinfer.cli.names import NamedCommand, NamedGroup
 from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
 from jaxinfer.cli.output import console, write_text
 from jaxinfer.options import MISSING, argument, option
@@ -286,6 +286,7 @@ def progress(title: str, total: int, options: BenchOptions) -> Iterator["RunOpti
 
 
 app = typer.Typer(
+    cls=NamedGroup,
     no_args_is_help=True,
     rich_markup_mode="rich",
     help="Measure a model on this machine: latency, throughput, load; draw the results.",

@@ -140,6 +140,10 @@ class ChatSession:
             "params": lambda _: self._show_params(),
             "set": self._set_param,
             "quit": lambda _: None,
+            # Ollama's.
+            "?": lambda _: HELP,
+            "clear": self._reset,
+            "bye": lambda _: None,
             "exit": lambda _: None,
         }
         if name not in commands:

@@ -20,7 +20,7 @@ NAMES = ("to", "dtype", "overwrite", "revision", "requantize", "tokenizer")
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    source: str = argument(MISSING, "A checkpoint's folder, a GGUF file, or a hub id.", "SRC")
+    source: str = argument(MISSING, "A checkpoint's folder, a GGUF file, a hub id, or demo.", "SRC")
     destination: str = argument(MISSING, "Folder to write; it appears when it is complete.", "DST")
     to: Literal["native", "huggingface"] = option("native", "The format to write.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option("auto", "Cast to this type; auto does not cast.")
@@ -45,9 +45,10 @@ def convert(options: ConvertOptions) -> int | None:
     try:
         with Stage(f"opening {options.source}"):
             import checkpoints_convert
+            from jaxinfer.data import embedded_path
 
             report = checkpoints_convert.convert(
-                options.source,
+                embedded_path(options.source) or options.source,
                 options.destination,
                 **{name: getattr(options, name) for name in NAMES},
             )

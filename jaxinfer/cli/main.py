@@ -19,7 +19,7 @@ from jaxinfer.cli.distill import distill
 from jaxinfer.cli.doctor import doctor
 from jaxinfer.cli.generate import generate
 from jaxinfer.cli.models import models
-from jaxinfer.cli.names import NamedCommand
+from jaxinfer.cli.names import NamedCommand, NamedGroup
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.profile import profile
 from jaxinfer.cli.quantize import quantize
@@ -66,6 +66,7 @@ lines in a log. Flags of vLLM, SGLang, mlx-lm, Ollama and Transformers, such as 
 
 app = typer.Typer(
     name="jaxinfer",
+    cls=NamedGroup,
     help="LLM inference in JAX: load a checkpoint, generate, chat, score.",
     epilog=EXAMPLES,
     no_args_is_help=True,

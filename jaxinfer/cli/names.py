@@ -1,19 +1,84 @@
-"""Flags that other engines use, from the table in `jaxinfer.option_names`, beside a command's own."""
+"""What users of other engines type: their commands, and their flags from the table in `jaxinfer.option_names`."""
 
+import difflib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from jaxinfer.cli.command import USAGE, say
-from jaxinfer.option_names import OptionNameError, OtherName, Scope, find, translated
+from jaxinfer.option_names import OptionNameError, OtherName, Scope, check_do_sample, find, translated
 
 # A command takes the names of a scope if it has this option.
 _SCOPES: tuple[tuple[Scope, str], ...] = (("LLM", "dtype"), ("SamplingParams", "temperature"), ("call", "prompts"))
+# llama.cpp's flags of one dash.
+_SHORT = {"-p": "--prompt", "-c": "--ctx-size", "-t": "--threads", "-ngl": "--n-gpu-layers", "-hf": "--hf-repo"}
+# What a name means on the command line, where that is not what it means in Python.
+_HERE = {
+    "stream": "the answer to a single prompt is streamed: leave it out",
+    "verbose": "a terminal shows times and rates, --json everything: leave it out",
+    "prompt_token_ids": '--file takes lines such as {"prompt": [1, 2, 3]}',
+    "generation_config": "the checkpoint's own file is applied: leave it out",
+    "options": "each option has a flag of its own",
+}
+_SERVE = (
+    "there is no HTTP server yet: jaxinfer batch serves a file of requests, AsyncEngine many clients in one process"
+)
+_PULL = "a hub id is downloaded when a command first names it; jaxinfer convert ID DIR keeps a copy in a folder"
+_LIST = "jaxinfer models lists the supported families; downloads are in the hub's cache: hf cache ls"
+_SHOW = "jaxinfer plan MODEL --on CHIP --no-compile shows the sizes of a model, jaxinfer doctor this machine"
+_COMMANDS = {
+    "run": "jaxinfer chat MODEL is a conversation, jaxinfer generate PROMPT --model MODEL continues a text",
+    **dict.fromkeys(("complete", "completion", "infer"), "jaxinfer generate PROMPT --model MODEL continues a text"),
+    **dict.fromkeys(("serve", "server", "api", "start", "launch"), _SERVE),
+    **dict.fromkeys(("pull", "download", "create", "cp"), _PULL),
+    **dict.fromkeys(("list", "ls", "ps"), _LIST),
+    **dict.fromkeys(("show", "info", "env", "collect-env"), _SHOW),
+    "version": "jaxinfer --version prints it",
+    "benchmark": "jaxinfer bench latency MODEL, throughput or load",
+    **dict.fromkeys(("eval", "evaluate", "perplexity"), "jaxinfer score shows the log-probabilities of texts"),
+    **dict.fromkeys(("train", "finetune", "lora"), "models are not trained here; jaxinfer distill trains drafts"),
+    "export": "jaxinfer convert SRC DST --to huggingface writes safetensors",
+    "compile": "jaxinfer warm MODEL compiles the programs of a model",
+}
+
+
+class NamedGroup(TyperGroup):
+    """Commands, which answer those of other engines with what to type instead. `help COMMAND` is COMMAND --help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            command = next((one for one in args if one in self.commands and one != "demo"), None)
+            if type(error).__name__ != "NoSuchOption" or command is None:
+                raise
+            _refuse(f"options follow the command: {ctx.command_path} {command} ... {getattr(error, 'option_name', '')}")
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, *rest = args
+        if name not in self.commands:
+            if name == "help":
+                if not rest:
+                    typer.echo(ctx.get_help())
+                    raise typer.Exit
+                args = [*rest, "--help"]
+            elif ctx.parent is not None:
+                *most, last = self.commands
+                command = f"{ctx.command_path} {next(iter(self.commands))} {name}"
+                _refuse(f"{name!r} is none of {', '.join(most)} and {last}, which come first, as in {command}")
+            elif name in _COMMANDS:
+                _refuse(f"there is no command {name!r}: {_COMMANDS[name]}")
+        return super().resolve_command(ctx, args)
+
+
+def _refuse(message: str) -> NoReturn:
+    say(f"error: {message}")
+    raise typer.Exit(USAGE)
 
 
 class NamedCommand(TyperCommand):
@@ -23,14 +88,27 @@ class NamedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             found = _scan(self.params, args)
-            rest = super().parse_args(ctx, found.rest)
+            rest = self._parse(ctx, found.rest)
+            check_do_sample(found.given.get("SamplingParams", {}), ctx.params.get("temperature"))
             for name, value in _values(found, list(ctx.params)).items():
                 # On the command line None is an option that is not given.
                 ctx.params[name] = [*(ctx.params[name] or ()), value] if name == "prompts" else _text_of_none(value)
         except OptionNameError as error:
-            say(f"error: {_as_flags(str(error), error.name, {one.name for one in self.params})}")
-            raise typer.Exit(USAGE) from None
+            _refuse(_as_flags(str(error), error.name, {one.name for one in self.params}))
         return rest
+
+    def _parse(self, ctx: Any, args: list[str]) -> list[str]:
+        """As the library does; an option that is missing is described, and names that are not alike are no hints."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as caught:
+            error: Any = caught
+            if type(error).__name__ == "MissingParameter" and not error.message:
+                error.message = getattr(error.param, "help", None) or ""
+            if name := getattr(error, "option_name", ""):
+                near = getattr(error, "possibilities", None) or ()
+                error.possibilities = difflib.get_close_matches(name, near, cutoff=0.75)
+            raise
 
 
 def _text_of_none(value: Any) -> Any:
@@ -54,6 +132,8 @@ def _scan(params: Sequence[Any], args: Sequence[str]) -> _Scan:
     found, left = _Scan(), list(args)
     while left:
         arg = left.pop(0)
+        if arg in _SHORT and arg not in flags:
+            arg = _SHORT[arg]
         flag, equals, text = arg.partition("=")
         if arg == "--":
             found.rest += [arg, *left]
@@ -138,6 +218,10 @@ def _as_flags(message: str, name: str, known: set[str]) -> str:
         return match[0] if match[1] not in known else f"{shown} {match[2]}" if match[2] else shown
 
     # The name itself comes first, with the value that was given.
-    message = re.sub(rf"^{re.escape(name)}=(.*) \(", lambda match: f"{name} {match[1]} (", message)
+    message = re.sub(
+        rf"^{re.escape(name)}=(?:True|(.*)) \(", lambda match: f"{name} {match[1] or ''}".rstrip() + " (", message
+    )
+    if name in _HERE and ": " in message:
+        message = f"{message.partition(': ')[0]}: {_HERE[name]}"
     message = re.sub(r'\b([a-z][a-z_]*)=(?:"([^"]*)")?(?![^\s",;:)])', flag, message)
     return message.replace(name, f"--{name.removeprefix('--').replace('_', '-')}", 1)

@@ -62,7 +62,7 @@ def _text_type(hint: Any, about: Description) -> Any:
     return hint | None
 
 
-ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "verify", "revision")
+ON_LOADING = ("tokenizer", "dtype", "quantize", "requantize", "quantization", "verify", "revision")
 
 
 @given(LLMOptions, (*ON_LOADING, "max_model_len", "kv_dtype"))

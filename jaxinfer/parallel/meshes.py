@@ -49,7 +49,7 @@ def make_mesh(mesh: str | Mapping[str, int] | Mesh, devices: Sequence[Any] | Non
     count = math.prod(sizes.values())
     if count > len(devices):
         text = ",".join(f"{name}={size}" for name, size in sizes.items())
-        raise ValueError(f"mesh {text!r} takes {count} devices, and there are {len(devices)}")
+        raise ValueError(f"mesh {text!r} needs {count} devices, this process has {len(devices)}")
     shape = tuple(sizes.values())
     if count == len(devices) and devices[0].platform == "tpu":
         from jax.experimental import mesh_utils

@@ -72,9 +72,9 @@ def recipe(name: str | Recipe) -> Recipe:
         return name
     if name not in RECIPES:
         if (known := RECIPE_NAMES.get(str(name).lower())) is not None:
-            raise ValueError(f"no way to round weights is called {name!r}: {known}")
+            raise ValueError(f"quantize={name!r} is no format that weights are rounded to: {known}")
         hint = did_you_mean(name, RECIPES, otherwise="; the usual ones are int8, int4-g128, nf4, fp8 and w8a8")
-        raise ValueError(f"no way to round weights is called {name!r}{hint}")
+        raise ValueError(f"quantize={name!r} is no format that weights are rounded to{hint}")
     return RECIPES[name]
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
-from jaxinfer.option_names import OptionNameError, translated
+from jaxinfer.option_names import OptionNameError, check_do_sample, translated
 from jaxinfer.options import option
 
 MAX_N = 256
@@ -213,8 +213,7 @@ def our_names(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def _our_names(given: Mapping[str, Any]) -> dict[str, Any]:
     names = [field.name for field in fields(SamplingParams)]
     values = translated("SamplingParams", given, names, "{} is not a sampling parameter")
-    if given.get("do_sample") is True and values.get("temperature") == 0:
-        raise OptionNameError("do_sample", "do_sample=True and temperature=0 contradict each other: 0 is greedy")
+    check_do_sample(given, values.get("temperature"))
     return values
 
 

@@ -7,10 +7,12 @@ import os
 import shutil
 import socket
 import time
+import tracemalloc
 
 import pytest
 
 from checkpoints_convert import CheckpointError, abstract, convert, load, model_config, open_checkpoint, plan
+from checkpoints_convert.files import parse_json
 from tests.checkpoints_convert.family_files import GOLDEN, read
 
 NESTED: list = []
@@ -115,6 +117,18 @@ def check_all(files, fields):
                     check_value(changed, headers, f"{field}.{inner}", label, value)
 
 
+def test_a_hostile_size_makes_no_list_of_that_size():
+    files = read("phi3_longrope")
+    headers = {name: ("F32", tensor.shape) for name, tensor in files.tensors.items()}
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="must be a list of 93750000 positive numbers, got 6 of them"):
+            plan({**files.config, "hidden_size": 10**9}, headers)
+        assert tracemalloc.get_traced_memory()[1] < 50 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
 def one_of_each_family():
     return list({read(path.stem).config["architectures"][0]: path.stem for path in GOLDEN}.values())
 
@@ -155,6 +169,12 @@ EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 def test_many_empty_tensors_are_refused_at_once(tiny, count, message):
     write_header(tiny.directory, {f"model.layers.{i}.self_attn.q_proj.weight": EMPTY for i in range(count)})
     check_time(lambda: open_checkpoint(tiny.directory), message)
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.slow)])
+def test_a_repeated_key_among_many_is_found_at_once(count):
+    raw = ",".join(f'"key{i}":1' for i in (*range(count), count - 1))
+    check_time(lambda: parse_json(f"{{{raw}}}".encode(), "file", unique_keys=True), f"the key 'key{count - 1}' appears")
 
 
 @pytest.mark.parametrize("count", [10_000, pytest.param(10**6, marks=pytest.mark.slow)])

@@ -254,3 +254,33 @@ def test_wrong_paths(jaxinfer, paths, message):
     result = jaxinfer("batch", *paths, "-m", "m")
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+LONG = "word " * 10_000_000
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": LONG},
+        pytest.param(body("long", messages=[{"role": "user", "content": LONG}]), marks=pytest.mark.slow),
+        pytest.param({"prompt": "x", "stop": LONG}, marks=pytest.mark.slow),
+        pytest.param({"prompt": "x", "no such field": LONG}, marks=pytest.mark.slow),
+    ],
+    ids=lambda row: ", ".join(row),
+)
+def test_a_line_of_50_megabytes_costs_that_line_only(jaxinfer, model, tmp_path, row):
+    row = {"custom_id": "long", **row}
+    first, last = ({"custom_id": name, "prompt": "a", "max_tokens": 2} for name in ("first", "last"))
+    seconds = []
+    for name, rows in {"short": [first, last], "again": [first, last], "out": [first, row, last]}.items():
+        path_in = write(tmp_path / f"{name}.in.jsonl", rows)
+        started = time.process_time()
+        result = jaxinfer("batch", path_in, tmp_path / f"{name}.jsonl", "-m", model, *SLOTS)
+        seconds.append(time.process_time() - started)
+        assert result.exit_code == (3 if name == "out" else 0)
+    assert seconds[2] - seconds[1] < 1  # the first one compiles
+    assert set(answers(tmp_path / "out.jsonl")) == {"first", "last"}
+    failed = answers(tmp_path / "out.errors.jsonl")
+    assert set(failed) == {"long"}
+    assert len(json.dumps(failed)) < 2000

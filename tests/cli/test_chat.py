@@ -2,12 +2,17 @@
 
 import io
 import json
+import os
 import signal
+import subprocess
+import sys
+import termios
+import threading
 
 import pytest
 
 from jaxinfer.cli.chat import ChatSession
-from jaxinfer.cli.chat_input import Terminal, history_file, read_message
+from jaxinfer.cli.chat_input import PROMPT, Terminal, history_file, read_message
 from jaxinfer.sampling import SamplingParams
 
 
@@ -270,6 +275,69 @@ def test_an_edit_at_a_terminal_begins_with_the_last_message(monkeypatch, capsys,
     assert kept == ["one", "two"]
     assert [text for text in keyboard.shown if text] == ["one", "one"]
     assert "nothing is changed" in capsys.readouterr().err
+
+
+@pytest.fixture
+def pty():
+    """Both ends of a terminal: what is typed is written to the first, and what is shown is read from it."""
+    first, second = os.openpty()
+    termios.tcsetwinsize(second, (40, 200))
+    yield first, second
+    os.close(first)
+    os.close(second)
+
+
+def test_a_text_is_edited_at_a_real_terminal(monkeypatch, pty):
+    from prompt_toolkit.input.vt100 import Vt100Input
+    from prompt_toolkit.output.vt100 import Vt100_Output
+
+    monkeypatch.setenv("JAXINFER_CHAT_HISTORY", "")
+    monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")  # nobody answers where the cursor is
+    first, second = pty
+
+    def type_keys():
+        """Once the text to edit is shown: before, the terminal is not yet in raw mode."""
+        shown = b""
+        while b"text" not in shown:
+            shown += os.read(first, 65536)
+        os.write(first, b" more\x01not \r")  # Ctrl-A: to the beginning
+
+    typist = threading.Thread(target=type_keys, daemon=True)
+    with os.fdopen(os.dup(second), "r") as keys, os.fdopen(os.dup(second), "w") as screen:
+        terminal = Terminal(input=Vt100Input(keys), output=Vt100_Output.from_pty(screen, "xterm"))
+        typist.start()
+        assert terminal.read(PROMPT, "text") == "not text more"
+
+
+@pytest.mark.slow
+def test_a_conversation_at_a_real_terminal(pty, model, tmp_path):
+    first, second = pty
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "JAXINFER_CHAT_HISTORY": "", "TERM": "xterm"}
+    command = [sys.executable, "-m", "jaxinfer.cli", "chat", model, "--max-tokens", "3"]
+    saved = tmp_path / "saved.json"
+    typed = (
+        (">>>", "one"),
+        ("ended by", "/edit"),
+        (">>> one", " and two"),
+        ("ended by", f"/save {saved}"),
+        ("saved 2 messages", "/quit"),
+    )
+    process = subprocess.Popen(
+        command, env=environment, stdin=second, stdout=second, stderr=second, start_new_session=True
+    )
+    try:
+        for marker, text in typed:
+            shown = ""
+            while marker not in shown:
+                shown += os.read(first, 65536).decode(errors="replace")
+            os.write(first, f"{text}\r".encode())
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    messages = json.loads(saved.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert messages[0]["content"] == "one and two"
 
 
 @pytest.mark.parametrize(

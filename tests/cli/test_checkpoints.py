@@ -129,3 +129,44 @@ def test_an_interrupted_conversion_says_how_to_go_on(jaxinfer, monkeypatch):
     assert "continues after the last complete layer" in result.stderr
     result = jaxinfer("convert", "a", "b", "--to", "huggingface")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+DAMAGED = (
+    ("generate", "hi", "-m", "damaged"),
+    ("score", "--prompt", "a", "--continuation", "b", "-m", "damaged"),
+    ("batch", "in.jsonl", "out.jsonl", "-m", "damaged"),
+    ("chat", "damaged"),
+)
+
+
+@pytest.fixture
+def damaged(converted, tmp_path, monkeypatch) -> Path:
+    """A converted checkpoint in the working directory, one bit of whose largest file is flipped."""
+    monkeypatch.chdir(tmp_path)
+    path = shutil.copytree(converted, tmp_path / "damaged")
+    file = max((file for file in path.rglob("d/*") if file.is_file()), key=lambda file: file.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    return file
+
+
+@pytest.mark.parametrize("command", DAMAGED, ids=lambda command: command[0])
+def test_damage_is_one_sentence(jaxinfer, damaged, command):
+    result = jaxinfer(*command, input="hi\n")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: damaged: ")
+    assert damaged.name in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", DAMAGED, ids=lambda command: command[0])
+def test_damage_leaves_no_traceback_when_the_process_ends(jaxinfer_process, damaged, command):
+    with jaxinfer_process(*command) as process:
+        output, error = process.communicate(timeout=120)
+    assert (process.returncode, output) == (1, "")
+    assert error.startswith("error: damaged: ")
+    assert error.count("\n") == 1

@@ -53,6 +53,7 @@ def seen(monkeypatch):
         (["--stop-strings", "a", "--stop", "b"], {}, {"stop": ("a", "b")}),
         (["--do-sample", "--no-use-beam-search"], {}, {}),
         (["--no-do-sample"], {}, {"temperature": 0.0}),
+        (["--quantization", "awq", "-c", "512"], {"quantization": "awq", "max_model_len": 512}, {}),
     ],
     ids=str,
 )
@@ -73,8 +74,10 @@ def test_a_prompt_may_have_a_flag(jaxinfer, seen):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--enforce-eager"], "--enforce-eager True (vLLM): every step is a compiled program"),
-        (["--quantization", "awq"], "--quantize int8"),
+        (["--enforce-eager"], "--enforce-eager (vLLM): every step is a compiled program"),
+        (["--do-sample", "--temperature", "0"], "--do-sample (Transformers): temperature=0 is greedy"),
+        (["-ngl", "99"], "--n-gpu-layers 99 (llama.cpp): --mesh model=4 places a model on devices"),
+        (["--stream"], "--stream (OpenAI, Ollama): the answer to a single prompt is streamed"),
         (["--repeat-penalty", "1.1"], "--repetition-penalty looks at all tokens"),
         (["--max-tokens", "4", "--max-new-tokens", "4"], "--max-new-tokens and --max-tokens are the same option"),
         (["--max-new-tokens=4", "--num-predict", "4"], "--max-new-tokens and --num-predict are the same option"),

@@ -21,7 +21,7 @@ def test_sizes_by_name():
         ("model=0", "is not of the form"),
         ("tensor=4", "'tensor' is not one of the axes data, expert, model"),
         ("model=2,model=2", "two axes 'model'"),
-        ("model=1000", "takes 1000 devices, and there are"),
+        ("model=1000", "needs 1000 devices, this process has"),
     ],
 )
 def test_what_is_wrong_is_said(text, message):

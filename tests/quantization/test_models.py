@@ -104,7 +104,7 @@ def test_rounded_while_it_is_loaded(params):
         assert llm.fingerprint() != plain.fingerprint()
     with LLM((CONFIG, params), quantize="int4-g32", max_seqs=1) as llm:
         assert describe(llm.params) == "21 of 23 matrices in int4, 32 inputs a scale"
-    with pytest.raises(ValueError, match="no way to round weights is called 'int5'"):
+    with pytest.raises(ValueError, match="quantize='int5' is no format that weights are rounded to"):
         LLM("demo", quantize="int5")
     with pytest.raises(ValueError, match=r"layers\.0\.attention\.k_proj\.weight is quantized already"):
         LLM((CONFIG, quantize_params(params, "int8")), quantize="int8")

@@ -254,6 +254,16 @@ def test_an_embedding_of_few_scales_has_one_for_each_row_or_is_refused(block, tm
     tiny.assert_weights(params, checkpoint.weights)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "name"), [("awq", "awq_marlin"), ("gptq-act-order", "gptq"), ("packed", "compressed-tensors")]
+)
+def test_the_format_may_be_named_and_another_one_is_an_error(scheme, name, tmp_path):
+    source = tiny.tiny(scheme).write(tmp_path / "source")
+    load_model(source, dtype="float32", quantization=name)
+    with pytest.raises(ValueError, match=r"quantization='fp8' is not what .*: its files are in the format"):
+        load_model(source, dtype="float32", quantization="fp8")
+
+
 def test_a_model_of_several_dtypes_opens_in_the_one_that_is_asked_for(tmp_path):
     checkpoint = tiny.tiny("packed")
     del checkpoint.config["torch_dtype"]

@@ -310,6 +310,22 @@ NAMES = (
         "enforce_eager=True or trust_remote_code=True is taken and does nothing",
     ),
     Fault(
+        "cli/a-format-that-the-files-do-not-have-is-taken",
+        "jaxinfer/option_names.py",
+        "    if name == found:\n        return\n",
+        "    return\n",
+        ("tests/test_option_names.py",),
+        "quantization='awq' on plain weights is taken, and they run unquantized",
+    ),
+    Fault(
+        "cli/do-sample-beside-temperature-zero-is-greedy",
+        "jaxinfer/cli/names.py",
+        '            check_do_sample(found.given.get("SamplingParams", {}), ctx.params.get("temperature"))\n',
+        "",
+        ("tests/cli/test_names.py",),
+        "--do-sample is taken and does nothing",
+    ),
+    Fault(
         "cli/one-option-under-two-names-is-the-last",
         "jaxinfer",
         "if ours in found:\n                raise",
