@@ -37,8 +37,8 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def _table(systems: dict[str, Any]) -> str:
     shown = [name for name in MAIN if any(name in row for row in systems.values())]
-    rows = ["| system | " + " | ".join(TITLES[name] for name in shown) + " | start, s | second start, s | peak memory, GiB |"]
-    rows.append("| --- |" + " ---: |" * (len(shown) + 3))
+    titles = [*(TITLES[name] for name in shown), "start, s", "second start, s", "peak memory, GiB"]
+    rows = [f"| system | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
     for name, row in systems.items():
         if not any(measure in row for measure in MAIN):
             continue
