@@ -24,7 +24,7 @@ from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.save import write_shards
 from checkpoints_convert.load import Progress, ProgressCallback, open_checkpoint
-from checkpoints_convert.manifest import array_digest, measure, write_manifest
+from checkpoints_convert.manifest import array_digest, measure, size_problems, write_manifest
 from checkpoints_convert.staging import (
     ConversionJournal,
     FinishedUnit,
@@ -198,6 +198,8 @@ def _finish_native(
     entries |= measure(partial, [*carried, NATIVE_CONFIG])
     parameters = {name: found for unit in journal.finished.values() for name, found in unit.parameters.items()}
     arrays = {name: found for unit in journal.finished.values() for name, found in unit.arrays.items()}
+    if problems := size_problems(partial, entries):  # somebody removed files of finished units
+        raise CheckpointError(partial, *problems)
     write_manifest(partial, entries, parameters, arrays)
     for name in [*carried, MANIFEST]:
         sync(partial / name)

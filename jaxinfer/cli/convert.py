@@ -1,10 +1,11 @@
 """`jaxinfer convert`: a checkpoint to the native format, back to Hugging Face's, or to another dtype."""
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jaxinfer.cli.command import ERROR, INTERRUPTED, say
+from jaxinfer.cli.command import ERROR, resumes, say
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import shows_progress, write_json, write_text
 from jaxinfer.options import MISSING, argument, option
@@ -43,18 +44,13 @@ def convert(options: ConvertOptions) -> int | None:
     import checkpoints_convert
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
-    try:
+    with resumes("after the last complete layer") if options.to == "native" else contextlib.nullcontext():
         report = checkpoints_convert.convert(
             options.source,
             options.destination,
             progress=True if shows_progress() else None,
             **{name: getattr(options, name) for name in NAMES},
         )
-    except KeyboardInterrupt:
-        if options.to != "native":
-            raise
-        say("interrupted; the same command continues after the last complete layer")
-        return INTERRUPTED
     problems = _problems(report) if options.verify else []
     for problem in problems:
         say(f"error: {problem}")

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.command import UsageError, resumes
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import note, waiting, write_json, write_text
 from jaxinfer.options import MISSING, option
@@ -82,7 +82,7 @@ def distill(options: DistillCommandOptions) -> None:
         from jaxinfer.llm import LLM
 
         llm = LLM(options.target, max_model_len=options.length)
-    with llm:
+    with llm, resumes("from the last training checkpoint"):
         divided = _encoded(llm, documents)
         draft, initial = _initial(llm, divided, options)
         result = run(llm, draft, initial, divided, training, work_dir)
@@ -186,6 +186,7 @@ def export(
     with tempfile.TemporaryDirectory() as folder:
         if llm.tokenizer is not None:
             llm.tokenizer.save(folder)
+        write_draft_card(Path(folder), "README.md", llm.name, result, options)
         checkpoints_convert.save_huggingface(
             result.config,
             result.params,
@@ -195,7 +196,6 @@ def export(
             extra_config={"eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None},
             overwrite=overwrite,
         )
-    write_draft_card(out, "README.md", llm.name, result, options)
 
 
 def figures(acceptance: "Acceptance") -> dict[str, float]:

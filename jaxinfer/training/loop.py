@@ -106,7 +106,8 @@ def train(
     start, step_fn = _programs(objective, make_optimizer(options))
     state = start(params)
     checkpoint_dir = Path(checkpoint_dir).absolute()
-    manager = ocp.CheckpointManager(checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True))
+    kept = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, cleanup_tmp_directories=True)
+    manager = ocp.CheckpointManager(checkpoint_dir, options=kept)
     state, first, history = _restored(manager, state)
     shown: dict[str, str] = {}
     with tqdm(total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True) as bar:

@@ -120,10 +120,6 @@ def write_tiny(folder: Path) -> Path:
     return write_checkpoint(folder)
 
 
-def _prepare_tiny(folder: Path) -> None:
-    write_tiny(folder / "0")
-
-
 def _of_file(name: str, mutate: Callable[[bytes, Random], tuple[str, bytes]]) -> Callable[[Path, Random], Damage]:
     """Damage of one file."""
 
@@ -135,9 +131,15 @@ def _of_file(name: str, mutate: Callable[[bytes, Random], tuple[str, bytes]]) ->
 
 
 def _prepare_safetensors(folder: Path) -> None:
-    path = write_tiny(folder / "0") / "model.safetensors"
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    path.with_name("model.safetensors.sha256").write_text(f"{digest}  model.safetensors\n")
+    """Floats, and formats whose weights are several tensors."""
+    from tests.checkpoints_convert.formats.tiny import tiny
+
+    write_tiny(folder / "plain")
+    for name in ("gptq-act-order", "awq", "nf4-nested", "packed-asym", "w8a8", "fp8-block"):
+        tiny(name).write(folder / name)
+    for path in folder.glob("*/model.safetensors"):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        path.with_name("model.safetensors.sha256").write_text(f"{digest}  model.safetensors\n")
 
 
 def _damage_safetensors(raw: bytes, random: Random) -> tuple[str, bytes]:
@@ -153,6 +155,9 @@ def _damage_safetensors(raw: bytes, random: Random) -> tuple[str, bytes]:
 
 def _check_safetensors(folder: Path) -> None:
     open_model(folder)
+    listed = (folder / "model.safetensors.sha256").read_text().split()[0]
+    if hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() == listed:
+        return
     try:
         open_model(folder, verify=True)
     except ValueError as error:
@@ -160,6 +165,20 @@ def _check_safetensors(folder: Path) -> None:
             raise
     else:
         raise AssertionError("damage that the *.sha256 file shows was not found by verify=True")
+
+
+_GENERATION = (
+    {"eos_token_id": 256, "max_new_tokens": 8},
+    {"bos_token_id": 1, "do_sample": True, "eos_token_id": [256, 2], "max_length": 20, "min_p": 0.1, "num_beams": 1,
+     "pad_token_id": 0, "repetition_penalty": 1.1, "temperature": 0.6, "top_k": 50, "top_p": 0.9,
+     "transformers_version": "4.45.0"},
+    {"_from_model_config": True, "do_sample": False, "eos_token_id": 256, "suppress_tokens": [1, 2], "num_beams": 4},
+)  # fmt: skip
+
+
+def _prepare_generation(folder: Path) -> None:
+    for number, fields in enumerate(_GENERATION):
+        (write_tiny(folder / str(number)) / "generation_config.json").write_text(json.dumps(fields, indent=2))
 
 
 def _prepare_index(folder: Path) -> None:
@@ -178,29 +197,17 @@ def _prepare_index(folder: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-_CONFIGS: tuple[dict[str, Any], ...] = (
-    {},
-    {
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                         "original_max_position_embeddings": 32},
-        "max_position_embeddings": 96,
-        "tie_word_embeddings": True,
-    },
-    {
-        "architectures": ["MistralForCausalLM"],
-        "model_type": "mistral",
-        "sliding_window": 16,
-        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24},
-    },
-    {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "layer_types": ["full_attention"] * 2},
-)  # fmt: skip
-
-
 def _prepare_configs(folder: Path) -> None:
-    """Some of them fit the weights, and some do not: their damage is found before that."""
-    for number, changes in enumerate(_CONFIGS):
-        path = write_tiny(folder / str(number)) / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2))
+    """Every family and every quantized format."""
+    from tests.checkpoints_convert import family_files
+    from tests.checkpoints_convert.formats.tiny import FORMATS, tiny
+
+    for path in family_files.GOLDEN:
+        files = family_files.read(path.stem)
+        files.config |= {"eos_token_id": 2}  # some have the published model's, beyond the tiny vocabulary
+        files.write(folder / f"family-{path.stem}")
+    for name in FORMATS:
+        tiny(name).write(folder / f"format-{name}")
 
 
 def _check_config(folder: Path) -> None:
@@ -528,7 +535,7 @@ KINDS: dict[str, Kind] = {
         Kind("tokenizer", _prepare_tokenizers, _of_file("tokenizer.json", mutate_json), open_model, "the tokenizer"),
         Kind("template", _prepare_templates, _of_file("chat_template.jinja", mutate_template), _check_template,
              "the chat template|chat_template"),
-        Kind("generation", _prepare_tiny, _of_file("generation_config.json", mutate_json), open_model),
+        Kind("generation", _prepare_generation, _of_file("generation_config.json", mutate_json), open_model),
         Kind("gguf", _prepare_gguf, _damage_gguf, _check_gguf),
         Kind("store", _prepare_store, _damage_store, _check_store),
         Kind("batch", _prepare_batch, _damage_batch, _check_batch),

@@ -285,8 +285,8 @@ CLI = (
     Fault(
         "cli/ctrl-c-looks-like-an-error",
         "jaxinfer/cli",
-        'say("\\ninterrupted" if sys.stderr.isatty() else "interrupted")\n    return INTERRUPTED',
-        'say("\\ninterrupted" if sys.stderr.isatty() else "interrupted")\n    return ERROR',
+        'else (INTERRUPTED, "interrupted")',
+        'else (ERROR, "interrupted")',
         ("tests/cli/test_command.py",),
         "a shell does not see that a job was interrupted",
     ),
