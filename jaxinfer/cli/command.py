@@ -52,6 +52,12 @@ def ends_on_sigterm() -> Iterator[None]:
     threading.Thread(target=end_in_time, name="jaxinfer-sigterm", daemon=True).start()
     try:
         yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Outside of a command's body, while its arguments are read, an interrupt has no message.
+        if not _has_sigterm.is_set() or getattr(error, "code", INTERRUPTED) != INTERRUPTED:
+            raise
+        say("terminated")
+        raise SystemExit(TERMINATED) from None
     finally:
         signal.signal(signal.SIGTERM, former)
         signal.set_wakeup_fd(former_writer)

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoints_convert import verify_manifest
 from tests.cli.conftest import write_checkpoint
+from tests.crash.server import Moment, Request, Result, Server
 
 TEXT = "".join(f"the weights of token {number} are small; " for number in range(60))
 _DISTILL = ("--layers", "1", "--width", "16", "--steps", "4", "--texts", "6", "--length", "32", "--batch-size", "2",
@@ -60,15 +62,12 @@ COMMANDS = {
 
 
 def write_inputs(folder: Path, scene: Scene) -> Path:
-    """An empty `out` beside what the command reads; the folder is readable for everybody."""
+    """An empty `out` beside what the command reads."""
     write_checkpoint(folder / "source")
     (folder / "text.txt").write_text(TEXT)
     (folder / "out").mkdir()
     if scene.is_replacing:
         write_checkpoint(folder / scene.outputs[0], seed=1)
-    for path in (folder, *folder.parents):
-        if path.stat().st_uid == 0 and path != Path("/"):
-            path.chmod(path.stat().st_mode | 0o055)
     return folder
 
 
@@ -102,3 +101,64 @@ def contents(folder: Path) -> dict[str, str]:
         else:
             found[name] = digest
     return found
+
+
+class Reference:
+    """What a scene has before, and what an undisturbed run of it makes."""
+
+    def __init__(self, server: Server, scene: Scene, folder: Path):
+        self.scene, self.folder, self._server = scene, folder, server
+        write_inputs(folder / "before", scene)
+        self.before = digests(folder / "before")
+        # In the same place as the others, since files name their source.
+        self.undisturbed = self.run(self.place(), Moment(0, folder=str(folder)))
+        (folder / "run").rename(folder / "whole")
+        assert self.undisturbed.code == 0, self.undisturbed.stderr
+        self.after = contents(folder / "whole")
+        assert all(self.output(folder / "whole", name) for name in scene.outputs)
+
+    def place(self) -> Path:
+        """A new copy of the folder before the run."""
+        shutil.rmtree(self.folder / "run", ignore_errors=True)
+        return shutil.copytree(self.folder / "before", self.folder / "run")
+
+    def measure(self) -> float:
+        """Seconds of another undisturbed run, which has the programs that the first one compiled, and makes the same."""
+        place = self.place()
+        again = self.run(place)
+        assert again.code == 0, again.stderr
+        assert contents(place) == self.after
+        return again.seconds
+
+    def run(self, place: Path, moment: Moment | None = None, **options: object) -> Result:
+        return self._server.run(Request(self.scene.arguments(place), moment, **options))  # type: ignore[arg-type]
+
+    def output(self, place: Path, name: str) -> dict[str, str]:
+        return contents(place / name) if (place / name).exists() else {}
+
+    def is_complete(self, place: Path) -> bool:
+        """Whether all outputs are there. Fails if one is there in part."""
+        found = []
+        for name in self.scene.outputs:
+            output = self.output(place, name)
+            former = digests(self.folder / "before" / name) if self.scene.is_replacing else {}
+            assert output in ({}, former, self.output(self.folder / "whole", name)), f"{name}: {sorted(output)}"
+            assert output or not former, f"{name}: the former one is gone"
+            found.append(bool(output) and output != former)
+        return all(found)
+
+    def check_inputs(self, place: Path) -> None:
+        inputs = {name for name in self.before if not name.startswith("out")}
+        now = digests(place)
+        assert {name: now.get(name) for name in inputs} == {name: self.before[name] for name in inputs}
+
+    def check_repeated(self, place: Path, what: str) -> None:
+        """The same command makes what an undisturbed run makes, and leaves nothing else."""
+        is_complete = self.is_complete(place)
+        if not is_complete or self.scene.is_replacing:
+            again = self.run(place)
+            assert again.code == 0, f"{what}: {again.stderr}"
+            assert "Traceback" not in again.stderr, f"{what}: {again.stderr}"
+        found = contents(place)
+        assert found == self.after, f"{what}: {sorted(found.items() ^ self.after.items())}"
+        self.check_inputs(place)

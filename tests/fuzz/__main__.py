@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ MEMORY = 4 * 2**30
 MAX_SECONDS = 5.0  # of processor time; a machine with other work takes longer by the clock
 MAX_WALL_SECONDS = 60.0
 CASES_OF_A_PROCESS = 100
+MANY = 1000  # variants of undamaged files: all that there are
 
 
 @dataclass
@@ -78,7 +80,7 @@ def run(kind: kinds.Kind, seed: int, first: int, count: int, *, is_verbose: bool
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="jaxinfer-fuzz-") as root:
         whole, work = Path(root) / "whole", Path(root) / "work"
-        _in_a_process(lambda: kind.prepare(whole))
+        _in_a_process(lambda: kind.prepare(whole, MANY))
         number = first
         while number < first + count:
             shutil.rmtree(work, ignore_errors=True)
@@ -107,21 +109,18 @@ def _in_a_process(work: Any) -> None:
     """Runs it in a fork, so that JAX does not start here. Raises RuntimeError if it fails."""
     process = os.fork()
     if process == 0:
-        code = 1
         try:
             work()
-            code = 0
+            os._exit(0)
         finally:
-            sys.stderr.flush()
-            os._exit(code) if code == 0 else _print_and_exit()
+            _print_and_exit()
     if os.waitpid(process, 0)[1] != 0:
         raise RuntimeError("the files that are to be damaged could not be written")
 
 
 def _print_and_exit() -> None:
-    import traceback
-
     traceback.print_exc()
+    sys.stderr.flush()
     os._exit(1)
 
 
@@ -135,8 +134,9 @@ def _cases(kind: kinds.Kind, folder: Path, seed: int, start: int, end: int) -> I
             os.dup2(errors.fileno(), 2)
             try:
                 _try_cases(kind, folder, seed, start, end, writer)
-            finally:
                 os._exit(0)
+            finally:
+                _print_and_exit()
         os.close(writer)
         current: dict[str, Any] = {"number": start, "what": "the start of the process"}
         with os.fdopen(reader, "rb") as lines:

@@ -39,13 +39,14 @@ class Refusal(Exception):
 @dataclass(frozen=True)
 class Kind:
     """Attributes:
-    name: in the table. prepare: writes the undamaged files into the folder, with one subfolder for each variant.
+    name: in the table. prepare: writes the undamaged files into the folder, with a subfolder for each variant, of which
+      there are at most as many.
     damage: of a variant's folder. check: opens what is damaged; returns if that is harmless, raises otherwise.
     named: pattern of how messages name the file, beside its path.
     """
 
     name: str
-    prepare: Callable[[Path], None]
+    prepare: Callable[[Path, int], None]
     damage: Callable[[Path, Random], Damage]
     check: Callable[[Path], None]
     named: str = r"(?!)"
@@ -130,12 +131,12 @@ def _of_file(name: str, mutate: Callable[[bytes, Random], tuple[str, bytes]]) ->
     return damage
 
 
-def _prepare_safetensors(folder: Path) -> None:
+def _prepare_safetensors(folder: Path, most: int) -> None:
     """Floats, and formats whose weights are several tensors."""
     from tests.checkpoints_convert.formats.tiny import tiny
 
     write_tiny(folder / "plain")
-    for name in ("gptq-act-order", "awq", "nf4-nested", "packed-asym", "w8a8", "fp8-block"):
+    for name in ("gptq-act-order", "awq", "nf4-nested", "packed-asym", "w8a8", "fp8-block")[: most - 1]:
         tiny(name).write(folder / name)
     for path in folder.glob("*/model.safetensors"):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -176,12 +177,12 @@ _GENERATION = (
 )  # fmt: skip
 
 
-def _prepare_generation(folder: Path) -> None:
-    for number, fields in enumerate(_GENERATION):
+def _prepare_generation(folder: Path, most: int) -> None:
+    for number, fields in enumerate(_GENERATION[:most]):
         (write_tiny(folder / str(number)) / "generation_config.json").write_text(json.dumps(fields, indent=2))
 
 
-def _prepare_index(folder: Path) -> None:
+def _prepare_index(folder: Path, most: int) -> None:
     from safetensors.numpy import load_file, save_file
 
     path = write_tiny(folder / "0")
@@ -197,16 +198,16 @@ def _prepare_index(folder: Path) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def _prepare_configs(folder: Path) -> None:
+def _prepare_configs(folder: Path, most: int) -> None:
     """Every family and every quantized format."""
     from tests.checkpoints_convert import family_files
     from tests.checkpoints_convert.formats.tiny import FORMATS, tiny
 
-    for path in family_files.GOLDEN:
+    for path in family_files.GOLDEN[: (most + 1) // 2]:
         files = family_files.read(path.stem)
         files.config |= {"eos_token_id": 2}  # some have the published model's, beyond the tiny vocabulary
         files.write(folder / f"family-{path.stem}")
-    for name in FORMATS:
+    for name in list(FORMATS)[: most // 2]:
         tiny(name).write(folder / f"format-{name}")
 
 
@@ -232,10 +233,10 @@ def _check_config(folder: Path) -> None:
 # Tokenizers.
 
 
-def _prepare_tokenizers(folder: Path) -> None:
+def _prepare_tokenizers(folder: Path, most: int) -> None:
     from tests.text.conftest import byte_level, gemma, llama2, unigram
 
-    for number, make in enumerate((byte_level, llama2, gemma, unigram)):
+    for number, make in enumerate((byte_level, llama2, gemma, unigram)[: most - 1]):
         path = write_tiny(folder / str(number))
         backend = make()
         backend.add_special_tokens(["<|endoftext|>", "<|user|>", "<|assistant|>"])
@@ -243,9 +244,9 @@ def _prepare_tokenizers(folder: Path) -> None:
     write_tiny(folder / "4")
 
 
-def _prepare_templates(folder: Path) -> None:
+def _prepare_templates(folder: Path, most: int) -> None:
     templates = sorted((Path(__file__).parents[1] / "text" / "templates").glob("*.jinja"))
-    for number, source in enumerate(templates):
+    for number, source in enumerate(templates[:most]):
         path = write_tiny(folder / str(number))
         config = json.loads((path / "tokenizer_config.json").read_text())
         del config["chat_template"]
@@ -294,7 +295,7 @@ def _gguf_parts() -> tuple[dict[str, Any], dict[str, Any]]:
     return metadata, tensors
 
 
-def _prepare_gguf(folder: Path) -> None:
+def _prepare_gguf(folder: Path, most: int) -> None:
     from tests.checkpoints_convert.gguf.gguf_writer import write
 
     (folder / "0").mkdir(parents=True)
@@ -343,7 +344,7 @@ def _check_gguf(folder: Path) -> None:
 # The converted form.
 
 
-def _prepare_store(folder: Path) -> None:
+def _prepare_store(folder: Path, most: int) -> None:
     import checkpoints_convert
 
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -426,7 +427,7 @@ _ROWS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def _prepare_batch(folder: Path) -> None:
+def _prepare_batch(folder: Path, most: int) -> None:
     write_tiny(folder / "0")
     lines = [json.dumps(row) for row in _ROWS]
     (folder / "0" / "in.jsonl").write_text("".join(f"{line}\n" for line in lines))

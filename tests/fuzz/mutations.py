@@ -207,7 +207,7 @@ def _changed(value: Any, random: Random) -> tuple[str, Any]:
         factor = (-1, 2, 0.5, 1000, 2**31, 1e-9)[random.integers(6)]
         node[key] = type(node[key])(node[key] * factor) if abs(node[key]) < 1e100 else 1
         return f"{where} times {factor}", value
-    if kind == 5 and isinstance(node[key], (int, float)):
+    if kind == 5 and isinstance(node[key], (int, float)) and abs(node[key]) < 1e100:
         node[key] = (str, float, lambda one: [one])[random.integers(3)](node[key])
         return f"{where} of another type", value
     node[key] = _copied(_HOSTILE[random.integers(len(_HOSTILE))])
