@@ -35,7 +35,7 @@ from checkpoints_convert.staging import (
     staged,
 )
 from checkpoints_convert.store import PARAMS, checksums_of_unit, describe, flatten, native_config, write_unit
-from jaxinfer.files import sync
+from jaxinfer.files import naming, sync
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray
 
@@ -167,7 +167,8 @@ def _write_native_unit(source: Checkpoint, unit: str, partial: Path, journal: Co
         bar.advance(".".join(path), source.param_bytes(path))
     directory = partial / PARAMS / unit
     try:
-        write_unit(directory, arrays)
+        with naming(directory):
+            write_unit(directory, arrays)
     except ValueError as error:  # from TensorStore, for a full disk
         raise CheckpointError(directory, f"could not be written: {str(error).splitlines()[0]}") from None
     names = [f"{PARAMS}/{unit}/{name}" for name in files_below(directory)]

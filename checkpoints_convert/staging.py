@@ -29,7 +29,7 @@ from checkpoints_convert.files import (
 from checkpoints_convert.manifest import Entries, measure
 from checkpoints_convert.store import Description
 from jaxinfer.checks import format_bytes
-from jaxinfer.files import Closable, exchange, remove_tree, sync
+from jaxinfer.files import Closable, exchange, naming, remove_tree, sync
 
 JOURNAL = "journal.jsonl"  # marks a directory as a checkpoint being written
 # Files of a checkpoint, and those that model hubs put beside it. A directory with any other file, such as a GGUF file,
@@ -198,7 +198,7 @@ class ConversionJournal(Closable):
             self.finished = self._read(fingerprint)
             self._rewrite(fingerprint)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def finish(self, name: str, unit: FinishedUnit) -> None:
@@ -215,7 +215,8 @@ class ConversionJournal(Closable):
         self._path.unlink()
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):  # what could not be written before is tried again
+            self._file.close()
 
     def _lock(self) -> None:
         try:
@@ -265,9 +266,10 @@ class ConversionJournal(Closable):
             self._append({"unit": name, **asdict(unit)})
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

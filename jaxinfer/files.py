@@ -36,6 +36,17 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of the system in the block name the path: those of writing to an open file, as on a full disk, name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """A binary file that replaces `path` when the block ends without an exception, and is removed otherwise.
 
@@ -44,7 +55,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.part")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -395,7 +395,7 @@ def _is_reachable(model: Mapping[str, Any], control: Mapping[str, int]) -> bool:
         return False
     if model.get("type") != "BPE" or model.get("ignore_merges"):
         return True
-    if any(len(text) == 1 for text in own):
+    if any(len(text) == 1 or (model.get("byte_fallback") and text.startswith("<0x")) for text in own):
         return True
     prefix = model.get("continuing_subword_prefix") or ""
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from optax.contrib import MuonDimensionNumbers, muon
 from tqdm.auto import tqdm
 
+from jaxinfer.files import naming
 from jaxinfer.models import Params
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training.objectives import Objective
@@ -107,8 +108,9 @@ def train(
     state = start(params)
     checkpoint_dir = Path(checkpoint_dir).absolute()
     kept = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, cleanup_tmp_directories=True)
-    manager = ocp.CheckpointManager(checkpoint_dir, options=kept)
-    state, first, history = _restored(manager, state)
+    with naming(checkpoint_dir):
+        manager = ocp.CheckpointManager(checkpoint_dir, options=kept)
+        state, first, history = _restored(manager, state)
     shown: dict[str, str] = {}
     with tqdm(total=options.num_steps, initial=first, desc=description, disable=None if show_progress else True) as bar:
         for step in range(first, options.num_steps):
@@ -127,10 +129,12 @@ def train(
                 bar.set_postfix(shown, refresh=False)
             if done % options.checkpoint_every == 0 or is_last:
                 saved = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(cast(Any, history))}
-                manager.save(done, args=ocp.args.Composite(**saved))
+                with naming(checkpoint_dir):
+                    manager.save(done, args=ocp.args.Composite(**saved))
             bar.update()
-    manager.wait_until_finished()
-    manager.close()
+    with naming(checkpoint_dir):
+        manager.wait_until_finished()
+        manager.close()
     return TrainResult(params=state["params"], history=tuple(history))
 
 
