@@ -37,7 +37,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors of the system in the block name the path: those of writing to an open file, as on a full disk, name none."""
+    """OSErrors of the block name the path: those of writing to an open file, as on a full disk, name none."""
     try:
         yield
     except OSError as error:
@@ -99,7 +99,7 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def remove_tree(folder: Path, marker: str) -> None:
-    """Removes a folder, if it exists, and the empty file `marker` in it last: what a killed process leaves has it still.
+    """Removes a folder, if it exists, and the empty file `marker` in it last, so that a killed removal leaves it.
 
     Of a symbolic link only the link is removed. Raises OSError.
     """

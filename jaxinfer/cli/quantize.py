@@ -137,7 +137,15 @@ def quantize(
         weights = planned(opened, calibration)
         held_out = None if rows is None else rows.held_out
         difference = write(
-            opened, weights, result, calibration.dtype, held_out, journal, work, destination, overwrite=options.overwrite
+            opened,
+            weights,
+            result,
+            calibration.dtype,
+            held_out,
+            journal,
+            work,
+            destination,
+            overwrite=options.overwrite,
         )
         report = report_of(opened, calibration, weights, result, auto, destination, difference)
     if options.as_json:

@@ -74,7 +74,9 @@ def write_inputs(folder: Path, scene: Scene) -> Path:
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 by relative path of all files, and "folder" for empty folders."""
     return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
         for path in sorted(folder.rglob("*"))
         if path.is_file() or not any(path.iterdir())
     }
@@ -123,7 +125,7 @@ class Reference:
         return shutil.copytree(self.folder / "before", self.folder / "run")
 
     def measure(self) -> float:
-        """Seconds of another undisturbed run, which has the programs that the first one compiled, and makes the same."""
+        """Seconds of another undisturbed run, which makes the same, with the programs that the first one compiled."""
         place = self.place()
         again = self.run(place)
         assert again.code == 0, again.stderr

@@ -94,14 +94,13 @@ class Server:
 
 
 def serve() -> None:
-    import checkpoints_convert.convert
     import jaxinfer.cli.main
 
     if "--all" in sys.argv:
         import jaxinfer.calibration.verify
         import jaxinfer.llm
         import jaxinfer.training.card
-        import jaxinfer.training.distill  # noqa: F401
+        import jaxinfer.training.distill
         from tests.crash import tiny
 
         tiny.install()
@@ -156,7 +155,14 @@ def _drop_capabilities() -> None:
 
 
 # Audit events of what changes files, with the positions of their paths.
-_EVENTS = {"os.rename": (0, 1), "os.remove": (0,), "os.rmdir": (0,), "os.mkdir": (0,), "os.truncate": (0,), "open": (0,)}
+_EVENTS = {
+    "os.rename": (0, 1),
+    "os.remove": (0,),
+    "os.rmdir": (0,),
+    "os.mkdir": (0,),
+    "os.truncate": (0,),
+    "open": (0,),
+}
 
 
 def _count_operations(request: Request, report: Path) -> None:

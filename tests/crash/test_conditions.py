@@ -117,7 +117,9 @@ def check_removed(reference: Reference, name: str, share: float, restore: Callab
     return "refused" if result.code else "complete"
 
 
-@pytest.mark.parametrize("share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.35, 0.7, 0.9))])
+@pytest.mark.parametrize(
+    "share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.2, 0.35, 0.7, 0.9))]
+)
 def test_the_folder_of_the_work_is_removed(reference, share):
     check_removed(reference, reference.scene.work, share, lambda place: None)
 

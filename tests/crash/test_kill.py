@@ -68,6 +68,8 @@ def test_killed_before_each_kind_of_step(converting, tmp_path, name):
     """Of a conversion: at its start, in its middle, and before its last steps, of which renaming is one."""
     reference = Reference(converting, SCENES[name], tmp_path)
     last = reference.undisturbed.operations
-    chosen = ((last // 2, signal.SIGKILL), (last, signal.SIGTERM)) if name == "convert" else ((last - 2, signal.SIGKILL),)
+    chosen = (
+        ((last // 2, signal.SIGKILL), (last, signal.SIGTERM)) if name == "convert" else ((last - 2, signal.SIGKILL),)
+    )
     for operation, number in chosen:
         check_kill(reference, Moment(number, operation=operation), f"{name}, {number.name}: operation {operation}")

@@ -58,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the table to this file")
     options = parser.parse_args(arguments)
     found: dict[str, Tally] = {}
-    import checkpoints_convert
     import jaxinfer.batch
     import jaxinfer.llm  # noqa: F401  so that no process imports it again
 

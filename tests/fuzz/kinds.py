@@ -67,7 +67,7 @@ def outcome(kind: Kind, folder: Path) -> tuple[str, str]:
     except BaseException as error:
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise
-        return "failed", f"{_place_of(error)}: {type(error).__name__}: {str(error):.400}"
+        return "failed", f"{_place_of(error)}: {type(error).__name__}: {error!s:.400}"
     return "harmless", ""
 
 
@@ -468,7 +468,8 @@ class _Answers:
                 continue
             logprobs = None if params.logprobs is None else [{5: Logprob(-0.5, 1, "x")}]
             answers = [
-                CompletionOutput(i, "x", [5], seed=0, finish_reason="length", logprobs=logprobs) for i in range(params.n)
+                CompletionOutput(i, "x", [5], seed=0, finish_reason="length", logprobs=logprobs)
+                for i in range(params.n)
             ]
             ids = list(request.token_ids)
             prompt_logprobs = None
@@ -530,7 +531,8 @@ def _records(path: Path) -> list[dict[str, Any]]:
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("safetensors", _prepare_safetensors, _of_file("model.safetensors", _damage_safetensors), _check_safetensors),
+        Kind("safetensors", _prepare_safetensors, _of_file("model.safetensors", _damage_safetensors),
+             _check_safetensors),
         Kind("index", _prepare_index, _of_file("model.safetensors.index.json", mutate_json), open_model),
         Kind("config", _prepare_configs, _of_file("config.json", mutate_json), _check_config),
         Kind("tokenizer", _prepare_tokenizers, _of_file("tokenizer.json", mutate_json), open_model, "the tokenizer"),

@@ -1,4 +1,4 @@
-"""Damage to files: bytes, JSON, templates. Each function takes a NumPy generator, and gives the same for the same one."""
+"""Damage to files: bytes, JSON, templates. Each function gives the same for the same NumPy generator."""
 
 import json
 from collections.abc import Callable
@@ -248,8 +248,8 @@ def _without_marks(value: Any) -> Any:
 
 # Pieces of Jinja that a hostile template is made of, and those that a careless one has.
 _TEMPLATE = (
-    *("{%", "%}", "{{", "}}", "{#", "#}", "{% for x in messages %}", "{% endfor %}", "{% if messages %}", "{% endif %}"),
-    *("{{ messages }}", "{{ messages[0] }}", "{{ undefined_name }}", "{{ undefined_name.x.y }}", "{{ 1 / 0 }}"),
+    *("{%", "%}", "{{", "}}", "{#", "#}", "{% for x in messages %}", "{% endfor %}", "{% if messages %}"),
+    *("{% endif %}", "{{ messages }}", "{{ messages[0] }}", "{{ undefined_name }}", "{{ undefined_name.x.y }}", "{{ 1 / 0 }}"),
     *("{{ 'a' * 10**9 }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ range(10**12) | list | length }}"),
     *("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{{ 10**10**8 }}"),
     *("{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{% include 'x' %}", "{% import 'os' as os %}"),

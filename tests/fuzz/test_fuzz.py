@@ -1,4 +1,4 @@
-"""Damaged files of every kind are refused with one error that names the file, or harmless; see `python -m tests.fuzz`."""
+"""Damaged files of every kind are refused with one error that names the file, or harmless: `python -m tests.fuzz`."""
 
 import subprocess
 import sys
