@@ -186,7 +186,9 @@ def export(
     with tempfile.TemporaryDirectory() as folder:
         if llm.tokenizer is not None:
             llm.tokenizer.save(folder)
-        write_draft_card(Path(folder), "README.md", llm.name, result, options)
+        card = Path(folder) / out.name  # the title is the folder's name
+        card.mkdir()
+        write_draft_card(card, "README.md", llm.name, result, options)
         checkpoints_convert.save_huggingface(
             result.config,
             result.params,

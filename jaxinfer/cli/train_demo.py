@@ -150,7 +150,7 @@ def export_draft(
     """Writes the draft, as `export_model` writes the model."""
     from jaxinfer.training.card import write_draft_card
 
-    card = _empty_folder(work_dir / "card")
+    card = _empty_folder(work_dir / "card" / destination.name)
     write_draft_card(card, "MODEL_CARD.md", NAMES[0], draft, options, DRAFT_ORIGIN)
     _save(draft.config, draft.params, data, work_dir, card, destination, overwrite=overwrite)
 
@@ -159,7 +159,7 @@ def export_model(model: "DemoModel", data: "DemoData", work_dir: Path, destinati
     """Writes the model in bfloat16 with its tokenizer, in Hugging Face's format."""
     from jaxinfer.training.card import write_card
 
-    card = _empty_folder(work_dir / "card")
+    card = _empty_folder(work_dir / "card" / destination.name)
     write_card(card, model, data)
     _save(model.config, model.result.params, data, work_dir, card, destination, overwrite=overwrite)
 

@@ -249,8 +249,9 @@ def _without_marks(value: Any) -> Any:
 # Pieces of Jinja that a hostile template is made of, and those that a careless one has.
 _TEMPLATE = (
     *("{%", "%}", "{{", "}}", "{#", "#}", "{% for x in messages %}", "{% endfor %}", "{% if messages %}"),
-    *("{% endif %}", "{{ messages }}", "{{ messages[0] }}", "{{ undefined_name }}", "{{ undefined_name.x.y }}", "{{ 1 / 0 }}"),
-    *("{{ 'a' * 10**9 }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ range(10**12) | list | length }}"),
+    *("{% endif %}", "{{ messages }}", "{{ messages[0] }}", "{{ undefined_name }}", "{{ undefined_name.x.y }}"),
+    *("{{ 1 / 0 }}", "{{ 'a' * 10**9 }}", "{% for i in range(10**9) %}x{% endfor %}",),
+    *("{{ range(10**12) | list | length }}",),
     *("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}", "{{ 10**10**8 }}"),
     *("{% macro f(x) %}{{ f(x) }}{{ f(x) }}{% endmacro %}{{ f(1) }}", "{% include 'x' %}", "{% import 'os' as os %}"),
     *("{{ raise_exception('no') }}", "{{ messages | tojson(indent=10**6) }}", "{{ '%1000000000d' % 1 }}", "{% raw %}"),
