@@ -528,6 +528,8 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
 
+# Errors of one text or chat name the tokenizer or the template, not a file.
+_REQUESTS = "the tokenizer|the chat template|the rendered chat"
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -535,11 +537,11 @@ KINDS: dict[str, Kind] = {
              _check_safetensors),
         Kind("index", _prepare_index, _of_file("model.safetensors.index.json", mutate_json), open_model),
         Kind("config", _prepare_configs, _of_file("config.json", mutate_json), _check_config),
-        Kind("tokenizer", _prepare_tokenizers, _of_file("tokenizer.json", mutate_json), open_model, "the tokenizer"),
+        Kind("tokenizer", _prepare_tokenizers, _of_file("tokenizer.json", mutate_json), open_model, _REQUESTS),
         Kind("template", _prepare_templates, _of_file("chat_template.jinja", mutate_template), _check_template,
-             "the chat template|chat_template"),
+             _REQUESTS),
         Kind("generation", _prepare_generation, _of_file("generation_config.json", mutate_json), open_model),
-        Kind("gguf", _prepare_gguf, _damage_gguf, _check_gguf),
+        Kind("gguf", _prepare_gguf, _damage_gguf, _check_gguf, _REQUESTS),
         Kind("store", _prepare_store, _damage_store, _check_store),
         Kind("batch", _prepare_batch, _damage_batch, _check_batch),
     )
