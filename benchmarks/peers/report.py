@@ -37,7 +37,11 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def _table(systems: dict[str, Any]) -> str:
     shown = [name for name in MAIN if any(name in row for row in systems.values())]
-    rows = ["| system | " + " | ".join(TITLES[name] for name in shown) + " | start, s | second start, s | peak memory, GiB |"]
+    rows = [
+        "| system | "
+        + " | ".join(TITLES[name] for name in shown)
+        + " | start, s | second start, s | peak memory, GiB |"
+    ]
     rows.append("| --- |" + " ---: |" * (len(shown) + 3))
     for name, row in systems.items():
         if not any(measure in row for measure in MAIN):

@@ -1,6 +1,7 @@
 """The training loop: optax, a progress bar, orbax checkpoints, and the same run after a kill."""
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,10 @@ def train(
     start, step_fn = _programs(objective, make_optimizer(options))
     state = start(params)
     checkpoint_dir = Path(checkpoint_dir).absolute()
-    kept = ocp.CheckpointManagerOptions(max_to_keep=2, create=True, cleanup_tmp_directories=True)
+    # Written before the next step, so that an error is of the step that it names.
+    kept = ocp.CheckpointManagerOptions(
+        max_to_keep=2, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=False
+    )
     with naming(checkpoint_dir):
         manager = ocp.CheckpointManager(checkpoint_dir, options=kept)
         state, first, history = _restored(manager, state)
@@ -129,8 +133,7 @@ def train(
                 bar.set_postfix(shown, refresh=False)
             if done % options.checkpoint_every == 0 or is_last:
                 saved = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(cast(Any, history))}
-                with naming(checkpoint_dir):
-                    manager.save(done, args=ocp.args.Composite(**saved))
+                _save(manager, checkpoint_dir, done, ocp.args.Composite(**saved))
             bar.update()
     with naming(checkpoint_dir):
         manager.wait_until_finished()
@@ -150,6 +153,20 @@ def _programs(objective: Objective, optimizer: optax.GradientTransformation) -> 
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}, metrics
 
     return jax.jit(start), jax.jit(step, donate_argnums=0)
+
+
+def _save(manager: ocp.CheckpointManager, directory: Path, step: int, args: ocp.args.CheckpointArgs) -> None:
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
+    try:
+        with naming(directory):
+            manager.save(step, args=args)
+    except ValueError as error:  # from TensorStore, for a full disk
+        reason = str(error).splitlines()[0]
+        raise OSError(f"{directory}: the training checkpoint of step {step} could not be written: {reason}") from None
+    finally:
+        log.setLevel(level)
 
 
 def _restored(

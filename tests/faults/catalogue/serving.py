@@ -283,6 +283,22 @@ CLI = (
         "`jaxinfer verify` in a script passes damaged files",
     ),
     Fault(
+        "cli/sigterm-looks-like-ctrl-c",
+        "jaxinfer/cli",
+        '(TERMINATED, "terminated") if',
+        '(INTERRUPTED, "terminated") if',
+        ("tests/crash/test_kill.py",),
+        "a process manager takes a command that it ended for one that a user interrupted",
+    ),
+    Fault(
+        "text/added-tokens-may-have-ids-of-text",
+        "jaxinfer/text",
+        "_check_ids_apart(control, ",
+        "(lambda *_: None)(control, ",
+        ("tests/text/test_tokenizer.py::test_a_control_token_with_the_id_of_text_is_refused",),
+        "with a damaged tokenizer.json what a user writes becomes a control token",
+    ),
+    Fault(
         "cli/ctrl-c-looks-like-an-error",
         "jaxinfer/cli",
         'else (INTERRUPTED, "interrupted")',
