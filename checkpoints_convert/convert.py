@@ -24,7 +24,7 @@ from checkpoints_convert.hub import resolve
 from checkpoints_convert.huggingface.config import huggingface_config
 from checkpoints_convert.huggingface.save import write_shards
 from checkpoints_convert.load import Progress, ProgressCallback, open_checkpoint
-from checkpoints_convert.manifest import array_digest, measure, write_manifest
+from checkpoints_convert.manifest import array_digest, measure, size_problems, write_manifest
 from checkpoints_convert.staging import (
     ConversionJournal,
     FinishedUnit,
@@ -35,7 +35,7 @@ from checkpoints_convert.staging import (
     staged,
 )
 from checkpoints_convert.store import PARAMS, checksums_of_unit, describe, flatten, native_config, write_unit
-from jaxinfer.files import sync
+from jaxinfer.files import naming, sync
 from jaxinfer.models import ModelConfig
 from jaxinfer.quantization import QuantizedArray
 
@@ -167,7 +167,8 @@ def _write_native_unit(source: Checkpoint, unit: str, partial: Path, journal: Co
         bar.advance(".".join(path), source.param_bytes(path))
     directory = partial / PARAMS / unit
     try:
-        write_unit(directory, arrays)
+        with naming(directory):
+            write_unit(directory, arrays)
     except ValueError as error:  # from TensorStore, for a full disk
         raise CheckpointError(directory, f"could not be written: {str(error).splitlines()[0]}") from None
     names = [f"{PARAMS}/{unit}/{name}" for name in files_below(directory)]
@@ -198,6 +199,8 @@ def _finish_native(
     entries |= measure(partial, [*carried, NATIVE_CONFIG])
     parameters = {name: found for unit in journal.finished.values() for name, found in unit.parameters.items()}
     arrays = {name: found for unit in journal.finished.values() for name, found in unit.arrays.items()}
+    if problems := size_problems(partial, entries):  # somebody removed files of finished units
+        raise CheckpointError(partial, *problems)
     write_manifest(partial, entries, parameters, arrays)
     for name in [*carried, MANIFEST]:
         sync(partial / name)

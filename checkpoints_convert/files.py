@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints_convert.errors import CheckpointError
-from jaxinfer.files import open_regular, write_text_atomically
+from jaxinfer.files import naming, open_regular, write_text_atomically
 
 MAX_JSON_BYTES = 100_000_000
 CONFIG = "config.json"
@@ -165,5 +165,6 @@ def write_companions(companions: Mapping[str, Path | str], destination: Path) ->
         if isinstance(content, Path):
             shutil.copyfile(content, target)
         else:
-            target.write_text(content, encoding="utf-8")
+            with naming(target):
+                target.write_text(content, encoding="utf-8")
     return sorted(companions)

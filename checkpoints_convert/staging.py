@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from checkpoints_convert.files import (
 from checkpoints_convert.manifest import Entries, measure
 from checkpoints_convert.store import Description
 from jaxinfer.checks import format_bytes
-from jaxinfer.files import Closable, sync
+from jaxinfer.files import Closable, exchange, naming, remove_tree, sync
 
 JOURNAL = "journal.jsonl"  # marks a directory as a checkpoint being written
 # Files of a checkpoint, and those that model hubs put beside it. A directory with any other file, such as a GGUF file,
@@ -94,16 +94,21 @@ def check_free_space(destination: Path, num_bytes: int) -> None:
 
 
 def publish(partial: Path, destination: Path) -> None:
-    """Renames a complete checkpoint to its destination; an earlier one there is removed afterwards."""
+    """Renames a complete checkpoint to its destination; an earlier one there is removed afterwards.
+
+    Where the system cannot exchange two folders in one step, a process killed in between leaves the earlier checkpoint
+    at `partial`.old, and nothing at the destination.
+    """
     sync(partial)
-    old = destination.with_name(f"{destination.name}.old-{os.getpid()}")
-    is_replacing = destination.exists()
-    if is_replacing:
+    old = partial
+    if not destination.exists():
+        os.rename(partial, destination)
+    elif not exchange(partial, destination):
+        old = partial.with_name(partial.name + ".old")
         os.rename(destination, old)
-    os.rename(partial, destination)
+        os.rename(partial, destination)
     sync(destination.parent)
-    if is_replacing:
-        shutil.rmtree(old)
+    remove_tree(old, JOURNAL)
 
 
 @contextmanager
@@ -117,7 +122,7 @@ def staged(
     check_destination(destination, overwrite=overwrite, source=source, also_own=also_own)
     check_free_space(destination, num_bytes)
     partial = partial_path(destination)
-    shutil.rmtree(partial, ignore_errors=True)
+    remove_tree(partial, JOURNAL)
     partial.mkdir(parents=True)
     (partial / JOURNAL).touch()
     try:
@@ -125,7 +130,8 @@ def staged(
         (partial / JOURNAL).unlink()
         publish(partial, destination)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        with suppress(OSError):
+            remove_tree(partial, JOURNAL)
         raise
 
 
@@ -192,7 +198,7 @@ class ConversionJournal(Closable):
             self.finished = self._read(fingerprint)
             self._rewrite(fingerprint)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def finish(self, name: str, unit: FinishedUnit) -> None:
@@ -209,7 +215,8 @@ class ConversionJournal(Closable):
         self._path.unlink()
 
     def close(self) -> None:
-        self._file.close()
+        with naming(self._path):  # what could not be written before is tried again
+            self._file.close()
 
     def _lock(self) -> None:
         try:
@@ -259,9 +266,10 @@ class ConversionJournal(Closable):
             self._append({"unit": name, **asdict(unit)})
 
     def _append(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with naming(self._path):
+            self._file.write(json.dumps(record).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

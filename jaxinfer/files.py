@@ -1,10 +1,12 @@
 """Closing at the end of a block; durable files: replaced atomically, and on the disk before a call returns."""
 
+import ctypes
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, Self
@@ -34,6 +36,17 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """OSErrors of the block name the path: those of writing to an open file, as on a full disk, name none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """A binary file that replaces `path` when the block ends without an exception, and is removed otherwise.
 
@@ -42,7 +55,7 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.part")
     try:
-        with temporary.open("wb") as file:
+        with naming(path), temporary.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -66,3 +79,40 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Gives two files or folders of one file system each other's name, in one step (Linux's renameat2).
+
+    Returns False, and changes nothing, where the system has no such step. Raises OSError.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, flag = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2(here, os.fsencode(one), here, os.fsencode(other), flag) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def remove_tree(folder: Path, marker: str) -> None:
+    """Removes a folder, if it exists, and the empty file `marker` in it last, so that a killed removal leaves it.
+
+    Of a symbolic link only the link is removed. Raises OSError.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+        return
+    if not folder.exists():
+        return
+    with suppress(OSError):  # the disk may be full, which is why the folder goes
+        (folder / marker).touch()
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != marker:
+            path.unlink()
+    shutil.rmtree(folder)

@@ -18,7 +18,7 @@ from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
 from jaxinfer.quantization.tree import describe, is_quantized
-from jaxinfer.sampling import SamplingParams, from_generation_config
+from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, tokenizer_files_of
 
@@ -166,20 +166,26 @@ def _read(
         dtype = "float32"
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
         check_format(quantization, checkpoint.quantization, name)
+        # What is small is read, and refused, before the weights.
+        try:
+            defaults = from_generation_config(checkpoint.generation_config)
+        except SamplingParamsError as error:
+            raise checkpoints_convert.CheckpointError(path / "generation_config.json", str(error)) from None
+        eos_token_ids = (*checkpoint.eos_token_ids, *defaults.eos_token_ids)
+        tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None
         params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen)
         kv_scales = None
         if layers := checkpoint.kv_scales:
             kv_scales = KVScales.of_layers(checkpoint.config, [one.k for one in layers], [one.v for one in layers])
-        defaults = from_generation_config(checkpoint.generation_config)
         return LoadedModel(
             name,
             checkpoint.config,
             params,
-            _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None,
+            tokenizer,
             is_owned=True,
             default_params=defaults.params,
             ignored_defaults=defaults.ignored,
-            eos_token_ids=(*checkpoint.eos_token_ids, *defaults.eos_token_ids),
+            eos_token_ids=eos_token_ids,
             kv_scales=kv_scales,
         )
 

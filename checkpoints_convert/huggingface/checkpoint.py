@@ -22,6 +22,7 @@ from checkpoints_convert.checkpoint import (
     shape_of,
     size_of,
 )
+from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import quantization_name, with_side_file
 from checkpoints_convert.formats.kv_scales import LayerKVScales, read_kv_scales
@@ -169,6 +170,10 @@ class HuggingFaceCheckpoint(Checkpoint):
     @cached_property
     def kv_scales(self) -> tuple[LayerKVScales, ...]:
         declared = (self._hf_config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
+        if not isinstance(declared, dict):
+            raise CheckpointError(
+                self.directory / CONFIG, f"quantization_config.kv_cache_scheme is {declared!r}, not an object or null"
+            )
         kind = tuple(declared.get(name, default) for name, default in (("num_bits", 8), ("type", "float")))
         if kind != (8, "float") or not declared.get("symmetric", True):
             _LOG.warning(

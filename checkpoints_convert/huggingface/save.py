@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from checkpoints_convert.checkpoint import (
@@ -136,7 +137,10 @@ def write_shards(
                 tensors |= group.assemble(arrays)
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, directory / name, metadata={"format": "pt"})
+        try:
+            save_file(tensors, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk
+            raise CheckpointError(directory / name, f"could not be written: {error}") from None
         sync(directory / name)
     if len(shards) > 1:
         write_json(directory / WEIGHTS_INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.files import Closable, atomic_writer
+from jaxinfer.files import Closable, atomic_writer, naming
 from jaxinfer.models import Params
 from jaxinfer.quantization import NestedScales, QuantizedArray, Scheme
 
@@ -47,10 +47,11 @@ class CalibrationJournal(Closable):
         file.seek(0)
         if file.read() != wanted:
             self._clear()
-            file.truncate(0)
-            file.write(wanted)
-            file.flush()
-            os.fsync(file.fileno())
+            with naming(state):
+                file.truncate(0)
+                file.write(wanted)
+                file.flush()
+                os.fsync(file.fileno())
 
     def part(self, name: str) -> "CalibrationJournal":
         """The journal of a part of this calibration, closed and removed with it."""

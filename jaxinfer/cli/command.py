@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import inspect
 import os
+import signal
 import sys
+import threading
 import typing
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +18,8 @@ import typer
 from jaxinfer import progress
 from jaxinfer.options import Description
 
-OK, ERROR, USAGE, PARTIAL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+OK, ERROR, USAGE, PARTIAL, INTERRUPTED, BROKEN_PIPE, TERMINATED = 0, 1, 2, 3, 130, 141, 143
+_SECONDS_TO_END = 4.0  # after SIGTERM; process managers wait for 10 before they kill
 
 
 _NO_PROGRESS = inspect.Parameter(
@@ -31,6 +34,47 @@ _NO_PROGRESS = inspect.Parameter(
 
 class UsageError(Exception):
     """A wrong command line; the message says what to write instead."""
+
+
+_has_sigterm = threading.Event()
+
+
+@contextlib.contextmanager
+def ends_on_sigterm() -> Iterator[None]:
+    """In the block SIGTERM raises KeyboardInterrupt in the main thread, which native code may delay. A process that has
+    not ended after 4 seconds ends without cleaning up, which files survive: they survive kill -9."""
+    is_done = threading.Event()
+
+    def interrupt(number: int, frame: Any) -> None:
+        _has_sigterm.set()
+        raise KeyboardInterrupt
+
+    def end_in_time() -> None:
+        while received := os.read(reader, 1):
+            if received[0] == signal.SIGTERM and not is_done.wait(_SECONDS_TO_END):
+                say("terminated")
+                os._exit(TERMINATED)
+        os.close(reader)
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    former = signal.signal(signal.SIGTERM, interrupt)
+    former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=end_in_time, name="jaxinfer-sigterm", daemon=True).start()
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt) as error:
+        # Outside of a command's body, while its arguments are read, an interrupt has no message.
+        if not _has_sigterm.is_set() or getattr(error, "code", INTERRUPTED) != INTERRUPTED:
+            raise
+        say("terminated")
+        raise SystemExit(TERMINATED) from None
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        signal.set_wakeup_fd(former_writer)
+        is_done.set()
+        os.close(writer)
+        _has_sigterm.clear()
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
@@ -76,8 +120,8 @@ def guarded(call: Callable[[], int | None]) -> int:
         return code
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as error:
+        return _interrupted(str(error))
     except BrokenPipeError:  # the reader of our output has gone, as `head` does
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,9 +135,22 @@ def guarded(call: Callable[[], int | None]) -> int:
         return USAGE if _is_usage(error) else ERROR
 
 
-def _interrupted() -> int:
-    say("\ninterrupted" if sys.stderr.isatty() else "interrupted")
-    return INTERRUPTED
+def _interrupted(note: str = "") -> int:
+    code, what = (TERMINATED, "terminated") if _has_sigterm.is_set() else (INTERRUPTED, "interrupted")
+    line = f"{what}; {note}" if note else what
+    say(f"\n{line}" if sys.stderr.isatty() else line)
+    return code
+
+
+@contextlib.contextmanager
+def resumes(how: str) -> Iterator[None]:
+    """If the block is interrupted, the message ends with "the same command continues" and `how`."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_interrupt(error):
+            raise
+        raise KeyboardInterrupt(f"the same command continues {how}") from error
 
 
 def is_interrupt(error: BaseException | None) -> bool:

@@ -1,10 +1,11 @@
 """`jaxinfer convert`: a checkpoint to the native format, back to Hugging Face's, or to another dtype."""
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from jaxinfer.cli.command import ERROR, INTERRUPTED, say
+from jaxinfer.cli.command import ERROR, resumes, say
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
 from jaxinfer.options import MISSING, argument, option
@@ -42,7 +43,7 @@ def convert(options: ConvertOptions) -> int | None:
     The native format has checksums, and an interrupted conversion to it continues when it is repeated.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
-    try:
+    with resumes("after the last complete layer") if options.to == "native" else contextlib.nullcontext():
         with Stage(f"opening {options.source}"):
             import checkpoints_convert
             from jaxinfer.data import embedded_path
@@ -52,11 +53,6 @@ def convert(options: ConvertOptions) -> int | None:
                 options.destination,
                 **{name: getattr(options, name) for name in NAMES},
             )
-    except KeyboardInterrupt:
-        if options.to != "native":
-            raise
-        say("interrupted; the same command continues after the last complete layer")
-        return INTERRUPTED
     with Stage("comparing"):
         problems = _problems(report) if options.verify else []
     for problem in problems:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.command import UsageError, resumes
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import note, write_json, write_text
 from jaxinfer.options import MISSING, option
@@ -84,7 +84,7 @@ def distill(options: DistillCommandOptions) -> None:
         from jaxinfer.llm import LLM
 
         llm = LLM(options.target, max_model_len=options.length)
-    with llm, Stage("distilling"):
+    with llm, resumes("from the last training checkpoint"), Stage("distilling"):
         divided = _encoded(llm, documents)
         draft, initial = _initial(llm, divided, options)
         result = run(llm, draft, initial, divided, training, work_dir)
@@ -188,6 +188,9 @@ def export(
     with tempfile.TemporaryDirectory() as folder:
         if llm.tokenizer is not None:
             llm.tokenizer.save(folder)
+        card = Path(folder) / out.name  # the title is the folder's name
+        card.mkdir()
+        write_draft_card(card, "README.md", llm.name, result, options)
         checkpoints_convert.save_huggingface(
             result.config,
             result.params,
@@ -197,7 +200,6 @@ def export(
             extra_config={"eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None},
             overwrite=overwrite,
         )
-    write_draft_card(out, "README.md", llm.name, result, options)
 
 
 def figures(acceptance: "Acceptance") -> dict[str, float]:

@@ -12,7 +12,7 @@ from jaxinfer.cli.advise import advise
 from jaxinfer.cli.batch import batch
 from jaxinfer.cli.bench import app as bench_app
 from jaxinfer.cli.chat import chat
-from jaxinfer.cli.command import command
+from jaxinfer.cli.command import command, ends_on_sigterm
 from jaxinfer.cli.convert import convert
 from jaxinfer.cli.demo import demo
 from jaxinfer.cli.distill import distill
@@ -57,7 +57,7 @@ jaxinfer distill --target ./checkpoint --data ./texts --out ./draft
 
 [bold]Exit codes[/bold]
 
-0 success · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted
+0 success · 1 error · 2 wrong usage · 3 some prompts or rows failed · 130 interrupted · 143 terminated
 
 An error is one sentence; JAXINFER_TRACEBACK=1 shows where in the code. --no-progress, of every command, omits bars, and
 lines in a log. Flags of vLLM, SGLang, mlx-lm, Ollama and Transformers, such as --tensor-parallel-size and
@@ -115,4 +115,5 @@ def main() -> None:
     # takes a tenth of the start time, and the final collection as long again.
     gc.set_threshold(50_000, 20, 50)
     atexit.register(gc.freeze)
-    app(prog_name="jaxinfer")
+    with ends_on_sigterm():
+        app(prog_name="jaxinfer")

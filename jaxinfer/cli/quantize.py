@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxinfer.cli.command import INTERRUPTED, UsageError, say
+from jaxinfer.cli.command import UsageError, resumes
 from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
 from jaxinfer.cli.output import write_json, write_text
@@ -130,16 +130,21 @@ def quantize(
         calibration = _calibration_options(options, opened, kept, gptq, awq, smoothquant)
         check_room(opened, planned(opened, calibration), calibration.dtype, work)
         rows = _read_rows(path, options.calibration, text)
-        try:
+        with resumes("after the last complete layer"):
             result, auto = _run(_model(opened), calibration, options.max_kl, rows, journal)
-        except KeyboardInterrupt:
-            say("interrupted; the same command continues after the last complete layer")
-            return INTERRUPTED
         calibration = calibration if auto is None else auto.options
         weights = planned(opened, calibration)
         held_out = None if rows is None else rows.held_out
         difference = write(
-            opened, weights, result, calibration.dtype, held_out, work, destination, overwrite=options.overwrite
+            opened,
+            weights,
+            result,
+            calibration.dtype,
+            held_out,
+            journal,
+            work,
+            destination,
+            overwrite=options.overwrite,
         )
         report = report_of(opened, calibration, weights, result, auto, destination, difference)
     if options.as_json:

@@ -1,6 +1,7 @@
 """The files of `jaxinfer quantize`: checks before anything is written, and writing and verifying the checkpoint."""
 
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from checkpoints_convert import LayerKVScales
     from checkpoints_convert.checkpoint import Checkpoint, ParamPath
     from jaxinfer.calibration import CalibrationOptions, CalibrationResult, LayerReport
+    from jaxinfer.calibration.journal import CalibrationJournal
     from jaxinfer.quantization import QuantizedArray
 
 
@@ -29,6 +31,7 @@ def write(
     result: "CalibrationResult",
     dtype: str,
     held_out: "np.ndarray | None",
+    journal: "CalibrationJournal",
     work: Path,
     destination: Path,
     *,
@@ -40,14 +43,16 @@ def write(
 
     Args:
       weights: the quantized weights, from `planned`. held_out: int32 [rows, T], whose logits are compared.
+      journal: of the calibration, in the working folder; removed with it.
 
     Returns the largest difference of a logit. Raises CheckpointError if a parameter or the logits differ.
     """
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.load import open_checkpoint
-    from checkpoints_convert.staging import check_destination, publish
+    from checkpoints_convert.staging import JOURNAL, check_destination, partial_path, publish
     from jaxinfer.calibration.inputs import random_rows
     from jaxinfer.calibration.verify import ComparedModel, compare_models
+    from jaxinfer.files import remove_tree
 
     made = work / "checkpoint"
     with Stage("writing"):
@@ -68,8 +73,14 @@ def write(
             made, "is not the model that was calibrated", *reasons, f"nothing was written to {destination}"
         )
     check_destination(destination, overwrite=overwrite)
-    publish(made, destination)
+    # The last step is the one that makes the checkpoint appear: killed before it, the command begins again, and after
+    # it nothing is left.
+    partial = partial_path(destination)
+    remove_tree(partial, JOURNAL)
+    os.rename(made, partial)
+    journal.remove()
     shutil.rmtree(work)
+    publish(partial, destination)
     _warn(source, weights, result)
     return found.difference
 

@@ -1,14 +1,17 @@
 """`jaxinfer train-demo`: trains the two embedded models again, on Python's standard library."""
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.checks import need_plotting
+from jaxinfer.cli.command import resumes
 from jaxinfer.cli.distill import figures, writer
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
+from jaxinfer.files import write_text_atomically
 from jaxinfer.options import option
 from jaxinfer.progress import Stage
 
@@ -61,7 +64,7 @@ def train_demo(options: TrainDemoOptions) -> None:
     import jaxinfer.data
 
     out_dir = options.out or Path(jaxinfer.data.__file__).parent
-    with Stage("training the demo"):
+    with resumes("from the last training checkpoint"), Stage("training the demo"):
         target, draft = export_pair(
             options.work_dir, out_dir, options.steps, options.draft_steps, overwrite=options.overwrite
         )
@@ -101,9 +104,10 @@ def export_pair(
     from jaxinfer.training import demo
 
     need_plotting("a model card")  # after hours of training
-    for name in NAMES:
-        if (out_dir / name).exists() and not overwrite:
-            raise FileExistsError(f"{out_dir / name} exists: --overwrite replaces it")
+    # The folder that a run was killed while it wrote the two models to: the first one may be there.
+    claim = work_dir / "publishing.txt"
+    overwrite |= claim.exists() and claim.read_text(encoding="utf-8") == str(out_dir.resolve())
+    _check_free(out_dir, overwrite=overwrite)
     data = demo.load_data(work_dir)
     target = demo.train_model(NAMES[0], demo.TARGET, scaled(demo.TARGET_PHASES, target_steps), data, work_dir)
     start = demo.train_model(START, demo.DRAFT_START, demo.DRAFT_PHASES, data, work_dir)
@@ -114,9 +118,18 @@ def export_pair(
         draft = demo.distill_draft(
             llm.config, llm.params, start, data.documents, generate, options, work_dir / NAMES[1]
         )  # fmt: skip
-    export_model(target, data, work_dir, out_dir / NAMES[0], overwrite=overwrite)
-    export_draft(draft, options, data, work_dir, out_dir / NAMES[1], overwrite=overwrite)
+    _check_free(out_dir, overwrite=overwrite)
+    write_text_atomically(claim, str(out_dir.resolve()))
+    export_model(target, data, work_dir, out_dir / NAMES[0], overwrite=True)
+    export_draft(draft, options, data, work_dir, out_dir / NAMES[1], overwrite=True)
+    claim.unlink()
     return target, draft
+
+
+def _check_free(out_dir: Path, *, overwrite: bool) -> None:
+    for name in NAMES:
+        if (out_dir / name).exists() and not overwrite:
+            raise FileExistsError(f"{out_dir / name} exists: --overwrite replaces it")
 
 
 def draft_options(num_steps: int | None) -> "DistillOptions":
@@ -138,21 +151,37 @@ def export_draft(
     """Writes the draft, as `export_model` writes the model."""
     from jaxinfer.training.card import write_draft_card
 
-    _save(draft.config, draft.params, data, work_dir, destination, overwrite=overwrite)
-    write_draft_card(destination, "MODEL_CARD.md", NAMES[0], draft, options, DRAFT_ORIGIN)
+    card = _empty_folder(work_dir / "card" / destination.name)
+    write_draft_card(card, "MODEL_CARD.md", NAMES[0], draft, options, DRAFT_ORIGIN)
+    _save(draft.config, draft.params, data, work_dir, card, destination, overwrite=overwrite)
 
 
 def export_model(model: "DemoModel", data: "DemoData", work_dir: Path, destination: Path, *, overwrite: bool) -> None:
     """Writes the model in bfloat16 with its tokenizer, in Hugging Face's format."""
     from jaxinfer.training.card import write_card
 
-    _save(model.config, model.result.params, data, work_dir, destination, overwrite=overwrite)
-    write_card(destination, model, data)
+    card = _empty_folder(work_dir / "card" / destination.name)
+    write_card(card, model, data)
+    _save(model.config, model.result.params, data, work_dir, card, destination, overwrite=overwrite)
+
+
+def _empty_folder(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _save(
-    config: "ModelConfig", params: "Params", data: "DemoData", work_dir: Path, destination: Path, *, overwrite: bool
+    config: "ModelConfig",
+    params: "Params",
+    data: "DemoData",
+    work_dir: Path,
+    card: Path,
+    destination: Path,
+    *,
+    overwrite: bool,
 ) -> None:
+    """Writes the model, with its card from the folder `card`, so that it appears complete."""
     import checkpoints_convert
 
     end, pad = data.tokenizer.token_to_id(END_OF_TEXT), data.tokenizer.token_to_id(PAD)
@@ -182,7 +211,10 @@ def _save(
         params,
         destination,
         dtype="bfloat16",
-        extra_files=[work_dir / name for name in ("tokenizer.json", "chat_template.jinja", *files)],
+        extra_files=[
+            *(work_dir / name for name in ("tokenizer.json", "chat_template.jinja", *files)),
+            *sorted(card.iterdir()),
+        ],
         extra_config={"eos_token_id": end, "pad_token_id": pad},
         overwrite=overwrite,
     )

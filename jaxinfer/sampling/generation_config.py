@@ -79,7 +79,7 @@ def from_generation_config(config: Mapping[str, Any], **overrides: Any) -> Gener
     decode greedily.
 
     `ignored` lists, sorted, the options that are set but not supported (beams, n-gram bans, `max_length`, ...), for the
-    caller to warn about. Raises `SamplingParamsError` for an invalid value, naming the field of `SamplingParams`.
+    caller to warn about. Raises `SamplingParamsError` for an invalid value, naming the field of the file.
     """
     do_sample = config.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
@@ -98,7 +98,13 @@ def from_generation_config(config: Mapping[str, Any], **overrides: Any) -> Gener
                 values[_APPLIED[name]] = value
         elif name not in _DESCRIPTIVE and not _is_neutral(name, value):
             ignored.append(name)
-    params = SamplingParams.from_dict({**values, **overrides})
+    try:
+        params = SamplingParams.from_dict({**values, **overrides})
+    except SamplingParamsError as error:
+        theirs = {ours: name for name, ours in _APPLIED.items() if ours not in overrides}.get(error.parameter)
+        if theirs is None:
+            raise
+        raise SamplingParamsError(theirs, str(error).replace(error.parameter, theirs, 1)) from None
     return GenerationDefaults(params, _eos_token_ids(config.get("eos_token_id")), tuple(sorted(ignored)))
 
 

@@ -15,6 +15,7 @@ import tokenizers
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_MAX_MESSAGE = 500  # characters; the library quotes values of the file, of any length
 _PROBE = "Hello, wörld! 1,234 ﷺ 你好 🎉\n\n  x\t'll <|a|>\u200b\x00 İ e\u0301"
 
 
@@ -26,7 +27,7 @@ def library_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         if not _is_from_library(error):
             raise
-        raise ValueError(f"{what}: {error}") from None
+        raise ValueError(f"{what}: {_beginning(error)}") from None
 
 
 def run(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -36,7 +37,7 @@ def run(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     except BaseException as error:
         if not _is_from_library(error):
             raise
-        raise ValueError(f"the tokenizer failed: {error}") from None
+        raise ValueError(f"the tokenizer failed: {_beginning(error)}") from None
 
 
 def check_works(backend: tokenizers.Tokenizer, name: Any, *, decodes_each_token: bool = False) -> None:
@@ -56,7 +57,9 @@ def _pass_panics(name: Any, call: Callable[[], object]) -> None:
         call()
     except BaseException as error:
         if is_panic(error):
-            raise ValueError(f"{name} is not a tokenizer that works: the library failed with: {error}") from None
+            raise ValueError(
+                f"{name} is not a tokenizer that works: the library failed with: {_beginning(error)}"
+            ) from None
         if not isinstance(error, Exception):
             raise
 
@@ -68,3 +71,8 @@ def is_panic(error: BaseException) -> bool:
 
 def _is_from_library(error: BaseException) -> bool:
     return type(error) is Exception or is_panic(error)
+
+
+def _beginning(error: BaseException) -> str:
+    text = str(error)
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}... ({len(text)} characters)"

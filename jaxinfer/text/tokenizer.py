@@ -80,6 +80,7 @@ class Tokenizer:
         self._unknown = None
         if unknown_id is not None and unknown_id in control:
             self._unknown = (unknown_id, control.pop(unknown_id))
+        _check_ids_apart(control, spec["model"]["vocab"], name)
         self.control_ids = frozenset(control)
         self.special_ids = frozenset(
             token_id for token_id, token in added.items() if token.content in self.skipped_tokens
@@ -362,6 +363,17 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -
         backend.add_special_tokens(missing)
 
 
+def _check_ids_apart(control: Mapping[int, str], vocab: Any, name: Any) -> None:
+    """Raises ValueError if a control token has the id of a token of the model's vocabulary: text would become it. The
+    library numbers added tokens anew where their ids in the file do not follow the vocabulary."""
+    pairs = ((token_id, token) for token, token_id in vocab.items()) if isinstance(vocab, dict) else enumerate(vocab)
+    for token_id, entry in pairs:
+        if token_id in control and (token := entry if isinstance(entry, str) else entry[0]) != control[token_id]:
+            raise ValueError(
+                f"{name}: the added token {control[token_id]!r:.80} has the id {token_id} of the token {token!r:.80}"
+            )
+
+
 def _is_plain_text(content: str) -> bool:
     """Whether a non-special added token is only text: white space (also sentencepiece's), or one character."""
     return len(content) == 1 or not content.replace("▁", " ").strip()
@@ -383,7 +395,7 @@ def _is_reachable(model: Mapping[str, Any], control: Mapping[str, int]) -> bool:
         return False
     if model.get("type") != "BPE" or model.get("ignore_merges"):
         return True
-    if any(len(text) == 1 for text in own):
+    if any(len(text) == 1 or (model.get("byte_fallback") and text.startswith("<0x")) for text in own):
         return True
     prefix = model.get("continuing_subword_prefix") or ""
     pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or ())

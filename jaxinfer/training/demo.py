@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxinfer.files import write_text_atomically
 from jaxinfer.models import ModelConfig, Params, RopeConfig, init_params
 from jaxinfer.training import corpus
 from jaxinfer.training.copying import with_copying
@@ -86,7 +87,7 @@ def load_data(work_dir: Path) -> DemoData:
     else:
         work_dir.mkdir(parents=True, exist_ok=True)
         tokenizer = corpus.train_tokenizer(texts.train, VOCAB_SIZE)
-        tokenizer.save(str(path))
+        write_text_atomically(path, tokenizer.to_str(pretty=True))
     return DemoData(
         tokenizer=tokenizer,
         train=corpus.encode(tokenizer, texts.train),

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.files import atomic_writer
+from jaxinfer.files import atomic_writer, write_text_atomically
 from jaxinfer.models import ModelConfig, Params, init_params
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import check_plain
@@ -379,7 +379,7 @@ def _claim(work_dir: Path, settings: dict[str, Any]) -> None:
     path = work_dir / "distill.json"
     if not path.exists():
         work_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        write_text_atomically(path, json.dumps(settings, indent=2) + "\n")
         return
     earlier = json.loads(path.read_text(encoding="utf-8"))
     for name, value in settings.items():

@@ -1,6 +1,7 @@
 """The training loop: optax, progress, orbax checkpoints, and the same run after a kill."""
 
 import json
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import optax
 import orbax.checkpoint as ocp
 from optax.contrib import MuonDimensionNumbers, muon
 
+from jaxinfer.files import naming
 from jaxinfer.models import Params
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import check_plain
@@ -106,8 +108,13 @@ def train(
     start, step_fn = _programs(objective, make_optimizer(options))
     state = start(params)
     checkpoint_dir = Path(checkpoint_dir).absolute()
-    manager = ocp.CheckpointManager(checkpoint_dir, options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True))
-    state, first, history = _restored(manager, state)
+    # Written before the next step, so that an error is of the step that it names.
+    kept = ocp.CheckpointManagerOptions(
+        max_to_keep=2, create=True, cleanup_tmp_directories=True, enable_async_checkpointing=False
+    )
+    with naming(checkpoint_dir):
+        manager = ocp.CheckpointManager(checkpoint_dir, options=kept)
+        state, first, history = _restored(manager, state)
     shown: dict[str, str] = {}
     show = None if show_progress else False
     with Stage(description, options.num_steps, "step", initial=first, show=show) as stage:
@@ -127,10 +134,11 @@ def train(
                 stage.describe(", ".join(f"{name}={value}" for name, value in shown.items()))
             if done % options.checkpoint_every == 0 or is_last:
                 saved = {"state": ocp.args.StandardSave(state), "history": ocp.args.JsonSave(cast(Any, history))}
-                manager.save(done, args=ocp.args.Composite(**saved))
+                _save(manager, checkpoint_dir, done, ocp.args.Composite(**saved))
             stage.update()
+    with naming(checkpoint_dir):
         manager.wait_until_finished()
-    manager.close()
+        manager.close()
     return TrainResult(params=state["params"], history=tuple(history))
 
 
@@ -146,6 +154,20 @@ def _programs(objective: Objective, optimizer: optax.GradientTransformation) -> 
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": opt_state}, metrics
 
     return jax.jit(start), jax.jit(step, donate_argnums=0)
+
+
+def _save(manager: ocp.CheckpointManager, directory: Path, step: int, args: ocp.args.CheckpointArgs) -> None:
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
+    try:
+        with naming(directory):
+            manager.save(step, args=args)
+    except ValueError as error:  # from TensorStore, for a full disk
+        reason = str(error).splitlines()[0]
+        raise OSError(f"{directory}: the training checkpoint of step {step} could not be written: {reason}") from None
+    finally:
+        log.setLevel(level)
 
 
 def _restored(

@@ -159,6 +159,20 @@ main()
     assert convert(source, tmp_path / "native", progress=None).destination.is_dir()
 
 
+def test_files_that_vanish_in_mid_run_are_missed_before_the_checkpoint_appears(checkpoint, tmp_path):
+    source, embed = checkpoint().write(), tmp_path / "native.partial" / "params" / "embed"
+
+    def remove(name, done, total):
+        if name == "layers.1.mlp.up_proj.weight":
+            shutil.rmtree(embed)
+
+    with pytest.raises(CheckpointError, match=r"native\.partial: \d+ problems\n  - params/embed/.*: missing"):
+        convert(source, tmp_path / "native", progress=remove)
+    assert not (tmp_path / "native").exists()
+    assert convert(source, tmp_path / "native", progress=None).num_resumed_units == 4
+    assert equal(load(source)[1], load(tmp_path / "native", verify=True)[1])
+
+
 def test_too_little_room_is_noticed_before_writing(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 5000, 5000))
     with pytest.raises(

@@ -38,6 +38,7 @@ def test_a_draft_is_made_and_opens(jaxinfer, json_lines, model, data, tmp_path):
         assert draft.tokenizer.encode("text") == target.tokenizer.encode("text")
         assert draft.eos_token_ids == target.eos_token_ids
     card = (tmp_path / "draft" / "README.md").read_text()
+    assert card.startswith("# draft\n")
     for words in ("forward KL", "accepted of proposed", "4 steps of 4 sequences of 16 tokens"):
         assert words in card
     assert (tmp_path / "draft.training" / "distill.json").exists()

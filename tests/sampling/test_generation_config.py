@@ -89,6 +89,7 @@ def test_malformed_values_raise(config):
         from_generation_config(config)
 
 
-def test_bad_values_name_our_field():
-    with pytest.raises(SamplingParamsError, match="max_tokens must be an integer"):
+def test_bad_values_name_the_field_of_the_file():
+    with pytest.raises(SamplingParamsError, match=r"^max_new_tokens must be an integer") as caught:
         from_generation_config({"max_new_tokens": -5})
+    assert caught.value.parameter == "max_new_tokens"

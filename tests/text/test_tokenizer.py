@@ -316,3 +316,34 @@ def test_a_model_without_added_tokens_has_nothing_to_guard(toy):
     tokenizer = toy.wrap(tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     assert tokenizer.encode_content("a") == [0]
     assert tokenizer.control_ids == tokenizer.special_ids == frozenset()
+
+
+def test_a_control_token_with_the_id_of_text_is_refused(toy, tmp_path):
+    """The library numbers added tokens from the size of the vocabulary: where that has gaps, they get ids of text."""
+    spec = json.loads(toy.byte_level().to_str())
+    spec["model"]["merges"] = []
+    for token in "{0":
+        del spec["model"]["vocab"][token]
+    backend = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    backend.add_special_tokens(["<|user|>"])
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json: the added token '<\|user\|>' has the id \d+ of the token '"
+    ):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_control_tokens_named_as_bytes_do_not_come_out_of_content(toy):
+    backend = toy.llama2()
+    backend.add_special_tokens(["<0xF0>"])
+    tokenizer = toy.wrap(backend)
+    assert tokenizer.control_ids & set(backend.encode("🎉").ids)
+    assert not tokenizer.control_ids & set(tokenizer.encode_content("🎉"))
+
+
+def test_messages_of_the_library_are_short(toy, tmp_path):
+    spec = json.loads(toy.byte_level().to_str()) | {"padding": "x" * 1_000_000}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match=r"tokenizer\.json .*\(\d+ characters\)") as caught:
+        Tokenizer.from_dir(tmp_path)
+    assert len(str(caught.value)) < 1000

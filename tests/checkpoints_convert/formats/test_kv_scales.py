@@ -3,9 +3,11 @@ import logging
 import numpy as np
 import pytest
 
+from checkpoints_convert import CheckpointError, open_checkpoint
 from checkpoints_convert.formats import FormatError, LayerKVScales
 from checkpoints_convert.formats.kv_scales import check_kv_scale, kv_scale_names, read_kv_scales
 from jaxinfer.models import ModelConfig, RopeConfig
+from tests.checkpoints_convert.formats.tiny import tiny
 
 CONFIG = ModelConfig("LlamaForCausalLM", 8, 8, 8, 2, 4, 2, 2, RopeConfig(rotary_dim=2))
 
@@ -74,3 +76,15 @@ def test_tensors_that_cannot_be_scales_are_refused(header, layer, message):
 @pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 1, 1)])
 def test_tensors_that_can(shape):
     check_kv_scale(("BF16", shape), 1, CONFIG)
+
+
+def test_a_scheme_that_is_no_object_is_refused(tmp_path):
+    checkpoint = tiny("packed")
+    checkpoint.config["quantization_config"]["kv_cache_scheme"] = "fp8"
+    with (
+        open_checkpoint(checkpoint.write(tmp_path / "source")) as opened,
+        pytest.raises(
+            CheckpointError, match=r"config\.json: quantization_config\.kv_cache_scheme is 'fp8', not an object"
+        ),
+    ):
+        _ = opened.kv_scales

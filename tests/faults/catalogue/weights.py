@@ -71,6 +71,14 @@ CHECKPOINTS = (
         "a config.json alone is planned with other bytes than its checkpoint",
     ),
     Fault(
+        "checkpoints/removed-layers-are-published",
+        "checkpoints_convert",
+        "if problems := size_problems(partial, entries):",
+        "if problems := ():",
+        ("tests/checkpoints_convert/test_convert.py",),
+        "a conversion of which files were removed in mid-run ends without them, and says nothing",
+    ),
+    Fault(
         "checkpoints/checksums-of-chunks-are-not-compared",
         "checkpoints_convert",
         "(found := hasher.digest()) != known",
