@@ -56,10 +56,18 @@ def ends_on_sigterm() -> Iterator[None]:
                 os._exit(TERMINATED)
         os.close(reader)
 
+    def raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt) and _has_sigterm.is_set():
+            # It was raised in a destructor, where it is lost: it is raised again when that has ended.
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            sys.__unraisablehook__(unraisable)
+
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     former = signal.signal(signal.SIGTERM, interrupt)
     former_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    former_hook, sys.unraisablehook = sys.unraisablehook, raise_again
     threading.Thread(target=end_in_time, name="jaxinfer-sigterm", daemon=True).start()
     try:
         yield
@@ -72,6 +80,7 @@ def ends_on_sigterm() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGTERM, former)
         signal.set_wakeup_fd(former_writer)
+        sys.unraisablehook = former_hook
         is_done.set()
         os.close(writer)
         _has_sigterm.clear()
