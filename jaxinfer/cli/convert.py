@@ -43,16 +43,16 @@ def convert(options: ConvertOptions) -> int | None:
     The native format has checksums, and an interrupted conversion to it continues when it is repeated.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
-    with resumes("after the last complete layer") if options.to == "native" else contextlib.nullcontext():
-        with Stage(f"opening {options.source}"):
-            import checkpoints_convert
-            from jaxinfer.data import embedded_path
+    resumed = resumes("after the last complete layer") if options.to == "native" else contextlib.nullcontext()
+    with resumed, Stage(f"opening {options.source}"):
+        import checkpoints_convert
+        from jaxinfer.data import embedded_path
 
-            report = checkpoints_convert.convert(
-                embedded_path(options.source) or options.source,
-                options.destination,
-                **{name: getattr(options, name) for name in NAMES},
-            )
+        report = checkpoints_convert.convert(
+            embedded_path(options.source) or options.source,
+            options.destination,
+            **{name: getattr(options, name) for name in NAMES},
+        )
     with Stage("comparing"):
         problems = _problems(report) if options.verify else []
     for problem in problems:

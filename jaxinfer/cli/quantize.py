@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxinfer.cli.command import UsageError, resumes
+from jaxinfer.cli.command import UsageError, resumes, say
 from jaxinfer.cli.distill import read_documents
 from jaxinfer.cli.options import as_json, given_values, overwrite
 from jaxinfer.cli.output import write_json, write_text

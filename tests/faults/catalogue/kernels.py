@@ -15,7 +15,7 @@ FAULTS = (
         "every step writes to the page that empty places of a table point to",
     ),
     Fault(
-        "paged-attention/a-prompt-s-later-blocks-give-the-first-one-s-results",
+        "kernels/a-prompt-s-later-blocks-give-the-first-one-s-results",
         "pallas_kernels/paged_attention",
         "own = num_rows + first[places.sequence] * sizes.queries + places.index",
         "own = num_rows + first[places.sequence] * sizes.queries + places.index % sizes.queries",
