@@ -179,7 +179,7 @@ def test_unknown_names_and_shapes():
     with pytest.raises(ValueError, match="did you mean 'int4-g128'"):
         recipe("int4g128")
     for name, message in (
-        ("awq", "called 'awq': calibrates on texts: `jaxinfer quantize SRC DST --method awq`"),
+        ("awq", "quantize='awq' .*: `jaxinfer quantize SRC DST --method awq` calibrates on texts"),
         ("Q4_K_M", "types of a GGUF file are kept"),
         ("bitsandbytes", "did you mean 'nf4'"),
         ("zzz", "; the usual ones are int8, int4-g128, nf4, fp8 and w8a8$"),
