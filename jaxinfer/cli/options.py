@@ -179,7 +179,7 @@ def merge_params(defaults: SamplingParams, values: dict[str, Any]) -> SamplingPa
 
 def llm_arguments(options: ModelOptions) -> dict[str, Any]:
     """The given options as arguments of `LLM`, without the model. Raises UsageError for what cannot be read."""
-    return {name: value for name, value in given_values(options).items() if name not in ("model", "as_json")}
+    return {name: value for name, value in given_values(options).items() if name not in ("model", "as_json", "jobs")}
 
 
 def join_hosts(options: HostsOptions) -> bool:

@@ -22,7 +22,7 @@ def test_after_warming_nothing_compiles(jaxinfer_process, model, tmp_path, reque
     environment = {"JAXINFER_CACHE_DIR": str(tmp_path / "cache")}
 
     def warm():
-        process = jaxinfer_process("warm", model, "--json", *OPTIONS, env=environment)
+        process = jaxinfer_process("warm", model, "--json", "--jobs", "2", *OPTIONS, env=environment)
         stdout, stderr = process.communicate(timeout=280)
         assert process.returncode == 0, stderr
         return json.loads(stdout)
