@@ -131,8 +131,9 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
         is_taken = query_lengths > 0
         if spec.has_short and spec.has_long:
             is_taken &= (query_lengths == 1) == (sizes.queries == 1)
-        first = _first_items(jnp.where(is_taken, -(-query_lengths // sizes.queries), 0), kv_lengths)
-        items.append(_items(spec, sizes, is_taken, first, page_table, *lengths))
+        counts = jnp.where(is_taken, -(-query_lengths // sizes.queries), 0)
+        first = _first_items(counts, kv_lengths)
+        items.append(_items(spec, sizes, counts, first, page_table, *lengths))
         own = num_rows + first[places.sequence] * sizes.queries + places.index
         rows = jnp.where(is_taken[places.sequence], own, rows)
         num_rows += items[-1].num_rows
@@ -170,14 +171,14 @@ def _first_items(counts: jax.Array, kv_lengths: jax.Array) -> jax.Array:
 def _items(
     spec: PagedSpec,
     sizes: XlaTileSizes,
-    is_taken: jax.Array,
+    counts: jax.Array,
     first: jax.Array,
     page_table: jax.Array,
     query_starts: jax.Array,
     query_lengths: jax.Array,
     kv_lengths: jax.Array,
 ) -> QueryItems:
-    """The items of the sequences that a program takes, from the `first` of each on."""
+    """The items of a program: `counts` of each sequence, from its `first` on."""
     num_queries = sizes.queries
     capacity = min(
         -(-spec.num_tokens // num_queries) + spec.num_sequences,
@@ -185,7 +186,6 @@ def _items(
     )
     tile = min(sizes.tile, capacity)
     num_tiles = -(-capacity // tile)
-    counts = jnp.where(is_taken, -(-query_lengths // num_queries), 0)
     item = jnp.arange(num_tiles * tile, dtype=jnp.int32)
     is_owner = (item[:, None] >= first) & (item[:, None] < first + counts)
     sequence = jnp.argmax(is_owner, axis=1).astype(jnp.int32)
@@ -202,7 +202,7 @@ def _items(
         first_key = jnp.minimum(jnp.maximum(lowest + 1 - spec.window, 0), end_key)
 
     pages_per_block, key_block = _block(sizes, spec)
-    # Looked up once, in which a loop of XLA:CPU would compute the id again for every number that it copies.
+    # Looked up here: in its loop over keys, XLA:CPU would compute the id again for every number that it copies.
     page = jnp.arange(-(-spec.pages_per_sequence // pages_per_block) * pages_per_block)
     ids = page_table.at[sequence[:, None], page].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     # Outside the range the table may have any ids.

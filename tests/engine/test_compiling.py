@@ -45,8 +45,10 @@ def test_an_error_ends_all(num_jobs):
     assert len(started) < 7
 
 
-def test_there_is_a_job_for_each_core():
-    assert 1 <= default_jobs() <= 8
+@pytest.mark.parametrize(("num_cores", "num_jobs"), [(1, 1), (3, 3), (64, 8)])
+def test_there_is_a_job_for_each_core(monkeypatch, num_cores, num_jobs):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(num_cores)), raising=False)
+    assert default_jobs() == num_jobs
 
 
 def test_warm_up_compiles_each_program_once(tiny):
