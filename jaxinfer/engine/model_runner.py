@@ -291,31 +291,31 @@ class ModelRunner:
             raise RuntimeError("a dispatch was planned without a page table")
         return self._sent_table
 
-    def _step_arguments(self, work: dict[str, np.ndarray], page_table: jax.Array) -> tuple[Any, ...]:
+    def _step_work(self, work: dict[str, np.ndarray], page_table: jax.Array) -> StepWork:
         arrays = self.placement.put(work)
         tokens = {name: arrays.pop(name) for name in ("tokens", "token_slots")}
-        device_work = StepWork(**tokens, slots=StepSlots(**arrays), page_table=page_table)
-        model = (self.model, self.weights, self._cache, self._slots)
-        return *model, device_work, self.spec.options.deterministic, self.spec.token_buckets[-1]
+        return StepWork(**tokens, slots=StepSlots(**arrays), page_table=page_table)
+
+    def _step_arguments(self, work: StepWork) -> tuple[Any, ...]:
+        arrays = (self.model, self.weights, self._cache, self._slots, work)
+        return *arrays, self.spec.options.deterministic, self.spec.token_buckets[-1]
 
     @operation
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
-        arguments = self._step_arguments(work, self._page_table)
-        rows = arguments[4].slots
-        self._compile_step(arguments)
-        self._cache, logits, hidden = programs.step(*arguments)
-        self._slots, output = programs.sample_step(self.placement.mesh, self._slots, self._batch, rows, logits)
+        step = self._step_work(work, self._page_table)
+        self._compile_step(step)
+        self._cache, logits, hidden = programs.step(*self._step_arguments(step))
+        self._slots, output = programs.sample_step(self.placement.mesh, self._slots, self._batch, step.slots, logits)
         self._hidden = hidden if is_scored else None
         return output
 
-    def _compile_step(self, arguments: tuple[Any, ...]) -> None:
+    def _compile_step(self, work: StepWork) -> None:
         """Compiles the two programs of a step that comes for the first time, side by side."""
-        rows, num_tokens = arguments[4].slots, arguments[4].tokens.shape[0]
-        num_slots = rows.is_prompt.shape[0]
+        num_tokens, num_slots = work.tokens.shape[0], work.page_table.shape[0]
         if (num_tokens, num_slots) in self._compiled_steps:
             return
         self._compiled_steps.add((num_tokens, num_slots))
-        step = Program("", partial(programs.step.lower, *arguments))
+        step = Program("", lambda: programs.step.lower(*self._step_arguments(work)))
         compile_programs([step, Program("", partial(self._lower_sampling, num_slots))], default_jobs())
 
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_table: jax.Array) -> tuple[Any, ...]:
@@ -384,9 +384,9 @@ class ModelRunner:
                 name = f"speculation of {tree.num_nodes} tokens, {num_slots} slots"
                 calls = partial(self._lower_rounds, num_slots, number), partial(self._warm_up_rounds, num_slots, number)
                 found.append(Program(name, *calls))
-        lower = self._scores.lower(spec.token_buckets[-1], spec.dtype)
-        scores = {"scores": lower[0], "scores under parameters": lower[1]}
-        return found + [Program(name, lower, self._warm_up_scores) for name, lower in scores.items()]
+        raw, processed = self._scores.lower(spec.token_buckets[-1], spec.dtype)
+        scores = Program("scores", raw), Program("scores under parameters", processed, self._warm_up_scores)
+        return [*found, *scores]
 
     def warm_up(self, num_jobs: int, report: Report) -> int:
         """Compiles every program, `num_jobs` at once, and runs each with nothing to do; returns how many there are.
@@ -408,15 +408,16 @@ class ModelRunner:
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))
-        return programs.step.lower(*self._step_arguments(_empty_work(size, num_slots), self._empty_table(num_slots)))
+        work = self._step_work(_empty_work(size, num_slots), self._empty_table(num_slots))
+        return programs.step.lower(*self._step_arguments(work))
 
     def _lower_sampling(self, num_slots: int) -> Lowered:
         mesh, shape = self.placement.mesh, (num_slots, self.spec.config.vocab_size)
         logits = jax.ShapeDtypeStruct(shape, np.float32)
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
-        rows = self._step_arguments(_empty_work(1, num_slots), self._empty_table(num_slots))[4].slots
-        return programs.sample_step.lower(mesh, self._slots, self._batch, rows, logits)
+        work = self._step_work(_empty_work(1, num_slots), self._empty_table(num_slots))
+        return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
         idle = np.zeros(num_slots, np.bool_)
