@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from jaxinfer.batch.errors import BatchError, RowError
 from jaxinfer.batch.requests import FORMS_BY_URL, BatchRequest, read_chat, read_completions, read_plain
@@ -126,6 +129,7 @@ def _read_plain(record: Mapping[str, Any]) -> BatchRequest:
 _NUM_SHOWN = 5
 _BUFFER_BYTES = 1 << 20  # a line of 50 MB is read in half of the time that it takes with the default of 8 KiB
 _BOM = b"\xef\xbb\xbf"
+_BLANK = re.compile(rb"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
@@ -199,15 +203,14 @@ def scan(path: Path) -> Scan:
 
 
 def _lines(path: Path, whole: "hashlib._Hash | None" = None) -> Iterator[tuple[int, bytes]]:
-    """Line numbers, from 1, with their bytes, without blank lines."""
+    """Line numbers, from 1, with their bytes, without blank lines. Not stripped: a copy of a long line takes time."""
     with path.open("rb", buffering=_BUFFER_BYTES) as file:
         for line, data in enumerate(file, 1):
             if whole is not None:
                 whole.update(data)
             if line == 1:
                 data = data.removeprefix(_BOM)
-            data = data.strip(b" \t\r\n")
-            if data:
+            if not _BLANK.fullmatch(data):
                 yield line, data
 
 
@@ -216,4 +219,4 @@ def _id_digest(custom_id: str) -> bytes:
 
 
 def _line_digest(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    return xxhash.xxh3_64_intdigest(data)

@@ -72,7 +72,7 @@ class LengthCheck:
     def check(self, text: str, max_tokens: int | None) -> None:
         """Raises TextTooLongError for a text that surely has more than `max_tokens` tokens, and ValueError for one that
         the normalizer makes much longer."""
-        num_bytes = len(text.encode("utf-8", "replace"))
+        num_bytes = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
         if max_tokens is not None and self.loses_nothing:
             self.check_bytes(num_bytes, max_tokens)
         if num_bytes <= _SMALL and num_bytes * self._growth <= _GROWN_BYTES:

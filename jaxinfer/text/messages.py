@@ -125,7 +125,8 @@ def plain_json(value: Any, path: str, depth: int = 0) -> Any:
 def check_text(text: str, path: str) -> str:
     """Refuse text that is not valid Unicode (half a surrogate pair, from a cut JSON escape)."""
     try:
-        text.encode("utf-8")
+        if not text.isascii():
+            text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"{path} has a lone surrogate at character {error.start}: not valid text") from None
     return text
