@@ -126,7 +126,9 @@ class CachedAttention:
         window: int | None,
         **options: Any,
     ) -> Float[Array, "B T Hq W"]:
-        q, k, v = divide_by_scales(self._before.scales, layer, q, k, v)
+        scales = self._before.scales
+        scales = None if scales is None else scales.of_layer(layer)
+        q, k, v = divide_by_scales(scales, q, k, v)
         row = jnp.repeat(self._rows, self._slots.shape[1])
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
         pages = _rows(append(self._layers[layer], k, v, row, self._slots.reshape(-1), is_unique=True))
@@ -142,7 +144,7 @@ class CachedAttention:
             window=window,
             **options,
         )[..., :value_dim]
-        return multiply_by_scales(self._before.scales, layer, out)
+        return multiply_by_scales(scales, out)
 
     def _read(self, pages: RowPages, dtype) -> tuple[jax.Array, jax.Array | None]:
         """Keys and values [B, L, Hkv, K] of the rows; values are None if keys include them."""
@@ -185,11 +187,12 @@ def attend_as_stored(dtype: str, scales: KVScales | None = None) -> Callable[...
     """`attend_without_cache` over keys and values rounded as a cache of `dtype` stores them."""
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any) -> jax.Array:
-        q, k, v = divide_by_scales(scales, layer, q, k, v)
+        own = None if scales is None else scales.of_layer(layer)
+        q, k, v = divide_by_scales(own, q, k, v)
         width = v.shape[-1]
         k, v = (from_stored(*to_stored(x, dtype), q.dtype) for x in (k, v))
         if width < k.shape[-1]:
             v = k[..., :width]  # keys include the values
-        return multiply_by_scales(scales, layer, attend_without_cache(layer, q, k, v, window, **options))
+        return multiply_by_scales(own, attend_without_cache(layer, q, k, v, window, **options))
 
     return attend

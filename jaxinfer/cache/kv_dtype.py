@@ -46,7 +46,7 @@ class KVScales:
     """Static scales of an fp8 cache: a key or value is the stored number times its scale. A pytree.
 
     Attributes:
-      keys, values: float32 [layers, Hkv], a checkpoint's k_scale and v_scale.
+      keys, values: float32 [layers, Hkv], a checkpoint's k_scale and v_scale; of one layer [Hkv].
     """
 
     keys: Any
@@ -59,6 +59,10 @@ class KVScales:
         Raises ValueError, with the layer, for another size or a scale that is not finite and positive.
         """
         return cls(_rows(config, keys, "k_scale"), _rows(config, values, "v_scale"))
+
+    def of_layer(self, layer: int) -> "KVScales":
+        """The scales of one layer."""
+        return KVScales(self.keys[layer], self.values[layer])
 
     def first(self, num_layers: int) -> "KVScales":
         """The scales of the first layers."""
@@ -86,22 +90,22 @@ def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> 
 
 
 def divide_by_scales(
-    scales: KVScales | None, layer: int, q: jax.Array, k: jax.Array, v: jax.Array
+    scales: KVScales | None, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """q [..., Hq, K] times k_scale, k and v [..., Hkv, K] divided by their scales: what an fp8 cache stores, and
-    queries with the same scores."""
+    queries with the same scores. `scales` are a layer's."""
     if scales is None:
         return q, k, v
-    keys, values = scales.keys[layer][:, None], scales.values[layer][:, None]
+    keys, values = scales.keys[:, None], scales.values[:, None]
     repeated = jnp.repeat(keys, q.shape[-2] // keys.shape[0], axis=0)
     return (q * repeated).astype(q.dtype), (k / keys).astype(k.dtype), (v / values).astype(v.dtype)
 
 
-def multiply_by_scales(scales: KVScales | None, layer: int, out: jax.Array) -> jax.Array:
+def multiply_by_scales(scales: KVScales | None, out: jax.Array) -> jax.Array:
     """The output [..., Hq, K] of attention over values that are stored divided by their scale, times that scale."""
     if scales is None:
         return out
-    values = scales.values[layer][:, None]
+    values = scales.values[:, None]
     return (out * jnp.repeat(values, out.shape[-2] // values.shape[0], axis=0)).astype(out.dtype)
 
 

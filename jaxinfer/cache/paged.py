@@ -159,14 +159,72 @@ class PagedAttention:
         mesh: Mesh | None = None,
     ):
         self._before, self._layers = cache, list(cache.layers)
-        self._mesh = mesh
         self._inputs = _RaggedInputs(page_table, query_lengths, kv_lengths, query_starts, ancestors)
-        self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
+        self._options = (max_query_length, is_uniform, mesh)
         self._schedules: dict[PagedSpec, Schedule] = {}
 
     def __call__(
         self,
         layer: int,
+        q: Float[Array, "T Hq K"],
+        k: Float[Array, "T Hkv K"],
+        v: Float[Array, "T Hkv W"],
+        *args,
+        **kwargs,
+    ) -> Float[Array, "T Hq W"]:
+        attend = self.of_layer(layer)
+        out = attend(q, k, v, *args, **kwargs)
+        self.update(layer, attend.state)
+        return out
+
+    def of_layer(self, layer: int) -> LayerAttention:
+        """The attention of one layer."""
+        scales = self._before.scales
+        scales = None if scales is None else scales.of_layer(layer)
+        return LayerAttention(self._layers[layer], scales, self._inputs, self._schedules, *self._options)
+
+    def update(self, layer: int, state: Pages) -> None:
+        """Takes over what a layer has stored."""
+        self._layers[layer] = state
+
+    @property
+    def cache(self) -> PagedCache:
+        return replace(self._before, layers=tuple(self._layers))
+
+
+@jax.tree_util.register_pytree_node_class
+class LayerAttention:
+    """One layer of `PagedAttention`: a pytree. `state` are its pages, and after a call what they hold then.
+
+    Layers share `schedules`. One that is missing is added, for layers that run in the same trace.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        scales: KVScales | None,
+        inputs: _RaggedInputs,
+        schedules: dict[PagedSpec, Schedule],
+        max_query_length: int | None,
+        is_uniform: bool,
+        mesh: Mesh | None,
+    ):
+        self.state, self._scales, self._inputs, self._schedules = pages, scales, inputs, schedules
+        self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
+        self._mesh = mesh
+
+    def tree_flatten(self):
+        children = (self.state, self._scales, self._inputs, tuple(self._schedules.values()))
+        return children, (tuple(self._schedules), *self._options.values(), self._mesh)
+
+    @classmethod
+    def tree_unflatten(cls, static, children) -> LayerAttention:
+        specs, *options = static
+        *arrays, schedules = children
+        return cls(*arrays, dict(zip(specs, schedules, strict=True)), *options)
+
+    def __call__(
+        self,
         q: Float[Array, "T Hq K"],
         k: Float[Array, "T Hkv K"],
         v: Float[Array, "T Hkv W"],
@@ -176,14 +234,13 @@ class PagedAttention:
         soft_cap: float | None = None,
         sinks: Float[Array, " Hq"] | None = None,
     ) -> Float[Array, "T Hq W"]:
-        scales, pages = self._before.scales, self._layers[layer]
-        q, k, v = divide_by_scales(scales, layer, q, k, v)
+        q, k, v = divide_by_scales(self._scales, q, k, v)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
-        attend, operands = partial(_attend, options), (q, k, v, pages, sinks)
+        attend, operands = partial(_attend, options), (q, k, v, self.state, sinks)
         if self._mesh is None:
             schedule = self._schedule(options, *operands)
         else:
-            specs = _specs(self._mesh, pages, sinks)
+            specs = _specs(self._mesh, self.state, sinks)
             schedule = self._schedule(options, *parallel.local_shapes(self._mesh, operands, specs))
             attend = jax.shard_map(
                 attend,
@@ -192,8 +249,8 @@ class PagedAttention:
                 out_specs=(specs[0], specs[3]),
                 check_vma=False,  # a Pallas call does not declare over which axes its results vary
             )
-        out, self._layers[layer] = attend(*operands, self._inputs, schedule)
-        return multiply_by_scales(scales, layer, out)
+        out, self.state = attend(*operands, self._inputs, schedule)
+        return multiply_by_scales(self._scales, out)
 
     def _schedule(self, options: dict[str, Any], q: Any, k: Any, v: Any, pages: Any, sinks: Any) -> Schedule:
         """The schedule shared by layers with these options, from the shapes on one device."""
@@ -204,10 +261,6 @@ class PagedAttention:
                 spec, inputs.page_table, inputs.query_lengths, inputs.kv_lengths, query_starts=inputs.query_starts
             )
         return self._schedules[spec]
-
-    @property
-    def cache(self) -> PagedCache:
-        return replace(self._before, layers=tuple(self._layers))
 
 
 class _RaggedInputs(NamedTuple):

@@ -5,7 +5,7 @@ An expert's statistics are over the tokens that the router sends to it.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, cast
 
 import jax
@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.cache import attend_without_cache
-from jaxinfer.models import ModelConfig, Params, abstract_params, bind
+from jaxinfer.models import ModelConfig, Params, abstract_params, bind_layer
 from jaxinfer.models.experts import Router, SparseMoE, tile_rows
 from jaxinfer.models.layers import DecoderLayer, Linear
 from jaxinfer.models.rope import Positions
@@ -223,15 +223,12 @@ class _RoutedRecorder(nnx.Module):
 
 @lru_cache(maxsize=8)
 def _programs(config: ModelConfig) -> _Programs:
-    rest = abstract_params(config)
-
     def layer_of(params: Params) -> DecoderLayer:
-        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), rest)
-        return bind(config, {**blank, "layers": {"0": params}}).layers[0]
+        return bind_layer(config, 0, params)
 
     def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
         positions = Positions(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
-        return layer(x, positions, attend_without_cache, lambda name, value: None)
+        return layer(x, positions, partial(attend_without_cache, 0))
 
     def inputs(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
         found: dict[str, jax.Array] = {}
@@ -272,7 +269,7 @@ def _programs(config: ModelConfig) -> _Programs:
             groups.setdefault(id(value), []).append(name)
 
     width = jax.ShapeDtypeStruct((1, 2, config.hidden_size), jnp.float32)
-    jax.eval_shape(find_groups, rest["layers"]["0"], width)
+    jax.eval_shape(find_groups, abstract_params(config)["layers"]["0"], width)
     return _Programs(
         tuple(map(tuple, groups.values())),
         jax.jit(lambda params, x: run(layer_of(params), x)),

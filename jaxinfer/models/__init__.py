@@ -6,13 +6,13 @@ from jaxinfer.models.decoder import (
     Params,
     abstract_params,
     bind,
+    bind_layer,
     check_taps,
     collect,
     compute_dtype,
     init_params,
     keeps_float32,
     logical_axes,
-    split,
     tap_names,
 )
 from jaxinfer.models.sharding import MeshFit, check_divides, fit_to_mesh, leaf_shardings, parameter_shardings
@@ -27,6 +27,7 @@ __all__ = [
     "RopeConfig",
     "abstract_params",
     "bind",
+    "bind_layer",
     "check_divides",
     "check_taps",
     "collect",
@@ -37,6 +38,5 @@ __all__ = [
     "leaf_shardings",
     "logical_axes",
     "parameter_shardings",
-    "split",
     "tap_names",
 ]

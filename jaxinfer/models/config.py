@@ -303,6 +303,12 @@ class ModelConfig:
             return None
         return self.local_rope if self.local_rope is not None and self.window(layer) is not None else self.rope
 
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """For each layer the number of the first one that differs from it in its weights only."""
+        kinds = [(self.window(i), self.rope_of(i), self.experts_of(i)) for i in range(self.num_layers)]
+        return tuple(kinds.index(kind) for kind in kinds)
+
     def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
         """The configuration of a model of these layers, in this order."""
         per_layer = {name: tuple(values[i] for i in layers) for name in _PER_LAYER if (values := getattr(self, name))}

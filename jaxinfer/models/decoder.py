@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxinfer.checks import did_you_mean
 from jaxinfer.models.basic import Linear, hidden_norm, normal
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.experts import SparseMoE
-from jaxinfer.models.layers import Attend, DecoderLayer, Tap
+from jaxinfer.models.layers import Attend, AttendByLayer, DecoderLayer, LayerAttend, Tap
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
 
@@ -26,51 +26,43 @@ if TYPE_CHECKING:
 
 # Nested dict of arrays or `QuantizedArray`s, with the modules' names as keys; layers by their number as a string.
 Params = dict[str, Any]
+ExpertsOver = tuple[Mesh, str]
 _NUM_NAMED = 5  # most missing, and most unexpected, parameters named in a message
 
 
-class Decoder(nnx.Module):
-    """A decoder-only transformer for any leading shape: [B, T] in training and contiguous caches, [T] with pages."""
+class Embedding(nnx.Module):
+    """Hidden states [..., D] before the first layer, of int32 tokens [...] at int32 positions [...]."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype=None):
-        dtype = jnp.dtype(dtype or config.dtype)
-        shape = (config.vocab_size, config.hidden_size)
-        self.embed = nnx.Param(normal(rngs, shape, dtype), axes=("vocab", "hidden"))
-        self.position_embed = None if not config.has_position_embedding else _positions(config, rngs, dtype)
-        self.layers = nnx.List([DecoderLayer(config, i, dtype=dtype, rngs=rngs) for i in range(config.num_layers)])
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
+        self.embed = nnx.Param(normal(rngs, (config.vocab_size, config.hidden_size), dtype), axes=("vocab", "hidden"))
+        shape = (config.max_position_embeddings, config.hidden_size)
+        rows = normal(rngs, shape, dtype) if config.has_position_embedding else None
+        self.position_embed = None if rows is None else nnx.Param(rows, axes=("positions", "hidden"))
+        self.config = config
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, dtype) -> jax.Array:
+        x = rows(self.embed.get_value(), tokens, dtype)
+        return scale_embedding(
+            self.config, x, None if self.position_embed is None else self.position_embed[...][positions]
+        )
+
+
+class Head(nnx.Module):
+    """The last norm, and the projection to logits."""
+
+    def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
         self.final_norm = hidden_norm(config, dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = nnx.Param(normal(rngs, shape[::-1], dtype), axes=("hidden", "vocab"))
+            shape = (config.hidden_size, config.vocab_size)
+            self.lm_head = nnx.Param(normal(rngs, shape, dtype), axes=("hidden", "vocab"))
         has_bias = config.lm_head_bias
         self.lm_head_bias = nnx.Param(np.zeros((config.vocab_size,), dtype), axes=("vocab",)) if has_bias else None
         self.config = config
 
-    def __call__(
-        self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Tap | None = None
-    ) -> Float[Array, "*rows D"]:
-        """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
-        tap = tap or (lambda name, value: None)
-        dtype = self.final_norm.weight.get_value().dtype
-        with jax.named_scope("embed"):
-            x = rows(self.embed.get_value(), tokens, dtype)
-            x = scale_embedding(
-                self.config, x, None if self.position_embed is None else self.position_embed[...][positions]
-            )
-        tap("embed", x)
-        shared = Positions(positions)
-        for layer in self.layers:
-            with jax.named_scope(layer.name):
-                x = layer(x, shared, attend, tap)
-        with jax.named_scope("final_norm"):
-            x = self.final_norm(x)
-        tap("final_norm", x)
-        return x
-
-    @jax.named_scope("logits")
-    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """float32 logits [..., V] of hidden states [..., D]."""
+    def __call__(self, hidden: jax.Array, embed: Any) -> jax.Array:
+        """float32 logits [..., V] of hidden states [..., D]; `embed` [V, D] is used if the embeddings are tied."""
         config = self.config
-        weight = transposed(self.embed.get_value()) if config.tie_word_embeddings else self.lm_head.get_value()
+        weight = transposed(embed) if config.tie_word_embeddings else self.lm_head.get_value()
         logits = matmul(hidden, weight, jnp.float32)
         if self.lm_head_bias is not None:
             logits = logits + self.lm_head_bias[...].astype(jnp.float32)
@@ -82,6 +74,74 @@ class Decoder(nnx.Module):
         return logits
 
 
+class Decoder:
+    """A decoder-only transformer for any leading shape: [B, T] in training and contiguous caches, [T] with pages.
+
+    `bind` makes one, while tracing. Its parts are Flax modules over the parameters given.
+    """
+
+    def __init__(self, config: ModelConfig, params: Params, experts_over: ExpertsOver | None):
+        self.config, self._kinds = config, config.kinds
+        self._layers, self._over = params["layers"], experts_over
+        self._embedding, self._head = _module(Embedding, config, params), _module(Head, config, params)
+        self.embed, self.final_norm = self._embedding.embed, self._head.final_norm
+
+    def __call__(
+        self, tokens: Int[Array, "*rows"], positions: Int[Array, "*rows"], attend: Attend, tap: Tap | None = None
+    ) -> Float[Array, "*rows D"]:
+        """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
+        with jax.named_scope("embed"):
+            x = self._embedding(tokens, positions, self.final_norm.weight.get_value().dtype)
+        if tap is not None:
+            tap("embed", x)
+        shared = Positions(positions)
+        for number in range(self.config.num_layers):
+            with jax.named_scope(f"layers.{number}"):
+                x = self._run_layer(number, x, shared, attend, tap)
+        with jax.named_scope("final_norm"):
+            x = self.final_norm(x)
+        if tap is not None:
+            tap("final_norm", x)
+        return x
+
+    @jax.named_scope("logits")
+    def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """float32 logits [..., V] of hidden states [..., D]."""
+        return self._head(hidden, self.embed.get_value())
+
+    def _run_layer(self, number: int, x: jax.Array, positions: Positions, attend: Attend, tap: Tap | None) -> jax.Array:
+        """A layer like an earlier one is not traced again, if the cache can be passed layer by layer. The first of its
+        kind is traced in place, since it computes what all of them share: rotations, and the schedule of a kernel."""
+        config, params, first = self.config, self._layers[str(number)], self._kinds[number]
+        if tap is None and number != first and isinstance(attend, AttendByLayer):
+            x, state = _run_like(config, first, self._over, params, x, positions, attend.of_layer(number))
+            attend.update(number, state)
+            return x
+        layer = bind_layer(config, first, params, self._over)
+        return layer(
+            x,
+            positions,
+            partial(attend, number),
+            None if tap is None else lambda name, value: tap(f"layers.{number}.{name}", value),
+        )
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _run_like(
+    config: ModelConfig,
+    first: int,
+    over: ExpertsOver | None,
+    params: Params,
+    x: jax.Array,
+    positions: Positions,
+    attend: LayerAttend,
+) -> tuple[jax.Array, Any]:
+    """A layer of the kind of layer `first`, and the layer's part of the cache afterwards. One trace for all of them:
+    the compiler gets one function and its calls."""
+    x = bind_layer(config, first, params, over)(x, positions, attend)
+    return x, attend.state
+
+
 def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array | None) -> jax.Array:
     """Hidden states [..., D] before the first layer, from rows of the embedding and of the position embedding."""
     if config.embedding_multiplier != 1.0:
@@ -89,37 +149,26 @@ def scale_embedding(config: ModelConfig, x: jax.Array, position_rows: jax.Array 
     return x if position_rows is None else x + position_rows
 
 
-def _positions(config: ModelConfig, rngs: nnx.Rngs | None, dtype) -> nnx.Param:
-    shape = (config.max_position_embeddings, config.hidden_size)
-    return nnx.Param(normal(rngs, shape, dtype), axes=("positions", "hidden"))
-
-
-def split(decoder: Decoder) -> Params:
-    """The parameters of a module as a plain nested dict."""
-    return _string_keys(nnx.to_pure_dict(nnx.state(decoder, nnx.Param)))
-
-
-def bind(config: ModelConfig, params: Params, experts_over: tuple[Mesh, str] | None = None) -> Decoder:
+def bind(config: ModelConfig, params: Params, experts_over: ExpertsOver | None = None) -> Decoder:
     """A decoder with `params`; called while tracing, so that modules never cross a jit boundary.
 
     `experts_over` is the mesh, and its axis, over which experts are sharded. Raises ValueError, with names, for missing
     or unexpected parameters.
     """
-    graph, state, names = _definition(config)
-    found = frozenset(_leaf_names(params))
+    names, found = _names(config), frozenset(_leaf_names(params))
     if found != names:
         raise ValueError(_mismatch(config, names, found))
-    state = jax.tree.map(lambda leaf: leaf, state)
-    nnx.replace_by_pure_dict(state, _integer_keys(params))
-    decoder = nnx.merge(graph, state)
-    for path, module in nnx.iter_modules(decoder):
-        if isinstance(module, Linear):
-            module.scope = str(path[-1])
-    if experts_over is not None:
-        for layer in decoder.layers:
-            if isinstance(layer.mlp, SparseMoE):
-                layer.mlp.over = experts_over
-    return decoder
+    return Decoder(config, params, experts_over)
+
+
+def bind_layer(
+    config: ModelConfig, number: int, params: Params, experts_over: ExpertsOver | None = None
+) -> DecoderLayer:
+    """One layer of a decoder, with its own `params`."""
+    layer = _module(DecoderLayer, config, params, number)
+    if isinstance(layer.mlp, SparseMoE):
+        layer.mlp.over = experts_over
+    return layer
 
 
 def compute_dtype(params: Params) -> Any:
@@ -138,28 +187,28 @@ def init_params(config: ModelConfig, key: jax.Array, dtype=None) -> Params:
 
     @jax.jit
     def make(key):
-        return split(Decoder(config, rngs=nnx.Rngs(params=key), dtype=dtype))
+        options = {"dtype": jnp.dtype(dtype or config.dtype), "rngs": nnx.Rngs(params=key)}
+        embedding = _params(Embedding(config, **options))
+        layers = {str(i): _params(DecoderLayer(config, i, **options)) for i in range(config.num_layers)}
+        return {**embedding, "layers": layers, **_params(Head(config, **options))}
 
     return make(key)
 
 
 def abstract_params(config: ModelConfig, dtype=None) -> Params:
     """Shapes and dtypes of the parameters (`jax.ShapeDtypeStruct` leaves); allocates nothing."""
-    if dtype is None:
-        return _string_keys(nnx.to_pure_dict(_definition(config)[1]))
-    return abstract_params(replace(config, dtype=jnp.dtype(dtype).name))
+    if dtype is not None:
+        config = replace(config, dtype=jnp.dtype(dtype).name)
+    return _assemble(config, nnx.to_pure_dict)
 
 
 def logical_axes(config: ModelConfig) -> Params:
     """The logical name of every dimension of every parameter, for the sharding rules of `jaxinfer.parallel`."""
-    axes: Params = {}
-    # float32, as in other callers, to hit the cache of `_definition`: tracing 80 layers takes seconds.
-    for path, variable in nnx.to_flat_state(_definition(replace(config, dtype="float32"))[1]):
-        node = axes
-        for part in path[:-1]:
-            node = node.setdefault(str(part), {})
-        node[str(path[-1])] = variable.axes
-    return axes
+
+    def read(state: Any) -> Params:
+        return nnx.to_pure_dict(nnx.map_state(lambda path, variable: variable.axes, state))
+
+    return _assemble(config, read)
 
 
 def tap_names(config: ModelConfig) -> list[str]:
@@ -189,11 +238,42 @@ def collect(taps: Sequence[str]) -> tuple[dict[str, jax.Array], Callable[[str, j
     return found, tap
 
 
+@lru_cache(maxsize=256)
+def _definition(part: Callable[..., nnx.Module], config: ModelConfig, *number: int) -> tuple[Any, Any]:
+    """The graph of a module, and its parameters as `jax.ShapeDtypeStruct`s."""
+    module = part(config, *number, dtype=jnp.dtype(config.dtype), rngs=None)
+    for path, inner in nnx.iter_modules(module):
+        if isinstance(inner, Linear):
+            inner.scope = str(path[-1])
+    graph, state = nnx.split(module)
+    return graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+
+
+def _module(part: Callable[..., nnx.Module], config: ModelConfig, params: Params, *number: int) -> Any:
+    """A module with those of `params` that it has."""
+    graph, state = _definition(part, config, *number)
+    state = jax.tree.map(lambda leaf: leaf, state)
+    nnx.replace_by_pure_dict(state, {name: value for name, value in params.items() if name in state})
+    return nnx.merge(graph, state)
+
+
+def _assemble(config: ModelConfig, read: Callable[[Any], Params]) -> Params:
+    """A tree like the parameters', from what `read` makes of the state of each module."""
+
+    def part(kind: Callable[..., nnx.Module], *number: int) -> Params:
+        return read(_definition(kind, config, *number)[1])
+
+    layers = {str(i): part(DecoderLayer, kind) for i, kind in enumerate(config.kinds)}
+    return {**part(Embedding), "layers": layers, **part(Head)}
+
+
 @lru_cache(maxsize=32)
-def _definition(config: ModelConfig):
-    graph, state = nnx.split(Decoder(config, rngs=None))
-    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    return graph, state, frozenset(_leaf_names(_string_keys(nnx.to_pure_dict(state))))
+def _names(config: ModelConfig) -> frozenset[str]:
+    return frozenset(_leaf_names(abstract_params(config)))
+
+
+def _params(module: nnx.Module) -> Params:
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def _leaf_names(tree: Params, prefix: str = "") -> Iterator[str]:
@@ -210,13 +290,3 @@ def _mismatch(config: ModelConfig, wanted: frozenset[str], found: frozenset[str]
     parts += [f"parameter {name!r} is not of this model" for name in extra[:_NUM_NAMED]]
     left_out = len(missing) + len(extra) - len(parts)
     return f"{config.architecture}: {'; '.join(parts)}" + (f"; and {left_out} more" if left_out else "")
-
-
-def _string_keys(tree: Any) -> Any:
-    return {str(key): _string_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
-
-
-def _integer_keys(tree: Any) -> Any:
-    if not isinstance(tree, dict):
-        return tree
-    return {int(key) if key.isdigit() else key: _integer_keys(value) for key, value in tree.items()}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,30 @@ from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.rope import Positions, rotate
 
 # attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]. Keyword arguments, if not the
-# default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`.
+# default: scale=float, soft_cap=float, sinks=float32 [Hq], as in `flash_attention`. A layer gets it without its number.
 Attend = Callable[..., jax.Array]
 Tap = Callable[[str, jax.Array], None]
+
+
+class LayerAttend(Protocol):
+    """`attend` of one layer: a pytree, so that it can be an argument of a jitted function, and be changed there.
+
+    `state` is what the layer stores: as it is returned, it goes to `AttendByLayer.update`.
+    """
+
+    state: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array: ...
+
+
+@runtime_checkable
+class AttendByLayer(Protocol):
+    """An `Attend` of which each layer's part is a pytree."""
+
+    def of_layer(self, layer: int) -> LayerAttend: ...
+
+    def update(self, layer: int, state: Any) -> None: ...
+
 
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
@@ -48,7 +69,7 @@ class Attention(nnx.Module):
         self.o_proj = Linear(query_width, width, ("heads", "hidden"), bias=config.output_bias, **kwargs)
         self.q_norm = head_norm(config, config.num_heads, "heads", dtype)
         self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype)
-        self.layer, self.head_dim, self.window = layer, head_dim, config.window(layer)
+        self.head_dim, self.window = head_dim, config.window(layer)
         self.rope, self.qk_norm_span = config.rope_of(layer), config.qk_norm_span
         sinks = np.zeros((config.num_heads,), dtype) if config.has_sinks else None
         self.sinks = None if sinks is None else nnx.Param(sinks, axes=("heads",))
@@ -67,7 +88,7 @@ class Attention(nnx.Module):
             q, k = positions.scaled_queries(self.rope, rotate(q, cos, sin)), rotate(k, cos, sin)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
         with jax.named_scope("attend"):
-            out = attend(self.layer, q, k, v, self.window, **self.options, **sinks)
+            out = attend(q, k, v, self.window, **self.options, **sinks)
         return self.o_proj(out.reshape(*x.shape[:-1], -1))
 
     def _normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -124,11 +145,10 @@ class DecoderLayer(nnx.Module):
         self.mlp = _feed_forward(config, layer, dtype=dtype, rngs=rngs)
         self.mlp_post_norm = hidden_norm(config, dtype) if has_after else None
         self.block, self.residual_multiplier = config.block, config.residual_multiplier
-        self.name = f"layers.{layer}"
 
-    def __call__(self, x: jax.Array, positions: Positions, attend: Attend, tap: Tap) -> jax.Array:
+    def __call__(self, x: jax.Array, positions: Positions, attend: Attend, tap: Tap | None = None) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
-        residual."""
+        residual, "residual" is the result."""
         normed = x if self.attention_norm is None else self.attention_norm(x)
         with jax.named_scope("attention"):
             attended = self.attention(normed, positions, attend)
@@ -142,16 +162,18 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("mlp"):
             fed = self.mlp(read)
         x = x + self._residual_term("mlp", fed, self.mlp_post_norm, tap)
-        tap(f"{self.name}.residual", x)
+        if tap is not None:
+            tap("residual", x)
         return x
 
     def _residual_term(
-        self, name: str, y: jax.Array, norm: Callable[[jax.Array], jax.Array] | None, tap: Tap
+        self, name: str, y: jax.Array, norm: Callable[[jax.Array], jax.Array] | None, tap: Tap | None
     ) -> jax.Array:
         y = y if norm is None else norm(y)
         if self.residual_multiplier != 1.0:
             y = (y.astype(jnp.float32) * self.residual_multiplier).astype(y.dtype)
-        tap(f"{self.name}.{name}", y)
+        if tap is not None:
+            tap(name, y)
         return y
 
 
@@ -185,7 +207,7 @@ class LatentAttention(nnx.Module):
         self.k_up = HeadStack(num_heads, mla.latent_size, mla.nope_size, **kwargs)
         self.v_up = HeadStack(num_heads, mla.latent_size, mla.value_size, **kwargs)
         self.o_proj = Linear(num_heads * mla.value_size, width, ("heads", "hidden"), **biased)
-        self.mla, self.layer, self.window, self.rope = mla, layer, config.window(layer), config.rope
+        self.mla, self.window, self.rope = mla, config.window(layer), config.rope
         self.num_heads, self.scale = num_heads, config.attention_scale
 
     def __call__(self, x: jax.Array, positions: Positions, attend) -> jax.Array:
@@ -198,7 +220,7 @@ class LatentAttention(nnx.Module):
         q = jnp.concatenate([self.k_up.to_latent(q_nope), rotate(self._paired(q_rope), cos, sin)], axis=-1)
         k = jnp.concatenate([latent, rotate(self._paired(k_rope), cos, sin)], axis=-1)
         with jax.named_scope("attend"):
-            out = attend(self.layer, q, k, latent, self.window, scale=self.scale)
+            out = attend(q, k, latent, self.window, scale=self.scale)
         return self.o_proj(self.v_up.from_latent(out).reshape(*x.shape[:-1], -1))
 
     def _queries(self, x: jax.Array) -> jax.Array:

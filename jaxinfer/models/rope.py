@@ -43,12 +43,22 @@ def _powers(theta: float, dim: int) -> np.ndarray:
     return np.power(np.float64(np.float32(theta)), exponents.astype(np.float64)).astype(np.float32)
 
 
+@jax.tree_util.register_pytree_node_class
 class Positions:
-    """int32 positions [...] of a forward pass; caches the rotations that layers share."""
+    """int32 positions [...] of a forward pass; caches the rotations that layers share. A pytree."""
 
     def __init__(self, positions: jax.Array):
         self.positions = positions
         self._rotations: dict[RopeConfig, tuple[jax.Array, jax.Array]] = {}
+
+    def tree_flatten(self):
+        return (self.positions, tuple(self._rotations.values())), tuple(self._rotations)
+
+    @classmethod
+    def tree_unflatten(cls, ropes: tuple[RopeConfig, ...], children):
+        self = cls(children[0])
+        self._rotations = dict(zip(ropes, children[1], strict=True))
+        return self
 
     def rotation(self, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
         """cos and sin, float32 [..., rotary_dim / 2]."""

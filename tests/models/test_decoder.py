@@ -12,11 +12,10 @@ import pytest
 from flax import nnx
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache import CachedAttention, attend_without_cache, init_cache
+from jaxinfer.cache import CachedAttention, PagedAttention, attend_without_cache, init_cache, init_paged_cache
 from jaxinfer.engine import programs
 from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.models import (
-    Decoder,
     ModelConfig,
     RopeConfig,
     abstract_params,
@@ -25,9 +24,9 @@ from jaxinfer.models import (
     collect,
     init_params,
     logical_axes,
-    split,
     tap_names,
 )
+from jaxinfer.models.layers import DecoderLayer
 
 PLAIN = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -186,7 +185,7 @@ def test_no_module_and_no_variable_crosses_the_jit_of_a_serving_program(monkeypa
 
 
 def test_the_check_finds_a_variable_and_a_module():
-    module = nnx.eval_shape(lambda: Decoder(PLAIN, rngs=nnx.Rngs(0)))
+    module = nnx.eval_shape(lambda: DecoderLayer(PLAIN, 0, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     for planted in (nnx.state(module, nnx.Param), nnx.split(module)):
         assert "flax" in packages(planted)
 
@@ -281,15 +280,7 @@ def test_a_pass_through_a_70b_model_has_the_right_shapes():
     assert (logits.shape, logits.dtype) == ((2, 8, config.vocab_size), jnp.float32)
 
 
-# Splitting and binding.
-
-
-@CONFIGS
-def test_split_is_the_inverse_of_bind(config):
-    params = random_params(config)
-    again = split(bind(config, params))
-    assert names(again) == names(params)
-    assert jax.tree.all(jax.tree.map(np.array_equal, again, params))
+# Binding.
 
 
 def test_parameters_that_do_not_fit_are_named():
@@ -312,12 +303,25 @@ def test_binding_leaves_params_and_other_bindings_alone():
     assert names(first) == names(second)
 
 
-def test_a_module_and_its_params_compute_the_same():
-    module = Decoder(PLAIN, rngs=nnx.Rngs(5))
-    positions = jnp.broadcast_to(jnp.arange(9), TOKENS.shape)
-    hidden = module(TOKENS, positions, attend_without_cache)
-    bound = bind(PLAIN, split(module))(TOKENS, positions, attend_without_cache)
-    np.testing.assert_array_equal(bound, hidden)
+def test_layers_of_one_kind_are_traced_twice(monkeypatch):
+    """The first in place, and one for all others: with the results of layers that are traced one by one."""
+    traced = []
+    call = DecoderLayer.__call__
+    monkeypatch.setattr(DecoderLayer, "__call__", lambda self, *args: traced.append(self) or call(self, *args))
+    config = replace(FULL, num_layers=6, sliding_windows=(3, None) * 3)
+    assert config.kinds == (0, 1) * 3
+
+    def run(attend_of, params, cache):
+        attend = PagedAttention(cache, jnp.array([[1, 2]]), jnp.array([0]), jnp.array([5]), jnp.array([5]))
+        hidden = bind(config, params)(jnp.arange(5), jnp.arange(5), attend_of(attend))
+        return hidden, attend.cache
+
+    inputs = random_params(config), init_paged_cache(config, 3, 4, jnp.float32)
+    found = jax.jit(partial(run, lambda attend: attend))(*inputs)
+    assert len(traced) == 4
+    expected = jax.jit(partial(run, lambda attend: lambda *args, **options: attend(*args, **options)))(*inputs)
+    assert len(traced) == 4 + 6
+    assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
 
 
 # Computing.
