@@ -1,7 +1,9 @@
 """Where compiled programs are kept between processes."""
 
 import contextlib
+import hashlib
 import importlib
+import json
 import logging
 import os
 import stat
@@ -10,14 +12,17 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.extend.backend
 from jax import monitoring
 from jax._src import compilation_cache as jax_cache
+from jax._src.lib import xla_client
 from jax._src.lru_cache import LRUCache
 
 _LOG = logging.getLogger(__name__)
@@ -96,6 +101,9 @@ class _AtomicCache(LRUCache):
             if folder not in _told:
                 _told.add(folder)
                 warnings.warn(f"compiled programs cannot be kept in {folder}: {error.strerror}", stacklevel=2)
+            return
+        if _start is not None:
+            _start.uses(key)
 
 
 _told: set[Path] = set()  # folders of which a warning has said that they cannot be written
@@ -119,14 +127,86 @@ def _remove_parts(folder: Path) -> None:
                 path.unlink()
 
 
+class _Start:
+    """A start under a name: reads the programs that the last one used first, and notes which this one does.
+
+    One file has the cache keys of the last `_MAX_STARTS` names. It says only what may be wanted: a program is taken if
+    JAX asks for its key.
+    """
+
+    def __init__(self, folder: Path, name: str):
+        self._path = folder / "starts.json"
+        self._name = hashlib.sha256(name.encode()).hexdigest()[:32]
+        self._known = self._read().get(self._name, [])
+        self._used: list[str] = []
+        pool = ThreadPoolExecutor(1, "jaxinfer-programs")
+        self._found: dict[str, Future[Any]] = {key: pool.submit(_read_program, key) for key in self._known}
+        pool.shutdown(wait=False)
+
+    def take(self, key: str) -> Any:
+        """The program and the seconds that it took to compile, or None if it was not read or cannot be."""
+        future = self._found.pop(key, None)
+        if future is None or future.cancel():
+            return None
+        with contextlib.suppress(Exception):  # whoever asks reads it again, and treats the error
+            program = future.result()
+            return program if program[0] is not None else None
+        return None
+
+    def uses(self, key: str) -> None:
+        """Notes one of the first programs that are used."""
+        if len(self._used) == _MAX_READ_AHEAD or key in self._used:
+            return
+        self._used.append(key)
+        if self._used != self._known[: len(self._used)]:
+            others = {name: keys for name, keys in self._read().items() if name != self._name}
+            kept = dict([*others.items(), (self._name, self._used)][-_MAX_STARTS:])
+            with contextlib.suppress(OSError):  # a full disk: the next start reads what this one did
+                _write(self._path, json.dumps(kept).encode())
+
+    def _read(self) -> dict[str, list[str]]:
+        try:
+            found = json.loads(self._path.read_bytes())
+            return {str(name): [str(key) for key in keys][:_MAX_READ_AHEAD] for name, keys in found.items()}
+        except (OSError, ValueError, AttributeError, TypeError):  # absent or damaged
+            return {}
+
+
+_MAX_READ_AHEAD, _MAX_STARTS = 4, 64
+_start: _Start | None = None
+
+
+def begin_start(name: str) -> None:
+    """Begins to read, in a thread, the programs that the last start under `name` used first. Only on a CPU with one
+    device, where reading one takes a second: elsewhere a program belongs to its devices."""
+    global _start
+    current = folder()
+    is_one_cpu = jax.default_backend() == "cpu" and jax.device_count() == 1
+    _start = _Start(current, name) if is_one_cpu and current is not None and current.is_dir() else None
+
+
+def end_start() -> None:
+    """What is compiled from here on is not what a start needs first."""
+    global _start
+    _start = None
+
+
+_read_from_cache = jax_cache.get_executable_and_time
+
+
+def _read_program(key: str) -> Any:
+    return _read_from_cache(key, None, jax.extend.backend.get_backend(), xla_client.DeviceList(tuple(jax.devices())))
+
+
 @cache
 def _replace_jax_functions() -> None:
-    """Makes JAX use `_AtomicCache`, and removes entries that cannot be read. JAX has no public way to do either."""
-    read = jax_cache.get_executable_and_time
+    """Makes JAX use `_AtomicCache` and what was read ahead, and removes entries that cannot be read. JAX has no public
+    way to do so."""
 
     def read_or_remove(cache_key: str, *arguments: Any, **options: Any) -> Any:
+        start = _start
         try:
-            return read(cache_key, *arguments, **options)
+            found = (start and start.take(cache_key)) or _read_from_cache(cache_key, *arguments, **options)
         except Exception as error:  # of zlib, zstd, or XLA
             current = folder()
             if current is None or not (path := current / f"{cache_key}-cache").is_file():
@@ -134,6 +214,9 @@ def _replace_jax_functions() -> None:
             path.unlink(missing_ok=True)
             _LOG.info("%s could not be read (%s) and is compiled again", path, error)
             return None, None
+        if start is not None and found[0] is not None:
+            start.uses(cache_key)
+        return found
 
     jax_cache.get_executable_and_time = read_or_remove
     setattr(jax_cache, "LRUCache", _AtomicCache)  # noqa: B010 - a name that jax_cache imports

@@ -100,6 +100,8 @@ class LLM(Closable):
 
     def _open(self, model: str | Path | LiveModel, chosen: LLMOptions) -> None:
         compilation_cache.enable()
+        if not isinstance(model, tuple):
+            compilation_cache.begin_start(f"{model} {chosen}")
         self._lockstep: Lockstep | None = None
         self._fingerprint: str | None = None
         self._hosts = hosts.current()

@@ -60,6 +60,38 @@ def test_a_full_disk_leaves_no_part_of_an_entry_and_one_warning(tmp_path):
     assert f"compiled programs cannot be kept in {tmp_path / 'xla'}: File too large" in warned[0]
 
 
+# As above, in a start with a name. Prints which programs were read ahead, and how many of them were not wanted.
+START = (
+    SCRIPT.replace("with compilation", "compilation_cache.begin_start(sys.argv[2])\nwith compilation")
+    + """
+print(*(key.split("-")[0] for key in compilation_cache._start._known), len(compilation_cache._start._found))
+"""
+)
+
+
+def start(folder, name):
+    environment = os.environ | {"JAXINFER_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-c", START, "0", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    values, counts, ahead = done.stdout.splitlines()
+    assert (values, done.stderr) == ("8.0 2.0", "")
+    return counts, ahead
+
+
+def test_a_start_reads_ahead_what_the_last_one_used(tmp_path):
+    assert start(tmp_path, "one") == ("2 0", "0")
+    assert start(tmp_path, "one") == ("0 2", "jit__lambda jit__lambda 0")
+    index = tmp_path / "xla" / "starts.json"
+    index.write_text(index.read_text().replace("jit__lambda", "jit_absent", 1))
+    assert start(tmp_path, "one") == ("0 2", "jit_absent jit__lambda 1")
+    for path in (tmp_path / "xla").glob("*-cache"):
+        path.write_bytes(path.read_bytes()[:50])
+    assert start(tmp_path, "one") == ("2 0", "jit__lambda jit__lambda 0")
+    index.write_text('{"a": 3}')
+    assert start(tmp_path, "other") == ("0 2", "0")
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of programs, none set in JAX's configuration."""

@@ -404,6 +404,7 @@ class ModelRunner:
 
     @operation
     def _compile(self, num_jobs: int, report: Report = lambda name: None) -> None:
+        compilation_cache.end_start()
         compile_programs(self.all_programs, num_jobs, report)
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
