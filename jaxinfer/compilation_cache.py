@@ -22,7 +22,7 @@ import jax
 import jax.extend.backend
 from jax import monitoring
 from jax._src import compilation_cache as jax_cache
-from jax._src.lib import xla_client
+from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lru_cache import LRUCache
 
 _LOG = logging.getLogger(__name__)

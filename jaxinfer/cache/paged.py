@@ -219,9 +219,10 @@ class LayerAttention:
 
     @classmethod
     def tree_unflatten(cls, static, children) -> LayerAttention:
-        specs, *options = static
-        *arrays, schedules = children
-        return cls(*arrays, dict(zip(specs, schedules, strict=True)), *options)
+        specs, max_query_length, is_uniform, mesh = static
+        pages, scales, inputs, schedules = children
+        found = dict(zip(specs, schedules, strict=True))
+        return cls(pages, scales, inputs, found, max_query_length, is_uniform, mesh)
 
     def __call__(
         self,

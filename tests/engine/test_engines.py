@@ -8,7 +8,7 @@ from flax import nnx
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine import programs
 from jaxinfer.engine.programs import paged as paged_programs
-from jaxinfer.models import bind
+from jaxinfer.models import bind_layer
 from tests.engine.mixed_requests import mixed_params, random_prompts
 
 
@@ -119,7 +119,7 @@ def test_no_module_or_variable_crosses_jit(tiny, options, monkeypatch):
         llm.score([[1, 2]], [[3]])
     assert len(seen) >= 5
     assert flax_objects(seen) == []
-    assert flax_objects({"a": [bind(config, params)]}) != []  # the check finds one where there is one
+    assert flax_objects({"a": [bind_layer(config, 0, params["layers"]["0"])]}) != []  # the check finds one
 
 
 def test_a_retrace_would_be_noticed(tiny, options):
