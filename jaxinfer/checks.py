@@ -1,7 +1,8 @@
-"""Parts that messages on options share: the nearest known name, bytes with a unit."""
+"""Parts that messages on options share: the nearest known name, bytes with a unit; and how many cores there are."""
 
 import difflib
 import importlib.util
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,3 +30,8 @@ def format_bytes(num_bytes: float) -> str:
         if abs(num_bytes) >= size / 10:
             return f"{num_bytes / size:,.{digits}f} {unit}"
     return f"{num_bytes:,.0f} bytes"
+
+
+def num_cores() -> int:
+    """The processor's cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,7 +10,6 @@ model, plain and speculative, on Python files that it never saw. What is not ins
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -68,13 +67,14 @@ def prepare(folder: Path, systems: list[str]) -> tuple[Path, Path]:
 
 def run(systems: list[str], wanted: list[str], rounds: int, easydel_python: str | None) -> dict[str, Any]:
     """Measures what can be, and says of the rest why not."""
+    from jaxinfer.checks import num_cores
     from jaxinfer.data import embedded_path
 
     skipped = {name: why for name in systems if (why := why_not(name, easydel_python)) is not None}
     present = [name for name in systems if name not in skipped]
     main = {name: measure for name, measure in measures().items() if name in wanted}
     pair = {"pair": pair_measure()} if "pair" in wanted else {}
-    num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = num_cores()
     with tempfile.TemporaryDirectory(prefix="peers-") as place:
         folder = Path(place)
         random_model, embedded = prepare(folder, present)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.checks import format_bytes
+from jaxinfer.checks import format_bytes, num_cores
 from jaxinfer.cli.command import ERROR, OK, sentence
 from jaxinfer.cli.options import as_json
 from jaxinfer.cli.output import console, plain_cell, write_json
@@ -95,13 +95,12 @@ def _version(distribution: str) -> str | None:
 
 
 def _system() -> dict[str, Any]:
-    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts: dict[str, Any] = {
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpu cores": os.cpu_count(),
-        "cpu cores usable": num_usable,
+        "cpu cores usable": num_cores(),
     }
     with contextlib.suppress(ValueError, OSError, AttributeError):
         facts["memory bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

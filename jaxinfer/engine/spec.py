@@ -361,11 +361,10 @@ def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
     """The layers by kind, in the order in which kinds first appear: those of one kind make the same computation, of
     weights of the same shapes and formats."""
     kinds: dict[Any, list[int]] = {}
-    for layer in range(config.num_layers):
+    for layer, first in enumerate(config.kinds):
         leaves, structure = jax.tree.flatten(params["layers"][str(layer)])
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
-        is_moe = config.experts_of(layer) is not None
-        kinds.setdefault((config.window(layer), config.rope_of(layer), is_moe, structure, shapes), []).append(layer)
+        kinds.setdefault((first, structure, shapes), []).append(layer)
     return kinds
 
 

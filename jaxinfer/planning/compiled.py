@@ -4,7 +4,6 @@ Layers of one kind are alike, so a program costs a constant plus an amount per l
 each kind of layer determine both. Memory of arguments and outputs is exact that way.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxinfer.checks import num_cores
 from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
 from jaxinfer.engine.spec import EngineSpec, abstract_decode_work, abstract_rounds, abstract_step_work, layer_kinds
@@ -271,7 +271,7 @@ class _Compilations:
     def __init__(self, spec: EngineSpec, compiler: Compiler, progress: Callable[[str], None]):
         self._is_tpu, self._num_devices = spec.platform == "tpu", spec.num_devices
         self._compiler, self._progress = compiler, progress
-        self._executor = ThreadPoolExecutor(min(MAX_WORKERS, os.cpu_count() or 1), thread_name_prefix="compile")
+        self._executor = ThreadPoolExecutor(min(MAX_WORKERS, num_cores()), thread_name_prefix="compile")
 
     def start(self, one: Planned, spec: EngineSpec) -> "Future[ProgramFigures]":
         return self._executor.submit(self._compile, one, spec.config.num_layers)

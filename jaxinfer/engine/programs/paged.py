@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache import PagedAttention, PagedCache
+from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.sampling import (
     SampleOutput,
@@ -161,7 +162,7 @@ def axes_of(rows):
     return replace(jax.tree.map(lambda leaf: (None,) * leaf.ndim, rows), **wide)
 
 
-@partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2)
+@partial(jax.jit, static_argnums=(0, 5, 6), donate_argnums=2, compiler_options=COMPILER_OPTIONS)
 def step(
     model: ProgramModel,
     weights: Weights,
@@ -205,7 +206,7 @@ def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
     return parallel.array_shardings(mesh, logits, (None, "vocab"))
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
+@partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 def sample_step(
     mesh: Mesh | None, slots: Slots, batch: SamplingBatch, rows: StepSlots, logits: jax.Array
 ) -> tuple[Slots, StepOutput]:
@@ -238,7 +239,7 @@ def sample_step(
     return constrain_sharding(mesh, write_rows(all_slots, new_slots)), replicate(mesh, output)
 
 
-@partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3))
+@partial(jax.jit, static_argnums=(0, 6), donate_argnums=(2, 3), compiler_options=COMPILER_OPTIONS)
 def decode(
     model: ProgramModel,
     weights: Weights,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.cache import PagedAttention, PagedCache
+from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import (
     INVALID_LOGITS,
@@ -84,7 +85,7 @@ class RoundCounts:
     accepted: jax.Array
 
 
-@partial(jax.jit, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6))
+@partial(jax.jit, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6), compiler_options=COMPILER_OPTIONS)
 def speculate(
     model: ProgramModel,
     weights: Weights,

@@ -11,6 +11,7 @@ import jax
 
 from jaxinfer import compilation_cache
 from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.checks import num_cores
 from jaxinfer.llm import LLM
 from jaxinfer.loading import LiveModel, load_shapes
 from jaxinfer.measure.bench.probe import engines_of, peak_resident_bytes
@@ -109,17 +110,15 @@ def _closed(engine: AsyncEngine) -> None:
 
 def machine() -> dict[str, Any]:
     """Kind and number of devices, versions and cores, without the machine's name or any path."""
-    import os
     import platform
 
     from jaxinfer import __version__
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "num_devices": jax.device_count(),
-        "num_cores": cores,
+        "num_cores": num_cores(),
         "machine": platform.machine(),
         "python": platform.python_version(),
         "jax": jax.__version__,
