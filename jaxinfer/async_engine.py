@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.engine.request import Prompt, Request, RequestOptions, RequestOutput, SequenceState, StreamDelta
+from jaxinfer.engine.request import (
+    DEFAULT_REQUEST_OPTIONS,
+    Prompt,
+    Request,
+    RequestOptions,
+    RequestOutput,
+    SequenceState,
+    StreamDelta,
+)
 from jaxinfer.llm import LLM
 from jaxinfer.llm_arguments import takes_other_names
 from jaxinfer.loading import LiveModel
@@ -68,25 +76,50 @@ class AsyncEngine:
         Raises ValueError or TypeError for what cannot be served, QueueFullError where too many wait, EngineDeadError
         where the engine is closed or has failed.
         """
-        request_options = RequestOptions(priority, timeout, cache_salt)
+        request = await self.prepare(prompt, params, RequestOptions(priority, timeout, cache_salt))
+        reader = self._start(request)
+        try:
+            while not reader.is_done:
+                for delta in await reader.read():
+                    yield delta
+        finally:
+            self._leave(reader)
+
+    async def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        options: RequestOptions = DEFAULT_REQUEST_OPTIONS,
+        *,
+        what: str = "the prompt",
+    ) -> Request:
+        """`LLM.prepare` in a thread: a checked and tokenized request for `submit`. Raises as `generate`."""
         self._check_alive()
         # Not in the event loop: a long text takes a while to tokenize.
         try:
-            request = await asyncio.to_thread(self.llm.prepare, prompt, params, request_options)
+            return await asyncio.to_thread(self.llm.prepare, prompt, params, options, what=what)
         except RuntimeError:
             self._check_alive()  # it may have been closed meanwhile
             raise
+
+    async def submit(self, request: Request) -> "AnswerStream":
+        """Queues a prepared request; returns when the engine has taken it. Raises QueueFullError or EngineDeadError."""
+        stream = AnswerStream(self, self._start(request))
+        try:
+            await stream._reader.taken()
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    def _start(self, request: Request) -> "_Reader":
         reader = _Reader(request, asyncio.get_running_loop())
         self._send(lambda: self._add(reader))
-        try:
-            while True:
-                for delta in await reader.read():
-                    yield delta
-                    if delta.output is not None:
-                        return
-        finally:
-            if not reader.is_done:
-                self._send_quietly(lambda: self._abort(reader, "its reader has left"))
+        return reader
+
+    def _leave(self, reader: "_Reader") -> None:
+        if not reader.is_done:
+            self._send_quietly(lambda: self._abort(reader, "its reader has left"))
 
     @property
     def is_alive(self) -> bool:
@@ -156,6 +189,7 @@ class AsyncEngine:
             reader.fail(error)
             return
         self._readers |= dict.fromkeys(reader.answers, reader)
+        reader.take()
 
     def _deliver(self, answer: SequenceState) -> None:
         if (reader := self._readers.get(answer)) is None:  # aborted with another answer of its request
@@ -218,6 +252,23 @@ class AsyncEngine:
             reader.fail(error)
 
 
+class AnswerStream:
+    """The deltas of a request that `AsyncEngine.submit` has queued, as `AsyncEngine.generate` yields them. Whoever does
+    not read it to its end calls `abort`."""
+
+    def __init__(self, engine: AsyncEngine, reader: "_Reader"):
+        self._engine, self._reader = engine, reader
+
+    async def __aiter__(self) -> AsyncIterator[StreamDelta]:
+        while not self._reader.is_done:
+            for delta in await self._reader.read():
+                yield delta
+
+    def abort(self) -> None:
+        """Ends the request and frees what it holds, unless it has ended."""
+        self._engine._leave(self._reader)
+
+
 class _Reader:
     """One request's deltas between the engine's thread, which puts, and an event loop, which reads.
 
@@ -228,7 +279,7 @@ class _Reader:
         self.request = request
         self.answers: list[SequenceState] = []  # once submitted
         self.is_done = False
-        self._loop, self._arrived = loop, asyncio.Event()
+        self._loop, self._arrived, self._taken = loop, asyncio.Event(), asyncio.Event()
         self._lock = threading.Lock()
         self._pending: dict[int, StreamDelta] = {}
         self._error: BaseException | None = None
@@ -240,12 +291,24 @@ class _Reader:
             merged = delta if earlier is None else earlier.merged(delta)
             self._pending[delta.index] = merged
             self.num_pending_bytes += len(delta.text.encode()) + TOKEN_BYTES * len(delta.token_ids)
-        self._wake()
+        self._wake(self._arrived)
+
+    def take(self) -> None:
+        """The request is queued."""
+        self._wake(self._taken)
+
+    async def taken(self) -> None:
+        """Waits until the request is queued; raises the error for which it was not."""
+        await self._taken.wait()
+        if self._error is not None:
+            self.is_done = True
+            raise self._error
 
     def fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = error
-        self._wake()
+        self._wake(self._taken)
+        self._wake(self._arrived)
 
     async def read(self) -> list[StreamDelta]:
         """Waits for something new; raises what the request failed with."""
@@ -260,6 +323,6 @@ class _Reader:
         # The one with the whole output is the last.
         return sorted(deltas, key=lambda delta: delta.output is not None)
 
-    def _wake(self) -> None:
+    def _wake(self, event: asyncio.Event) -> None:
         with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
-            self._loop.call_soon_threadsafe(self._arrived.set)
+            self._loop.call_soon_threadsafe(event.set)

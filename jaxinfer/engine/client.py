@@ -24,7 +24,7 @@ from jaxinfer.engine.request import (
     StreamDelta,
     TokenLogprob,
 )
-from jaxinfer.engine.scheduler import QueueFullError
+from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
@@ -184,7 +184,7 @@ class Client:
         if num_prompt == 0:
             raise ValueError(f"{what} is empty: it needs at least 1 token")
         if num_prompt + max_tokens > limit:
-            raise ValueError(
+            raise RequestTooLargeError(
                 f"{what}: {num_prompt} prompt tokens and max_tokens={max_tokens} make "
                 f"{num_prompt + max_tokens}, but max_model_len={limit} "
                 f"(the model allows {self.config.max_position_embeddings})"
@@ -235,13 +235,17 @@ class Client:
 
     def advance(self, answer: SequenceState) -> StreamDelta:
         """An answer's new tokens and text; a stop string in the text ends it."""
+        first = answer.num_read
         delta, matched = answer.reader.read()
+        logprobs = None
+        if answer.params.logprobs is not None:
+            logprobs = [self._with_text(entry) or {} for entry in answer.logprobs[first : answer.num_read]]
         if matched is not None:
             # It may have ended otherwise after the stop string.
             self.engine.finish(answer, "stop", matched)
             answer.finish_reason, answer.stop_reason, answer.error = "stop", matched, None
             answer.drop_after(answer.num_read)
-        return replace(delta, finish_reason=answer.finish_reason)
+        return replace(delta, finish_reason=answer.finish_reason, logprobs=logprobs)
 
     def run(
         self, answers: dict[SequenceState, Any], max_steps: int | None = None
@@ -328,6 +332,7 @@ class Client:
             finished=all(answer.is_finished for answer in answers),
             timings=timings(answers),
             prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=min(answers[0].num_reused, request.num_prompt),
         )
 
     def _completion(self, answer: SequenceState) -> CompletionOutput:

@@ -292,6 +292,7 @@ class RequestOutput:
     Attributes:
       prompt: the text, or None where token ids were given.
       prompt_logprobs: per prompt token, if asked for; the first has none.
+      num_cached_tokens: of the prompt, whose keys and values were found in the cache.
       taps: hidden states by name, float arrays [tokens, D] over prompt and first answer, if asked for.
     """
 
@@ -302,6 +303,7 @@ class RequestOutput:
     finished: bool
     timings: RequestTimings | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
     taps: dict[str, np.ndarray] | None = None
 
 
@@ -310,7 +312,8 @@ class StreamDelta:
     """What was added to one answer.
 
     Attributes:
-      index: the answer's number among the request's n. text, token_ids: what is new.
+      index: the answer's number among the request's n. text, token_ids: what is new. logprobs: of the new tokens, if
+        asked for.
       output: the whole request, in the last delta only.
     """
 
@@ -319,10 +322,14 @@ class StreamDelta:
     token_ids: list[int]
     finish_reason: str | None = None
     output: RequestOutput | None = None
+    logprobs: list[TokenLogprob] | None = None
 
     def merged(self, later: "StreamDelta") -> "StreamDelta":
         """This delta and the answer's next one in one."""
-        return replace(later, text=self.text + later.text, token_ids=[*self.token_ids, *later.token_ids])
+        logprobs = None if later.logprobs is None else [*(self.logprobs or ()), *later.logprobs]
+        return replace(
+            later, text=self.text + later.text, token_ids=[*self.token_ids, *later.token_ids], logprobs=logprobs
+        )
 
 
 @dataclass(frozen=True)
