@@ -50,7 +50,7 @@ def result_line(
     if is_chat and request.return_token_ids:
         body["prompt_token_ids"] = outputs[0].prompt_token_ids
     if is_chat and outputs[0].prompt_logprobs is not None:
-        body["prompt_logprobs"] = _prompt_entries(outputs[0], params)
+        body["prompt_logprobs"] = prompt_entries(outputs[0], params)
     return _line(row.custom_id, answer_id, 200, body, None)
 
 
@@ -99,13 +99,13 @@ def _plain_line(row: BatchRow, output: "RequestOutput", params: "SamplingParams"
         answer = {name: value for name, value in vars(one).items() if name not in ("logprobs", "error")}
         if one.logprobs is not None:
             answer["cumulative_logprob"] = _finite(one.cumulative_logprob or 0.0)
-            answer["logprobs"] = [_token_entry(entry, params.logprobs or 0) for entry in one.logprobs]
+            answer["logprobs"] = [token_entry(entry, params.logprobs or 0) for entry in one.logprobs]
         else:
             del answer["cumulative_logprob"]
         answers.append(answer)
     record = {"custom_id": row.custom_id, **source, "outputs": answers, "usage": usage([output])}
     if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = _prompt_entries(output, params)
+        record["prompt_logprobs"] = prompt_entries(output, params)
     return {**record, "error": None}
 
 
@@ -115,7 +115,7 @@ def _plain_line(row: BatchRow, output: "RequestOutput", params: "SamplingParams"
 def _chat_choice(answer: "CompletionOutput", params: "SamplingParams", request: BatchRequest) -> dict[str, Any]:
     logprobs = None
     if answer.logprobs is not None:
-        entries = [_token_entry(entry, params.logprobs or 0) for entry in answer.logprobs]
+        entries = [token_entry(entry, params.logprobs or 0) for entry in answer.logprobs]
         logprobs = {"content": entries, "refusal": None}
     choice = {
         "index": answer.index,
@@ -149,7 +149,7 @@ def _completions_choices(
             if request.return_token_ids:
                 choice |= {"token_ids": answer.token_ids, "prompt_token_ids": output.prompt_token_ids}
             if params.prompt_logprobs is not None and not (request.echo and params.logprobs is not None):
-                choice["prompt_logprobs"] = _prompt_entries(output, params)
+                choice["prompt_logprobs"] = prompt_entries(output, params)
             choices.append(choice)
     return choices
 
@@ -163,7 +163,7 @@ def _decoded(ids: Sequence[int], tokenizer: "Tokenizer | None", skip_special_tok
 # Log-probabilities.
 
 
-def _token_entry(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
+def token_entry(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
     """A token as in OpenAI's chat API, with its id and rank; `top_logprobs` are the `num_top` most probable ones."""
     every = [
         {
@@ -179,9 +179,9 @@ def _token_entry(entry: "TokenLogprob", num_top: int) -> dict[str, Any]:
     return {**every[0], "top_logprobs": best}
 
 
-def _prompt_entries(output: "RequestOutput", params: "SamplingParams") -> list[dict[str, Any] | None]:
+def prompt_entries(output: "RequestOutput", params: "SamplingParams") -> list[dict[str, Any] | None]:
     entries = output.prompt_logprobs or []
-    return [None if entry is None else _token_entry(entry, params.prompt_logprobs or 0) for entry in entries]
+    return [None if entry is None else token_entry(entry, params.prompt_logprobs or 0) for entry in entries]
 
 
 def _completions_logprobs(
@@ -191,48 +191,62 @@ def _completions_logprobs(
     echo: bool,
     tokenizer: "Tokenizer | None",
 ) -> dict[str, Any]:
-    """OpenAI's four lists; with echo they begin with the prompt's tokens, of which the first has no log-probability."""
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
+    lists = LogprobLists(tokenizer)
     if echo:
         for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
-            if entry is not None:
-                _add_entry(entry, params.prompt_logprobs or 0, tokens, token_logprobs, top_logprobs)
+            lists.add(token, entry, params.prompt_logprobs or 0)
+    for token, entry in zip(answer.token_ids, answer.logprobs or (), strict=True):
+        lists.add(token, entry, params.logprobs or 0)
+    return lists.take()
+
+
+class LogprobLists:
+    """OpenAI's four lists of completions; with echo they begin with the prompt's tokens, of which the first has no
+    log-probability. Offsets are in characters, from `offset` on."""
+
+    def __init__(self, tokenizer: "Tokenizer | None", offset: int = 0):
+        self._tokenizer, self._offset = tokenizer, offset
+        self._start()
+
+    def _start(self) -> None:
+        self._tokens: list[str] = []
+        self._token_logprobs: list[float | None] = []
+        self._top_logprobs: list[dict[str, float] | None] = []
+
+    def add(self, token: int, entry: "TokenLogprob | None", num_top: int) -> None:
+        """Adds a token with its `num_top` most probable ones."""
+        if entry is None:
+            decoded = None if self._tokenizer is None else self._tokenizer.decode([token], False)
+            self._append(_text(token, decoded), None, None)
+            return
+        shown = token_entry(entry, num_top)
+        best: dict[str, float] = {}
+        for one in [*shown["top_logprobs"], shown]:  # OpenAI includes the chosen token
+            if one is shown and any(other["token_id"] == shown["token_id"] for other in shown["top_logprobs"]):
                 continue
-            tokens.append(_text(token, None if tokenizer is None else tokenizer.decode([token], False)))
-            token_logprobs.append(None)
-            top_logprobs.append(None)
-    for entry in answer.logprobs or ():
-        _add_entry(entry, params.logprobs or 0, tokens, token_logprobs, top_logprobs)
-    offsets = [0]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token))
-    return {
-        "tokens": tokens,
-        "token_logprobs": token_logprobs,
-        "top_logprobs": top_logprobs,
-        "text_offset": offsets[: len(tokens)],
-    }
+            # Two ids can have the same text, if they are parts of characters.
+            best[one["token"] if one["token"] not in best else _text(one["token_id"], None)] = one["logprob"]
+        self._append(shown["token"], shown["logprob"], best)
 
+    def _append(self, token: str, logprob: float | None, best: dict[str, float] | None) -> None:
+        self._tokens.append(token)
+        self._token_logprobs.append(logprob)
+        self._top_logprobs.append(best)
 
-def _add_entry(
-    entry: "TokenLogprob",
-    num_top: int,
-    tokens: list[str],
-    token_logprobs: list[float | None],
-    top_logprobs: list[dict[str, float] | None],
-) -> None:
-    shown = _token_entry(entry, num_top)
-    tokens.append(shown["token"])
-    token_logprobs.append(shown["logprob"])
-    best: dict[str, float] = {}
-    for one in [*shown["top_logprobs"], shown]:  # OpenAI includes the chosen token
-        if one is shown and any(other["token_id"] == shown["token_id"] for other in shown["top_logprobs"]):
-            continue
-        # Two ids can have the same text, if they are parts of characters.
-        best[one["token"] if one["token"] not in best else _text(one["token_id"], None)] = one["logprob"]
-    top_logprobs.append(best)
+    def take(self) -> dict[str, Any]:
+        """The lists of what was added since the last call; offsets go on from it."""
+        offsets = []
+        for token in self._tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        lists = {
+            "tokens": self._tokens,
+            "token_logprobs": self._token_logprobs,
+            "top_logprobs": self._top_logprobs,
+            "text_offset": offsets,
+        }
+        self._start()
+        return lists
 
 
 def _text(token: int, decoded: str | None) -> str:

@@ -313,7 +313,7 @@ class StreamDelta:
 
     Attributes:
       index: the answer's number among the request's n. text, token_ids: what is new. logprobs: of the new tokens, if
-        asked for.
+        asked for. finish_reason, stop_reason, error: as of `CompletionOutput`, once it has ended.
       output: the whole request, in the last delta only.
     """
 
@@ -323,6 +323,8 @@ class StreamDelta:
     finish_reason: str | None = None
     output: RequestOutput | None = None
     logprobs: list[TokenLogprob] | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
 
     def merged(self, later: "StreamDelta") -> "StreamDelta":
         """This delta and the answer's next one in one."""

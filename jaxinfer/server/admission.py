@@ -1,0 +1,154 @@
+"""Who may wait, and whose turn it is: limits on what waits, and fair turns over API keys by tokens.
+
+Only as many answers as the engine can run, and a few more, are handed to it; the others wait here, where their order can
+still change. The turn goes to the key that has been served the fewest tokens, in its queue to the lowest priority number
+and then to the first (start-time fair queueing, Goyal, Vin and Cheng 1996, with the tokens as the work).
+"""
+
+import asyncio
+import heapq
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from jaxinfer.server.errors import APIError
+
+_NUM_REMEMBERED = 64  # ends of answers, from which the drain rate is estimated
+_MAX_RETRY_SECONDS = 120
+
+
+class Ticket:
+    """A request's place: waiting from `Admission.enter` on, running from its turn on, left with the `with` block."""
+
+    def __init__(self, admission: "Admission", key: str, num_answers: int, num_tokens: int, priority: int):
+        self._admission, self.key, self.priority = admission, key, priority
+        self.num_answers, self.num_tokens = num_answers, num_tokens
+        self.is_running = False
+        self.turned = asyncio.Event()
+
+    async def turn(self) -> None:
+        """Waits for this request's turn."""
+        self._admission._wait(self)
+        await self.turned.wait()
+
+    def leave(self, num_output: int = 0) -> None:
+        """The request has ended, or was given up; `num_output` tokens were made for it. A second call does nothing."""
+        self._admission._leave(self, num_output)
+
+    def __enter__(self) -> "Ticket":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+
+@dataclass
+class _Key:
+    """Requests of one API key. `work`: tokens that it was served, or will be at the next ends."""
+
+    work: float = 0.0
+    num_inside: int = 0
+    queue: list[tuple[int, int, Ticket]] = field(default_factory=list)
+
+
+class Admission:
+    """Args:
+    capacity: answers that the engine takes at once. max_queued: answers that may wait beyond them.
+    max_queued_tokens: prompt tokens of those that wait.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        max_queued: int,
+        max_queued_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.capacity, self.max_queued, self.max_queued_tokens = capacity, max_queued, max_queued_tokens
+        self.num_running = self.num_waiting = self.num_waiting_tokens = 0
+        self._clock = clock
+        self._keys: dict[str, _Key] = {}
+        self._inside: set[Ticket] = set()
+        self._orders = itertools.count()
+        self._ends: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
+        self._mean_output = 64.0
+
+    def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0) -> Ticket:
+        """A place for a request. Raises APIError 429, with the seconds after which to try again, where too much waits."""
+        total = self.num_running + self.num_waiting + num_answers
+        if total > self.capacity + self.max_queued and self._inside:
+            raise self._refusal("queue_full", f"{self.num_waiting} answers wait already")
+        if self.num_waiting_tokens and self.num_waiting_tokens + num_tokens > self.max_queued_tokens:
+            raise self._refusal("queue_full", f"{self.num_waiting_tokens} prompt tokens wait already")
+        ticket = Ticket(self, key, num_answers, num_tokens, priority)
+        own = self._keys.setdefault(key, _Key())
+        if own.num_inside == 0:  # it does not save turns up while it is away
+            others = [one.work for one in self._keys.values() if one.num_inside]
+            own.work = max(own.work, min(others, default=own.work))
+        own.num_inside += 1
+        self._inside.add(ticket)
+        self.num_waiting += num_answers
+        self.num_waiting_tokens += num_tokens
+        return ticket
+
+    @property
+    def retry_after(self) -> int:
+        """Seconds until what waits has drained, at the rate of the last minute's ends."""
+        now = self._clock()
+        while self._ends and now - self._ends[0][0] > 60:
+            self._ends.popleft()
+        if len(self._ends) < 2:
+            return 5
+        num_ended = sum(count for _, count in itertools.islice(self._ends, 1, None))
+        rate = num_ended / max(now - self._ends[0][0], 1e-3)
+        return min(max(math.ceil(self.num_waiting / rate), 1), _MAX_RETRY_SECONDS)
+
+    def _refusal(self, code: str, why: str) -> APIError:
+        seconds = self.retry_after
+        message = f"the server is busy: {why}; try again in {seconds} s"
+        return APIError(429, message, code=code, headers={"retry-after": str(seconds)})
+
+    def _wait(self, ticket: Ticket) -> None:
+        heapq.heappush(self._keys[ticket.key].queue, (ticket.priority, next(self._orders), ticket))
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        while (waiting := [one for one in self._keys.values() if one.queue]) and self.num_running < self.capacity:
+            key = min(waiting, key=lambda one: one.work)
+            ticket = key.queue[0][2]
+            if self.num_running and self.num_running + ticket.num_answers > self.capacity:
+                return  # smaller ones do not overtake it for ever
+            heapq.heappop(key.queue)
+            key.work += self._expected(ticket)
+            self.num_waiting -= ticket.num_answers
+            self.num_waiting_tokens -= ticket.num_tokens
+            self.num_running += ticket.num_answers
+            ticket.is_running = True
+            ticket.turned.set()
+
+    def _expected(self, ticket: Ticket) -> float:
+        return ticket.num_tokens + ticket.num_answers * self._mean_output
+
+    def _leave(self, ticket: Ticket, num_output: int) -> None:
+        if ticket not in self._inside:
+            return
+        self._inside.remove(ticket)
+        key = self._keys[ticket.key]
+        key.num_inside -= 1
+        if ticket.is_running:
+            key.work += ticket.num_tokens + num_output - self._expected(ticket)
+            self.num_running -= ticket.num_answers
+            self._ends.append((self._clock(), ticket.num_answers))
+            self._mean_output += 0.1 * (num_output / ticket.num_answers - self._mean_output)
+        else:
+            key.queue = [entry for entry in key.queue if entry[2] is not ticket]
+            heapq.heapify(key.queue)
+            self.num_waiting -= ticket.num_answers
+            self.num_waiting_tokens -= ticket.num_tokens
+        self._give_turns()

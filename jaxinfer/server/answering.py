@@ -1,0 +1,98 @@
+"""What the routes that generate share: from a body to a prepared generation, and what all answers say of it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from jaxinfer.batch.responses import usage
+from jaxinfer.engine.request import RequestOutput
+from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.generation import Generation
+from jaxinfer.server.http import record_of, while_connected
+from jaxinfer.server.params import Job, check_model
+from jaxinfer.server.reasoning import Tags
+from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
+from jaxinfer.server.service import Service
+
+
+async def begin(
+    request: Request,
+    service: Service,
+    body: Any,
+    make_job: Callable[[], Job],
+    *,
+    tags: Tags | None = None,
+    echo: bool = False,
+) -> tuple[Generation, StreamPosition]:
+    """A prepared generation for a body, and where its stream begins: later, where the client resumes one.
+
+    Raises APIError for what cannot be served; the caller closes the generation.
+    """
+    check_model(body.model, service.names)
+    record = record_of(request.scope)
+    record.is_stream = bool(body.stream)
+    resumed = _resumed(request, service, body)
+    if resumed is not None:
+        body.seed = resumed.seed
+    job = make_job()
+    seed = job.params.seed or 0
+    record.seed = seed
+    if service.options.log_prompts:
+        record.prompt = repr(job.prompts)[:10_000]
+    if resumed is not None and len(resumed.choices) != job.num_answers:
+        raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
+    digest = request_digest(body, service.fingerprint)
+    position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
+    generation = Generation(service, job, record, tags=tags, resumed=resumed if body.stream else None, echo=echo)
+    try:
+        await while_connected(request.receive, generation.prepare())
+    except BaseException:
+        generation.close()
+        raise
+    return generation, position
+
+
+def _resumed(request: Request, service: Service, body: Any) -> StreamPosition | None:
+    """Where the client was, if it says so. Raises APIError if the answer cannot be resumed."""
+    text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
+    if not text:
+        return None
+    if not service.is_resumable:
+        raise APIError(409, "acceptance=maximal promises no equal answers, so none can be resumed", code="not_resumable")
+    position = StreamPosition.read(text)
+    if body.seed not in (None, position.seed):
+        raise refused("seed", f"seed={body.seed}, but the stream to be resumed has seed {position.seed}")
+    if position.digest != request_digest(body, service.fingerprint):
+        raise APIError(
+            409,
+            "the event's id is of another request, or of another model: send the same body to a server with the same "
+            "weights and options, or start anew",
+            code="resume_differs",
+        )
+    return position
+
+
+def answer_headers(service: Service, position: StreamPosition) -> dict[str, str]:
+    """Headers of every answer: the seed that repeats it, and whether its stream can be resumed: `checked` means that it
+    may turn out to differ, which the server then tells."""
+    spec = service.llm.engine.spec
+    is_exact = spec.options.deterministic or spec.dtype.name == "float32"
+    resumable = "no" if not service.is_resumable else "yes" if is_exact else "checked"
+    return {"x-jaxinfer-seed": str(position.seed), "x-jaxinfer-resumable": resumable}
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Numbers of tokens in OpenAI's form."""
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return {**usage(outputs), "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def wants_usage(body: Any) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def stream_error(error: APIError) -> bytes:
+    """The error event of an OpenAI stream."""
+    return b"data: %b\n\n" % msgspec.json.encode(error.openai())

@@ -1,0 +1,97 @@
+"""The routes together, behind the guard."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from jaxinfer import __version__
+from jaxinfer.server.auth import Keys
+from jaxinfer.server.chat import chat_completions
+from jaxinfer.server.completions import completions
+from jaxinfer.server.errors import APIError
+from jaxinfer.server.http import json_response
+from jaxinfer.server.middleware import Guard
+from jaxinfer.server.params import check_model
+from jaxinfer.server.service import Service
+from jaxinfer.server.tokenize import detokenize, tokenize
+
+Endpoint = Callable[[Request, Service], Awaitable[Response]]
+
+
+def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
+    """The ASGI application of a service; without keys everybody who reaches it may use it."""
+    endpoints: dict[tuple[str, str], Endpoint] = {
+        ("GET", "/health"): health,
+        ("GET", "/ready"): ready,
+        ("GET", "/version"): version,
+        ("GET", "/metrics"): metrics,
+        ("GET", "/v1/models"): models,
+        ("GET", "/v1/models/{id:path}"): model,
+        ("POST", "/v1/chat/completions"): chat_completions,
+        ("POST", "/v1/completions"): completions,
+        ("POST", "/tokenize"): tokenize,
+        ("POST", "/detokenize"): detokenize,
+    }
+    routes = [
+        Route(path, _bound(endpoint, service), methods=[method]) for (method, path), endpoint in endpoints.items()
+    ]
+    router = Router(routes, redirect_slashes=False, default=_not_found)
+    return Guard(router, service, keys, [path for _, path in endpoints])
+
+
+def _bound(endpoint: Endpoint, service: Service) -> Callable[[Request], Awaitable[Response]]:
+    async def run(request: Request) -> Response:
+        return await endpoint(request, service)
+
+    return run
+
+
+async def _not_found(*_: object) -> None:
+    raise APIError(404, "there is no such route")
+
+
+async def health(request: Request, service: Service) -> Response:
+    """200 while the engine's thread runs, or the model is still being loaded; else 503."""
+    status = 200 if service.is_healthy else 503
+    return Response(b'{"status":"ok"}' if status == 200 else b'{"status":"dead"}', status, None, "application/json")
+
+
+async def ready(request: Request, service: Service) -> Response:
+    """200 while new requests are taken; else 503."""
+    service.check_accepts()
+    return json_response({"status": "ready"})
+
+
+async def version(request: Request, service: Service) -> Response:
+    return json_response({"version": __version__})
+
+
+async def metrics(request: Request, service: Service) -> Response:
+    return Response(service.metrics.text(), 200, None, "text/plain; version=0.0.4; charset=utf-8")
+
+
+def _model_object(service: Service) -> dict[str, object]:
+    about: dict[str, object] = {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jaxinfer",
+        "root": service.names[-1],
+    }
+    if service.state == "ready":
+        about["max_model_len"] = service.llm.max_model_len
+    return about
+
+
+async def models(request: Request, service: Service) -> Response:
+    """The one model that is served."""
+    return json_response({"object": "list", "data": [_model_object(service)]})
+
+
+async def model(request: Request, service: Service) -> Response:
+    """The model by name."""
+    check_model(request.path_params["id"], service.names)
+    return json_response(_model_object(service))

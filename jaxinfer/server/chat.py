@@ -1,0 +1,124 @@
+"""/v1/chat/completions."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.batch.responses import prompt_entries, token_entry
+from jaxinfer.engine.request import CompletionOutput, TokenLogprob
+from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
+from jaxinfer.server.chunks import DONE, Chunks, with_id
+from jaxinfer.server.errors import refused
+from jaxinfer.server.generation import Generation
+from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.params import chat_job
+from jaxinfer.server.resume import StreamPosition
+from jaxinfer.server.service import Service
+from jaxinfer.server.types import ChatRequest
+
+KIND = "chat.completion"
+
+
+async def chat_completions(request: Request, service: Service) -> Response:
+    """Answers a conversation, at once or as a stream."""
+    service.check_accepts()
+    body = await read_body(request, ChatRequest, service)
+    if body.stream and body.prompt_logprobs is not None:
+        raise refused("prompt_logprobs", "log-probabilities of the prompt cannot be streamed")
+    generation, position = await begin(
+        request,
+        service,
+        body,
+        lambda: chat_job(body, service.llm, service.options.max_n),
+        tags=service.tags,
+    )
+    headers = answer_headers(service, position)
+    if body.stream:
+        events = _events(service, body, generation, position)
+        return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
+    try:
+        outputs = await while_connected(request.receive, generation.run())
+    finally:
+        generation.close()
+    (output,) = outputs
+    answer: dict[str, Any] = {
+        "id": f"chatcmpl-{position.answer_id}",
+        "object": KIND,
+        "created": position.created,
+        "model": service.name,
+        "system_fingerprint": service.fingerprint,
+        "choices": [_choice(one, body, generation) for one in output.outputs],
+        "usage": usage_of(outputs),
+        "seed": position.seed,
+    }
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    if output.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_entries(output, generation.job.params)
+    return json_response(answer, headers)
+
+
+def _choice(answer: CompletionOutput, body: ChatRequest, generation: Generation) -> dict[str, Any]:
+    reasoning, content = generation.split(0, answer.text)
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    logprobs = _logprobs(answer.logprobs, generation)
+    choice: dict[str, Any] = {
+        "index": answer.index,
+        "message": message,
+        "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = answer.token_ids
+    return choice
+
+
+def _logprobs(entries: list[TokenLogprob] | None, generation: Generation) -> list[dict[str, Any]] | None:
+    if entries is None:
+        return None
+    return [token_entry(entry, generation.job.params.logprobs or 0) for entry in entries]
+
+
+async def _events(
+    service: Service, body: ChatRequest, generation: Generation, position: StreamPosition
+) -> AsyncIterator[bytes]:
+    has_usage = wants_usage(body)
+    chunks = Chunks(
+        f"{KIND}.chunk",
+        f"chatcmpl-{position.answer_id}",
+        position.created,
+        service.name,
+        service.fingerprint,
+        has_usage,
+    )
+    has_ids = bool(body.return_token_ids)
+    fields: dict[str, Any] = {"seed": position.seed}
+    if has_ids:
+        fields["prompt_token_ids"] = list(generation.requests[0].token_ids)
+    for index in range(generation.job.num_answers):
+        yield with_id(position, chunks.first(index, fields))
+        fields = {}
+    async for piece in generation.pieces():
+        sent = position.choices[piece.index]
+        if piece.end is not None:
+            sent.has_ended = True
+            end = piece.end
+            yield with_id(position, chunks.end(piece.index, True, end.finish_reason or "stop", end.stop_reason))
+            continue
+        logprobs, ids = _logprobs(piece.logprobs, generation), list(piece.token_ids) if has_ids else None
+        name, text = ("content", piece.text) if piece.text or not piece.reasoning else ("reasoning_content", "")
+        if piece.reasoning and piece.text:  # the closing tag is within: what belongs to both goes with the latter
+            sent.add(piece.reasoning, 0)
+            yield with_id(position, chunks.chat(piece.index, "reasoning_content", piece.reasoning, None, None))
+        text = text or piece.reasoning
+        sent.add(text, len(piece.token_ids))
+        if text or logprobs or ids:
+            yield with_id(position, chunks.chat(piece.index, name, text, logprobs, ids))
+    if has_usage:
+        yield chunks.usage(usage_of(generation.outputs))
+    yield DONE

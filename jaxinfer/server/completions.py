@@ -1,0 +1,114 @@
+"""/v1/completions."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.batch.responses import LogprobLists, prompt_entries
+from jaxinfer.engine.request import CompletionOutput, RequestOutput
+from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
+from jaxinfer.server.chunks import DONE, Chunks, with_id
+from jaxinfer.server.generation import Generation
+from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.params import completion_job
+from jaxinfer.server.resume import StreamPosition
+from jaxinfer.server.service import Service
+from jaxinfer.server.types import CompletionRequest
+
+KIND = "text_completion"
+
+
+async def completions(request: Request, service: Service) -> Response:
+    """Continues prompts, at once or as a stream; choice index = number of the prompt times n + number of the answer."""
+    service.check_accepts()
+    body = await read_body(request, CompletionRequest, service)
+    generation, position = await begin(
+        request,
+        service,
+        body,
+        lambda: completion_job(body, service.llm, service.options.max_n),
+        echo=bool(body.echo),
+    )
+    headers = answer_headers(service, position)
+    if body.stream:
+        events = _events(service, body, generation, position)
+        return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
+    try:
+        outputs = await while_connected(request.receive, generation.run())
+    finally:
+        generation.close()
+    choices = [
+        _choice(number, output, answer, body, generation)
+        for number, output in enumerate(outputs)
+        for answer in output.outputs
+    ]
+    answer: dict[str, Any] = {
+        "id": f"cmpl-{position.answer_id}",
+        "object": KIND,
+        "created": position.created,
+        "model": service.name,
+        "system_fingerprint": service.fingerprint,
+        "choices": choices,
+        "usage": usage_of(outputs),
+        "seed": position.seed,
+    }
+    return json_response(answer, headers)
+
+
+def _choice(
+    number: int, output: RequestOutput, answer: CompletionOutput, body: CompletionRequest, generation: Generation
+) -> dict[str, Any]:
+    params = generation.job.params
+    logprobs = None
+    if answer.logprobs is not None:
+        lists = LogprobLists(generation.tokenizer)
+        if body.echo:
+            for token, entry in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):
+                lists.add(token, entry, params.prompt_logprobs or 0)
+        for token, entry in zip(answer.token_ids, answer.logprobs, strict=True):
+            lists.add(token, entry, params.logprobs or 0)
+        logprobs = lists.take()
+    choice: dict[str, Any] = {
+        "index": number * params.n + answer.index,
+        "text": (generation.prompt_text(number) if body.echo else "") + answer.text,
+        "logprobs": logprobs,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if body.return_token_ids:
+        choice |= {"token_ids": answer.token_ids, "prompt_token_ids": output.prompt_token_ids}
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_entries(output, params)
+    return choice
+
+
+async def _events(
+    service: Service, body: CompletionRequest, generation: Generation, position: StreamPosition
+) -> AsyncIterator[bytes]:
+    has_usage = wants_usage(body)
+    chunks = Chunks(
+        KIND, f"cmpl-{position.answer_id}", position.created, service.name, service.fingerprint, has_usage
+    )
+    params, has_ids = generation.job.params, bool(body.return_token_ids)
+    lists = [LogprobLists(generation.tokenizer, one.num_chars) for one in position.choices]
+    async for piece in generation.pieces():
+        sent = position.choices[piece.index]
+        if piece.end is not None:
+            sent.has_ended = True
+            end = piece.end
+            yield with_id(position, chunks.end(piece.index, False, end.finish_reason or "stop", end.stop_reason))
+            continue
+        sent.add(piece.text, len(piece.token_ids))
+        logprobs = None
+        if piece.logprobs:
+            for token, entry in zip(piece.token_ids, piece.logprobs, strict=True):
+                lists[piece.index].add(token, entry, params.logprobs or 0)
+            logprobs = lists[piece.index].take()
+        ids = list(piece.token_ids) if has_ids else None
+        if piece.text or logprobs or ids:
+            yield with_id(position, chunks.completion(piece.index, piece.text, logprobs, ids))
+    if has_usage:
+        yield chunks.usage(usage_of(generation.outputs))
+    yield DONE

@@ -1,0 +1,118 @@
+"""Errors of the API: a status, a message, and the two shapes of bodies that clients expect."""
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from jaxinfer.async_engine import EngineDeadError
+from jaxinfer.batch.errors import RowError
+from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
+from jaxinfer.sampling.params import SamplingParamsError
+from jaxinfer.text import ChatTemplateError, TextTooLongError
+
+_LOG = logging.getLogger("jaxinfer.server")
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    503: ("service_unavailable", "overloaded_error"),
+}  # of OpenAI and of Anthropic
+_OWN_FIELDS = (msgspec.MsgspecError, SamplingParamsError, RowError, TextTooLongError, RequestTooLargeError)
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+
+
+class APIError(Exception):
+    """What a client is told: an HTTP status, a sentence, the field that it is about, and a code for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def type(self) -> str:
+        return self._types[0]
+
+    @property
+    def _types(self) -> tuple[str, str]:
+        otherwise = ("invalid_request_error",) * 2 if self.status < 500 else ("server_error", "api_error")
+        return _TYPES.get(self.status, otherwise)
+
+    def openai(self) -> dict[str, Any]:
+        """The body that OpenAI's clients read."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def anthropic(self) -> dict[str, Any]:
+        """The body that Anthropic's clients read."""
+        return {"type": "error", "error": {"type": self._types[1], "message": self.message}}
+
+    def response(self, path: str) -> Response:
+        """The whole answer, in the shape of the route."""
+        body = self.anthropic() if path.startswith("/v1/messages") else self.openai()
+        return Response(msgspec.json.encode(body), self.status, self.headers, "application/json")
+
+
+def refused(param: str, message: str) -> APIError:
+    """Status 400 for a field."""
+    return APIError(400, message, param=param)
+
+
+def unavailable(message: str, seconds: float) -> APIError:
+    """Status 503, to be tried again after some seconds."""
+    return APIError(503, message, headers={"retry-after": str(max(1, round(seconds)))})
+
+
+@contextlib.contextmanager
+def client_errors(param: str | None = None) -> Iterator[None]:
+    """Within the block, which checks what a client sent, any ValueError or TypeError is the client's: status 400."""
+    try:
+        yield
+    except APIError:
+        raise
+    except (ValueError, TypeError, ChatTemplateError) as error:
+        found = as_api_error(error) if isinstance(error, _OWN_FIELDS) else APIError(400, str(error), param=param)
+        raise found from error
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """What a client is told of any exception. What is not the client's fault is logged, and told without details."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, HTTPException):  # of Starlette's router
+        message = {404: "there is no such route", 405: "this route does not take this method"}.get(error.status_code)
+        return APIError(error.status_code, message or error.detail, headers=error.headers)
+    if isinstance(error, msgspec.ValidationError):
+        found = _AT.search(str(error))
+        param = found[1] or None if found else None
+        return APIError(400, f"{param or 'the body'}: {_AT.sub('', str(error))}", param=param)
+    if isinstance(error, (msgspec.DecodeError, RecursionError)):
+        return APIError(400, f"the body is not JSON: {error}")
+    if isinstance(error, UnicodeDecodeError):
+        return APIError(400, "the body is not UTF-8")
+    if isinstance(error, (SamplingParamsError, RowError)):
+        return APIError(400, str(error), param=error.parameter)
+    if isinstance(error, (TextTooLongError, RequestTooLargeError)):
+        return APIError(400, str(error), code="context_length_exceeded")
+    if isinstance(error, QueueFullError):
+        return APIError(429, str(error), headers={"retry-after": "1"})
+    if isinstance(error, EngineDeadError):
+        return unavailable("the engine has stopped; the server is restarting or going away", 5)
+    _LOG.error("a request failed", exc_info=error)
+    return APIError(500, "the server failed to answer; its log has the reason")

@@ -1,0 +1,176 @@
+"""Bodies in, streams out: JSON that is read typed, events that are sent while the client is there to read them."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxinfer.server.chunks import KEEP_ALIVE
+from jaxinfer.server.errors import APIError, as_api_error
+from jaxinfer.server.service import Record, Service
+from jaxinfer.server.types import KNOWN
+
+RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
+_LARGE_BODY = 1 << 18  # bytes; larger ones are read in a thread
+_KEEP_ALIVE_SECONDS = 15.0
+_BODY_SECONDS = 60.0
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+Result = TypeVar("Result")
+
+
+class ClientLeftError(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+def record_of(scope: Scope) -> Record:
+    return scope[RECORD]
+
+
+async def read_body(request: Request, kind: type[Body], service: Service) -> Body:
+    """The typed body. Raises APIError for another media type, a body that is too large or late, or is not as it should
+    be."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise APIError(415, f"the body must be application/json, got content-type {media_type!r:.60}")
+    limit = service.options.max_body_bytes
+    try:
+        if int(request.headers.get("content-length", 0)) > limit:
+            raise _too_large(limit)
+    except ValueError:
+        raise APIError(400, "content-length is no number") from None
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > limit:
+                    raise _too_large(limit)
+    except TimeoutError:
+        raise APIError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
+    if len(data) > _LARGE_BODY:
+        body, unknown = await asyncio.to_thread(_decode, bytes(data), kind)
+    else:
+        body, unknown = _decode(bytes(data), kind)
+    if unknown:
+        service.log_unknown(unknown, record_of(request.scope).route)
+    return body
+
+
+def _decode(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
+    """The body and the names of fields that it has and the type has not."""
+    try:
+        body = msgspec.json.decode(data, type=kind)
+        given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise as_api_error(error) from None
+    return body, sorted(given.keys() - KNOWN[kind])
+
+
+def _too_large(limit: int) -> APIError:
+    return APIError(413, f"the body is larger than {limit:,} bytes", headers={"connection": "close"})
+
+
+async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
+    """Awaits the work; cancels it, and raises ClientLeftError, when the client closes its connection. The body must
+    have been read."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_leaving(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeftError
+        return task.result()
+    finally:
+        for one in (task, watcher):
+            if not one.done():
+                one.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _wait_for_leaving(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), 200, headers, "application/json")
+
+
+class EventStream(Response):
+    """Server-sent events. The stream ends when the client leaves, or has not read for `send_timeout` seconds.
+
+    Args:
+      events: bytes of whole events. close: called at the end, however it comes. error_event: makes the last event of
+        an error in mid-stream.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        error_event: Callable[[APIError], bytes],
+        send_timeout: float,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(None, 200, {**(headers or {}), "cache-control": "no-cache", "x-accel-buffering": "no"})
+        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self.raw_headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
+        self._events, self._close, self._error_event = events, close, error_event
+        self._send_timeout = send_timeout
+        self._sent_at = time.monotonic()
+        self._is_sending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.ensure_future(self._send_all(send))
+        try:
+            await self._watch(task, receive, send)
+            if not task.done():
+                record_of(scope).has_left = True
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        finally:
+            task.cancel()
+            self._close()
+        if not task.cancelled() and task.exception() is not None:
+            raise task.exception()  # type: ignore[misc]
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for event in self._events:
+                self._sent_at, self._is_sending = time.monotonic(), True
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                self._is_sending = False
+                self._sent_at = time.monotonic()
+        except Exception as error:  # the status has been sent
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": self._error_event(as_api_error(error)),
+                    "more_body": True,
+                }
+            )
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch(self, task: "asyncio.Future[None]", receive: Receive, send: Send) -> None:
+        """Returns when the events have been sent, or nobody reads them."""
+        leaving = asyncio.ensure_future(_wait_for_leaving(receive))
+        try:
+            while True:
+                period = min(_KEEP_ALIVE_SECONDS, self._send_timeout)
+                await asyncio.wait((task, leaving), timeout=period, return_when=asyncio.FIRST_COMPLETED)
+                if task.done() or leaving.done():
+                    return
+                idle = time.monotonic() - self._sent_at
+                if self._is_sending and idle > self._send_timeout:
+                    return
+                if not self._is_sending and idle >= period:
+                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+        finally:
+            leaving.cancel()

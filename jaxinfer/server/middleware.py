@@ -1,0 +1,130 @@
+"""What stands before every route, in pure ASGI: request ids, hosts, origins, keys, the size of headers, and errors."""
+
+import re
+import time
+from collections.abc import Sequence
+
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxinfer.server.auth import Keys, key_in
+from jaxinfer.server.errors import APIError, as_api_error
+from jaxinfer.server.http import RECORD, ClientLeftError
+from jaxinfer.server.service import Record, Service, new_request_id
+
+OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_CORS_SECONDS = b"600"
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Guard:
+    """Checks a request before the routes see it, and answers with an error whatever they raise."""
+
+    def __init__(self, app: ASGIApp, service: Service, keys: Keys | None, routes: Sequence[str]):
+        self._app, self._service, self._keys = app, service, keys
+        self._routes = frozenset(routes)
+        options = service.options
+        self._hosts, self._max_header_bytes = options.hosts, options.max_header_bytes
+        self._origins = frozenset(origin.encode() for origin in options.allowed_origins or ())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: Headers = scope["headers"]
+        record = Record(_request_id(headers), self._service.metrics, scope["method"])
+        record.route = self._route(scope["path"])
+        scope[RECORD] = record
+        scope["app"] = self  # or Starlette answers other methods with plain text
+        more = [(b"x-request-id", record.request_id.encode()), *self._cors(headers)]
+        has_started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started, record.status = True, message["status"]
+                message["headers"] = [*message.get("headers", ()), *more]
+            await send(message)
+
+        start = time.perf_counter()
+        try:
+            if not await self._answer_preflight(scope, send_with_headers):
+                record.key = self._check(scope)
+                await self._app(scope, receive, send_with_headers)
+        except (ClientLeftError, ClientDisconnect):
+            record.has_left, record.status = True, 499
+        except Exception as error:
+            if has_started:
+                raise
+            await as_api_error(error).response(scope["path"])(scope, receive, send_with_headers)
+        finally:
+            record.total_seconds = time.perf_counter() - start
+            self._service.finish(record)
+
+    def _route(self, path: str) -> str:
+        return path if path in self._routes else "/v1/models/{id}" if path.startswith("/v1/models/") else "other"
+
+    def _check(self, scope: Scope) -> str:
+        """The name of the request's key. Raises APIError for a request that is not allowed."""
+        headers: Headers = scope["headers"]
+        if (size := sum(len(name) + len(value) for name, value in headers)) > self._max_header_bytes:
+            raise APIError(431, f"the headers have {size:,} bytes, {self._max_header_bytes:,} are allowed")
+        if self._hosts is not None and _host(headers) not in self._hosts:
+            raise APIError(403, "this server does not answer for the host that the request names; see --allowed-host")
+        # The path as the routes see it, not one that is put together with the Host header.
+        if self._keys is None or scope["path"] in OPEN_PATHS:
+            return ""
+        key = key_in(headers)
+        name = None if key is None else self._keys.name_of(key)
+        if name is None:
+            told = "no API key was given: send Authorization: Bearer KEY" if key is None else "the API key is not known"
+            raise APIError(401, told, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return name
+
+    # Web pages of other origins.
+
+    def _cors(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        if not self._origins:
+            return []
+        origin = _header(headers, b"origin")
+        found = [(b"vary", b"Origin")]
+        if origin in self._origins:
+            exposed = b"x-request-id, x-jaxinfer-seed, x-jaxinfer-resumable, retry-after"
+            found += [(b"access-control-allow-origin", origin), (b"access-control-expose-headers", exposed)]
+        return found
+
+    async def _answer_preflight(self, scope: Scope, send: Send) -> bool:
+        headers: Headers = scope["headers"]
+        if scope["method"] != "OPTIONS" or not _header(headers, b"access-control-request-method"):
+            return False
+        if _header(headers, b"origin") not in self._origins:
+            raise APIError(403, "pages of this origin may not use the server; see --allowed-origin")
+        allowed = [
+            (b"access-control-allow-methods", b"GET, POST, OPTIONS"),
+            (b"access-control-allow-headers", _header(headers, b"access-control-request-headers")[:1024]),
+            (b"access-control-max-age", _CORS_SECONDS),
+            (b"content-length", b"0"),
+        ]
+        await send({"type": "http.response.start", "status": 204, "headers": allowed})
+        await send({"type": "http.response.body", "body": b""})
+        return True
+
+
+def _header(headers: Headers, name: bytes) -> bytes:
+    return next((value for one, value in headers if one == name), b"")
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's, if it is short and of safe characters; else a new one."""
+    given = _header(headers, b"x-request-id")
+    return given.decode() if _REQUEST_ID.fullmatch(given) else new_request_id()
+
+
+def _host(headers: Headers) -> str:
+    """The host's name without its port."""
+    host = _header(headers, b"host").decode("latin-1").strip().lower()
+    if host.startswith("["):
+        return host.partition("]")[0].removeprefix("[")
+    return host.rpartition(":")[0] if ":" in host else host

@@ -1,0 +1,91 @@
+"""Options of the server. Imports neither JAX nor the web stack, so that a command line can describe them at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from jaxinfer.options import option
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+REASONING = ("auto", "none", "think", "mistral", "seed")
+
+_server = partial(option, group="Server")
+_access = partial(option, group="Access")
+_load = partial(option, group="Overload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where the server listens, who may use it, and how much it takes at once."""
+
+    host: str = _server("127.0.0.1", "Address to listen at. Any but a loopback address needs --api-keys.", "ADDRESS")
+    port: int = _server(8000, "Port to listen at; 0 takes a free one.", "N", min=0, max=65535)
+    served_name: str | None = _server(
+        None, "Name of the model in requests and answers; by default the MODEL argument.", "NAME"
+    )
+    lazy: bool = _server(
+        False, "Answer as soon as the model is loaded; programs are then compiled when a request needs them."
+    )
+    reasoning: str = _server(
+        "auto",
+        "Tags of the model's reasoning, which answers have apart as reasoning_content: think, mistral, seed, none; auto "
+        "takes those that the chat template names.",
+        "FAMILY",
+    )
+    drain_timeout: float = _server(
+        30.0, "Seconds that running answers have to end after SIGTERM; then they end with an error.", "SECONDS", min=0
+    )
+    log_prompts: bool = _server(False, "Write the text of prompts to the request log.")
+    api_keys: Path | None = _access(
+        None,
+        "File of keys, one a line, each with an optional name after a space. Every route but /health and /ready needs "
+        "one, as Authorization: Bearer KEY or x-api-key: KEY.",
+        "FILE",
+    )
+    allowed_hosts: list[str] | None = _access(
+        None,
+        "Host names that requests may be for; by default those of the loopback addresses where the server listens at "
+        "one, else any.",
+        "NAME",
+        "--allowed-host",
+        is_repeated=True,
+    )
+    allowed_origins: list[str] | None = _access(
+        None,
+        "Web origins whose pages may use the server (CORS), such as http://localhost:3000; by default none.",
+        "ORIGIN",
+        "--allowed-origin",
+        is_repeated=True,
+    )
+    max_queued: int = _load(256, "Answers that may wait; a request beyond them is refused with status 429.", "N", min=1)
+    max_queued_tokens: int = _load(
+        1_000_000, "Prompt tokens that may wait, as estimated from the size of the text; beyond them 429.", "N", min=1
+    )
+    max_body_bytes: int = _load(32 << 20, "Size of a request; beyond it 413.", "BYTES", min=1024)
+    max_header_bytes: int = _load(32 << 10, "Size of a request's headers; beyond it 431.", "BYTES", min=1024)
+    max_n: int = _load(16, "Answers of one request, its prompts times n; beyond it 400.", "N", min=1)
+    send_timeout: float = _load(
+        60.0, "Seconds after which a client that does not read its answer is disconnected.", "SECONDS", min=1
+    )
+
+    def __post_init__(self) -> None:
+        if self.reasoning not in REASONING:
+            raise ValueError(f"reasoning={self.reasoning!r} is none of {', '.join(REASONING)}")
+        if not self.is_loopback and self.api_keys is None:
+            raise ValueError(
+                f"host={self.host!r} is reachable from other machines, so that anybody could use the model: give "
+                f"api_keys (--api-keys FILE), or listen at 127.0.0.1"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host in LOOPBACK
+
+    @property
+    def hosts(self) -> Sequence[str] | None:
+        """Host names that requests may be for; None for any."""
+        if self.allowed_hosts:
+            return tuple(name.lower() for name in self.allowed_hosts)
+        return LOOPBACK if self.is_loopback else None

@@ -1,0 +1,320 @@
+"""From the body of a request to what the engine takes. Every field is applied, or refused by its name."""
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS
+from jaxinfer.llm import LLM
+from jaxinfer.sampling import SamplingParams
+from jaxinfer.server.errors import APIError, client_errors, refused
+from jaxinfer.server.types import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+from jaxinfer.text import read_token_ids
+
+MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
+CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
+
+# What is not supported, with the values that change nothing, besides null.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "chat_template": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "audio": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_SAMPLING = tuple(
+    one.name for one in fields(SamplingParams) if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
+)
+_RENDERER = ("messages", "tools", "add_generation_prompt", "continue_final_message", "max_prompt_tokens")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a chat template renders."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def token_ids(self, llm: LLM) -> list[int]:
+        return llm.client.tokenize_chat(self.messages, self.tools, self.template_kwargs)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked request.
+
+    Attributes:
+      prompts: one or several. params: of all of them, with a seed.
+      has_limit: whether the client chose max_tokens; else it is lowered to what fits.
+      truncate_to: tokens that are kept of a prompt, the last ones; None for all.
+      adds_special_tokens: as of a tokenizer. priority, cache_salt: as of `RequestOptions`.
+      num_kept: answer tokens that are returned at most; 0 where only the prompt is scored.
+    """
+
+    prompts: tuple[str | Sequence[int] | Conversation, ...]
+    params: SamplingParams
+    has_limit: bool = True
+    truncate_to: int | None = None
+    adds_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+    num_kept: int | None = None
+
+    @property
+    def num_answers(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def num_estimated(self) -> int:
+        """Prompt tokens, estimated without tokenizing."""
+        return sum(_estimate(prompt) for prompt in self.prompts)
+
+    def token_ids(self, llm: LLM, prompt: str | Sequence[int] | Conversation) -> str | Sequence[int]:
+        """What `LLM.prepare` takes; a text stays one where nothing is to be changed. Raises ValueError."""
+        if isinstance(prompt, Conversation):
+            prompt = prompt.token_ids(llm)
+        elif isinstance(prompt, str) and (self.truncate_to is not None or not self.adds_special_tokens):
+            prompt = llm.client.tokenize(prompt, self.adds_special_tokens)[1]
+        return prompt if self.truncate_to is None or isinstance(prompt, str) else prompt[-self.truncate_to :]
+
+    def params_for(self, num_prompt: int, max_model_len: int) -> SamplingParams:
+        """The parameters for a prompt of that many tokens."""
+        limit, room = self.params.max_tokens, max(max_model_len - num_prompt, 1)
+        if self.has_limit or limit is None or limit <= room:
+            return self.params
+        return replace(self.params, max_tokens=max(room, self.params.min_tokens))
+
+
+def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
+    """Raises APIError or SamplingParamsError."""
+    _check_neutral(request)
+    values = _sampling(request)
+    limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    if request.top_logprobs is not None and not request.logprobs:
+        raise refused("top_logprobs", 'top_logprobs needs "logprobs": true')
+    if request.logprobs:
+        values["logprobs"] = request.top_logprobs or 0
+    conversation = Conversation(
+        read_messages(request.messages), chosen_tools(request.tools, request.tool_choice), _template_kwargs(request, llm)
+    )
+    if request.parallel_tool_calls is False and conversation.tools:
+        raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")
+    return make_job((conversation,), request, values, limit, llm, max_n)
+
+
+def completion_job(request: CompletionRequest, llm: LLM, max_n: int) -> Job:
+    """Raises APIError or SamplingParamsError."""
+    _check_neutral(request)
+    values, limit = _sampling(request), request.max_tokens
+    if request.logprobs is not None:
+        values["logprobs"] = request.logprobs
+        if request.echo:
+            values["prompt_logprobs"] = request.logprobs
+    if request.stream and (request.prompt_logprobs is not None or (request.echo and request.logprobs is not None)):
+        raise refused("stream", "log-probabilities of the prompt cannot be streamed: leave out stream, or echo")
+    if limit is None and llm.default_params.max_tokens is None:
+        limit = COMPLETIONS_MAX_TOKENS
+    num_kept = None
+    if limit == 0:  # only the prompt is scored: one token is made, and dropped
+        limit = num_kept = 0
+        values["min_tokens"] = 0
+    job = make_job(_prompts(request.prompt), request, values, 1 if limit == 0 else limit, llm, max_n, is_chat=False)
+    return replace(job, num_kept=num_kept, adds_special_tokens=request.add_special_tokens is not False)
+
+
+def make_job(
+    prompts: tuple[str | Sequence[int] | Conversation, ...],
+    request: Any,
+    values: dict[str, Any],
+    max_tokens: int | None,
+    llm: LLM,
+    max_n: int,
+    *,
+    is_chat: bool = True,
+) -> Job:
+    """A job of these sampling parameters over the checkpoint's defaults; without a seed it is given one."""
+    defaults = {one.name: getattr(llm.default_params, one.name) for one in fields(SamplingParams)}
+    if is_chat and defaults["max_tokens"] == SamplingParams().max_tokens:
+        defaults["max_tokens"] = None  # a conversation has no other limit than the model's length
+    if max_tokens is not None:
+        values = {**values, "max_tokens": max_tokens}
+    params = SamplingParams.from_dict({**defaults, **values})
+    if params.seed is None:
+        params = replace(params, seed=0 if params.is_greedy else secrets.randbelow(MAX_SEED))
+    job = Job(
+        prompts,
+        params,
+        has_limit=max_tokens is not None,
+        truncate_to=_truncation(getattr(request, "truncate_prompt_tokens", None), llm.max_model_len),
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+    )
+    if not -(2**31) <= job.priority < 2**31:
+        raise refused("priority", f"priority={job.priority} must be an integer of 32 bits")
+    if len(job.cache_salt) > 1024:
+        raise refused("cache_salt", f"cache_salt has {len(job.cache_salt)} characters, at most 1024 are allowed")
+    if job.num_answers > max_n:
+        raise refused("n", f"{len(prompts)} prompts times n={params.n} are more than the server's limit of {max_n}")
+    return job
+
+
+# Fields.
+
+
+def _check_neutral(request: Any) -> None:
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in neutral:
+            raise refused(name, f"{name}={value!r:.60} is not supported")
+    if request.best_of not in (None, 1, request.n):
+        raise refused("best_of", "best_of is not supported: n answers are generated and all are returned")
+    if request.stream_options is not None and not request.stream:
+        raise refused("stream_options", 'stream_options needs "stream": true')
+
+
+def _sampling(request: SamplingFields) -> dict[str, Any]:
+    given = ((name, getattr(request, name)) for name in _SAMPLING)
+    return {name: value for name, value in given if value is not None}
+
+
+def _truncation(wanted: int | None, max_model_len: int) -> int | None:
+    if wanted is None:
+        return None
+    if wanted == -1:
+        return max_model_len - 1
+    if not 1 <= wanted <= max_model_len:
+        raise refused(
+            "truncate_prompt_tokens", f"truncate_prompt_tokens={wanted} must be 1 to {max_model_len}, or -1 for all"
+        )
+    return wanted
+
+
+def _prompts(prompt: str | list[Any]) -> tuple[str | list[int], ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if prompt and not any(isinstance(one, (str, list)) for one in prompt):
+        return (_ids(prompt, "prompt"),)
+    if not prompt or not all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
+        raise refused("prompt", f"prompt must be a text, token ids, or a list of either, got {prompt!r:.60}")
+    return tuple(one if isinstance(one, str) else _ids(one, f"prompt[{i}]") for i, one in enumerate(prompt))
+
+
+def _ids(prompt: list[Any], where: str) -> list[int]:
+    with client_errors("prompt"):
+        try:
+            return list(read_token_ids(prompt))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: role developer is system, parts are plain texts, and the arguments of tool
+    calls are objects. The rest is checked where they are rendered."""
+    if not messages:
+        raise refused("messages", "messages is empty; a chat needs at least one message")
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    found = {name: value for name, value in message.items() if value is not None}
+    if found.get("role") == "developer":
+        found["role"] = "system"
+    content = found.get("content")
+    if isinstance(content, list):
+        found["content"] = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+    calls = found.get("tool_calls")
+    if isinstance(calls, list):
+        found["tool_calls"] = [_call(call) for call in calls]
+        found.setdefault("content", "")
+    return found
+
+
+def _part(part: Any, where: str) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        raise refused(where, f"{where}: only parts of type text are supported, not {kind or part!r:.60}")
+    return {"type": "text", "text": part["text"]}
+
+
+def _call(call: Any) -> Any:
+    """A tool call whose arguments are an object: OpenAI has them as JSON text, templates print them as JSON."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def chosen_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str, Any]] | None:
+    """The tools for the chat template: none with "none"; with "auto", calls of tools are left in the text."""
+    if choice not in (None, "auto", "none"):
+        raise refused("tool_choice", f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced")
+    return None if choice == "none" else tools or None
+
+
+def _template_kwargs(request: ChatRequest | TokenizeRequest, llm: LLM) -> dict[str, Any]:
+    kwargs = dict(request.chat_template_kwargs or {})
+    for name in _RENDERER:
+        if name in kwargs:
+            raise refused("chat_template_kwargs", f"{name} cannot be one of chat_template_kwargs: it is set by a field")
+    effort = getattr(request, "reasoning_effort", None)
+    if effort is not None:
+        source = llm.tokenizer.chat_template if llm.tokenizer is not None else None
+        if "reasoning_effort" not in (source or ""):
+            raise refused("reasoning_effort", "the model's chat template does not know reasoning_effort")
+        kwargs["reasoning_effort"] = effort
+    continues = bool(request.continue_final_message)
+    generates = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
+
+
+def tokenize_ids(request: TokenizeRequest, llm: LLM) -> list[int]:
+    """Token ids of a prompt or of messages. Raises APIError or ValueError."""
+    if (request.prompt is None) == (request.messages is None):
+        raise refused("prompt", "give either prompt or messages")
+    if request.messages is not None:
+        tools = request.tools or None
+        return Conversation(read_messages(request.messages), tools, _template_kwargs(request, llm)).token_ids(llm)
+    return llm.client.tokenize(request.prompt or "", request.add_special_tokens is not False)[1]
+
+
+def _estimate(prompt: str | Sequence[int] | Conversation) -> int:
+    if isinstance(prompt, Conversation):
+        return -(-_num_chars([prompt.messages, prompt.tools]) // CHARS_PER_TOKEN) + 1
+    return -(-len(prompt) // CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
+
+
+def _num_chars(value: Any) -> int:
+    """Characters of all strings, without recursion: bodies may be nested deeply."""
+    total, left = 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            total += len(one)
+        elif isinstance(one, Mapping):
+            left += one.values()
+        elif isinstance(one, (list, tuple)):
+            left += one
+    return total
+
+
+def check_model(model: str | None, served: Sequence[str]) -> None:
+    """Raises APIError 404 for another model than the one that is served."""
+    if model is not None and model not in served:
+        raise APIError(
+            404, f"the model {model!r:.80} is not served here, but {served[0]!r}", param="model", code="model_not_found"
+        )

@@ -1,0 +1,134 @@
+"""Streams that are resumed: each event's id says how much of each answer was sent, and with which seed.
+
+An answer is a function of its request, so nothing is stored. A client that lost its connection sends the same request
+again with `Last-Event-ID` (or `x-jaxinfer-resume`); the answer is computed anew, most of it in a moment where the prefix
+is cached, and what the client has is left out. A checksum of the text that was sent tells whether it is the same answer.
+"""
+
+import hashlib
+import re
+import secrets
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxinfer.server.errors import APIError
+
+_ID = re.compile(r"([0-9a-f]{24})\.([0-9a-f]{16})\.(\d{1,20})\.([0-9a-fx,-]{1,4096})")
+_NOT_CONTENT = ("stream", "stream_options", "seed", "user", "metadata", "priority", "cache_salt")
+
+
+@dataclass
+class Progress:
+    """What was sent of one answer: tokens, characters, a checksum of the text, and whether its end was."""
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    checksum: int = 0
+    has_ended: bool = False
+
+    def add(self, text: str, num_tokens: int) -> None:
+        self.num_tokens += num_tokens
+        self.num_chars += len(text)
+        self.checksum = zlib.crc32(text.encode("utf-8", "surrogatepass"), self.checksum)
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens:x}-{self.num_chars:x}-{self.checksum:x}{'-x' if self.has_ended else ''}"
+
+    @classmethod
+    def read(cls, text: str) -> "Progress":
+        """Raises ValueError."""
+        tokens, chars, checksum, *ended = text.split("-")
+        if ended not in ([], ["x"]):
+            raise ValueError(text)
+        return cls(int(tokens, 16), int(chars, 16), int(checksum, 16), bool(ended))
+
+
+class StreamPosition:
+    """Where a stream is. `str()` of it is the id of an event.
+
+    Args:
+      answer_id: of the stream, the same after it is resumed. digest: of the request and the model. seed: of the request.
+    """
+
+    def __init__(self, answer_id: str, digest: str, seed: int, num_choices: int):
+        self.answer_id, self.digest, self.seed = answer_id, digest, seed
+        self.choices = [Progress() for _ in range(num_choices)]
+        self._head = f"{answer_id}.{digest}.{seed}."
+
+    @property
+    def created(self) -> int:
+        """When the answer was first begun, in seconds since 1970."""
+        return int(self.answer_id[:8], 16)
+
+    def __str__(self) -> str:
+        if len(self.choices) == 1:
+            return f"{self._head}{self.choices[0]}"
+        return self._head + ",".join(map(str, self.choices))
+
+    @classmethod
+    def read(cls, text: str) -> "StreamPosition":
+        """Raises APIError 400."""
+        found = _ID.fullmatch(text)
+        try:
+            if found is None or int(found[3]) >= 2**64:
+                raise ValueError(text)
+            choices = [Progress.read(part) for part in found[4].split(",")]
+        except ValueError:
+            raise APIError(400, f"{text!r:.80} is no id of an event of this server", param="Last-Event-ID") from None
+        position = cls(found[1], found[2], int(found[3]), len(choices))
+        position.choices = choices
+        return position
+
+
+def new_answer_id() -> str:
+    """24 hexadecimal digits: the time in seconds, and a random number."""
+    return f"{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(8)}"
+
+
+def request_digest(body: msgspec.Struct, fingerprint: str) -> str:
+    """16 hexadecimal digits of what an answer depends on, besides its seed: the request and the model."""
+    content: Mapping[str, Any] = {
+        name: value
+        for name, value in msgspec.structs.asdict(body).items()
+        if value is not None and name not in _NOT_CONTENT
+    }
+    data = msgspec.json.encode([type(body).__name__, fingerprint, content], order="sorted")
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+class Skipper:
+    """Leaves out of a repeated answer what was sent before."""
+
+    def __init__(self, sent: Progress):
+        self._sent, self._seen = sent, Progress()
+
+    def skip(self, text: str, num_tokens: int) -> tuple[int, int]:
+        """Of new text and tokens, how many characters and tokens were sent before. Raises APIError where the text is
+        another one."""
+        sent, seen = self._sent, self._seen
+        num_chars = min(len(text), max(sent.num_chars - seen.num_chars, 0))
+        num_known = min(num_tokens, max(sent.num_tokens - seen.num_tokens, 0))
+        if num_chars:
+            seen.add(text[:num_chars], 0)
+        seen.num_tokens += num_known
+        if num_chars and seen.num_chars == sent.num_chars and seen.checksum != sent.checksum:
+            self._refuse()
+        return num_chars, num_known
+
+    def check_end(self) -> None:
+        """Raises APIError if the repeated answer has ended before what was sent."""
+        if self._seen.num_chars < self._sent.num_chars:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise APIError(
+            409,
+            "the answer is not the one that was begun: its model or the options of its server have changed, or they do "
+            "not promise equal answers (bfloat16 without --deterministic); start it anew",
+            code="resume_differs",
+        )

@@ -1,0 +1,201 @@
+"""What the routes share: the engine and whether it takes requests, the queue, the metrics, and a request's record."""
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxinfer import __version__
+from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.engine.request import RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.server.admission import Admission
+from jaxinfer.server.errors import unavailable
+from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.reasoning import Tags, tags_of
+from jaxinfer.server.resume import new_answer_id
+
+if TYPE_CHECKING:
+    from jaxinfer.server.generation import Generation
+
+State = Literal["loading", "ready", "draining", "stopped"]
+_REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")
+_LOG = logging.getLogger("jaxinfer.server")
+_MAX_LOGGED_NAMES = 1000
+
+
+class Service:
+    """Args:
+    name: of the model, as requests name it; also its folder or hub id may be used, if it is `alias`.
+    """
+
+    def __init__(self, options: ServerOptions, name: str, alias: str | None = None):
+        self.options = options
+        self.names: tuple[str, ...] = tuple(dict.fromkeys((name, alias or name)))
+        self.created = int(time.time())
+        self.state: State = "loading"
+        self.metrics = Metrics(name)
+        self.admission = Admission(1, options.max_queued, options.max_queued_tokens)
+        self.generations: set[Generation] = set()
+        self.fingerprint = ""
+        self.tags: Tags | None = None
+        self._engine: AsyncEngine | None = None
+        self._secret = secrets.token_bytes(32)
+        self._unknown_fields: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    # The engine.
+
+    def attach(self, engine: AsyncEngine) -> None:
+        """Takes requests from now on."""
+        llm = engine.llm
+        spec = llm.engine.spec
+        num_engines = len(getattr(llm.engine, "engines", ())) or 1
+        # A few more than run at once, so that no slot stays free until the next turn.
+        self.admission.capacity = num_engines * (spec.max_seqs + max(1, spec.max_seqs // 4))
+        facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.options.deterministic, __version__]
+        self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        template = None if llm.tokenizer is None else llm.tokenizer.chat_template
+        self.tags = tags_of(self.options.reasoning, template)
+        self._engine = engine
+        self.metrics.watch(engine)
+        self.state = "ready"
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """Raises APIError 503 where there is none that works."""
+        if self._engine is None or not self._engine.is_alive:
+            raise unavailable(self._why_not() or "the server has no engine", 5)
+        return self._engine
+
+    @property
+    def llm(self) -> LLM:
+        """As `engine`."""
+        return self.engine.llm
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine's thread runs, or is still to be started."""
+        return self._engine is None or self._engine.is_alive
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether an answer is a function of its request, so that it can be computed again."""
+        return self.llm.acceptance == "exact"
+
+    def check_accepts(self) -> None:
+        """Raises APIError 503 unless new requests are taken."""
+        if (why := self._why_not()) is not None:
+            raise unavailable(why, 5)
+
+    def _why_not(self) -> str | None:
+        if not self.is_healthy:
+            return "the engine has stopped; the server is restarting or going away"
+        return {
+            "loading": "the model is being loaded",
+            "draining": "the server is shutting down and takes no new requests",
+            "stopped": "the server is shutting down",
+        }.get(self.state)
+
+    def salt(self, key: str, cache_salt: str) -> str:
+        """The salt of cached prefixes: clients of different keys share none, so that their timing shows nothing."""
+        if not key and not cache_salt:
+            return ""
+        return hmac.new(self._secret, json.dumps([key, cache_salt]).encode(), hashlib.sha256).hexdigest()
+
+    # What is logged.
+
+    def log_unknown(self, names: Sequence[str], route: str) -> None:
+        """Logs each ignored field once."""
+        for name in names:
+            entry = f"{route} {name:.80}"
+            if entry not in self._unknown_fields and len(self._unknown_fields) < _MAX_LOGGED_NAMES:
+                self._unknown_fields.add(entry)
+                _LOG.warning("%s: the field %r is not known and ignored", route, name[:80])
+
+    def finish(self, record: "Record") -> None:
+        """Counts and logs a request that has been answered."""
+        self.metrics.count_request(record)
+        if _REQUEST_LOG.isEnabledFor(logging.INFO):
+            _REQUEST_LOG.info("%s", json.dumps(record.facts(), ensure_ascii=True))
+
+
+@dataclass
+class Record:
+    """One request, for the log and the metrics.
+
+    Attributes:
+      request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
+    """
+
+    request_id: str
+    metrics: Metrics
+    method: str = ""
+    route: str = "other"
+    key: str = ""
+    status: int = 0
+    is_stream: bool = False
+    prompt: str | None = None
+    seed: int | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    finish_reasons: Sequence[str] = ()
+    queued_seconds: float | None = None
+    first_token_seconds: float | None = None
+    total_seconds: float = 0.0
+    has_left: bool = False
+    _last: float = 0.0
+
+    def deliver(self, seconds: float, num_tokens: int) -> None:
+        """New tokens, so many seconds after the request arrived."""
+        if num_tokens == 0:
+            return
+        self.num_output += num_tokens
+        if self.first_token_seconds is None:
+            self.first_token_seconds = seconds
+            self.metrics.first_token.observe(seconds)
+        else:
+            self.metrics.inter_token.observe((seconds - self._last) / num_tokens)
+        self._last = seconds
+
+    def end(self, outputs: Sequence[RequestOutput]) -> None:
+        """All answers have ended."""
+        self.num_cached = sum(output.num_cached_tokens for output in outputs)
+        self.finish_reasons = tuple(one.finish_reason or "" for output in outputs for one in output.outputs)
+
+    def facts(self) -> dict[str, Any]:
+        """The line of the log."""
+        known = {
+            "id": self.request_id,
+            "method": self.method,
+            "route": self.route,
+            "status": self.status,
+            "key": self.key or None,
+            "seconds": round(self.total_seconds, 4),
+            "stream": self.is_stream or None,
+            "prompt_tokens": self.num_prompt or None,
+            "cached_tokens": self.num_cached or None,
+            "output_tokens": self.num_output or None,
+            "finish_reasons": self.finish_reasons or None,
+            "queued_seconds": None if self.queued_seconds is None else round(self.queued_seconds, 4),
+            "first_token_seconds": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
+            "seed": self.seed,
+            "left": self.has_left or None,
+            "prompt": self.prompt,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def new_request_id() -> str:
+    """For a request whose client gave none."""
+    return f"req-{new_answer_id()}"
