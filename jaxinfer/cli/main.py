@@ -24,6 +24,7 @@ from jaxinfer.cli.plan import plan
 from jaxinfer.cli.profile import profile
 from jaxinfer.cli.quantize import quantize
 from jaxinfer.cli.score import score
+from jaxinfer.cli.serve import serve
 from jaxinfer.cli.speculate_report import speculate_report
 from jaxinfer.cli.train_demo import train_demo
 from jaxinfer.cli.verify import verify
@@ -42,6 +43,8 @@ jaxinfer generate --model ./checkpoint --file prompts.txt --json > answers.jsonl
 jaxinfer batch requests.jsonl answers.jsonl --model ./checkpoint
 
 jaxinfer chat ./checkpoint --temperature 0.7
+
+jaxinfer serve ./checkpoint --port 8000
 
 jaxinfer convert ./checkpoint ./converted
 
@@ -76,7 +79,7 @@ app = typer.Typer(
 )
 
 GROUPS = {
-    "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score},
+    "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score, "serve": serve},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"advise": advise, "plan": plan, "warm": warm},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},

@@ -246,9 +246,7 @@ class Client:
             answer.finish_reason, answer.stop_reason, answer.error = "stop", matched, None
             answer.drop_after(answer.num_read)
         reasons = answer.finish_reason, answer.stop_reason, answer.error
-        return replace(
-            delta, finish_reason=reasons[0], stop_reason=reasons[1], error=reasons[2], logprobs=logprobs
-        )
+        return replace(delta, finish_reason=reasons[0], stop_reason=reasons[1], error=reasons[2], logprobs=logprobs)
 
     def run(
         self, answers: dict[SequenceState, Any], max_steps: int | None = None

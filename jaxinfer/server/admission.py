@@ -1,8 +1,8 @@
 """Who may wait, and whose turn it is: limits on what waits, and fair turns over API keys by tokens.
 
-Only as many answers as the engine can run, and a few more, are handed to it; the others wait here, where their order can
-still change. The turn goes to the key that has been served the fewest tokens, in its queue to the lowest priority number
-and then to the first (start-time fair queueing, Goyal, Vin and Cheng 1996, with the tokens as the work).
+Only as many answers as the engine can run, and a few more, are handed to it; the others wait here, where their order
+can still change. The turn goes to the key that has been served the fewest tokens, in its queue to the lowest priority
+number and then to the first (start-time fair queueing, Goyal, Vin and Cheng 1996, with tokens as the work).
 """
 
 import asyncio
@@ -80,7 +80,7 @@ class Admission:
         self._mean_output = 64.0
 
     def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0) -> Ticket:
-        """A place for a request. Raises APIError 429, with the seconds after which to try again, where too much waits."""
+        """A place for a request. Raises APIError 429, with the seconds after which to try again, if too much waits."""
         total = self.num_running + self.num_waiting + num_answers
         if total > self.capacity + self.max_queued and self._inside:
             raise self._refusal("queue_full", f"{self.num_waiting} answers wait already")

@@ -25,6 +25,7 @@ async def begin(
     *,
     tags: Tags | None = None,
     echo: bool = False,
+    can_resume: bool = True,
 ) -> tuple[Generation, StreamPosition]:
     """A prepared generation for a body, and where its stream begins: later, where the client resumes one.
 
@@ -33,7 +34,7 @@ async def begin(
     check_model(body.model, service.names)
     record = record_of(request.scope)
     record.is_stream = bool(body.stream)
-    resumed = _resumed(request, service, body)
+    resumed = _resumed(request, service, body, can_resume)
     if resumed is not None:
         body.seed = resumed.seed
     job = make_job()
@@ -54,13 +55,17 @@ async def begin(
     return generation, position
 
 
-def _resumed(request: Request, service: Service, body: Any) -> StreamPosition | None:
+def _resumed(request: Request, service: Service, body: Any, can_resume: bool) -> StreamPosition | None:
     """Where the client was, if it says so. Raises APIError if the answer cannot be resumed."""
     text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
     if not text:
         return None
+    if not can_resume:
+        raise refused("Last-Event-ID", "streams of this route cannot be resumed, those of /v1/chat/completions can")
     if not service.is_resumable:
-        raise APIError(409, "acceptance=maximal promises no equal answers, so none can be resumed", code="not_resumable")
+        raise APIError(
+            409, "acceptance=maximal promises no equal answers, so none can be resumed", code="not_resumable"
+        )
     position = StreamPosition.read(text)
     if body.seed not in (None, position.seed):
         raise refused("seed", f"seed={body.seed}, but the stream to be resumed has seed {position.seed}")

@@ -13,8 +13,10 @@ from jaxinfer.server.chat import chat_completions
 from jaxinfer.server.completions import completions
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.http import json_response
+from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import Guard
 from jaxinfer.server.params import check_model
+from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize
 
@@ -32,6 +34,9 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("GET", "/v1/models/{id:path}"): model,
         ("POST", "/v1/chat/completions"): chat_completions,
         ("POST", "/v1/completions"): completions,
+        ("POST", "/v1/responses"): responses,
+        ("POST", "/v1/messages"): messages,
+        ("POST", "/v1/messages/count_tokens"): count_tokens,
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
     }

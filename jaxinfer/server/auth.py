@@ -18,7 +18,7 @@ class Keys:
     def read(cls, path: Path) -> "Keys":
         """Reads a file with a key in each line, and a name after a space if it should have one; # begins a comment.
 
-        Raises ValueError, with the line, for a key that is short or given twice; OSError for a file that cannot be read.
+        Raises ValueError, with the line, for a key that is short or given twice; OSError for an unreadable file.
         """
         keys: dict[str, str] = {}
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -88,9 +88,7 @@ async def _events(
     service: Service, body: CompletionRequest, generation: Generation, position: StreamPosition
 ) -> AsyncIterator[bytes]:
     has_usage = wants_usage(body)
-    chunks = Chunks(
-        KIND, f"cmpl-{position.answer_id}", position.created, service.name, service.fingerprint, has_usage
-    )
+    chunks = Chunks(KIND, f"cmpl-{position.answer_id}", position.created, service.name, service.fingerprint, has_usage)
     params, has_ids = generation.job.params, bool(body.return_token_ids)
     lists = [LogprobLists(generation.tokenizer, one.num_chars) for one in position.choices]
     async for piece in generation.pieces():

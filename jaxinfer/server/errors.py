@@ -52,8 +52,9 @@ class APIError(Exception):
 
     @property
     def _types(self) -> tuple[str, str]:
-        otherwise = ("invalid_request_error",) * 2 if self.status < 500 else ("server_error", "api_error")
-        return _TYPES.get(self.status, otherwise)
+        if self.status in _TYPES:
+            return _TYPES[self.status]
+        return ("server_error", "api_error") if self.status >= 500 else _TYPES[400]
 
     def openai(self) -> dict[str, Any]:
         """The body that OpenAI's clients read."""

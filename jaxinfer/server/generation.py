@@ -63,9 +63,7 @@ class Generation:
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
         self._sent = None if resumed is None else resumed.choices
         self._start = time.perf_counter()
-        self._ticket: Ticket = service.admission.enter(
-            record.key, job.num_answers, job.num_estimated, job.priority
-        )
+        self._ticket: Ticket = service.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
         service.generations.add(self)
 
     async def prepare(self) -> None:

@@ -36,7 +36,9 @@ class Metrics:
         self._own = {"labelnames": tuple(self._values), "registry": self._registry}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were answered.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
-        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN)
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
+        )
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a request.", _TOKEN)
         self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
         self._queue_time = self._histogram("request_queue_time_seconds", "Until a request's turn.", _LATENCY)

@@ -33,7 +33,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 _SAMPLING = tuple(
-    one.name for one in fields(SamplingParams) if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
+    one.name
+    for one in fields(SamplingParams)
+    if one.name in SamplingFields.__struct_fields__ and one.name != "logprobs"
 )
 _RENDERER = ("messages", "tools", "add_generation_prompt", "continue_final_message", "max_prompt_tokens")
 
@@ -106,7 +108,9 @@ def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
     if request.logprobs:
         values["logprobs"] = request.top_logprobs or 0
     conversation = Conversation(
-        read_messages(request.messages), chosen_tools(request.tools, request.tool_choice), _template_kwargs(request, llm)
+        read_messages(request.messages),
+        chosen_tools(request.tools, request.tool_choice),
+        _template_kwargs(request, llm),
     )
     if request.parallel_tool_calls is False and conversation.tools:
         raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")

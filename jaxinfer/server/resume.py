@@ -1,8 +1,8 @@
 """Streams that are resumed: each event's id says how much of each answer was sent, and with which seed.
 
 An answer is a function of its request, so nothing is stored. A client that lost its connection sends the same request
-again with `Last-Event-ID` (or `x-jaxinfer-resume`); the answer is computed anew, most of it in a moment where the prefix
-is cached, and what the client has is left out. A checksum of the text that was sent tells whether it is the same answer.
+again with `Last-Event-ID` (or `x-jaxinfer-resume`); the answer is computed anew, and what the client has is left out. A
+checksum of the text that was sent tells whether it is the same answer.
 """
 
 import hashlib
@@ -52,7 +52,8 @@ class StreamPosition:
     """Where a stream is. `str()` of it is the id of an event.
 
     Args:
-      answer_id: of the stream, the same after it is resumed. digest: of the request and the model. seed: of the request.
+      answer_id: of the stream, the same after it is resumed. digest: of the request and the model.
+      seed: of the request.
     """
 
     def __init__(self, answer_id: str, digest: str, seed: int, num_choices: int):

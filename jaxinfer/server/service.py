@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")
 _LOG = logging.getLogger("jaxinfer.server")
+_PROBES = ("/health", "/ready", "/metrics")
 _MAX_LOGGED_NAMES = 1000
 
 
@@ -125,8 +126,9 @@ class Service:
     def finish(self, record: "Record") -> None:
         """Counts and logs a request that has been answered."""
         self.metrics.count_request(record)
-        if _REQUEST_LOG.isEnabledFor(logging.INFO):
-            _REQUEST_LOG.info("%s", json.dumps(record.facts(), ensure_ascii=True))
+        level = logging.DEBUG if record.route in _PROBES else logging.INFO
+        if _REQUEST_LOG.isEnabledFor(level):
+            _REQUEST_LOG.log(level, "%s", json.dumps(record.facts(), ensure_ascii=True))
 
 
 @dataclass

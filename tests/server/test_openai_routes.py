@@ -119,8 +119,7 @@ def test_echo_scores_a_prompt_as_lm_eval_asks_for_it(engine, client):
     assert choice["finish_reason"] == "length"
     found = choice["logprobs"]
     assert found["token_logprobs"] == [
-        None if entry is None else pytest.approx(entry[token].logprob)
-        for token, entry in zip(ids, scores, strict=True)
+        None if entry is None else pytest.approx(entry[token].logprob) for token, entry in zip(ids, scores, strict=True)
     ]
     assert found["token_logprobs"][0] is None
     assert found["text_offset"][:2] == [0, len(found["tokens"][0])]

@@ -1,0 +1,252 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.engine.request import RequestOutput
+from jaxinfer.llm import LLM
+from jaxinfer.server.answering import answer_headers, begin
+from jaxinfer.server.chunks import named_event
+from jaxinfer.server.errors import APIError, client_errors, refused
+from jaxinfer.server.generation import Generation
+from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.params import Conversation, Job, check_model, make_job, read_messages
+from jaxinfer.server.reasoning import Tags
+from jaxinfer.server.resume import StreamPosition
+from jaxinfer.server.service import Service
+from jaxinfer.server.types import CountTokensRequest, MessagesRequest
+
+_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+_PING = named_event("ping", {"type": "ping"})
+
+
+async def messages(request: Request, service: Service) -> Response:
+    """Answers a conversation, at once or as a stream."""
+    service.check_accepts()
+    body = await read_body(request, MessagesRequest, service)
+    generation, position = await begin(
+        request, service, body, lambda: _job(body, service.llm, service.tags), tags=service.tags, can_resume=False
+    )
+    headers = answer_headers(service, position)
+    if body.stream:
+        events = _events(service, generation, position)
+        return EventStream(events, generation.close, _error_event, service.options.send_timeout, headers)
+    try:
+        (output,) = await while_connected(request.receive, generation.run())
+    finally:
+        generation.close()
+    answer = output.outputs[0]
+    reasoning, content = generation.split(0, answer.text)
+    blocks: list[dict[str, Any]] = []
+    if reasoning:
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+    if content or not reasoning:
+        blocks.append({"type": "text", "text": content})
+    about = {
+        **_message(service, position),
+        "content": blocks,
+        **_ending(answer.finish_reason, answer.stop_reason),
+        "usage": _usage(output),
+    }
+    return json_response(about, headers)
+
+
+async def count_tokens(request: Request, service: Service) -> Response:
+    """The number of tokens of a conversation."""
+    service.check_accepts()
+    body = await read_body(request, CountTokensRequest, service)
+    check_model(body.model, service.names)
+    llm = service.llm
+    conversation = _conversation(body, llm, service.tags)
+    with client_errors("messages"):
+        ids = await asyncio.to_thread(conversation.token_ids, llm)
+    return json_response({"input_tokens": len(ids)})
+
+
+# From Anthropic's form.
+
+
+def _job(body: MessagesRequest, llm: LLM, tags: Tags | None) -> Job:
+    if body.service_tier not in (None, "auto", "standard_only"):
+        raise refused("service_tier", f"service_tier={body.service_tier!r:.60} is not supported")
+    if body.max_tokens < 1:
+        raise refused("max_tokens", f"max_tokens={body.max_tokens} must be at least 1")
+    values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    if body.stop_sequences:
+        values["stop"] = body.stop_sequences
+    return make_job((_conversation(body, llm, tags),), body, values, body.max_tokens, llm, 1)
+
+
+def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Tags | None) -> Conversation:
+    found: list[dict[str, Any]] = []
+    if body.system:
+        system = body.system if isinstance(body.system, str) else "\n".join(_texts(body.system, "system"))
+        found.append({"role": "system", "content": system})
+    for number, message in enumerate(body.messages):
+        found += _turns(message, f"messages[{number}]")
+    choice = (body.tool_choice or {}).get("type", "auto")
+    if choice not in ("auto", "none"):
+        raise refused("tool_choice", f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced")
+    tools = None if choice == "none" else [_tool(tool) for tool in body.tools or ()] or None
+    # An answer that the client has begun is continued.
+    continues = bool(found) and found[-1]["role"] == "assistant"
+    kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    return Conversation(read_messages(found), tools, {**kwargs, **_thinking(body, llm, tags)})
+
+
+def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Tags | None) -> dict[str, Any]:
+    if body.thinking is None:
+        return {}
+    template = llm.tokenizer.chat_template if llm.tokenizer is not None else None
+    wanted = body.thinking.type != "disabled"
+    if "enable_thinking" in (template or ""):
+        return {"enable_thinking": wanted}
+    if wanted != (tags is not None):
+        told = "has no reasoning" if wanted else "cannot leave its reasoning out"
+        raise refused("thinking", f"thinking of type {body.thinking.type} is not supported: the model {told}")
+    return {}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
+        raise refused("tools", f"tools of type {tool.get('type')!r:.60} are not supported, only those of the client")
+    function = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+def _turns(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """A message as those of a chat template: the results of tools are messages of their own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise refused(f"{where}.role", f"{where}.role must be user or assistant, not {role!r:.60}")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise refused(f"{where}.content", f"{where}.content must be a text or a list of blocks")
+    texts, calls, results, thoughts = [], [], [], []
+    for number, block in enumerate(content):
+        kind, at = block.get("type"), f"{where}.content[{number}]"
+        if kind == "text":
+            texts += _texts([block], at)
+        elif kind == "thinking" and isinstance(block.get("thinking"), str):
+            thoughts.append(block["thinking"])
+        elif kind == "redacted_thinking":
+            continue
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            result = block.get("content") or ""
+            text = result if isinstance(result, str) else "\n".join(_texts(result, f"{at}.content"))
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        else:
+            raise refused(at, f"{at}: a block of type {kind!r:.60} is not supported")
+    turn: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        turn["tool_calls"] = calls
+    if thoughts:
+        turn["reasoning_content"] = "\n".join(thoughts)
+    return [*results, *([turn] if texts or calls or not results else [])]
+
+
+def _texts(blocks: Sequence[Any], where: str) -> list[str]:
+    for block in blocks:
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise refused(where, f"{where}: only blocks of type text are supported")
+    return [block["text"] for block in blocks]
+
+
+# To Anthropic's form.
+
+
+def _message(service: Service, position: StreamPosition) -> dict[str, Any]:
+    return {
+        "id": f"msg_{position.answer_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": service.name,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _ending(finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
+    if finish_reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if isinstance(stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
+    return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _usage(output: RequestOutput) -> dict[str, int]:
+    cached = output.num_cached_tokens
+    return {
+        "input_tokens": len(output.prompt_token_ids) - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": sum(len(one.token_ids) for one in output.outputs),
+    }
+
+
+def _error_event(error: APIError) -> bytes:
+    return named_event("error", error.anthropic())
+
+
+async def _events(service: Service, generation: Generation, position: StreamPosition) -> AsyncIterator[bytes]:
+    usage = {"input_tokens": generation.requests[0].num_prompt, "output_tokens": 0}
+    message = {**_message(service, position), "usage": usage}
+    yield named_event("message_start", {"type": "message_start", "message": message})
+    yield _PING
+    blocks = _Blocks()
+    ending: dict[str, Any] = {}
+    async for piece in generation.pieces():
+        if piece.end is not None:
+            ending = _ending(piece.end.finish_reason, piece.end.stop_reason)
+            continue
+        for kind, text in (("thinking", piece.reasoning), ("text", piece.text)):
+            for event in blocks.add(kind, text) if text else ():
+                yield event
+    if blocks.kind is None:
+        for event in blocks.add("text", ""):
+            yield event
+    yield blocks.stop()
+    (output,) = generation.outputs
+    body = {"type": "message_delta", "delta": ending, "usage": _usage(output)}
+    yield named_event("message_delta", body)
+    yield named_event("message_stop", {"type": "message_stop"})
+
+
+class _Blocks:
+    """The blocks of a streamed message, one after another."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self._index = -1
+
+    def add(self, kind: str, text: str) -> list[bytes]:
+        """Events of new text: of a block of its own, where another kind came before."""
+        events = []
+        if kind != self.kind:
+            if self.kind is not None:
+                events.append(self.stop())
+            self._index, self.kind = self._index + 1, kind
+            block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+            body = {"type": "content_block_start", "index": self._index, "content_block": block}
+            events.append(named_event("content_block_start", body))
+        if text:
+            delta = {"type": f"{kind}_delta", kind: text}
+            body = {"type": "content_block_delta", "index": self._index, "delta": delta}
+            events.append(named_event("content_block_delta", body))
+        return events
+
+    def stop(self) -> bytes:
+        return named_event("content_block_stop", {"type": "content_block_stop", "index": self._index})

@@ -1,0 +1,201 @@
+"""Runs the server: the socket, the loading of the model, signals, draining, and the exit code."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.server.app import make_app
+from jaxinfer.server.auth import Keys
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.service import Service
+
+_LOG = logging.getLogger("jaxinfer.server")
+_POLL_SECONDS = 0.1
+_FLUSH_SECONDS = 2.0  # for the last events of streams that were ended
+
+OK, FAILED = 0, 1
+
+
+def run_server(
+    options: ServerOptions,
+    name: str,
+    open_engine: Callable[[], AsyncEngine],
+    *,
+    on_listening: Callable[[str], None] = lambda url: None,
+    on_ready: Callable[[Service], None] = lambda service: None,
+) -> int:
+    """Serves until a signal comes; returns the exit code: 1 where the engine died or could not be opened.
+
+    The server listens before the model is loaded, so that an address in use is known at once; `/ready` is 503 until
+    then. `open_engine` runs in a thread of its own.
+
+    Raises OSError, ValueError for an address or a file of keys that cannot be used, before anything is loaded.
+    """
+    keys = None if options.api_keys is None else Keys.read(options.api_keys)
+    service = Service(options, options.served_name or name, name)
+    listener = _listen(options.host, options.port)
+    host, port = listener.getsockname()[:2]
+    on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    server = _Server(service, keys, open_engine, on_ready)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(server.run(listener))
+    finally:
+        listener.close()
+    if server.error is not None:
+        raise server.error
+    return server.exit_code
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises OSError with the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen: {error.strerror}", f"{host}:{port}") from None
+    return listener
+
+
+class _Server:
+    """One run. `error`: why the model could not be loaded."""
+
+    def __init__(
+        self,
+        service: Service,
+        keys: Keys | None,
+        open_engine: Callable[[], AsyncEngine],
+        on_ready: Callable[[Service], None],
+    ):
+        self.error: Exception | None = None
+        self.exit_code = OK
+        self._service, self._open_engine, self._on_ready = service, open_engine, on_ready
+        self._engine: AsyncEngine | None = None
+        self._stopping = asyncio.Event()  # a signal has come, or loading has failed
+        self._num_signals = 0
+        config = uvicorn.Config(
+            make_app(service, keys),
+            http=_protocol(service.options.max_header_bytes),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(_FLUSH_SECONDS),
+        )
+        self._uvicorn = _Uvicorn(config)
+
+    async def run(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
+                loop.add_signal_handler(number, self._on_signal)
+        serving = asyncio.create_task(self._uvicorn.serve([listener]))
+        loading = asyncio.create_task(self._load())
+        try:
+            while not self._stopping.is_set() and not serving.done():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), _POLL_SECONDS)
+                if not self._service.is_healthy:
+                    _LOG.error("the engine has died; the server ends")
+                    self.exit_code = FAILED
+                    break
+            await self._drain()
+        finally:
+            self._service.state = "stopped"
+            self._uvicorn.should_exit = True
+            await serving
+            if not loading.done() and self._num_signals:  # loading cannot be interrupted, and nothing would be lost
+                os._exit(OK)
+            await loading
+            if self._engine is not None:
+                await self._engine.close()
+
+    async def _load(self) -> None:
+        try:
+            self._engine = await asyncio.to_thread(self._open_engine)
+        except Exception as error:
+            self.error, self.exit_code = error, FAILED
+            self._stopping.set()
+            return
+        if not self._stopping.is_set():
+            self._service.attach(self._engine)
+            self._on_ready(self._service)
+
+    def _on_signal(self) -> None:
+        """The first signal drains, a second one ends at once."""
+        self._num_signals += 1
+        self._stopping.set()
+
+    async def _drain(self) -> None:
+        """Waits for running answers, at most `drain_timeout` seconds; those that are left are ended with an error."""
+        service = self._service
+        if service.state == "ready":
+            service.state = "draining"
+        deadline = asyncio.get_running_loop().time() + service.options.drain_timeout
+        while service.generations and self._num_signals < 2 and service.is_healthy:
+            if asyncio.get_running_loop().time() > deadline:
+                _LOG.warning("%d answers had not ended in time and are aborted", len(service.generations))
+                break
+            await asyncio.sleep(_POLL_SECONDS / 2)
+        if self._engine is not None and service.generations:
+            await self._engine.close()  # every reader gets an abort, which its client is told
+            deadline = asyncio.get_running_loop().time() + _FLUSH_SECONDS
+            while service.generations and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(_POLL_SECONDS / 4)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without its own handling of signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+def _protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol with a limit on headers: it would collect any number of bytes before the application sees
+    them."""
+
+    class LimitedProtocol(HttpToolsProtocol):
+        num_head_bytes = 0
+        is_in_head = True
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.is_in_head = True
+
+        def on_headers_complete(self) -> None:
+            self.is_in_head, self.num_head_bytes = False, 0
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self.is_in_head = True
+
+        def data_received(self, data: bytes) -> None:
+            if self.is_in_head:
+                self.num_head_bytes += len(data)
+            super().data_received(data)
+            if self.is_in_head and self.num_head_bytes > max_header_bytes and not self.transport.is_closing():
+                self.send_400_response(f"the headers have more than {max_header_bytes} bytes")
+
+    return LimitedProtocol
