@@ -15,6 +15,7 @@ from jaxinfer.server.errors import APIError
 from jaxinfer.server.http import json_response
 from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import Guard
+from jaxinfer.server.openapi import openapi
 from jaxinfer.server.params import check_model
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
@@ -40,6 +41,16 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
     }
+    described = openapi(
+        [(method, path, (endpoint.__doc__ or "").strip()) for (method, path), endpoint in endpoints.items()],
+        keys is not None,
+    )
+
+    async def schema(request: Request, service: Service) -> Response:
+        """This description."""
+        return json_response(described)
+
+    endpoints["GET", "/openapi.json"] = schema
     routes = [
         Route(path, _bound(endpoint, service), methods=[method]) for (method, path), endpoint in endpoints.items()
     ]
@@ -71,10 +82,12 @@ async def ready(request: Request, service: Service) -> Response:
 
 
 async def version(request: Request, service: Service) -> Response:
+    """The version of jaxinfer."""
     return json_response({"version": __version__})
 
 
 async def metrics(request: Request, service: Service) -> Response:
+    """Metrics in Prometheus' format."""
     return Response(service.metrics.text(), 200, None, "text/plain; version=0.0.4; charset=utf-8")
 
 

@@ -100,7 +100,7 @@ async def _events(
     fields: dict[str, Any] = {"seed": position.seed}
     if has_ids:
         fields["prompt_token_ids"] = list(generation.requests[0].token_ids)
-    for index in range(generation.job.num_answers):
+    for index in range(0 if generation.is_resumed else generation.job.num_answers):
         yield with_id(position, chunks.first(index, fields))
         fields = {}
     async for piece in generation.pieces():

@@ -61,7 +61,6 @@ class Generation:
         self.outputs: list[RequestOutput] = []
         self._streams: list[AnswerStream] = []
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
-        self._sent = None if resumed is None else resumed.choices
         self._start = time.perf_counter()
         self._ticket: Ticket = service.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
         service.generations.add(self)
@@ -84,6 +83,11 @@ class Generation:
                 params = job.params_for(num_prompt, llm.max_model_len)
                 requests.append(llm.prepare(prepared, params, options, what=what))
         return requests
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether the client has the beginning."""
+        return self._skippers is not None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -139,7 +143,8 @@ class Generation:
                 self._skip(piece, self._skippers[index], delta.finish_reason is not None)
             if piece.text or piece.reasoning or piece.token_ids:
                 yield piece
-            if delta.finish_reason is not None and not (self._sent and self._sent[index].has_ended):
+            is_known = self._skippers is not None and self._skippers[index].has_ended
+            if delta.finish_reason is not None and not is_known:
                 yield Piece(index, end=self._ending(delta))
 
     def _split(self, piece: Piece, splitter: ReasoningSplitter, delta: StreamDelta) -> None:

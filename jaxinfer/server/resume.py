@@ -11,7 +11,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -106,7 +106,7 @@ class Skipper:
     """Leaves out of a repeated answer what was sent before."""
 
     def __init__(self, sent: Progress):
-        self._sent, self._seen = sent, Progress()
+        self._sent, self._seen = replace(sent), Progress()  # the stream's own goes on
 
     def skip(self, text: str, num_tokens: int) -> tuple[int, int]:
         """Of new text and tokens, how many characters and tokens were sent before. Raises APIError where the text is
@@ -120,6 +120,11 @@ class Skipper:
         if num_chars and seen.num_chars == sent.num_chars and seen.checksum != sent.checksum:
             self._refuse()
         return num_chars, num_known
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer's end was sent before."""
+        return self._sent.has_ended
 
     def check_end(self) -> None:
         """Raises APIError if the repeated answer has ended before what was sent."""

@@ -24,6 +24,8 @@ _LOG = logging.getLogger("jaxinfer.server")
 _POLL_SECONDS = 0.1
 _FLUSH_SECONDS = 2.0  # for the last events of streams that were ended
 
+_BACKLOG = 2048  # connections that wait to be accepted
+
 OK, FAILED = 0, 1
 
 
@@ -65,6 +67,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise OSError(error.errno, f"cannot listen: {error.strerror}", f"{host}:{port}") from None

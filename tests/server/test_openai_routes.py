@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from jaxinfer.server.types import BODIES
 from tests.server.conftest import is_idle, offline, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -261,6 +262,16 @@ def test_other_routes(engine, client, service):
         chat = (await client.post("/tokenize", {"messages": MESSAGES})).json
         assert chat["tokens"] == engine.llm.chat_prompt(MESSAGES)
         assert (await client.post("/tokenize", {})).status == 400
+        schema = (await client.get("/openapi.json")).json
+        bodies = [one["post"]["requestBody"] for one in schema["paths"].values() if "post" in one]
+        names = {body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2] for body in bodies}
+        assert names == {body.__name__ for body in BODIES.values()} <= schema["components"]["schemas"].keys()
+        assert all("get" in schema["paths"][path] for path in ("/health", "/v1/models/{id}"))
+        schema = (await client.get("/openapi.json")).json
+        bodies = [one["post"]["requestBody"] for one in schema["paths"].values() if "post" in one]
+        names = {body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2] for body in bodies}
+        assert names == {body.__name__ for body in BODIES.values()} <= schema["components"]["schemas"].keys()
+        assert all("get" in schema["paths"][path] for path in ("/health", "/v1/models/{id}"))
 
     run(ask())
 

@@ -1,0 +1,158 @@
+"""Who waits, who is refused, and whose turn it is."""
+
+import asyncio
+import random
+
+import pytest
+
+from jaxinfer.server.admission import Admission
+from jaxinfer.server.app import make_app
+from jaxinfer.server.errors import APIError
+from tests.server.asgi import Client
+from tests.server.conftest import is_idle, until
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def admission(capacity=2, max_queued=3, max_queued_tokens=1000):
+    clock = Clock()
+    return Admission(capacity, max_queued, max_queued_tokens, clock), clock
+
+
+def waiting(place, *tickets):
+    """Lets the tickets wait for their turn, without an event loop."""
+    for ticket in tickets:
+        place._wait(ticket)
+
+
+def test_too_many_answers_are_refused_and_leaving_makes_room():
+    place, _ = admission()
+    tickets = [place.enter("", 1, 10) for _ in range(5)]
+    with pytest.raises(APIError, match="wait already") as error:
+        place.enter("", 1, 10)
+    assert error.value.status == 429
+    assert int(error.value.headers["retry-after"]) >= 1
+    tickets[0].leave()
+    place.enter("", 1, 10)
+    with pytest.raises(APIError):
+        place.enter("", 1, 10)
+
+
+def test_n_answers_count_n():
+    place, _ = admission()
+    place.enter("", 4, 10)
+    with pytest.raises(APIError):
+        place.enter("", 2, 10)
+    place.enter("", 1, 10)
+
+
+def test_a_request_that_is_larger_than_all_room_runs_alone():
+    place, _ = admission()
+    ticket = place.enter("", 9, 10**6)
+    waiting(place, ticket)
+    assert ticket.is_running
+
+
+def test_prompt_tokens_that_wait_are_limited():
+    place, _ = admission(capacity=1, max_queued=100)
+    place.enter("", 1, 600)
+    with pytest.raises(APIError, match="prompt tokens"):
+        place.enter("", 1, 600)
+    place.enter("", 1, 300)
+
+
+def test_retry_after_is_that_of_the_rate_at_which_answers_end():
+    place, clock = admission(capacity=1, max_queued=100)
+    for _ in range(11):
+        ticket = place.enter("", 1, 1)
+        waiting(place, ticket)
+        clock.now += 0.5
+        ticket.leave(10)
+    for _ in range(20):
+        place.enter("", 1, 1)
+    assert place.retry_after == 10  # 20 wait, 2 end in a second
+    clock.now += 1000
+    assert place.retry_after == 5  # unknown
+
+
+def test_a_key_of_few_requests_does_not_wait_behind_one_of_many():
+    place, _ = admission(capacity=1, max_queued=100)
+    first = place.enter("busy", 1, 10)
+    waiting(place, first)
+    busy = [place.enter("busy", 1, 10) for _ in range(20)]
+    waiting(place, *busy)
+    quiet = place.enter("quiet", 1, 10)
+    waiting(place, quiet)
+    first.leave(100)
+    assert quiet.is_running
+    assert not any(one.is_running for one in busy)
+
+
+def test_keys_get_equal_tokens_not_equal_requests():
+    place, _ = admission(capacity=1, max_queued=1000, max_queued_tokens=10**9)
+    sizes, served = {"long": 400, "short": 100}, {"long": 0, "short": 0}
+    tickets = [place.enter(key, 1, 1) for key in sizes for _ in range(200)]
+    waiting(place, *tickets)
+    for _ in range(200):
+        (ticket,) = [one for one in place._inside if one.is_running]
+        served[ticket.key] += sizes[ticket.key]
+        ticket.leave(sizes[ticket.key] - 1)
+    assert 0.8 < served["long"] / served["short"] < 1.25
+
+
+def test_priority_orders_the_requests_of_one_key():
+    place, _ = admission(capacity=1, max_queued=100)
+    first = place.enter("", 1, 1)
+    waiting(place, first)
+    late, urgent = place.enter("", 1, 1, 5), place.enter("", 1, 1, -1)
+    waiting(place, late, urgent)
+    first.leave()
+    assert urgent.is_running
+    assert not late.is_running
+
+
+def test_random_comings_and_goings_leave_nothing():
+    generator = random.Random(0)
+    place, clock = admission(capacity=4, max_queued=10, max_queued_tokens=200)
+    inside = []
+    for _ in range(3000):
+        clock.now += 0.01
+        if generator.random() < 0.5 or not inside:
+            try:
+                ticket = place.enter(generator.choice("abc"), generator.randint(1, 3), generator.randint(1, 50))
+            except APIError:
+                continue
+            inside.append(ticket)
+            if generator.random() < 0.8:
+                waiting(place, ticket)
+        else:
+            inside.pop(generator.randrange(len(inside))).leave(generator.randint(0, 30))
+        assert place.num_running == sum(one.num_answers for one in inside if one.is_running) <= 4
+        assert place.num_waiting == sum(one.num_answers for one in inside if not one.is_running)
+    for ticket in inside:
+        ticket.leave()
+        ticket.leave()
+    assert (place.num_running, place.num_waiting, place.num_waiting_tokens) == (0, 0, 0)
+
+
+def test_the_server_refuses_what_is_too_much_and_loses_nothing_that_it_took(make_service, engine):
+    service = make_service(max_queued=3)
+    client = Client(make_app(service))
+
+    async def ask():
+        body = {"prompt": "def", "max_tokens": 30, "ignore_eos": True, "seed": 1}
+        answers = await asyncio.gather(*(client.post("/v1/completions", body) for _ in range(20)))
+        await until(lambda: is_idle(engine))
+        return answers
+
+    answers = asyncio.run(ask())
+    statuses = [one.status for one in answers]
+    assert set(statuses) == {200, 429}
+    assert statuses.count(200) == service.admission.capacity + 3
+    assert all(int(one.headers["retry-after"]) >= 1 for one in answers if one.status == 429)
+    assert len({one.json["choices"][0]["text"] for one in answers if one.status == 200}) == 1
