@@ -19,8 +19,9 @@ from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.params import Job
 from jaxinfer.server.reasoning import ReasoningSplitter, Tags, split, starts_inside
+from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
-from jaxinfer.server.service import Record, Service
+from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
 
 _NUM_PROMPT_END = 16  # tokens of a prompt's end that are looked at for an opening tag
@@ -177,16 +178,14 @@ class Generation:
             self._streams.append(await engine.submit(request))
         outputs: list[RequestOutput | None] = [None] * len(self._streams)
         async for number, delta in _merged(self._streams):
-            self._count(delta)
+            seconds = time.perf_counter() - self._start
+            self._service.metrics.deliver(self._record, seconds, len(delta.token_ids))
             if delta.output is not None:
                 outputs[number] = delta.output
             _check(delta)
             yield number, delta
         self.outputs = [self._kept(output) for output in outputs if output is not None]
         self._record.end(self.outputs)
-
-    def _count(self, delta: StreamDelta) -> None:
-        self._record.deliver(time.perf_counter() - self._start, len(delta.token_ids))
 
     def _kept(self, output: RequestOutput) -> RequestOutput:
         if self.job.num_kept is None:

@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.server.chunks import KEEP_ALIVE
 from jaxinfer.server.errors import APIError, as_api_error
-from jaxinfer.server.service import Record, Service
+from jaxinfer.server.record import Record
+from jaxinfer.server.service import Service
 from jaxinfer.server.types import KNOWN
 
 RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope

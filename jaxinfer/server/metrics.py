@@ -9,10 +9,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxinfer import __version__, compilation_cache
+from jaxinfer.server.record import Record
 
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
-    from jaxinfer.server.service import Record
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -36,10 +36,10 @@ class Metrics:
         self._own = {"labelnames": tuple(self._values), "registry": self._registry}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were answered.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
-        self.first_token = self._histogram(
+        self._first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
         )
-        self.inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a request.", _TOKEN)
+        self._inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a request.", _TOKEN)
         self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
         self._queue_time = self._histogram("request_queue_time_seconds", "Until a request's turn.", _LATENCY)
         self._num_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _COUNTS)
@@ -64,7 +64,16 @@ class Metrics:
         """Adds the engine's metrics."""
         self._registry.register(_EngineCollector(engine, self._values))
 
-    def count_request(self, record: "Record") -> None:
+    def deliver(self, record: Record, seconds: float, num_tokens: int) -> None:
+        """Counts new tokens of a request, so many seconds after it arrived."""
+        if num_tokens:
+            since_last = record.deliver(seconds, num_tokens)
+            if since_last is None:
+                self._first_token.observe(seconds)
+            else:
+                self._inter_token.observe(since_last)
+
+    def count_request(self, record: Record) -> None:
         """Counts a request that has been answered."""
         code = record.status if record.status in _STATUSES else 0
         self._http.labels(**self._values, route=record.route, code=str(code)).inc()

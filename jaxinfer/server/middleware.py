@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxinfer.server.auth import Keys, key_in
 from jaxinfer.server.errors import APIError, as_api_error
 from jaxinfer.server.http import RECORD, ClientLeftError
-from jaxinfer.server.service import Record, Service, new_request_id
+from jaxinfer.server.record import Record, new_request_id
+from jaxinfer.server.service import Service
 
 OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -34,7 +35,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: Headers = scope["headers"]
-        record = Record(_request_id(headers), self._service.metrics, scope["method"])
+        record = Record(_request_id(headers), scope["method"])
         record.route = self._route(scope["path"])
         scope[RECORD] = record
         scope["app"] = self  # or Starlette answers other methods with plain text

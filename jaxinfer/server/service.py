@@ -1,4 +1,4 @@
-"""What the routes share: the engine and whether it takes requests, the queue, the metrics, and a request's record."""
+"""What the routes share: the engine and whether it takes requests, the queue, the metrics, the log."""
 
 import hashlib
 import hmac
@@ -7,22 +7,17 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from jaxinfer import __version__
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.engine.request import RequestOutput
 from jaxinfer.llm import LLM
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.reasoning import Tags, tags_of
-from jaxinfer.server.resume import new_answer_id
-
-if TYPE_CHECKING:
-    from jaxinfer.server.generation import Generation
+from jaxinfer.server.record import Record
 
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")
@@ -43,7 +38,7 @@ class Service:
         self.state: State = "loading"
         self.metrics = Metrics(name)
         self.admission = Admission(1, options.max_queued, options.max_queued_tokens)
-        self.generations: set[Generation] = set()
+        self.generations: set[object] = set()  # those that have not ended
         self.fingerprint = ""
         self.tags: Tags | None = None
         self._engine: AsyncEngine | None = None
@@ -123,81 +118,9 @@ class Service:
                 self._unknown_fields.add(entry)
                 _LOG.warning("%s: the field %r is not known and ignored", route, name[:80])
 
-    def finish(self, record: "Record") -> None:
+    def finish(self, record: Record) -> None:
         """Counts and logs a request that has been answered."""
         self.metrics.count_request(record)
         level = logging.DEBUG if record.route in _PROBES else logging.INFO
         if _REQUEST_LOG.isEnabledFor(level):
             _REQUEST_LOG.log(level, "%s", json.dumps(record.facts(), ensure_ascii=True))
-
-
-@dataclass
-class Record:
-    """One request, for the log and the metrics.
-
-    Attributes:
-      request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
-    """
-
-    request_id: str
-    metrics: Metrics
-    method: str = ""
-    route: str = "other"
-    key: str = ""
-    status: int = 0
-    is_stream: bool = False
-    prompt: str | None = None
-    seed: int | None = None
-    num_prompt: int = 0
-    num_cached: int = 0
-    num_output: int = 0
-    finish_reasons: Sequence[str] = ()
-    queued_seconds: float | None = None
-    first_token_seconds: float | None = None
-    total_seconds: float = 0.0
-    has_left: bool = False
-    _last: float = 0.0
-
-    def deliver(self, seconds: float, num_tokens: int) -> None:
-        """New tokens, so many seconds after the request arrived."""
-        if num_tokens == 0:
-            return
-        self.num_output += num_tokens
-        if self.first_token_seconds is None:
-            self.first_token_seconds = seconds
-            self.metrics.first_token.observe(seconds)
-        else:
-            self.metrics.inter_token.observe((seconds - self._last) / num_tokens)
-        self._last = seconds
-
-    def end(self, outputs: Sequence[RequestOutput]) -> None:
-        """All answers have ended."""
-        self.num_cached = sum(output.num_cached_tokens for output in outputs)
-        self.finish_reasons = tuple(one.finish_reason or "" for output in outputs for one in output.outputs)
-
-    def facts(self) -> dict[str, Any]:
-        """The line of the log."""
-        known = {
-            "id": self.request_id,
-            "method": self.method,
-            "route": self.route,
-            "status": self.status,
-            "key": self.key or None,
-            "seconds": round(self.total_seconds, 4),
-            "stream": self.is_stream or None,
-            "prompt_tokens": self.num_prompt or None,
-            "cached_tokens": self.num_cached or None,
-            "output_tokens": self.num_output or None,
-            "finish_reasons": self.finish_reasons or None,
-            "queued_seconds": None if self.queued_seconds is None else round(self.queued_seconds, 4),
-            "first_token_seconds": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
-            "seed": self.seed,
-            "left": self.has_left or None,
-            "prompt": self.prompt,
-        }
-        return {name: value for name, value in known.items() if value is not None}
-
-
-def new_request_id() -> str:
-    """For a request whose client gave none."""
-    return f"req-{new_answer_id()}"

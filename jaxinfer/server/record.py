@@ -1,0 +1,77 @@
+"""What is known of one request, for the log and the metrics."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.engine.request import RequestOutput
+from jaxinfer.server.resume import new_answer_id
+
+
+@dataclass
+class Record:
+    """One request, for the log and the metrics.
+
+    Attributes:
+      request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
+    """
+
+    request_id: str
+    method: str = ""
+    route: str = "other"
+    key: str = ""
+    status: int = 0
+    is_stream: bool = False
+    prompt: str | None = None
+    seed: int | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_output: int = 0
+    finish_reasons: Sequence[str] = ()
+    queued_seconds: float | None = None
+    first_token_seconds: float | None = None
+    total_seconds: float = 0.0
+    has_left: bool = False
+    _last: float = 0.0
+
+    def deliver(self, seconds: float, num_tokens: int) -> float | None:
+        """New tokens, so many seconds after the request arrived; returns the seconds for each since the last ones, None
+        for the first."""
+        self.num_output += num_tokens
+        last, self._last = self._last, seconds
+        if self.first_token_seconds is None:
+            self.first_token_seconds = seconds
+            return None
+        return (seconds - last) / num_tokens
+
+    def end(self, outputs: Sequence[RequestOutput]) -> None:
+        """All answers have ended."""
+        self.num_cached = sum(output.num_cached_tokens for output in outputs)
+        self.finish_reasons = tuple(one.finish_reason or "" for output in outputs for one in output.outputs)
+
+    def facts(self) -> dict[str, Any]:
+        """The line of the log."""
+        known = {
+            "id": self.request_id,
+            "method": self.method,
+            "route": self.route,
+            "status": self.status,
+            "key": self.key or None,
+            "seconds": round(self.total_seconds, 4),
+            "stream": self.is_stream or None,
+            "prompt_tokens": self.num_prompt or None,
+            "cached_tokens": self.num_cached or None,
+            "output_tokens": self.num_output or None,
+            "finish_reasons": self.finish_reasons or None,
+            "queued_seconds": None if self.queued_seconds is None else round(self.queued_seconds, 4),
+            "first_token_seconds": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
+            "seed": self.seed,
+            "left": self.has_left or None,
+            "prompt": self.prompt,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def new_request_id() -> str:
+    """For a request whose client gave none."""
+    return f"req-{new_answer_id()}"
