@@ -9,6 +9,7 @@ from jaxinfer.llm_options import LLMOptions
 from jaxinfer.option_names import NAMES
 from jaxinfer.options import describe
 from jaxinfer.sampling.params import SamplingParams
+from jaxinfer.server.options import ServerOptions
 
 OTHER_NAMES = """
 ## Names of other engines
@@ -26,6 +27,7 @@ TABLES = (
         LLMOptions,
     ),
     ("Sampling", "Fields of `SamplingParams` and flags of the commands that generate.", SamplingParams),
+    ("Server", "Flags of `jaxinfer serve`, fields of `jaxinfer.server.options.ServerOptions`.", ServerOptions),
     ("Several hosts", "Flags of `jaxinfer generate` and `jaxinfer batch`.", options.HostsOptions),
 )
 

@@ -106,11 +106,14 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run(*, no_progress: bool = False, **values: Any) -> None:
-        arguments = {name: values[name] for name in hints if name in values}
-        for name, group in groups.items():
-            arguments[name] = group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+        def call() -> int | None:
+            arguments = {name: values[name] for name in hints if name in values}
+            for name, group in groups.items():  # which may refuse their values
+                arguments[name] = group(**{field.name: values[field.name] for field in dataclasses.fields(group)})
+            return function(**arguments)
+
         with progress.of_command(is_off=no_progress):
-            code = guarded(lambda: function(**arguments))
+            code = guarded(call)
         if code:
             raise typer.Exit(code)
 

@@ -21,8 +21,8 @@ class ServerOptions:
 
     host: str = _server("127.0.0.1", "Address to listen at. Any but a loopback address needs --api-keys.", "ADDRESS")
     port: int = _server(8000, "Port to listen at; 0 takes a free one.", "N", min=0, max=65535)
-    served_name: str | None = _server(
-        None, "Name of the model in requests and answers; by default the MODEL argument.", "NAME"
+    served_model_name: str | None = _server(
+        None, "Name of the model in requests and answers; by default the MODEL argument.", "NAME", "--served-model-name"
     )
     lazy: bool = _server(
         False, "Answer as soon as the model is loaded; programs are then compiled when a request needs them."

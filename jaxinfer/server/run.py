@@ -45,7 +45,7 @@ def run_server(
     Raises OSError, ValueError for an address or a file of keys that cannot be used, before anything is loaded.
     """
     keys = None if options.api_keys is None else Keys.read(options.api_keys)
-    service = Service(options, options.served_name or name, name)
+    service = Service(options, options.served_model_name or name, name)
     listener = _listen(options.host, options.port)
     host, port = listener.getsockname()[:2]
     on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")

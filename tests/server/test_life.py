@@ -134,3 +134,53 @@ def test_headers_without_an_end_are_cut_off_and_an_address_in_use_is_told():
             _listen("127.0.0.1", server.port)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
+
+
+def read_events(response: http.client.HTTPResponse, num_events: int | None = None) -> list[dict]:
+    """Events of a stream with their ids, or the first ones."""
+    found, last = [], None
+    for line in response:
+        text = line.decode().rstrip("\n")
+        if text.startswith("id: "):
+            last = text[4:]
+        elif text.startswith("data: {"):
+            found.append({"id": last, **json.loads(text[6:])})
+        if text == "data: [DONE]" or len(found) == num_events:
+            break
+    return found
+
+
+@pytest.mark.slow
+def test_a_stream_goes_on_after_the_server_was_killed():
+    body = {"prompt": "def read(path):", "max_tokens": 60, "temperature": 0.9, "ignore_eos": True, "stream": True}
+    body["return_token_ids"] = True
+    found, last, cuts = [], None, iter((5, 11, 9))
+    is_done = False
+    while not is_done:
+        with Process("1") as server:
+            server.until_ready()
+            connection = server.connect()
+            headers = {"content-type": "application/json", **({"last-event-id": last} if last else {})}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            response = connection.getresponse()
+            assert response.status == 200
+            seed = int(response.headers["x-jaxinfer-seed"])
+            events = read_events(response, next(cuts, None))
+            server.process.kill()  # in mid-stream
+            found += events
+            last, is_done = events[-1]["id"], events[-1]["choices"][0]["finish_reason"] is not None
+    with Process("1") as server:
+        server.until_ready()
+        connection = server.connect()
+        connection.request(
+            "POST", "/v1/completions", json.dumps({**body, "seed": seed}), {"content-type": "application/json"}
+        )
+        undisturbed = read_events(connection.getresponse())
+
+    def joined(events):
+        choices = [event["choices"][0] for event in events]
+        return "".join(one["text"] for one in choices), [id for one in choices for id in one.get("token_ids", ())]
+
+    assert joined(found) == joined(undisturbed)
+    assert len(joined(found)[1]) == 60
+    assert len({event["system_fingerprint"] for event in (*found, *undisturbed)}) == 1

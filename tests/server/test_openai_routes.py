@@ -37,7 +37,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("fields", CASES)
+@pytest.mark.parametrize("fields", [*(pytest.param(one, marks=pytest.mark.slow) for one in CASES[:2]), *CASES[2:]])
 def test_answers_are_those_of_the_library(engine, client, fields):
     expected = offline(engine, PROMPT, **fields)
 

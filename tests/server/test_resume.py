@@ -11,7 +11,7 @@ from jaxinfer.server.resume import Progress, Skipper, StreamPosition
 from tests.server.asgi import Client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-BODY = {"model": "tiny", "prompt": "def read(path):", "max_tokens": 24, "temperature": 0.9, "return_token_ids": True}
+BODY = {"model": "tiny", "prompt": "def read(path):", "max_tokens": 14, "temperature": 0.9, "return_token_ids": True}
 
 
 def content(events):
@@ -30,16 +30,21 @@ CASES = [
     (COMPLETIONS, BODY),
     (COMPLETIONS, {**BODY, "n": 2, "seed": 7}),
     (COMPLETIONS, {**BODY, "echo": True, "seed": 8, "stop": ["e"]}),
-    (CHAT, {"messages": [{"role": "user", "content": "read a file"}], "max_tokens": 24, "logprobs": True}),
+    (CHAT, {"messages": [{"role": "user", "content": "read a file"}], "max_tokens": 14, "logprobs": True}),
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), CASES)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [pytest.param(*CASES[0], marks=SLOW), CASES[1], pytest.param(*CASES[2], marks=SLOW), CASES[3]]
+)
 def test_a_cut_stream_is_continued(client, path, body):
     async def ask():
         whole = await client.stream(path, body)
         ids = [number for number, event in enumerate(whole) if event.id is not None]
-        for cut in (ids[0], ids[len(ids) // 3], ids[-2], ids[-1]):
+        for cut in (ids[0], ids[len(ids) // 3], ids[-1]):
             rest = await client.stream(path, body, last_event_id=whole[cut].id)
             assert content([*whole[: cut + 1], *rest]) == content(whole)
             assert rest[-1].text == "[DONE]"
@@ -53,7 +58,7 @@ def test_another_request_is_not_continued(client):
     async def ask():
         whole = await client.stream(COMPLETIONS, BODY)
         last = whole[3].id
-        for other in ({"max_tokens": 25}, {"prompt": "def x"}, {"temperature": 0.8}, {"stop": "x"}):
+        for other in ({"max_tokens": 15}, {"prompt": "def x"}, {"temperature": 0.8}, {"stop": "x"}):
             answer = await client.post(COMPLETIONS, {**BODY, **other, "stream": True}, last_event_id=last)
             assert (answer.status, answer.error["code"]) == (409, "resume_differs")
         assert (await client.post(COMPLETIONS, {**BODY, "seed": 1, "stream": True}, last_event_id=last)).status == 400

@@ -394,4 +394,47 @@ PROGRESS = (
     ),
 )
 
-FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS)
+SERVER = (
+    Fault(
+        "server/what-a-client-has-is-sent-again",
+        "jaxinfer/server",
+        "min(len(text), max(sent.num_chars - seen.num_chars, 0))",
+        "min(len(text), max(sent.num_chars - seen.num_chars - 1, 0))",
+        ("tests/server/test_resume.py",),
+        "a resumed stream repeats a character",
+    ),
+    Fault(
+        "server/a-resumed-answer-is-not-compared",
+        "jaxinfer/server",
+        "seen.checksum != sent.checksum",
+        "seen.num_chars != sent.num_chars",
+        ("tests/server/test_resume.py",),
+        "the rest of another answer is joined to what the client has",
+    ),
+    Fault(
+        "server/a-path-below-an-open-one-needs-no-key",
+        "jaxinfer/server",
+        'scope["path"] in OPEN_PATHS',
+        'scope["path"].rstrip("/") in OPEN_PATHS',
+        ("tests/server/test_guard.py",),
+        "routes are guarded by another reading of the path than the router's",
+    ),
+    Fault(
+        "server/a-client-that-leaves-keeps-its-slot",
+        "jaxinfer/server",
+        "            stream.abort()\n",
+        "            pass\n",
+        ("tests/server/test_openai_routes.py::test_a_client_that_leaves_frees_what_it_held",),
+        "answers that nobody reads are computed to their end",
+    ),
+    Fault(
+        "server/keys-get-equal-requests-not-equal-tokens",
+        "jaxinfer/server",
+        "key.work += ticket.num_tokens + num_output - self._expected(ticket)",
+        "key.work += 0",
+        ("tests/server/test_admission.py",),
+        "a key of long answers gets most of the machine",
+    ),
+)
+
+FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER)

@@ -1,0 +1,94 @@
+"""Many mixed requests at once: the tokens of each are those that it gets alone, and nothing is left."""
+
+import asyncio
+import random
+
+import pytest
+
+from jaxinfer import AsyncEngine
+from jaxinfer.server.app import make_app
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.service import Service
+from tests.server.asgi import Client
+from tests.server.conftest import OPTIONS, is_idle, offline, tiny_model, until
+
+COMPLETIONS = "/v1/completions"
+
+
+def mixed(number):
+    """Parameters of a random request."""
+    generator = random.Random(number)
+    body = {"max_tokens": generator.randint(1, 40), "seed": number, "return_token_ids": True}
+    body["prompt"] = [generator.randrange(5, 4000) for _ in range(generator.randint(1, 90))]
+    choices = {
+        "temperature": (0, 0.5, 1.0, 1.5),
+        "top_p": (0.5, 0.95),
+        "top_k": (5, 50),
+        "min_p": (0.05,),
+        "presence_penalty": (0.7,),
+        "frequency_penalty": (-0.5, 0.5),
+        "repetition_penalty": (1.3,),
+        "logprobs": (0, 3),
+        "min_tokens": (1,),
+        "stop": ("e", ["a", "zz"]),
+    }
+    for name in generator.sample(sorted(choices), 3):
+        body[name] = generator.choice(choices[name])
+    if body.get("temperature") != 0 and generator.random() < 0.3:
+        body["n"] = generator.randint(2, 4)
+    return body
+
+
+def compare(engine, num_requests, num_clients):
+    service = Service(ServerOptions(max_queued=10_000), "tiny")
+    service.attach(engine)
+    client = Client(make_app(service))
+    bodies = [mixed(number) for number in range(num_requests)]
+
+    async def ask():
+        gate = asyncio.Semaphore(num_clients)
+
+        async def one(number, body):
+            async with gate:
+                if number % 5 == 4:  # leaves
+                    exchange = client.send("POST", COMPLETIONS, {**body, "stream": True})
+                    await asyncio.sleep(number % 7 / 50)
+                    exchange.leave()
+                    await exchange.task
+                    return None
+                if number % 2:
+                    found: dict[int, list[int]] = {}
+                    for event in await client.stream(COMPLETIONS, body):
+                        for choice in (event.data or {}).get("choices", ()):
+                            found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+                    return [found[index] for index in sorted(found)]
+                answer = await client.post(COMPLETIONS, body)
+                assert answer.status == 200, answer.body
+                return [choice["token_ids"] for choice in answer.json["choices"]]
+
+        found = await asyncio.gather(*(one(number, body) for number, body in enumerate(bodies)))
+        await until(lambda: is_idle(engine))
+        return found
+
+    found = asyncio.run(ask())
+    assert not service.generations
+    assert service.admission.num_running == service.admission.num_waiting == 0
+    for number, (body, tokens) in enumerate(zip(bodies, found, strict=True)):
+        if tokens is not None:
+            params = {name: value for name, value in body.items() if name not in ("prompt", "return_token_ids")}
+            expected = offline(engine, body["prompt"], **params)
+            assert tokens == [one.token_ids for one in expected.outputs], (number, body)
+
+
+@pytest.mark.slow
+def test_many_mixed_requests(engine):
+    compare(engine, 200, 32)
+
+
+@pytest.mark.slow
+def test_many_mixed_requests_with_a_draft():
+    engine = AsyncEngine(tiny_model(), **OPTIONS, draft="ngram", num_draft_tokens=3)
+    try:
+        compare(engine, 100, 32)
+    finally:
+        asyncio.run(engine.close())
