@@ -144,7 +144,7 @@ def read_events(response: http.client.HTTPResponse, num_events: int | None = Non
         if text.startswith("id: "):
             last = text[4:]
         elif text.startswith("data: {"):
-            found.append({"id": last, **json.loads(text[6:])})
+            found.append({"event_id": last, **json.loads(text[6:])})
         if text == "data: [DONE]" or len(found) == num_events:
             break
     return found
@@ -163,12 +163,12 @@ def test_a_stream_goes_on_after_the_server_was_killed():
             headers = {"content-type": "application/json", **({"last-event-id": last} if last else {})}
             connection.request("POST", "/v1/completions", json.dumps(body), headers)
             response = connection.getresponse()
-            assert response.status == 200
+            assert response.status == 200, response.read()
             seed = int(response.headers["x-jaxinfer-seed"])
             events = read_events(response, next(cuts, None))
             server.process.kill()  # in mid-stream
             found += events
-            last, is_done = events[-1]["id"], events[-1]["choices"][0]["finish_reason"] is not None
+            last, is_done = events[-1]["event_id"], events[-1]["choices"][0]["finish_reason"] is not None
     with Process("1") as server:
         server.until_ready()
         connection = server.connect()

@@ -81,11 +81,13 @@ def compare(engine, num_requests, num_clients):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_mixed_requests(engine):
     compare(engine, 200, 32)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_mixed_requests_with_a_draft():
     engine = AsyncEngine(tiny_model(), **OPTIONS, draft="ngram", num_draft_tokens=3)
     try:
