@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from jaxinfer.cli.command import say
 from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
-from jaxinfer.cli.output import shows_progress, waiting
 from jaxinfer.server.options import ServerOptions
 
 
@@ -34,10 +33,9 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
     arguments = llm_arguments(model_options)
 
     def open_engine() -> AsyncEngine:
-        with waiting(f"loading {model_options.model}"):
-            engine = AsyncEngine(model_options.model, **arguments)
+        engine = AsyncEngine(model_options.model, **arguments)
         if not options.lazy:
-            engine.llm.warm_up(use_tqdm=shows_progress())
+            engine.llm.warm_up()
         return engine
 
     return run_server(
