@@ -54,7 +54,8 @@ def pieces(text: str, size: int = 7) -> list[str]:
 
 @dataclass
 class FakeServer:
-    """What the handler needs and records. `answers` are texts by question that replace the usual one."""
+    """What the handler needs and records. `answers` are texts by question that replace the usual one, and `delay` is the
+    time in seconds before each piece."""
 
     url: str = ""
     needs_key: bool = False
@@ -62,10 +63,11 @@ class FakeServer:
     answers: dict[str, str] = field(default_factory=dict)
     requests: list[dict] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    delay: float = 0.0
     num_disconnects: int = 0
 
     def events(self, question: str) -> Iterator[bytes]:
-        """The answer's events. A `slow` one takes a quarter of a minute."""
+        """The answer's events. A `slow` one takes 15 seconds."""
         yield ": a comment that keeps the connection\n\n".encode()
         yield chunk({"role": "assistant", "content": ""})
         if question.startswith("think"):
@@ -77,8 +79,7 @@ class FakeServer:
             text = MARKDOWN
         parts = [f"word{number} " for number in range(300)] if question.startswith("slow") else pieces(text)
         for number, part in enumerate(parts):
-            if question.startswith("slow"):
-                time.sleep(0.05)
+            time.sleep(0.05 if question.startswith("slow") else self.delay)
             if number == 2 and question.startswith("broken"):
                 yield f"data: {json.dumps({'error': {'message': 'the engine stopped', 'code': 500}})}\n\n".encode()
                 return
@@ -152,6 +153,7 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
                         part = event[at : at + max(size, len(event) // 4)]
                         self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
                 if question.startswith("lost"):
+                    time.sleep(0.3)  # a browser drops what it has not yet read when a connection breaks
                     self.close_connection = True
                 else:
                     self.wfile.write(b"0\r\n\r\n")

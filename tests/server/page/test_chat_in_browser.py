@@ -25,8 +25,17 @@ def ask(page, text):
     settled(page)
 
 
+def until(page, condition):
+    """Waits in the page: its policy refuses playwright's own wait_for_function, which evaluates text again and again."""
+    limit = "Date.now() + 10000"
+    page.evaluate(f"""async () => {{
+        for (const end = {limit}; !({condition}); await new Promise(done => setTimeout(done, 20)))
+            if (Date.now() > end) throw new Error("not within 10 s: {condition}");
+    }}""")
+
+
 def settled(page):
-    page.wait_for_function("state.jobs.size === 0")
+    until(page, "state.jobs.size === 0")
 
 
 def shown(page):
@@ -49,7 +58,7 @@ def test_a_question_is_answered_and_its_request_has_only_what_is_set(page, serve
             "stream_options": {"include_usage": True},
         }
     ]
-    assert page.inner_text(".stats").startswith("5 tokens·") and "first token" in page.inner_text(".stats")
+    assert page.inner_text(".stats").startswith("5 tokens · ") and "first token" in page.inner_text(".stats")
     ask(page, "And XLA?")
     assert [message["role"] for message in server.requests[1]["messages"]] == ["user", "assistant", "user"]
     assert page.title() == "What is JAX? – jaxinfer"
@@ -166,7 +175,8 @@ def test_a_reload_in_the_middle_keeps_the_part_and_offers_a_retry(page):
     page.reload()
     page.wait_for_selector(".failure:visible")
     assert "word5" in shown(page)[1]
-    assert "has not ended" in page.inner_text(".failure")
+    # Whichever comes first: the end of the page or that of its connection.
+    assert page.inner_text(".failure span").startswith(("This answer has not ended", "The connection was lost"))
     page.click("[data-action=retry]")
     page.wait_for_selector("text=word3")
     page.keyboard.press("Escape")
@@ -202,7 +212,8 @@ def test_an_answer_goes_on_while_another_conversation_is_open(page):
     send(page, "slow")
     page.wait_for_selector("text=word3")
     page.click("#new-chat")
-    ask(page, "Meanwhile")
+    send(page, "Meanwhile")
+    page.wait_for_selector("text=Answer 2")
     page.locator(".row-title", has_text="slow").click()
     page.wait_for_selector("text=word8")
     assert page.get_attribute("#send", "aria-label") == "Stop"
@@ -290,7 +301,7 @@ def test_damaged_storage_is_skipped(page):
 
 
 def test_a_full_storage_is_said_and_the_chat_goes_on(page):
-    page.evaluate("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') }")
+    page.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') } }")
     ask(page, "Still there?")
     assert shown(page)[1].startswith("Answer 1")
     assert "storage is full" in page.inner_text("#notice")
@@ -438,7 +449,7 @@ def test_two_tabs_keep_the_messages_of_both(page, opened):
     ask(page, "From the first tab")
     other = opened(page.evaluate("location.hash"))
     ask(other, "From the second tab")
-    page.wait_for_function("state.current.messages.length === 4")
+    until(page, "state.current.messages.length === 4")
     ask(page, "Back in the first")
     (one,) = stored(page)
     assert [message["content"] for message in one["messages"] if message["role"] == "user"] == [
@@ -510,8 +521,6 @@ PAIRS += [("accent", "bg", 4.5), ("on-accent", "accent", 4.5), ("danger", "dange
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_follow_the_system_and_can_be_read(page, scheme):
     page.emulate_media(color_scheme=scheme)
-    is_dark = "getComputedStyle(document.body).backgroundColor.startsWith('rgb(2')"
-    assert page.evaluate(is_dark) is False
     dark = "getComputedStyle(document.body).backgroundColor === 'rgb(28, 28, 27)'"
     assert page.evaluate(dark) == (scheme == "dark")
     low = {(a, b): page.evaluate(CONTRAST, [a, b]) for a, b, least in PAIRS if page.evaluate(CONTRAST, [a, b]) < least}
