@@ -20,8 +20,8 @@ class ChatPage:
 
 
 def security_policy(html: str) -> str:
-    """The Content-Security-Policy that lets a page run its own inline scripts and styles, by their hashes, and talk to its
-    own server; nothing else is loaded, and Trusted Types refuse HTML that is made from text."""
+    """The Content-Security-Policy of a page: its own inline scripts and styles run, named by their hashes, and it talks
+    to its own server; nothing else is loaded, and Trusted Types refuse HTML that is made from text."""
     scripts, styles = (_hashes(html, tag) for tag in ("script", "style"))
     return "; ".join(
         (
@@ -47,7 +47,7 @@ def _hashes(html: str, tag: str) -> str:
 
 @functools.cache
 def chat_page() -> ChatPage:
-    """The chat page, read once. Serve it at `/`, or under a prefix that ends with a slash: its requests are relative."""
+    """The chat page, read once; its requests are relative: serve it at `/`, or at a prefix that ends with `/`."""
     html = resources.files(__name__).joinpath("index.html").read_text(encoding="utf-8")
     headers = {
         "Content-Type": "text/html; charset=utf-8",

@@ -12,7 +12,9 @@ WIDE, PHONE = {"width": 1180, "height": 820}, {"width": 390, "height": 844}
 @pytest.fixture(scope="session")
 def browser():
     """Chromium, without a window. Skips where it or its driver is missing."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="browser: needs jaxinfer[browser] (make test-browser)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="browser: needs jaxinfer[browser] (make test-browser)"
+    )
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip("browser: no chromium is installed")
@@ -41,14 +43,14 @@ def context(browser):
 @pytest.fixture
 def opened(context, server):
     """Opens the page in a new tab. At the end no tab had an error or asked another host for anything."""
-    problems = []
+    problems, own = [], (server.url, "data:", "blob:")
 
     def open_page(fragment="", is_ready=True):
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda said: problems.append(said.text) if "Content Security" in said.text else None)
         page.on("dialog", lambda dialog: (problems.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda sent: sent.url.startswith((server.url, "data:", "blob:")) or problems.append(sent.url))
+        page.on("request", lambda sent: sent.url.startswith(own) or problems.append(sent.url))
         page.goto(server.url + fragment)
         if is_ready:
             page.wait_for_selector("#model-picker:enabled")

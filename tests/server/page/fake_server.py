@@ -13,6 +13,8 @@ from jaxinfer.server.page import chat_page
 
 MODELS = ("demo", "demo-large")
 KEY = "sk-test"
+# Questions whose answers can be continued after a lost connection; `resume` loses its first one.
+RESUMABLE = ("slow", "resume")
 # Events are cut here, in the middle of lines and of UTF-8 sequences.
 CUTS = (1, 2, 3, 5, 7, 11, 64)
 MARKDOWN = """## Paged attention in three steps
@@ -54,21 +56,22 @@ def pieces(text: str, size: int = 7) -> list[str]:
 
 @dataclass
 class FakeServer:
-    """What the handler needs and records. `answers` are texts by question that replace the usual one, and `delay` is the
-    time in seconds before each piece."""
+    """What the handler needs and records. `answers` are texts by question that replace the usual one; `delay` is the
+    time in seconds before each piece. While it `is_down`, streams break and requests are refused."""
 
     url: str = ""
     needs_key: bool = False
     is_down: bool = False
     answers: dict[str, str] = field(default_factory=dict)
     requests: list[dict] = field(default_factory=list)
+    positions: list[str | None] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     delay: float = 0.0
     num_disconnects: int = 0
 
-    def events(self, question: str) -> Iterator[bytes]:
-        """The answer's events. A `slow` one takes 15 seconds."""
-        yield ": a comment that keeps the connection\n\n".encode()
+    def events(self, question: str, position: str | None) -> Iterator[bytes]:
+        """Events of an answer, all or those after the event with the id `position`. A `slow` one takes 15 seconds."""
+        yield b": a comment that keeps the connection\n\n"
         yield chunk({"role": "assistant", "content": ""})
         if question.startswith("think"):
             for piece in pieces("First the question is read, then each step is weighed.\nThen the answer follows."):
@@ -78,14 +81,16 @@ class FakeServer:
         if question.startswith("markdown"):
             text = MARKDOWN
         parts = [f"word{number} " for number in range(300)] if question.startswith("slow") else pieces(text)
-        for number, part in enumerate(parts):
+        done = int(position.removeprefix("p-")) if position else 0
+        for number, part in enumerate(parts[done:], start=done):
             time.sleep(0.05 if question.startswith("slow") else self.delay)
             if number == 2 and question.startswith("broken"):
                 yield f"data: {json.dumps({'error': {'message': 'the engine stopped', 'code': 500}})}\n\n".encode()
                 return
-            if number == 2 and question.startswith("lost"):
+            if number == 2 and (question.startswith("lost") or (question.startswith("resume") and not position)):
                 return
-            yield chunk({"content": part}).replace(b"\n", b"\r\n" if number % 2 else b"\n")
+            event = chunk({"content": part}).replace(b"\n", b"\r\n" if number % 2 else b"\n")
+            yield b"id: p-%d\n%b" % (number + 1, event)
         yield chunk({}, "length" if question.startswith("long") else "stop")
         usage = {"prompt_tokens": 12, "completion_tokens": len(parts), "prompt_tokens_details": {"cached_tokens": 4}}
         yield chunk({}, choices=[], usage=usage)
@@ -133,6 +138,7 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
                 return
             fake.requests.append(body)
             question = body["messages"][-1]["content"]
+            fake.positions.append(self.headers["Last-Event-ID"])
             if question.startswith("busy"):
                 self.answer(429, b'{"error": {"message": "the queue is full"}}', {"Retry-After": "3"})
             elif question.startswith("refused"):
@@ -145,18 +151,23 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Transfer-Encoding", "chunked")
+            self.send_header("x-jaxinfer-seed", "18446744073709551615")
+            self.send_header("x-jaxinfer-resumable", "yes" if question.startswith(RESUMABLE) else "no")
             self.end_headers()
             try:
-                for number, event in enumerate(fake.events(question)):
+                event = b""
+                for number, event in enumerate(fake.events(question, self.headers["Last-Event-ID"])):
                     size = CUTS[number % len(CUTS)]
+                    if fake.is_down:
+                        break
                     for at in range(0, len(event), max(size, len(event) // 4)):
                         part = event[at : at + max(size, len(event) // 4)]
                         self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
-                if question.startswith("lost"):
+                if event.endswith(b"[DONE]\n\n"):
+                    self.wfile.write(b"0\r\n\r\n")
+                else:
                     time.sleep(0.3)  # a browser drops what it has not yet read when a connection breaks
                     self.close_connection = True
-                else:
-                    self.wfile.write(b"0\r\n\r\n")
             except OSError:
                 fake.num_disconnects += 1
                 self.close_connection = True
@@ -179,3 +190,9 @@ def running() -> Iterator[FakeServer]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+if __name__ == "__main__":
+    with running() as fake_server:
+        print(f"{fake_server.url}: say markdown, think, slow, resume, busy, refused, broken or lost. Ctrl+C ends.")
+        threading.Event().wait()

@@ -26,7 +26,7 @@ def ask(page, text):
 
 
 def until(page, condition):
-    """Waits in the page: its policy refuses playwright's own wait_for_function, which evaluates text again and again."""
+    """Waits in the page: its policy refuses playwright's wait_for_function, which evaluates text again and again."""
     limit = "Date.now() + 10000"
     page.evaluate(f"""async () => {{
         for (const end = {limit}; !({condition}); await new Promise(done => setTimeout(done, 20)))
@@ -40,11 +40,15 @@ def settled(page):
 
 def shown(page):
     """Texts of the messages on the page."""
-    return page.eval_on_selector_all(".message", "all => all.map(one => one.querySelector('.text, .markdown').innerText)")
+    return page.eval_on_selector_all(
+        ".message", "all => all.map(one => one.querySelector('.text, .markdown').innerText)"
+    )
 
 
 def stored(page):
-    return page.evaluate("Object.keys(localStorage).filter(k => k.startsWith('jaxinfer.chat.')).map(k => JSON.parse(localStorage[k]))")
+    return page.evaluate(
+        "Object.keys(localStorage).filter(k => k.startsWith('jaxinfer.chat.')).map(k => JSON.parse(localStorage[k]))"
+    )
 
 
 def test_a_question_is_answered_and_its_request_has_only_what_is_set(page, server):
@@ -58,7 +62,8 @@ def test_a_question_is_answered_and_its_request_has_only_what_is_set(page, serve
             "stream_options": {"include_usage": True},
         }
     ]
-    assert page.inner_text(".stats").startswith("5 tokens · ") and "first token" in page.inner_text(".stats")
+    assert page.inner_text(".stats").startswith("5 tokens · ")
+    assert "first token" in page.inner_text(".stats")
     ask(page, "And XLA?")
     assert [message["role"] for message in server.requests[1]["messages"]] == ["user", "assistant", "user"]
     assert page.title() == "What is JAX? – jaxinfer"
@@ -253,7 +258,11 @@ GOOD = {"id": "a1", "role": "user", "content": "Hi"}
 
 def conversation(*messages, **more):
     return json.dumps(
-        {"format": "jaxinfer-conversations", "version": 1, "conversations": [{"id": "c1", "messages": messages, **more}]}
+        {
+            "format": "jaxinfer-conversations",
+            "version": 1,
+            "conversations": [{"id": "c1", "messages": messages, **more}],
+        }
     )
 
 
@@ -263,7 +272,10 @@ def conversation(*messages, **more):
         ("{", "not JSON"),
         ("[]", "does not hold conversations"),
         ('{"format": "jaxinfer-conversations", "version": 2, "conversations": []}', "version 2"),
-        ('{"format": "jaxinfer-conversations", "version": 1, "conversations": [null]}', "Conversation 1 is not an object"),
+        (
+            '{"format": "jaxinfer-conversations", "version": 1, "conversations": [null]}',
+            "Conversation 1 is not an object",
+        ),
         (conversation(GOOD | {"role": "system"}), 'Conversation 1, message 1, has the role "system"'),
         (conversation(GOOD | {"content": ["Hi"]}), "has a content that is not text"),
         (conversation(GOOD, GOOD), "message 2, has no id of its own"),
@@ -282,7 +294,10 @@ def test_a_bad_file_is_refused_with_its_reason(page, text, sentence):
 
 
 def test_unknown_fields_of_a_file_are_dropped(page):
-    upload(page, conversation(GOOD | {"__proto__": {"x": 1}, "onclick": "1", "stats": {"tokens": "many"}}, extra=1, leaf="no"))
+    upload(
+        page,
+        conversation(GOOD | {"__proto__": {"x": 1}, "onclick": "1", "stats": {"tokens": "many"}}, extra=1, leaf="no"),
+    )
     page.wait_for_selector(".message.user")
     (one,) = stored(page)
     assert set(one) == {"id", "title", "created", "updated", "system", "leaf", "messages"}
@@ -293,7 +308,7 @@ def test_unknown_fields_of_a_file_are_dropped(page):
 def test_damaged_storage_is_skipped(page):
     ask(page, "Sound")
     page.evaluate("localStorage['jaxinfer.chat.bad'] = '{'; localStorage['jaxinfer.chat.worse'] = 'null'")
-    page.evaluate("localStorage['jaxinfer.settings'] = '{\"sampling\": {\"top_p\": 7, \"top_k\": 5}}'")
+    page.evaluate('localStorage[\'jaxinfer.settings\'] = \'{"sampling": {"top_p": 7, "top_k": 5}}\'')
     page.reload()
     page.wait_for_selector(ANSWERS)
     assert page.locator(".row-title").all_inner_texts() == ["Sound"]
@@ -301,16 +316,19 @@ def test_damaged_storage_is_skipped(page):
 
 
 def test_a_full_storage_is_said_and_the_chat_goes_on(page):
-    page.evaluate("() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') } }")
+    page.evaluate(
+        "() => { Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') } }"
+    )
     ask(page, "Still there?")
     assert shown(page)[1].startswith("Answer 1")
     assert "storage is full" in page.inner_text("#notice")
     assert exported(page, "#notice .button")["conversations"][0]["title"] == "Still there?"
 
 
-def test_a_browser_without_storage_still_chats(page, context, opened):
-    context.add_init_script("for (const name of ['localStorage', 'sessionStorage']) "
-                            "Object.defineProperty(window, name, { get() { throw new DOMException('no', 'SecurityError') } })")
+def test_a_browser_without_storage_still_chats(context, opened):
+    no_storage = "{ get() { throw new DOMException('no', 'SecurityError') } }"
+    for name in ("localStorage", "sessionStorage"):
+        context.add_init_script(f"Object.defineProperty(window, '{name}', {no_storage})")
     page = opened()
     ask(page, "Private")
     assert shown(page)[1].startswith("Answer 1")
@@ -345,8 +363,9 @@ def test_sampling_settings_are_checked_and_sent(page, server):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("temperature", "-1"), ("temperature", "warm"), ("top_p", "0"), ("top_k", "1.5"), ("min_p", "1.1"), ("max_tokens", "0"),
-     ("seed", "9007199254740993"), ("presence_penalty", "2.1"), ("repetition_penalty", "Infinity")],
+    [("temperature", "-1"), ("temperature", "warm"), ("top_p", "0"), ("top_k", "1.5"), ("min_p", "1.1"),
+     ("max_tokens", "0"), ("seed", "9007199254740993"), ("presence_penalty", "2.1"),
+     ("repetition_penalty", "Infinity")],
 )  # fmt: skip
 def test_a_setting_out_of_range_is_not_sent(page, name, text):
     page.click("#open-settings")
@@ -404,6 +423,51 @@ def test_a_failure_is_a_sentence_with_a_retry(page, server, question, sentence):
     assert server.requests[-1] == server.requests[-2]
     # An attempt without any text is replaced; one with a part of the answer stays as a version.
     assert page.locator(f"{ANSWERS} .branches").count() == (question in ("broken", "lost"))
+
+
+def test_a_lost_connection_is_taken_up_where_it_broke(page, server):
+    """The server continues after the last event that arrived."""
+    server.answers["resume"] = "One two three four five six seven."
+    ask(page, "resume")
+    assert shown(page)[1] == "One two three four five six seven."
+    assert server.positions == [None, "p-2"]
+    assert server.requests[0] == server.requests[1]
+    assert "Seed 18446744073709551615" in page.get_attribute(".stats", "title")
+    assert "tokens/s" not in page.inner_text(".stats")  # the pause is no time of the server
+    assert "position" not in stored(page)[0]["messages"][1]
+
+
+def test_a_server_that_starts_again_continues_the_answer(page, server):
+    send(page, "slow")
+    page.wait_for_selector("text=word5 ")
+    server.is_down = True  # running streams break, new ones are refused
+    page.locator(".reconnecting:visible").wait_for()
+    server.is_down = False
+    page.wait_for_selector("text=word40 ")
+    page.keyboard.press("Escape")
+    settled(page)
+    words = shown(page)[1].split()
+    assert words == [f"word{number}" for number in range(len(words))]
+
+
+@pytest.mark.parametrize("how", ["stopped", "reloaded"])
+def test_an_answer_that_was_cut_off_is_continued(page, server, how):
+    send(page, "slow")
+    page.wait_for_selector("text=word5 ")
+    if how == "stopped":
+        page.keyboard.press("Escape")
+        settled(page)
+    else:
+        page.reload()
+        page.wait_for_selector(".failure:visible")
+    num_words = len(shown(page)[1].split())
+    page.click("[data-action=resume]")
+    page.wait_for_selector(f"text=word{num_words + 5} ")
+    page.keyboard.press("Escape")
+    settled(page)
+    words = shown(page)[1].split()
+    assert words == [f"word{number}" for number in range(len(words))]
+    assert server.positions == [None, f"p-{num_words}"]
 
 
 def test_a_server_that_is_away_and_comes_back(page, server):
@@ -469,7 +533,9 @@ def test_a_code_block_is_copied(page, context):
 def test_a_phone_shows_everything_in_its_width(page):
     page.set_viewport_size(PHONE)
     ask(page, "markdown " + "w" * 200)
-    overflow = "document.documentElement.scrollWidth > innerWidth || $('scroller').scrollWidth > $('scroller').clientWidth"
+    overflow = (
+        "document.documentElement.scrollWidth > innerWidth || $('scroller').scrollWidth > $('scroller').clientWidth"
+    )
     assert not page.evaluate(overflow)
     assert not page.is_visible("#new-chat")
     page.click("#open-sidebar")
@@ -480,8 +546,11 @@ def test_a_phone_shows_everything_in_its_width(page):
     assert not page.is_visible("#new-chat")
     page.click("#open-settings")
     assert page.evaluate("$('settings').scrollWidth <= innerWidth")
-    small = page.eval_on_selector_all("button:not([tabindex='-1'])", """all => all.map(one => [one.ariaLabel || one.innerText,
-        one.getBoundingClientRect()]).filter(([, box]) => box.width && Math.min(box.width, box.height) < 24).map(([name]) => name)""")
+    boxes = page.eval_on_selector_all(
+        "button:not([tabindex='-1'])",
+        "all => all.map(one => [one.ariaLabel || one.innerText, one.offsetWidth, one.offsetHeight])",
+    )
+    small = [name for name, width, height in boxes if width and min(width, height) < 24]
     assert small == []
 
 
@@ -536,9 +605,10 @@ def test_colours_follow_the_system_and_can_be_read(page, scheme):
 def test_everything_has_a_name(page):
     ask(page, "markdown")
     page.click("#open-settings")
+    has_name = "one.ariaLabel || one.innerText?.trim() || one.labels?.length"
     nameless = page.eval_on_selector_all(
         "button, input, select, textarea, [tabindex='0']",
-        "all => all.filter(one => one.checkVisibility() && !(one.ariaLabel || one.innerText?.trim() || one.labels?.length)).map(one => one.outerHTML)",
+        f"all => all.filter(one => one.checkVisibility() && !({has_name})).map(one => one.outerHTML)",
     )
     assert [one for one in nameless if "<pre" not in one] == []
     assert page.eval_on_selector_all("[id]", "all => all.length - new Set(all.map(one => one.id)).size") == 0

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.server.page.test_chat_in_browser import ask, send, settled, upload
+from tests.server.page.test_chat_in_browser import ask, upload
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -44,7 +44,8 @@ SHORT = """text => {
       for (const name of ["rel", "target", "title"]) link.removeAttribute(name);
   }
   const html = view.node.innerHTML;
-  return html.replaceAll(' class=""', "").replaceAll("&lt;code-block", "<code-block").replaceAll("&lt;/code-block&gt;", "</code-block>").replace(/(<code-block [^&]*)&gt;/g, "$1>");
+  return html.replaceAll(' class=""', "").replaceAll("&lt;/code-block&gt;", "</code-block>")
+    .replace(/&lt;(code-block [^&]*)&gt;/g, "<$1>");
 }"""
 
 
@@ -118,7 +119,11 @@ def test_emphasis_and_code_agree_with_commonmark(tab):
     expected = [markdown.renderInline(text) for text in texts]
     found = tab.evaluate("all => all.map(text => el('p', {}, inline(text)).innerHTML)", texts)
     assert [pair for pair in zip(texts, found, expected, strict=True) if pair[1] != pair[2]] == []
-    no_rule_of_three = "all => { const own = pairs; pairs = (a, b) => a.run === b.run; try { return all.map(text => el('p', {}, inline(text)).innerHTML) } finally { pairs = own } }"
+    no_rule_of_three = """all => {
+      const own = pairs;
+      pairs = (opener, closer) => opener.run === closer.run;
+      try { return all.map(text => el("p", {}, inline(text)).innerHTML) } finally { pairs = own }
+    }"""
     assert tab.evaluate(no_rule_of_three, texts) != expected
 
 
@@ -177,7 +182,10 @@ ATTACKS = [
     "<form action=https://evil.example><button>x",
     "<meta http-equiv=refresh content='0;url=https://evil.example'>",
 ]  # fmt: skip
-TAGS = "a blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr li ol p path pre rect span strong svg table tbody td th thead tr ul use"
+TAGS = (
+    "a blockquote br button code del div em h1 h2 h3 h4 h5 h6 hr li ol p path pre rect span strong svg table tbody td "
+    "th thead tr ul use"
+)
 ATTRIBUTES = "aria-hidden aria-label class dir href rel role start tabindex target title type"
 DANGERS = f"""root => {{
   const tags = "{TAGS}".split(" "), names = "{ATTRIBUTES}".split(" "), found = [];
@@ -203,14 +211,22 @@ def test_an_attack_stays_text(tab, attack):
 
 
 def test_the_check_for_attacks_finds_one(tab):
-    unsafe = "text => { const own = link; link = (href, text) => el('a', { href }, text); try { return (%s)(text) } finally { link = own } }"
+    unsafe = """text => {
+      const own = link;
+      link = (href, text) => el("a", { href }, text);
+      try { return (%s)(text) } finally { link = own }
+    }"""
     assert tab.evaluate(unsafe % IN_MARKDOWN, "[x](javascript:hacked=1)") == ["javascript:hacked=1"]
-    made = "() => { const root = document.createElement('div'); root.append(el('img', { alt: '' })); return (%s)(root) }"
+    made = (
+        "() => { const root = document.createElement('div'); root.append(el('img', { alt: '' })); return (%s)(root) }"
+    )
     assert tab.evaluate(made % DANGERS) == ["img", "img alt"]
 
 
 def test_the_policy_refuses_html_made_from_text(tab):
-    refused = tab.evaluate("() => { try { document.createElement('p').innerHTML = '<b>'; return '' } catch (error) { return error.name } }")
+    refused = tab.evaluate(
+        "() => { try { document.createElement('p').innerHTML = '<b>'; return '' } catch (error) { return error.name } }"
+    )
     assert refused == "TypeError"
 
 
@@ -221,8 +237,18 @@ def test_attacks_stay_text_everywhere_on_the_page(page, server):
     server.answers[attack] = everything
     ask(page, attack)
     ask(page, f"refused {attack}")
-    page.evaluate("attack => { const view = state.views.get(state.current.leaf); view.message.error = attack; view.update(); }", attack)
-    message = {"id": "a1", "role": "assistant", "content": everything, "reasoning": attack, "model": attack, "error": attack}
+    page.evaluate(
+        "attack => { const view = state.views.get(state.current.leaf); view.message.error = attack; view.update(); }",
+        attack,
+    )
+    message = {
+        "id": "a1",
+        "role": "assistant",
+        "content": everything,
+        "reasoning": attack,
+        "model": attack,
+        "error": attack,
+    }
     upload(page, json.dumps({"format": "jaxinfer-conversations", "version": 1, "conversations": [
         {"id": "c1", "title": attack, "system": attack, "messages": [message]},
     ]}))  # fmt: skip
@@ -260,12 +286,15 @@ def test_no_text_takes_long_or_nests_deep(tab, text):
     assert depth < 150
 
 
-EVENTS = ["a", "{\"x\": \"ü✓😀\"}", "two\nlines", "", "[DONE]"]
+EVENTS = ["a", '{"x": "ü✓😀"}', "two\nlines", "", "[DONE]"]
 READ = """([bytes, ...all]) => all.map(cuts => {
   const reader = new EventReader(), found = [];
   let start = 0;
-  for (const end of [...cuts, bytes.length]) { found.push(...reader.feed(new Uint8Array(bytes.slice(start, end)))); start = end; }
-  return found;
+  for (const end of [...cuts, bytes.length]) {
+    found.push(...reader.feed(new Uint8Array(bytes.slice(start, end))));
+    start = end;
+  }
+  return found.map(event => [event.id, event.data]);
 })"""
 
 
@@ -273,7 +302,15 @@ def stream_of(events, ends):
     """Events as bytes, with comments and other fields between, and lines that end in each of `ends` by turns."""
     lines = [": comment", ""]
     for number, event in enumerate(events):
-        lines += [f"id: {number}", "event: message", *(f"data: {line}" for line in event.split("\n")), "retry: 3", ":", "", ""]
+        lines += [
+            f"id: {number}",
+            "event: message",
+            *(f"data: {line}" for line in event.split("\n")),
+            "retry: 3",
+            ":",
+            "",
+            "",
+        ]
     return "".join(line + ends[number % len(ends)] for number, line in enumerate(lines)).encode()
 
 
@@ -283,12 +320,12 @@ def test_events_are_read_wherever_they_are_cut(tab, ends):
     places, draw = range(len(stream)), random.Random(0)
     cuts = [*([cut] for cut in places), list(places), *(sorted(draw.sample(places, 12)) for _ in range(100))]
     for cut, found in zip(cuts, tab.evaluate(READ, [stream, *cuts]), strict=True):
-        assert found == EVENTS, cut
+        assert found == [[str(number), event] for number, event in enumerate(EVENTS)], cut
 
 
 def test_an_event_without_its_blank_line_is_not_complete(tab):
-    assert tab.evaluate(READ, [list(b"data: a\n\ndata: b\n"), []]) == [["a"]]
-    assert tab.evaluate(READ, [list(b"\xef\xbb\xbfdata:a\ndata\n\n"), []]) == [["a\n"]]
+    assert tab.evaluate(READ, [list(b"data: a\n\ndata: b\n"), []]) == [[["", "a"]]]
+    assert tab.evaluate(READ, [list(b"\xef\xbb\xbfdata:a\ndata\n\n"), []]) == [[["", "a\n"]]]
 
 
 def test_ages_are_grouped(tab):
