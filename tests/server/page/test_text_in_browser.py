@@ -54,6 +54,7 @@ SHORT = """text => {
     [
         ("plain", "<p>plain</p>"),
         ("two\nlines\n\nnext", "<p>two<br>lines</p><p>next</p>"),
+        ("def f():\n    pass", "<p>def f():<br>    pass</p>"),
         ("# One\n###### Six ##\n####### Seven", "<h1>One</h1><h6>Six</h6><p>####### Seven</p>"),
         ("# C#", "<h1>C#</h1>"),
         ("#nothing", "<p>#nothing</p>"),
