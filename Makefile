@@ -20,14 +20,15 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/engine/test_scheduler_examples.py tests/batch/test_requests.py tests/batch/test_responses.py tests/batch/test_results.py \
     tests/batch/test_rows.py tests/batch/test_scan.py tests/batch/test_defaults.py tests/cli/test_command.py \
     tests/cli/test_output.py tests/measure tests/models/test_config.py tests/models/test_basic.py \
-    tests/sampling/test_params.py tests/sampling/test_keys.py tests/sampling/test_generation_config.py tests/text/test_stream.py \
+    tests/server/page/test_page.py tests/sampling/test_params.py tests/sampling/test_keys.py \
+    tests/sampling/test_generation_config.py tests/text/test_stream.py \
     tests/text/test_stop.py tests/text/test_messages.py tests/parallel/test_sharding.py tests/parallel/test_wire.py \
     tests/planning/test_chips.py tests/speculative/test_ngram.py tests/speculative/test_tree.py tests/cache/test_paged.py \
     tests/quantization/test_rtn.py tests/checkpoints_convert/test_load.py tests/checkpoints_convert/test_manifest.py \
     tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
     tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py
 
-.PHONY: help demo test test-quick test-all test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
+.PHONY: help demo test test-quick test-all test-browser test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -56,6 +57,9 @@ demo: $(VENV)/stamp-base  ## Install into .venv and generate text with the embed
 test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the tests (CPU, no torch, no network; compiles for TPU and GPU)
 	$(WITH_COMPILERS) $(PYTEST) -q $(PARALLEL) -m 'not alone' $(PYTEST_OPTIONS) $(TESTS)
 	JAX_NUM_CPU_DEVICES=8 $(PYTEST) -q -m alone $(PYTEST_OPTIONS) $(ALONE_TESTS)
+
+test-browser: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Drive the server's chat page in Chromium, which is installed apart
+	$(PYTEST) -q -m browser --slow $(PYTEST_OPTIONS) tests/server/page
 
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
 	$(BIN)/python -m tests.faults --jobs 2

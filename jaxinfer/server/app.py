@@ -16,6 +16,7 @@ from jaxinfer.server.http import json_response
 from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import Guard
 from jaxinfer.server.openapi import openapi
+from jaxinfer.server.page import chat_page
 from jaxinfer.server.params import check_model
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
@@ -41,6 +42,8 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
     }
+    if service.options.ui:
+        endpoints["GET", "/"] = page
     described = openapi(
         [(method, path, (endpoint.__doc__ or "").strip()) for (method, path), endpoint in endpoints.items()],
         keys is not None,
@@ -67,6 +70,12 @@ def _bound(endpoint: Endpoint, service: Service) -> Callable[[Request], Awaitabl
 
 async def _not_found(*_: object) -> None:
     raise APIError(404, "there is no such route")
+
+
+async def page(request: Request, service: Service) -> Response:
+    """The chat page."""
+    found = chat_page()
+    return Response(found.content, 200, found.headers)
 
 
 async def health(request: Request, service: Service) -> Response:

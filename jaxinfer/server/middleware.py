@@ -13,7 +13,8 @@ from jaxinfer.server.http import RECORD, ClientLeftError
 from jaxinfer.server.record import Record, new_request_id
 from jaxinfer.server.service import Service
 
-OPEN_PATHS = ("/health", "/ready")  # for probes, which have no key
+# For probes, which have no key, and for the page, which asks its reader for one.
+OPEN_PATHS = ("/health", "/ready", "/")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _CORS_SECONDS = b"600"
 

@@ -24,6 +24,7 @@ _ERROR = {
         }
     },
 }
+_KINDS = {"/": "text/html", "/metrics": "text/plain"}
 _STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 
 
@@ -48,7 +49,7 @@ def openapi(routes: Sequence[tuple[str, str, str]], has_keys: bool) -> dict[str,
 
 
 def _operation(path: str, about: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    kinds: dict[str, Any] = {"text/plain" if path == "/metrics" else "application/json": {}}
+    kinds: dict[str, Any] = {_KINDS.get(path, "application/json"): {}}
     if path in _STREAMED:
         kinds["text/event-stream"] = {}
     schema = {"$ref": "#/components/schemas/Error"}

@@ -36,11 +36,12 @@ class ServerOptions:
     drain_timeout: float = _server(
         30.0, "Seconds that running answers have to end after SIGTERM; then they end with an error.", "SECONDS", min=0
     )
+    ui: bool = _server(True, "The chat page at /.", flag="--ui/--no-ui")
     log_prompts: bool = _server(False, "Write the text of prompts to the request log.")
     api_keys: Path | None = _access(
         None,
-        "File of keys, one a line, each with an optional name after a space. Every route but /health and /ready needs "
-        "one, as Authorization: Bearer KEY or x-api-key: KEY.",
+        "File of keys, one a line, each with an optional name after a space. Every route but /health, /ready and the "
+        "chat page needs one, as Authorization: Bearer KEY or x-api-key: KEY.",
         "FILE",
     )
     allowed_hosts: list[str] | None = _access(

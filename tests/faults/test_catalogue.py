@@ -12,7 +12,7 @@ from tests.faults.runner import BROKEN, MISSED, NOTICED, Run, environments, is_p
 
 AREAS = {
     *("batch", "cache", "calibration", "checkpoints", "cli", "engine", "kernels", "measure", "models", "parallel"),
-    *("planning", "quantization", "sampling", "speculative", "text", "training"),
+    *("planning", "quantization", "sampling", "server", "speculative", "text", "training"),
 }
 
 

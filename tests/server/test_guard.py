@@ -8,10 +8,11 @@ import pytest
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.page import chat_page
 from tests.server.asgi import Client
 
 KEYS = {"first-secret-key": "alice", "second-secret-key": "bob"}
-PATHS = ["/v1/models", "/metrics", "/version", "/v1/nothing", "/", "//v1/models", "/health/", "/v1/../health"]
+PATHS = ["/v1/models", "/metrics", "/version", "/v1/nothing", "//", "//v1/models", "/health/", "/v1/../health"]
 
 
 def run(coroutine):
@@ -46,6 +47,23 @@ def test_every_route_but_the_probes_needs_a_key(guarded):
             "Bearer " + "x" * 10_000,
         ):
             assert (await client.get("/v1/models", authorization=wrong)).status == 401
+
+    run(ask())
+
+
+def test_the_chat_page_needs_no_key_but_its_requests_do(make_service):
+    async def ask():
+        for options, keys in (({}, None), ({"api_keys": "keys"}, Keys(KEYS))):
+            client = Client(make_app(make_service(**options), keys))
+            answer = await client.get("/")
+            assert (answer.status, answer.body) == (200, chat_page().content)
+            assert answer.headers["content-type"] == "text/html; charset=utf-8"
+            assert answer.headers["content-security-policy"] == chat_page().headers["Content-Security-Policy"]
+            models = await client.get("/v1/models")
+            assert models.status == (200 if keys is None else 401)
+            assert (await client.get("/", host="evil.example")).status == 403
+            without = Client(make_app(make_service(ui=False, **options), keys))
+            assert (await without.get("/")).status == 404
 
     run(ask())
 

@@ -437,4 +437,31 @@ SERVER = (
     ),
 )
 
-FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER)
+PAGE = (
+    Fault(
+        "server/the-page-makes-html-of-text",
+        "jaxinfer/server/page/index.html",
+        "(`h${block.level}`, {}, inline(block.text))",
+        "(`h${block.level}`, { innerHTML: block.text })",
+        ("tests/server/page/test_page.py",),
+        "a heading of a model's answer runs scripts that read all conversations",
+    ),
+    Fault(
+        "server/the-page-loads-from-elsewhere",
+        "jaxinfer/server/page/index.html",
+        '<meta charset="utf-8">',
+        '<meta charset="utf-8"><link rel="stylesheet" href="https://fonts.example.com/a.css">',
+        ("tests/server/page/test_page.py",),
+        "another host learns who opens the page, and it is not styled without a network",
+    ),
+    Fault(
+        "server/the-policy-hashes-another-script",
+        "jaxinfer/server/page",
+        "hashlib.sha256(text.encode())",
+        "hashlib.sha256(text.strip().encode())",
+        ("tests/server/page/test_page.py",),
+        "browsers refuse the page's own script, and it stays empty",
+    ),
+)
+
+FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER, *PAGE)
