@@ -146,9 +146,7 @@ _PENALTY = (
 )
 _BEAMS = "beam search is not supported: n= samples several answers, logprobs= ranks them"
 _CHAT = "`jaxinfer chat MODEL` talks with a model"
-_SERVER = (
-    "there is no HTTP server yet: `jaxinfer batch` serves a file of requests, AsyncEngine many clients in one process"
-)
+_SERVER = "`jaxinfer serve MODEL` is the HTTP server, with --host, --port, --api-keys FILE and --served-model-name"
 _GRAMMAR = "constrained decoding is not supported; allowed_token_ids= and logit_bias= act on single tokens"
 _PROCESSORS = "functions on logits are not supported; logit_bias=, allowed_token_ids= and bad_words= act on tokens"
 _FORMER, _STOP = "a former flag", "include_stop_str_in_output"

@@ -25,16 +25,13 @@ _HERE = {
     "generation_config": "the checkpoint's own file is applied: leave it out",
     "options": "each option has a flag of its own",
 }
-_SERVE = (
-    "there is no HTTP server yet: jaxinfer batch serves a file of requests, AsyncEngine many clients in one process"
-)
 _PULL = "a hub id is downloaded when a command first names it; jaxinfer convert ID DIR keeps a copy in a folder"
 _LIST = "jaxinfer models lists the supported families; downloads are in the hub's cache: hf cache ls"
 _SHOW = "jaxinfer plan MODEL --on CHIP --no-compile shows the sizes of a model, jaxinfer doctor this machine"
 _COMMANDS = {
     "run": "jaxinfer chat MODEL is a conversation, jaxinfer generate PROMPT --model MODEL continues a text",
     **dict.fromkeys(("complete", "completion", "infer"), "jaxinfer generate PROMPT --model MODEL continues a text"),
-    **dict.fromkeys(("serve", "server", "api", "start", "launch"), _SERVE),
+    **dict.fromkeys(("server", "api", "start", "launch"), "jaxinfer serve MODEL is the HTTP server"),
     **dict.fromkeys(("pull", "download", "create", "cp"), _PULL),
     **dict.fromkeys(("list", "ls", "ps"), _LIST),
     **dict.fromkeys(("show", "info", "env", "collect-env"), _SHOW),

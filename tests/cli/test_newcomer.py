@@ -41,7 +41,7 @@ def documented_commands():
 ANSWERS = [
     # Other engines' commands.
     ("jaxinfer run demo", 2, "jaxinfer chat MODEL"),
-    ("jaxinfer serve demo", 2, "there is no HTTP server yet: jaxinfer batch"),
+    ("jaxinfer launch demo", 2, "jaxinfer serve MODEL"),
     ("jaxinfer pull llama3", 2, "a hub id is downloaded when a command first names it"),
     ("jaxinfer list", 2, "jaxinfer models lists the supported families"),
     ("jaxinfer show demo", 2, "jaxinfer plan MODEL"),
@@ -75,7 +75,9 @@ ANSWERS = [
     ("jaxinfer generate hi -m demo --verbose", 2, "a terminal shows times and rates"),
     ("jaxinfer generate hi -m demo --enforce-eager", 2, "jaxinfer warm"),
     ("jaxinfer generate hi -m demo --trust-remote-code", 2, "code of a checkpoint is never run"),
-    ("jaxinfer generate hi -m demo --port 8000", 2, "there is no HTTP server yet"),
+    ("jaxinfer generate hi -m demo --port 8000", 2, "jaxinfer serve MODEL"),
+    ("jaxinfer serve demo --api-key secret", 2, "--api-keys FILE"),
+    ("jaxinfer serve demo --host 0.0.0.0", 1, "give api_keys (--api-keys FILE)"),
     ("jaxinfer generate hi -m demo -ngl 99", 2, "--mesh model=4 places a model on devices"),
     ("jaxinfer generate hi -m demo --load-in-4bit", 2, "--quantize nf4"),
     ("jaxinfer generate hi -m demo --guided-json {}", 2, "constrained decoding is not supported"),
@@ -151,7 +153,12 @@ def test_commands_of_the_documents_have_only_options_that_exist(page, command):
 
 
 IS_QUICK = re.compile(r"jaxinfer (generate|score|batch|chat) (?!.*--draft)")
-OF_README = [command for page, command in documented_commands() if page.name == "README.md"]
+# A server does not end by itself: tests/server/test_life.py starts it.
+OF_README = [
+    command
+    for page, command in documented_commands()
+    if page.name == "README.md" and not command.startswith("jaxinfer serve ")
+]
 
 
 @pytest.mark.parametrize(
