@@ -11,7 +11,7 @@ import threading
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -52,8 +52,7 @@ def ends_on_sigterm() -> Iterator[None]:
     def end_in_time() -> None:
         while received := os.read(reader, 1):
             if received[0] == signal.SIGTERM and not is_done.wait(_SECONDS_TO_END):
-                say("terminated")
-                os._exit(TERMINATED)
+                _terminate()
         os.close(reader)
 
     def raise_again(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -75,8 +74,7 @@ def ends_on_sigterm() -> Iterator[None]:
         # Outside of a command's body, while its arguments are read, an interrupt has no message.
         if not _has_sigterm.is_set() or getattr(error, "code", INTERRUPTED) != INTERRUPTED:
             raise
-        say("terminated")
-        raise SystemExit(TERMINATED) from None
+        _terminate()
     finally:
         signal.signal(signal.SIGTERM, former)
         signal.set_wakeup_fd(former_writer)
@@ -148,10 +146,23 @@ def guarded(call: Callable[[], int | None]) -> int:
 
 
 def _interrupted(note: str = "") -> int:
-    code, what = (TERMINATED, "terminated") if _has_sigterm.is_set() else (INTERRUPTED, "interrupted")
+    if _has_sigterm.is_set():
+        _terminate(note)
+    _say_end("interrupted", note)
+    return INTERRUPTED
+
+
+def _terminate(note: str = "") -> NoReturn:
+    """Ends the process at once. Threads of libraries and destructors would otherwise print what they could not do."""
+    _say_end("terminated", note)
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    os._exit(TERMINATED)
+
+
+def _say_end(what: str, note: str) -> None:
     line = f"{what}; {note}" if note else what
     say(f"\n{line}" if sys.stderr.isatty() else line)
-    return code
 
 
 @contextlib.contextmanager

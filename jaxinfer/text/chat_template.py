@@ -22,7 +22,7 @@ from typing import Any
 import jinja2
 import jinja2.nodes
 
-from jaxinfer.text.limits import METER, ChatTemplateError, ChatTemplateLimitError, Meter
+from jaxinfer.text.limits import ChatTemplateError, ChatTemplateLimitError, Meter
 from jaxinfer.text.messages import (
     ROLE_PATTERN,
     check_messages,
@@ -58,8 +58,7 @@ class ChatTemplate:
         source: Jinja source, from the checkpoint; never from a request.
         special_tokens: Variables such as `bos_token`.
         control_tokens: Every string the tokenizer turns into a control token.
-        time_limit: CPU seconds of this thread for one `render`. A garbage collection that falls into it counts, and in
-            a process that holds models one may take 200 ms, so the limit leaves room for that.
+        time_limit: CPU seconds of this thread for one `render`.
 
     Raises:
         ChatTemplateError: The source is too long or does not compile.
@@ -138,12 +137,12 @@ class ChatTemplate:
         # Non-string leaves (numbers, punctuation of JSON) count too: 16 characters for every value is generous.
         num_input = len(content) + 16 * _num_values([chat, plain_tools, keywords])
         meter = Meter(max_chars=4 * num_input + len(self.source) + 65536, time_limit=self._time_limit)
-        tokens = METER.set(meter), NOW.set(datetime.now())
+        now = NOW.set(datetime.now())
         try:
-            text, spans, doubtful = run.text_and_spans()
+            with meter.running():
+                text, spans, doubtful = run.text_and_spans()
         finally:
-            METER.reset(tokens[0])
-            NOW.reset(tokens[1])
+            NOW.reset(now)
         if continue_final_message:
             text = _cut_at_tag(text, tag)
         spans = tuple((start, end) for start, end in spans if end <= len(text))

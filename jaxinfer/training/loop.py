@@ -1,9 +1,11 @@
 """The training loop: optax, progress, orbax checkpoints, and the same run after a kill."""
 
+import asyncio
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -161,7 +163,7 @@ def _save(manager: ocp.CheckpointManager, directory: Path, step: int, args: ocp.
     level = log.level
     log.setLevel(logging.CRITICAL)  # Orbax logs there what it then raises
     try:
-        with naming(directory):
+        with naming(directory), _late_reports_ignored():
             manager.save(step, args=args)
     except ValueError as error:  # from TensorStore, for a full disk
         reason = str(error).splitlines()[0]
@@ -170,15 +172,39 @@ def _save(manager: ocp.CheckpointManager, directory: Path, step: int, args: ocp.
         log.setLevel(level)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Ignores what is reported when it has been closed."""
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return super().call_soon_threadsafe(callback, *args, **options)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return None
+
+
+@contextlib.contextmanager
+def _late_reports_ignored() -> Iterator[None]:
+    """Orbax closes its event loop at the first failed read or write; for each of the others, which then report to it,
+    TensorStore prints a traceback."""
+    new_event_loop = asyncio.new_event_loop
+    asyncio.new_event_loop = _Loop
+    try:
+        yield
+    finally:
+        asyncio.new_event_loop = new_event_loop
+
+
 def _restored(
     manager: ocp.CheckpointManager, state: dict[str, Any]
 ) -> tuple[dict[str, Any], int, list[tuple[int, dict[str, float]]]]:
     """State, number of steps done and loss curve of the newest checkpoint, or of a run that begins."""
     if (latest := manager.latest_step()) is None:
         return state, 0, []
-    restored = manager.restore(
-        latest, args=ocp.args.Composite(state=ocp.args.StandardRestore(state), history=ocp.args.JsonRestore())
-    )
+    wanted = ocp.args.Composite(state=ocp.args.StandardRestore(state), history=ocp.args.JsonRestore())
+    with _late_reports_ignored():
+        restored = manager.restore(latest, args=wanted)
     return restored["state"], latest, [(int(step), dict(metrics)) for step, metrics in restored["history"]]
 
 

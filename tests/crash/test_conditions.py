@@ -113,7 +113,7 @@ def check_removed(reference: Reference, name: str, share: float, restore: Callab
     elif name != "out":
         assert reference.is_complete(place), what
     restore(place)
-    reference.check_repeated(place, what)
+    reference.check_repeated(place, what, removed=name)
     return "refused" if result.code else "complete"
 
 

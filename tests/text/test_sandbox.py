@@ -10,6 +10,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxinfer.text import ChatTemplate, ChatTemplateError, ChatTemplateLimitError
+from jaxinfer.text.limits import Meter
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -125,6 +126,27 @@ def test_the_limits_are_what_stops_a_bomb():
     assert render("{% set x = 'aaaaaaaaaa' %}" + "{% set x = x ~ x %}" * 6 + "{{ x }}") == "a" * 640
     with pytest.raises(ChatTemplateLimitError, match=r"did not finish within 1 ms"):
         ChatTemplate("{% for a in range(99999) %}{% endfor %}", time_limit=0.001).render(HELLO)
+
+
+def test_the_garbage_collector_takes_no_time_of_a_rendering():
+    held = [[] for _ in range(500_000)]
+    meter = Meter(max_chars=10, time_limit=0.01)
+
+    def tick_often() -> None:
+        for _ in range(16):
+            meter.tick()
+
+    with meter.running():
+        start = time.thread_time()
+        gc.collect()
+        assert time.thread_time() - start > 0.01
+        tick_often()
+        start = time.thread_time()
+        while time.thread_time() - start < 0.02:
+            pass
+        with pytest.raises(ChatTemplateLimitError):
+            tick_often()
+    del held
 
 
 def test_output_limit_is_four_times_the_input_plus_64_ki():
