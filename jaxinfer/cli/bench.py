@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,19 @@ from jaxinfer.tables import make_table
 
 if TYPE_CHECKING:
     from jaxinfer.measure.bench.model import Bench
+    from jaxinfer.measure.bench.remote import Server
     from jaxinfer.measure.bench.runs import RunOptions
     from jaxinfer.measure.bench.workload import Workload
 
 WARM_UP_REQUESTS = 2
+VOCAB_SIZE = 1000  # of prompts for a server, most of whose vocabularies are larger
 # Options that may be paths: results have only their last part.
 PATHS = ("tokenizer", "draft", "dataset")
 PICTURES = (".png", ".svg", ".pdf")
 
 workload_option = partial(option, group="Workload")
 results_option = partial(option, group="Results")
+http_option = partial(option, group="Over HTTP")
 seed_option = partial(workload_option, 0, "The same seed gives the same requests.", "N", min=0)
 json_file_option = partial(results_option, None, "Write all results to this file.", "FILE", "--json")
 
@@ -91,6 +94,20 @@ class ThroughputOptions(BenchOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions(BenchOptions):
+    model: str = argument(
+        "",
+        "As for other commands. With --url its name in requests; by default the first that the server lists.",
+        "MODEL",
+    )
+    url: str | None = http_option(
+        None,
+        "Send the requests to this OpenAI-compatible server, such as http://127.0.0.1:8000. Its API key, if it needs "
+        "one, is taken from OPENAI_API_KEY.",
+        "URL",
+    )
+    vocab_size: int | None = http_option(
+        None, "Prompts are random token ids below N, unless --dataset gives texts; default: 1,000.", "N", min=1
+    )
     rate: str = option("1", "Requests per second; inf sends all at once.", "X,X,...")
     requests: int = option(64, "Number of requests at each rate.", "N", min=1)
     burstiness: float = option(1.0, "Of the arrivals: 1 is a Poisson process, less comes in bursts.", "X")
@@ -143,9 +160,15 @@ def load(options: LoadOptions) -> None:
     """Measure requests that arrive over time and are streamed to clients.
 
     The time to the first token counts from when a request is sent, so it excludes what --max-concurrency makes it wait.
+    With --url the requests go to a server that runs already, of this program or another.
     """
+    if options.url is None and options.vocab_size is not None:
+        raise UsageError("--vocab-size is for a server (--url): the vocabulary of a model that is opened here is known")
+    if options.url is None and not options.model:
+        raise UsageError("no model: such as jaxinfer bench load demo, or --url URL for a server that runs already")
     with Stage("starting"):
         from jaxinfer.measure.bench import results, runs
+        from jaxinfer.measure.bench.runs import RunOptions
         from jaxinfer.measure.bench.workload import arrivals, parse_numbers
 
     rates = parse_numbers(options.rate, "--rate")
@@ -153,9 +176,10 @@ def load(options: LoadOptions) -> None:
     if options.resume and options.json is None:
         raise UsageError("--resume needs --json FILE with the rates that are done")
     workload = read_workload(options)
-    own = {name: getattr(options, name) for name in ("requests", "burstiness", "max_concurrency")}
-    arguments = bench_arguments(options, (*OWN, *own, "rate", "resume"))
-    result = new_result(options, "load", arguments, own)
+    own = {name: getattr(options, name) for name in ("requests", "burstiness", "max_concurrency", "vocab_size")}
+    arguments = bench_arguments(options, (*OWN, *own, "rate", "resume", "url"))
+    remote = None if options.url is None else open_server(options.url, options, arguments)
+    result = new_result(options, "load", arguments, own, model=None if remote is None else remote.model)
     if options.resume and options.json is not None:
         result["runs"] = results.earlier_runs(options.json, result)
     done = [run["rate"] for run in result["runs"]]
@@ -163,14 +187,34 @@ def load(options: LoadOptions) -> None:
     if not left:
         write_text(f"{options.json} has these rates already\n")
         return
-    with session(options, result, arguments, serves=True) as one:
+
+    def measure_rates(measure: Callable[..., dict[str, Any]], vocab_size: int, save: Callable[..., None]) -> None:
         for number, name in left:
             # The same requests at each rate, so that only the load differs.
-            requests = workload.requests(options.requests, one.bench.vocab_size)
+            requests = workload.requests(options.requests, vocab_size)
             times = arrivals(number, options.requests, burstiness=options.burstiness, seed=options.seed)
             with progress(f"{name} requests/s", options.requests, options) as run_options:
-                run = runs.load(one.bench, requests, times, run_options, options.max_concurrency)
-                one.save({"rate": name, **run})
+                save({"rate": name, **measure(requests, times, run_options, options.max_concurrency)})
+
+    if remote is not None:
+        remote.load(workload.requests(1, vocab_size := options.vocab_size or VOCAB_SIZE, part=1), [0.0], RunOptions())
+        measure_rates(remote.load, vocab_size, partial(save_run, result, options.json))
+        print_result(result)
+        return
+    with session(options, result, arguments, serves=True) as one:
+        measure_rates(partial(runs.load, one.bench), one.bench.vocab_size, one.save)
+
+
+def open_server(url: str, options: LoadOptions, arguments: dict[str, Any]) -> "Server":
+    """The server of --url. Raises UsageError for an option of a model that is opened here; OSError and RequestError for
+    a server that does not answer."""
+    from jaxinfer.measure.bench.remote import Server
+
+    for name in ("random_weights" if options.random_weights else None, *arguments):
+        if name is not None:
+            raise UsageError(f"--{name.replace('_', '-')} is for a model that is opened here, not for a server (--url)")
+    with Stage(f"asking {url}"):
+        return Server.open(url, options.model)
 
 
 def plot(options: PlotOptions) -> None:
@@ -230,22 +274,44 @@ class Session:
     file: Path | None
 
     def save(self, run: dict[str, Any]) -> None:
-        from jaxinfer.measure.bench import results
-
-        self.result["runs"].append(run)
-        if self.file is not None:
-            results.write_result(self.file, self.result)
+        save_run(self.result, self.file, run)
 
 
-def new_result(options: BenchOptions, name: str, arguments: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """A result without runs. It has the given options, without paths."""
+def save_run(result: dict[str, Any], file: Path | None, run: dict[str, Any]) -> None:
+    """Adds a run to the result, and writes it to the file, if there is one."""
+    from jaxinfer.measure.bench import results
+
+    result["runs"].append(run)
+    if file is not None:
+        results.write_result(file, result)
+
+
+def print_result(result: dict[str, Any]) -> None:
+    from jaxinfer.measure.bench import results
+
+    target = console()
+    target.print("\n".join(results.header(result)), markup=False, soft_wrap=True)
+    target.print(make_table(*results.rows(result)))
+    target.print("\n".join(results.details(result)), markup=False, soft_wrap=True)
+
+
+def new_result(
+    options: BenchOptions, name: str, arguments: dict[str, Any], own: dict[str, Any], *, model: str | None = None
+) -> dict[str, Any]:
+    """A result without runs. It has the given options, without paths. `model` is one that a server has:
+    nothing is known of its machine."""
     from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.model import machine, public_name
 
     values = {**arguments, **{one: getattr(options, one) for one in OWN if one != "json"}, **own}
     values = {one: public_name(str(value)) if one in PATHS and value else value for one, value in values.items()}
     values = {one: value for one, value in values.items() if value is not None}
-    return results.new_result(name, public_name(options.model), json.loads(json.dumps(values)), machine=machine())
+    return results.new_result(
+        name,
+        public_name(options.model) if model is None else model,
+        json.loads(json.dumps(values)),
+        machine=machine() if model is None else {},
+    )
 
 
 @contextlib.contextmanager
@@ -253,7 +319,6 @@ def session(
     options: BenchOptions, result: dict[str, Any], arguments: dict[str, Any], *, serves: bool = False
 ) -> Iterator[Session]:
     """Opens the model, and prints the tables when the block ends."""
-    from jaxinfer.measure.bench import results
     from jaxinfer.measure.bench.model import opened
 
     with contextlib.ExitStack() as stack:
@@ -263,10 +328,7 @@ def session(
             )
         result["start"], result["roofline"] = asdict(bench.start), bench.ideal.measured.to_dict()
         yield Session(bench, result, options.json)
-    target = console()
-    target.print("\n".join(results.header(result)), markup=False, soft_wrap=True)
-    target.print(make_table(*results.rows(result)))
-    target.print("\n".join(results.details(result)), markup=False, soft_wrap=True)
+    print_result(result)
 
 
 @contextlib.contextmanager

@@ -80,6 +80,10 @@ def compare(engine, num_requests, num_clients):
             assert tokens == [one.token_ids for one in expected.outputs], (number, body)
 
 
+def test_a_few_mixed_requests(engine):
+    compare(engine, 10, 5)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_mixed_requests(engine):

@@ -24,7 +24,7 @@ def draw(results: Sequence[dict[str, Any]], file: Path) -> list[str]:
     loads = [one for one in results if one["command"] == "load" and one["runs"]]
     batches = [one for one in results if one["command"] == "latency" and one["runs"]]
     drafted = [one for one in results if any(run.get("speculation") for run in one["runs"])]
-    measured = [one for one in results if one["runs"]]
+    measured = [one for one in results if any("memory" in run for run in one["runs"])]
     if loads:
         panels += [(title, lambda axes, name=name: _load(axes, loads, name)) for name, title in LATENCIES.items()]
         panels.append(("tokens/s by load", lambda axes: _load_tokens(axes, loads)))
@@ -76,6 +76,8 @@ def _line(axes, x: Sequence[float], y: Sequence[float], style: str, **more: Any)
 def _title(results: Sequence[dict[str, Any]]) -> str:
     machine = results[0]["machine"]
     models = ", ".join(dict.fromkeys(_name(one) for one in results))
+    if "device" not in machine:
+        return f"{models} over HTTP"
     where = f"{machine['num_devices']} x {machine['device']}, {machine['num_cores']} cores"
     return f"{models} on {where}, JAX {machine['jax']}"
 

@@ -100,6 +100,8 @@ def header(result: dict[str, Any]) -> list[str]:
     lines = [
         f"{result['model']} on {machine['num_devices']} x {machine['device']}, {machine['num_cores']} cores, "
         f"JAX {machine['jax']}"
+        if "device" in machine
+        else f"{result['model']} over HTTP"
     ]
     if start is not None:
         lines.append(
@@ -120,7 +122,7 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     columns += ["tokens/s in", "out", "roofline out", "of roofline"]
     cells = []
     for run in result["runs"]:
-        decode = run["decode"]
+        decode = run.get("decode")
         cells.append(
             [
                 _number(run[key]),
@@ -142,8 +144,10 @@ def details(result: dict[str, Any]) -> list[str]:
     _, key = TITLES[result["command"]]
     lines = []
     for run in result["runs"]:
-        parts = [f"{run['compiled_after_warm_up']} programs compiled after warm-up"]
-        if (gap := run["host_gap"]) is not None:
+        parts = []
+        if "compiled_after_warm_up" in run:
+            parts.append(f"{run['compiled_after_warm_up']} programs compiled after warm-up")
+        if (gap := run.get("host_gap")) is not None:
             parts.append(f"host gap {gap['per_step_mean'] * MS:.3f} ms per step")
         if (prefill := run.get("prefill")) is not None:
             parts.append(f"prefill at {prefill['percent']:.0f} % of the measured FLOP/s")
@@ -156,12 +160,28 @@ def details(result: dict[str, Any]) -> list[str]:
             parts.append(f"goodput {good['requests_per_second']:.2f} requests/s ({good['share']:.0%})")
         if (cost := run.get("cost_per_million_tokens")) is not None:
             parts.append(f"cost per million tokens: output {cost['out']:.2f}, all {cost['total']:.2f}")
-        memory = run["memory"]
-        parts.append(f"peak {format_bytes(memory['peak_rss_bytes'])} resident")
-        if memory["peak_device_bytes"] is not None:
-            parts.append(f"{format_bytes(memory['peak_device_bytes'])} on a device")
+        if (memory := run.get("memory")) is not None:
+            parts.append(f"peak {format_bytes(memory['peak_rss_bytes'])} resident")
+            if memory["peak_device_bytes"] is not None:
+                parts.append(f"{format_bytes(memory['peak_device_bytes'])} on a device")
+        if "failed" in run:
+            parts += _http_details(run)
         lines.append(f"{TITLES[result['command']][0]} {_number(run[key])}: " + "; ".join(parts))
     return lines
+
+
+def _http_details(run: dict[str, Any]) -> list[str]:
+    """Of a run over HTTP."""
+    parts = [f"{run['requests']} requests answered, {run['answer_tokens']} tokens"]
+    if run["ended_early"]:
+        parts.append(f"{run['ended_early']} answers ended early")
+    if run["failed"]:
+        found = ", ".join(
+            f"{count} with status {status}" if status != "0" else f"{count} cut off"
+            for status, count in run["failed"].items()
+        )
+        parts.append(f"failed: {found}, after {_times(run['failed_seconds'], MS, ('p50', 'p99'))} ms p50/p99")
+    return parts
 
 
 def _number(value: float | str) -> str:
