@@ -5,7 +5,7 @@ import gc
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,6 @@ def companion_files(directory: Path) -> list[str]:
     """The files to copy beside the weights, as sorted POSIX paths relative to `directory`."""
     found = {path for pattern in COMPANION_FILES for path in directory.glob(pattern) if path.is_file()}
     return sorted(path.relative_to(directory).as_posix() for path in found)
-
-
-def copy_files(source: Path, destination: Path, names: Iterable[str]) -> None:
-    """Copies files by their relative paths from one directory to another, without metadata."""
-    for name in names:
-        (destination / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, destination / name)
 
 
 def write_companions(companions: Mapping[str, Path | str], destination: Path) -> list[str]:

@@ -87,8 +87,9 @@ class CalibrationJournal(Closable):
         for part in self._parts:
             part.close()
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with naming(self.directory / _STATE):  # what could not be written before is tried again
+                file.close()
 
     def _locked(self, state: Path) -> TextIO:
         file = state.open("a+", encoding="utf-8")

@@ -125,28 +125,31 @@ def quantize(
     kept, path, destination = _kept(options), _source_path(options), options.destination
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
-    with open_checkpoint(path) as opened, CalibrationJournal(work / "layers") as journal, Stage("preparing"):
-        check_not_quantized(opened)
-        calibration = _calibration_options(options, opened, kept, gptq, awq, smoothquant)
-        check_room(opened, planned(opened, calibration), calibration.dtype, work)
-        rows = _read_rows(path, options.calibration, text)
-        with resumes("after the last complete layer"):
-            result, auto = _run(_model(opened), calibration, options.max_kl, rows, journal)
-        calibration = calibration if auto is None else auto.options
-        weights = planned(opened, calibration)
-        held_out = None if rows is None else rows.held_out
-        difference = write(
-            opened,
-            weights,
-            result,
-            calibration.dtype,
-            held_out,
-            journal,
-            work,
-            destination,
-            overwrite=options.overwrite,
-        )
-        report = report_of(opened, calibration, weights, result, auto, destination, difference)
+    with open_checkpoint(path) as opened:
+        companions = opened.companions()  # as they are now: one that is gone when it is copied is an error
+        with CalibrationJournal(work / "layers") as journal, Stage("preparing"):
+            check_not_quantized(opened)
+            calibration = _calibration_options(options, opened, kept, gptq, awq, smoothquant)
+            check_room(opened, planned(opened, calibration), calibration.dtype, work)
+            rows = _read_rows(path, options.calibration, text)
+            with resumes("after the last complete layer"):
+                result, auto = _run(_model(opened), calibration, options.max_kl, rows, journal)
+            calibration = calibration if auto is None else auto.options
+            weights = planned(opened, calibration)
+            held_out = None if rows is None else rows.held_out
+            difference = write(
+                opened,
+                companions,
+                weights,
+                result,
+                calibration.dtype,
+                held_out,
+                journal,
+                work,
+                destination,
+                overwrite=options.overwrite,
+            )
+            report = report_of(opened, calibration, weights, result, auto, destination, difference)
     if options.as_json:
         write_json(report)
     else:

@@ -11,7 +11,7 @@ from jaxinfer.cli.command import UsageError, say
 from jaxinfer.progress import Stage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import numpy as np
 
@@ -27,6 +27,7 @@ _TOLERANCE = 1e-3  # of the largest logit: weights as floats, against products o
 
 def write(
     source: "Checkpoint",
+    companions: "Mapping[str, Path | str]",
     weights: "dict[ParamPath, QuantizedArray]",
     result: "CalibrationResult",
     dtype: str,
@@ -42,7 +43,8 @@ def write(
     One layer and one shard are in memory at a time.
 
     Args:
-      weights: the quantized weights, from `planned`. held_out: int32 [rows, T], whose logits are compared.
+      companions: of the source, when it was opened. weights: the quantized weights, from `planned`.
+      held_out: int32 [rows, T], whose logits are compared.
       journal: of the calibration, in the working folder; removed with it.
 
     Returns the largest difference of a logit. Raises CheckpointError if a parameter or the logits differ.
@@ -56,7 +58,7 @@ def write(
 
     made = work / "checkpoint"
     with Stage("writing"):
-        _write_files(source, weights, result, dtype, made)
+        _write_files(source, companions, weights, result, dtype, made)
     with Stage("loading the checkpoint and comparing"), open_checkpoint(made, dtype="float32") as written:
         tokens = random_rows(source.config.vocab_size) if held_out is None else held_out[:2]
         calibrated = ComparedModel(source.config, result.read, result.rest)
@@ -134,12 +136,13 @@ def _kv_scales(source: "Checkpoint", result: "CalibrationResult") -> "tuple[tupl
 
 def _write_files(
     source: "Checkpoint",
+    companions: "Mapping[str, Path | str]",
     weights: "dict[ParamPath, QuantizedArray]",
     result: "CalibrationResult",
     dtype: str,
     made: Path,
 ) -> None:
-    from checkpoints_convert.files import CONFIG, companion_files, copy_files, read_json, write_json
+    from checkpoints_convert.files import CONFIG, read_json, write_companions, write_json
     from checkpoints_convert.huggingface.config import huggingface_config
     from checkpoints_convert.huggingface.save import write_shards
     from checkpoints_convert.staging import check_free_space
@@ -150,13 +153,11 @@ def _write_files(
     sizes = num_bytes_of(source, weights, dtype)
     check_free_space(made, sum(sizes.values()))
     made.mkdir(parents=True)
-    original = read_json(source.directory / CONFIG) if (source.directory / CONFIG).exists() else {}
+    original = read_json(Path(companions[CONFIG])) if CONFIG in companions else {}
     special = {name: original.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     scales, _ = _kv_scales(source, result)
     quantization = write_shards(config, made, _leaf_reader(result.read), sizes.__getitem__, kv_scales=scales)
-    others = [name for name in companion_files(source.directory) if name != CONFIG]
-    copy_files(source.directory, made, others)
-    for name in others:
+    for name in write_companions({name: file for name, file in companions.items() if name != CONFIG}, made):
         sync(made / name)
     write_json(made / CONFIG, huggingface_config(config) | special | quantization)
 

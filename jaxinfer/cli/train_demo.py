@@ -11,7 +11,6 @@ from jaxinfer.cli.command import resumes
 from jaxinfer.cli.distill import figures, writer
 from jaxinfer.cli.options import as_json, overwrite
 from jaxinfer.cli.output import write_json, write_text
-from jaxinfer.files import write_text_atomically
 from jaxinfer.options import option
 from jaxinfer.progress import Stage
 
@@ -104,9 +103,9 @@ def export_pair(
     from jaxinfer.training import demo
 
     need_plotting("a model card")  # after hours of training
-    # The folder that a run was killed while it wrote the two models to: the first one may be there.
-    claim = work_dir / "publishing.txt"
-    overwrite |= claim.exists() and claim.read_text(encoding="utf-8") == str(out_dir.resolve())
+    # Of a run that was killed while it wrote the two models: the first one may be there.
+    claim = out_dir / ".publishing"
+    overwrite |= claim.exists()
     _check_free(out_dir, overwrite=overwrite)
     data = demo.load_data(work_dir)
     target = demo.train_model(NAMES[0], demo.TARGET, scaled(demo.TARGET_PHASES, target_steps), data, work_dir)
@@ -119,7 +118,8 @@ def export_pair(
             llm.config, llm.params, start, data.documents, generate, options, work_dir / NAMES[1]
         )  # fmt: skip
     _check_free(out_dir, overwrite=overwrite)
-    write_text_atomically(claim, str(out_dir.resolve()))
+    out_dir.mkdir(parents=True, exist_ok=True)
+    claim.touch()
     export_model(target, data, work_dir, out_dir / NAMES[0], overwrite=True)
     export_draft(draft, options, data, work_dir, out_dir / NAMES[1], overwrite=True)
     claim.unlink()

@@ -36,8 +36,8 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, *, dtype, rngs: nnx.Rngs | None):
         self.embed = nnx.Param(normal(rngs, (config.vocab_size, config.hidden_size), dtype), axes=("vocab", "hidden"))
         shape = (config.max_position_embeddings, config.hidden_size)
-        rows = normal(rngs, shape, dtype) if config.has_position_embedding else None
-        self.position_embed = None if rows is None else nnx.Param(rows, axes=("positions", "hidden"))
+        table = normal(rngs, shape, dtype) if config.has_position_embedding else None
+        self.position_embed = None if table is None else nnx.Param(table, axes=("positions", "hidden"))
         self.config = config
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, dtype) -> jax.Array:

@@ -38,11 +38,10 @@ COMMANDS = {
     "bench": "bench latency {model} --prompt-tokens 8 --answer-tokens 6 --repeats 1",
     "profile": "profile {model} --batch 1 --prompt-tokens 16 --steps 8",
     "plan": "plan {model} --on v6e:1x1 --no-compile",
-    "advise": "advise {model} --on v6e:1x1",
-    "train-demo": "train-demo --work-dir {out} --out {out}/models --steps 2 --draft-steps 2",
+    "advise": "advise {model} --on v6e:1x1 --prompt-tokens 8 --answer-tokens 8",
     "doctor": "doctor",
 }
-WITHOUT_ENGINE = ("convert", "verify", "quantize", "distill", "profile", "plan", "advise", "train-demo", "doctor")
+WITHOUT_ENGINE = ("convert", "verify", "quantize", "distill", "profile", "plan", "advise", "doctor")
 
 
 def arguments(name, files, tmp_path):

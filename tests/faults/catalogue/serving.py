@@ -293,8 +293,8 @@ CLI = (
     Fault(
         "cli/sigterm-looks-like-ctrl-c",
         "jaxinfer/cli",
-        '(TERMINATED, "terminated") if',
-        '(INTERRUPTED, "terminated") if',
+        "os._exit(TERMINATED)",
+        "os._exit(INTERRUPTED)",
         ("tests/crash/test_kill.py",),
         "a process manager takes a command that it ended for one that a user interrupted",
     ),
@@ -309,8 +309,8 @@ CLI = (
     Fault(
         "cli/ctrl-c-looks-like-an-error",
         "jaxinfer/cli",
-        'else (INTERRUPTED, "interrupted")',
-        'else (ERROR, "interrupted")',
+        "return INTERRUPTED",
+        "return ERROR",
         ("tests/cli/test_command.py",),
         "a shell does not see that a job was interrupted",
     ),
