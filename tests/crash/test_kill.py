@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import signal
 
 import pytest
@@ -25,7 +26,7 @@ def check_kill(reference: Reference, moment: Moment, what: str) -> str:
         *progress, last = killed.stderr.splitlines()
         assert last.startswith("terminated"), f"{what}: {killed.stderr}"
         # On a busy machine a run may take more than the 30 s after which it says how far it is.
-        assert all(" so far" in line for line in progress), f"{what}: {killed.stderr}"
+        assert all(re.match(r"[\w ]+: .*\d\d:\d\d", line) for line in progress), f"{what}: {killed.stderr}"
         assert len(progress) <= killed.seconds // 30, f"{what}: {killed.stderr}"
         assert moment.seconds is None or killed.to_end < SECONDS_TO_END, f"{what}: {killed.to_end} s"
     elif moment.signal == signal.SIGTERM:  # it came before the command began, or when it had ended and Python had not
