@@ -9,7 +9,15 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams, parallel
 from jaxinfer.cache import attend_without_cache
-from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, bind, compute_dtype, parameter_shardings
+from jaxinfer.models import (
+    ModelConfig,
+    RopeConfig,
+    abstract_params,
+    bind,
+    bind_layer,
+    compute_dtype,
+    parameter_shardings,
+)
 from jaxinfer.quantization import QuantizedArray, Recipe, quantize_params
 from jaxinfer.quantization.on_device import float32_copies
 from jaxinfer.quantization.tree import describe, is_quantized, num_bytes, num_parameters
@@ -125,7 +133,7 @@ def test_drafts_and_tied_embeddings(params):
 def test_bound_without_an_engine(params):
     quantized = quantize_params(params, "int8", also=["lm_head"])
     decoder = bind(CONFIG, quantized)
-    assert is_quantized(decoder.layers[0].mlp.up_proj.weight.get_value())
+    assert is_quantized(bind_layer(CONFIG, 0, quantized["layers"]["0"]).mlp.up_proj.weight.get_value())
     hidden = jax.random.normal(jax.random.key(0), (3, 64))
     expected = hidden @ quantized["lm_head"].dequantize()
     np.testing.assert_allclose(decoder.logits(hidden), expected, atol=1e-5)
@@ -167,7 +175,7 @@ def test_shardings(params):
         hidden = jax.random.normal(jax.random.key(0), (3, 64))
 
         def layer(params, hidden):
-            return bind(CONFIG, params).layers[0].mlp(hidden)
+            return bind_layer(CONFIG, 0, params["layers"]["0"]).mlp(hidden)
 
         np.testing.assert_allclose(jax.jit(layer)(placed, hidden), jax.jit(layer)(quantized, hidden), atol=1e-4)
 
