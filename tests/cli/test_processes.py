@@ -22,7 +22,7 @@ ENDLESS = ["--max-model-len", "100000", "--max-tokens", "none", "--ignore-eos", 
 
 
 def test_ctrl_c_is_130_with_a_short_message(jaxinfer_process, slow_model):
-    with jaxinfer_process("generate", "hi", "-m", slow_model, *ENDLESS) as process:
+    with jaxinfer_process("generate", "hi", "-m", slow_model, "--no-progress", *ENDLESS) as process:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)
