@@ -101,7 +101,9 @@ class LLM(Closable):
     def _open(self, model: str | Path | LiveModel, chosen: LLMOptions) -> None:
         compilation_cache.enable()
         if not isinstance(model, tuple):
-            compilation_cache.begin_start(f"{model} {chosen}")
+            # Not all options: the text of a live draft would have its weights.
+            plain = {name: value for name, value in vars(chosen).items() if isinstance(value, (str, int, float, Path))}
+            compilation_cache.begin_start(f"{model} {plain}")
         self._lockstep: Lockstep | None = None
         self._fingerprint: str | None = None
         self._hosts = hosts.current()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales
+from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.models import ModelConfig
 from pallas_kernels import flash_attention
 from pallas_kernels.paged_attention import (
@@ -126,8 +126,7 @@ class CachedAttention:
         window: int | None,
         **options: Any,
     ) -> Float[Array, "B T Hq W"]:
-        scales = self._before.scales
-        scales = None if scales is None else scales.of_layer(layer)
+        scales = scales_of_layer(self._before.scales, layer)
         q, k, v = divide_by_scales(scales, q, k, v)
         row = jnp.repeat(self._rows, self._slots.shape[1])
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
@@ -187,7 +186,7 @@ def attend_as_stored(dtype: str, scales: KVScales | None = None) -> Callable[...
     """`attend_without_cache` over keys and values rounded as a cache of `dtype` stores them."""
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any) -> jax.Array:
-        own = None if scales is None else scales.of_layer(layer)
+        own = scales_of_layer(scales, layer)
         q, k, v = divide_by_scales(own, q, k, v)
         width = v.shape[-1]
         k, v = (from_stored(*to_stored(x, dtype), q.dtype) for x in (k, v))

@@ -60,10 +60,6 @@ class KVScales:
         """
         return cls(_rows(config, keys, "k_scale"), _rows(config, values, "v_scale"))
 
-    def of_layer(self, layer: int) -> "KVScales":
-        """The scales of one layer."""
-        return KVScales(self.keys[layer], self.values[layer])
-
     def first(self, num_layers: int) -> "KVScales":
         """The scales of the first layers."""
         return KVScales(self.keys[:num_layers], self.values[:num_layers])
@@ -87,6 +83,11 @@ def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> 
             f"{list(scales.values.shape)}"
         )
     return scales
+
+
+def scales_of_layer(scales: KVScales | None, layer: int) -> KVScales | None:
+    """The scales of one layer, if there are any."""
+    return None if scales is None else KVScales(scales.keys[layer], scales.values[layer])
 
 
 def divide_by_scales(

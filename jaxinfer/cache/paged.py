@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales
+from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.models import ModelConfig, check_divides
 from pallas_kernels.paged_attention import (
     InterleavedPages,
@@ -179,8 +179,7 @@ class PagedAttention:
 
     def of_layer(self, layer: int) -> LayerAttention:
         """The attention of one layer."""
-        scales = self._before.scales
-        scales = None if scales is None else scales.of_layer(layer)
+        scales = scales_of_layer(self._before.scales, layer)
         return LayerAttention(self._layers[layer], scales, self._inputs, self._schedules, *self._options)
 
     def update(self, layer: int, state: Pages) -> None:
