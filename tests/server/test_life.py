@@ -106,6 +106,20 @@ def test_what_does_not_end_in_time_ends_with_an_error():
 
 
 @pytest.mark.slow
+def test_a_second_signal_ends_at_once():
+    with Process("600") as server:
+        server.until_ready()
+        streams = [server.stream(240) for _ in range(8)]  # twice as many as run at once
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        for stream in streams:
+            last = stream.read().decode().rstrip().rpartition("\n")[2]
+            assert last == "data: [DONE]" or "error" in json.loads(last.removeprefix("data: "))
+
+
+@pytest.mark.slow
 def test_a_dead_engine_answers_everybody_and_ends_the_server():
     with Process("60", "dies") as server:
         server.until_ready()
