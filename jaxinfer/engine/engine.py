@@ -4,7 +4,7 @@ import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -80,6 +80,8 @@ class Engine:
         self._deadlines = Deadlines()
         self._observers = Observers()
         self._busy_since = 0.0
+        # Called with each dispatch whose results were read, and the seconds that it took.
+        self.on_read: Callable[[Flight, float], None] | None = None
 
     # Requests.
 
@@ -181,6 +183,8 @@ class Engine:
     def _commit(self, flight: Flight) -> list[SequenceState]:
         """Reads a dispatch's results: appends tokens, ends sequences, lets others use pages that are known."""
         found = self.runner.read(flight, with_samples=self._num_with_logprobs > 0)
+        if self.on_read is not None:
+            self.on_read(flight, found.seconds)
         if self.speculation is not None:
             self._record_speculation(self.speculation, flight, found)
         progressed = []

@@ -1,18 +1,20 @@
 """Prometheus metrics, with the suffixes of vLLM's names. No label comes from a request."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxinfer import __version__, compilation_cache
 from jaxinfer.server.record import Record
+from jaxinfer.speculative.statistics import SpeculationStats
 
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.engine.flight import Flight
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
@@ -23,6 +25,7 @@ _TOKEN = (
     *(40, 80),
 )
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_DISPATCH = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _STATUSES = (200, 400, 401, 403, 404, 405, 409, 413, 415, 429, 431, 500, 501, 503)
 
@@ -42,6 +45,11 @@ class Metrics:
         self._inter_token = self._histogram("inter_token_latency_seconds", "Between tokens of a request.", _TOKEN)
         self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
         self._queue_time = self._histogram("request_queue_time_seconds", "Until a request's turn.", _LATENCY)
+        self._prefill = self._histogram("request_prefill_time_seconds", "From a slot to the first token.", _LATENCY)
+        self._decode = self._histogram("request_decode_time_seconds", "From the first token to the end.", _LATENCY)
+        self._inference = self._histogram("request_inference_time_seconds", "From a slot to the end.", _LATENCY)
+        self._dispatch = self._histogram("dispatch_seconds", "Of a program on the device.", _DISPATCH)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens that a dispatch computes.", _COUNTS)
         self._num_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", _COUNTS)
         self._num_output = self._histogram("request_generation_tokens", "Tokens generated for a request.", _COUNTS)
         self._success = self._labelled("request_success", "Answers that ended.", "finished_reason")
@@ -50,6 +58,7 @@ class Metrics:
         self._http = self._labelled("http_requests", "Requests by route and status.", "route", "code")
         info = Gauge("jaxinfer_build_info", "Version.", ("version",), registry=self._registry)
         info.labels(__version__).set(1)
+        ProcessCollector(registry=self._registry)  # memory and processor time
 
     def _counter(self, name: str, help: str) -> Any:
         return Counter(f"jaxinfer_{name}", help, **self._own).labels(**self._values)
@@ -60,9 +69,22 @@ class Metrics:
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Any:
         return Histogram(f"jaxinfer_{name}", help, buckets=buckets, **self._own).labels(**self._values)
 
-    def watch(self, engine: "AsyncEngine") -> None:
-        """Adds the engine's metrics."""
-        self._registry.register(_EngineCollector(engine, self._values))
+    def watch(self, engine: "AsyncEngine", num_queued: Callable[[], int]) -> None:
+        """Adds the engine's metrics; `num_queued` answers wait in the server."""
+        collector = _EngineCollector(engine, self._values, num_queued)
+        self._registry.register(collector)
+        options = collector.engines[0].scheduler.options
+        sizes = {"block_size": str(options.page_size), "num_gpu_blocks": str(options.num_pages)}
+        info = Gauge("jaxinfer_cache_config_info", "The cache.", (*self._values, *sizes), registry=self._registry)
+        info.labels(**self._values, **sizes).set(1)
+        for one in collector.engines:
+            one.on_read = self._count_dispatch
+
+    def _count_dispatch(self, flight: "Flight", seconds: float) -> None:
+        """In the engine's thread."""
+        num_prompt = sum(chunk.length for _, chunk in flight.chunks)
+        self._dispatch.observe(seconds)
+        self._step_tokens.observe(num_prompt + len(flight.decodes) * flight.plan.num_steps)
 
     def deliver(self, record: Record, seconds: float, num_tokens: int) -> None:
         """Counts new tokens of a request, so many seconds after it arrived."""
@@ -84,13 +106,18 @@ class Metrics:
             self._latency.observe(record.total_seconds)
             for reason in record.finish_reasons:
                 self._success.labels(**self._values, finished_reason=reason).inc()
+            for one in record.timings:
+                self._prefill.observe(one.time_to_first_token - one.queue_time)
+                self._decode.observe(one.total_time - one.time_to_first_token)
+                self._inference.observe(one.total_time - one.queue_time)
         elif record.queued_seconds is not None:
             reason = "client_left" if record.has_left else "failed"
             self._aborted.labels(**self._values, reason=reason).inc()
         if record.num_output:
             self.generation_tokens.inc(record.num_output)
         if record.queued_seconds is not None:
-            self._queue_time.observe(record.queued_seconds)
+            in_engine = max((one.queue_time for one in record.timings), default=0.0)
+            self._queue_time.observe(record.queued_seconds + in_engine)
         if record.status in (429, 503):
             self._rejected.labels(**self._values, reason="queue_full" if record.status == 429 else "unavailable").inc()
 
@@ -102,16 +129,18 @@ class Metrics:
 class _EngineCollector(Collector):
     """Reads an engine's numbers while it runs, each of them by itself."""
 
-    def __init__(self, engine: "AsyncEngine", values: dict[str, str]):
-        self._llm, self._values = engine.llm, values
-        self._schedulers = [one.scheduler for one in getattr(engine.llm.engine, "engines", [engine.llm.engine])]
+    def __init__(self, engine: "AsyncEngine", values: dict[str, str], num_queued: Callable[[], int]):
+        self._llm, self._values, self._num_queued = engine.llm, values, num_queued
+        self.engines: list[Any] = getattr(engine.llm.engine, "engines", [engine.llm.engine])
+        self._schedulers = [one.scheduler for one in self.engines]
         self._num_compiled, self._listening = 0, contextlib.ExitStack()
         self._counts = self._listening.enter_context(compilation_cache.counting())
 
     def collect(self) -> Iterator[Metric]:
         one = self._schedulers
         yield self._gauge("num_requests_running", "Answers that hold a slot.", sum(len(s.running) for s in one))
-        yield self._gauge("num_requests_waiting", "Answers in the engine's queue.", sum(len(s.waiting) for s in one))
+        num_waiting = self._num_queued() + sum(len(s.waiting) for s in one)
+        yield self._gauge("num_requests_waiting", "Answers that wait, in the server and the engine.", num_waiting)
         shares = [1 - s.pool.num_available / (s.options.num_pages - 1) for s in one]
         yield self._gauge("kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", sum(shares) / len(shares))
         yield self._gauge("kv_cache_pages_owned", "Pages that answers own.", sum(s.pool.num_owned for s in one))
@@ -124,9 +153,10 @@ class _EngineCollector(Collector):
         )
         yield self._counter("num_preemptions", "Preemptions.", sum(c.num_preemptions for c in counters))
         yield self._counter("compilations", "Programs compiled since the model was loaded.", self._compilations())
-        if (stats := self._llm.speculation_stats()) is not None:
-            yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", stats.proposed)
-            yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted)
+        stats = self._llm.speculation_stats() or SpeculationStats()
+        yield self._counter("spec_decode_num_drafts", "Rounds of drafting, of each answer.", stats.num_rounds)
+        yield self._counter("spec_decode_num_draft_tokens", "Drafted tokens.", stats.proposed)
+        yield self._counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted)
 
     def _compilations(self) -> int:
         self._listening.close()

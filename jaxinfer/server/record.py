@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.engine.request import RequestOutput
+from jaxinfer.engine.request import RequestOutput, RequestTimings
 from jaxinfer.server.resume import new_answer_id
 
 
@@ -14,6 +14,7 @@ class Record:
 
     Attributes:
       request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
+      timings: in the engine, of each prompt.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class Record:
     first_token_seconds: float | None = None
     total_seconds: float = 0.0
     has_left: bool = False
+    timings: Sequence[RequestTimings] = ()
     _last: float = 0.0
 
     def deliver(self, seconds: float, num_tokens: int) -> float | None:
@@ -47,6 +49,7 @@ class Record:
     def end(self, outputs: Sequence[RequestOutput]) -> None:
         """All answers have ended."""
         self.num_cached = sum(output.num_cached_tokens for output in outputs)
+        self.timings = tuple(output.timings for output in outputs if output.timings is not None)
         self.finish_reasons = tuple(one.finish_reason or "" for output in outputs for one in output.outputs)
 
     def facts(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Service:
         template = None if llm.tokenizer is None else llm.tokenizer.chat_template
         self.tags = tags_of(self.options.reasoning, template)
         self._engine = engine
-        self.metrics.watch(engine)
+        self.metrics.watch(engine, lambda: self.admission.num_waiting)
         self.state = "ready"
 
     @property
