@@ -1,80 +1,15 @@
 """A server's life in a process of its own: loading, ready, draining, death."""
 
-import http.client
 import json
-import os
+import random
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
-MODEL = """
-import sys
-from jaxinfer import AsyncEngine
-from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.run import run_server
-from tests.server.conftest import OPTIONS, tiny_model
-
-def open_engine():
-    engine = AsyncEngine(tiny_model(), **OPTIONS)
-    if "dies" in sys.argv:
-        step, steps = engine.llm.client.step, []
-        def failing(*_):
-            steps.append(1)
-            if len(steps) > 20:
-                raise RuntimeError("the device has gone")
-            step()
-        engine.llm.client.step = failing
-    return engine
-
-options = ServerOptions(port=0, drain_timeout=float(sys.argv[1]), max_header_bytes=4096)
-sys.exit(run_server(options, "tiny", open_engine, on_listening=lambda url: print(url, flush=True)))
-"""
-
-
-class Process:
-    def __init__(self, *arguments: str):
-        environment = {**os.environ, "PYTHONPATH": os.getcwd(), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-        command = [sys.executable, "-c", MODEL, *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-        assert self.process.stdout is not None
-        url = self.process.stdout.readline().strip()
-        self.port = int(url.rpartition(":")[2])
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-
-    def get(self, path: str) -> int:
-        connection = self.connect()
-        connection.request("GET", path)
-        return connection.getresponse().status
-
-    def until_ready(self) -> None:
-        deadline = time.monotonic() + 200
-        while self.get("/ready") != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-
-    def stream(self, max_tokens: int) -> http.client.HTTPResponse:
-        """A begun stream, of which one event was read."""
-        connection = self.connect()
-        body = {"prompt": "def", "max_tokens": max_tokens, "ignore_eos": True, "seed": 1, "stream": True}
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        assert response.status == 200
-        response.readline()
-        return response
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait()
+from tests.server.process import Process, read_events
 
 
 @pytest.mark.slow
@@ -150,51 +85,75 @@ def test_headers_without_an_end_are_cut_off_and_an_address_in_use_is_told():
         assert server.process.wait(60) == 0
 
 
-def read_events(response: http.client.HTTPResponse, num_events: int | None = None) -> list[dict]:
-    """Events of a stream with their ids, or the first ones."""
-    found, last = [], None
-    for line in response:
-        text = line.decode().rstrip("\n")
-        if text.startswith("id: "):
-            last = text[4:]
-        elif text.startswith("data: {"):
-            found.append({"event_id": last, **json.loads(text[6:])})
-        if text == "data: [DONE]" or len(found) == num_events:
-            break
-    return found
+NUM_KILLS = 30
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAMPLED = {"max_tokens": 60, "temperature": 0.9, "ignore_eos": True, "return_token_ids": True}
+MESSAGES = [{"role": "user", "content": "read a file"}]
+STREAMS = [
+    (COMPLETIONS, {**SAMPLED, "prompt": "def read(path):"}),
+    (COMPLETIONS, {**SAMPLED, "prompt": [9, 8, 7], "n": 2, "top_p": 0.9, "frequency_penalty": 0.4}),
+    (CHAT, {**SAMPLED, "messages": MESSAGES, "logprobs": True, "top_logprobs": 1}),
+    (CHAT, {**SAMPLED, "messages": MESSAGES, "temperature": 0}),
+]
+
+
+class CutStream:
+    """A stream that a client goes on with until it has all of it."""
+
+    def __init__(self, path, body):
+        self.path, self.body, self.events, self.seed = path, {**body, "stream": True}, [], None
+
+    def send(self, server):
+        connection = server.connect()
+        headers = {"content-type": "application/json"}
+        if self.events:
+            headers["last-event-id"] = self.events[-1]["event_id"]
+        connection.request("POST", self.path, json.dumps(self.body), headers)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        assert self.seed in (None, response.headers["x-jaxinfer-seed"])
+        self.seed = response.headers["x-jaxinfer-seed"]
+        return response
+
+    @property
+    def answers(self):
+        """Text, ids and finish of each choice."""
+        found = {}
+        for event in self.events:
+            for choice in event["choices"]:
+                one = found.setdefault(choice["index"], ["", [], []])
+                one[0] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                one[1] += choice.get("token_ids", [])
+                one[2] += [choice["finish_reason"]] if choice["finish_reason"] else []
+        return found
+
+    @property
+    def has_ended(self):
+        return sum(len(answer[2]) for answer in self.answers.values()) == self.body.get("n", 1)
 
 
 @pytest.mark.slow
-def test_a_stream_goes_on_after_the_server_was_killed():
-    body = {"prompt": "def read(path):", "max_tokens": 60, "temperature": 0.9, "ignore_eos": True, "stream": True}
-    body["return_token_ids"] = True
-    found, last, cuts = [], None, iter((5, 11, 9))
-    is_done = False
-    while not is_done:
+@pytest.mark.timeout(3600)
+def test_streams_go_on_after_the_server_was_killed():
+    generator, streams, ended = random.Random(5), [], []
+    for _ in range(NUM_KILLS):
+        ended += [stream for stream in streams if stream.has_ended]
+        streams = [stream for stream in streams if not stream.has_ended] or [CutStream(*one) for one in STREAMS]
         with Process("1") as server:
             server.until_ready()
-            connection = server.connect()
-            headers = {"content-type": "application/json", **({"last-event-id": last} if last else {})}
-            connection.request("POST", "/v1/completions", json.dumps(body), headers)
-            response = connection.getresponse()
-            assert response.status == 200, response.read()
-            seed = int(response.headers["x-jaxinfer-seed"])
-            events = read_events(response, next(cuts, None))
+            responses = [stream.send(server) for stream in streams]
+            for stream, response in zip(streams, responses, strict=True):
+                stream.events += read_events(response, generator.randint(1, 12))
             server.process.kill()  # in mid-stream
-            found += events
-            last, is_done = events[-1]["event_id"], events[-1]["choices"][0]["finish_reason"] is not None
     with Process("1") as server:
         server.until_ready()
-        connection = server.connect()
-        connection.request(
-            "POST", "/v1/completions", json.dumps({**body, "seed": seed}), {"content-type": "application/json"}
-        )
-        undisturbed = read_events(connection.getresponse())
-
-    def joined(events):
-        choices = [event["choices"][0] for event in events]
-        return "".join(one["text"] for one in choices), [id for one in choices for id in one.get("token_ids", ())]
-
-    assert joined(found) == joined(undisturbed)
-    assert len(joined(found)[1]) == 60
-    assert len({event["system_fingerprint"] for event in (*found, *undisturbed)}) == 1
+        for stream in streams:
+            if not stream.has_ended:
+                stream.events += read_events(stream.send(server))
+        for stream in (*ended, *streams):
+            undisturbed = CutStream(stream.path, {**stream.body, "seed": int(stream.seed)})
+            undisturbed.events = read_events(undisturbed.send(server))
+            assert stream.answers == undisturbed.answers
+            assert all(len(answer[1]) == 60 for answer in stream.answers.values())
+            assert len({event["system_fingerprint"] for event in (*stream.events, *undisturbed.events)}) == 1
+    assert len(ended) >= len(STREAMS)

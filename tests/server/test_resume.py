@@ -54,6 +54,15 @@ def test_a_cut_stream_is_continued(client, path, body):
     asyncio.run(ask())
 
 
+def test_another_process_of_the_same_model_continues_a_stream(make_service, client):
+    async def ask():
+        whole = await client.stream(COMPLETIONS, BODY)
+        rest = await Client(make_app(make_service())).stream(COMPLETIONS, BODY, last_event_id=whole[4].id)
+        assert content([*whole[:5], *rest]) == content(whole)
+
+    asyncio.run(ask())
+
+
 def test_another_request_is_not_continued(client):
     async def ask():
         whole = await client.stream(COMPLETIONS, BODY)
