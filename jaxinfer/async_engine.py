@@ -50,6 +50,7 @@ class AsyncEngine:
         self.llm = LLM(model, **{"max_waiting": 1024, "steps_per_dispatch": 1, **options})
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._readers: dict[SequenceState, _Reader] = {}  # of unfinished answers; touched by the engine's thread only
+        self._to_wake: list[_Reader] = []  # that have got something in this step
         self._death: BaseException | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # of being closed against commands that still come
@@ -168,6 +169,7 @@ class AsyncEngine:
                 self.llm.step()
                 for answer in self.llm.client.take_progress(self._readers):
                     self._deliver(answer)
+                self._wake_readers()
         except BaseException as error:  # whatever it is, the readers must not wait for ever
             self._death = error
         finally:
@@ -199,18 +201,31 @@ class AsyncEngine:
             if answer.is_finished:
                 del self._readers[answer]
             if delta.text or delta.token_ids or answer.is_finished:
-                reader.put(replace(delta, output=self._output(reader)))
+                output = self._output(reader)
+                reader.put(delta if output is None else replace(delta, output=output))
+                self._to_wake.append(reader)
         except Exception as error:
             self._fail(reader, error)
             return
         if (behind := reader.num_pending_bytes) > MAX_PENDING_BYTES:
             self._abort(reader, f"its reader is {behind:,} bytes behind, {MAX_PENDING_BYTES:,} are allowed")
 
+    def _wake_readers(self) -> None:
+        """Wakes each event loop once, whatever the number of its readers that have got something."""
+        readers, self._to_wake = self._to_wake, []
+        loops: dict[asyncio.AbstractEventLoop, list[_Reader]] = {}
+        for reader in readers:
+            loops.setdefault(reader.loop, []).append(reader)
+        for loop, others in loops.items():
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(_set_arrived, others)
+
     def _abort(self, reader: "_Reader", why: str) -> None:
         for answer in reader.answers:
             if self._readers.pop(answer, None) is not None:
                 self.llm.client.abort([answer], why)
                 reader.put(replace(self.llm.advance(answer), output=self._output(reader)))
+                reader.wake()
 
     def _fail(self, reader: "_Reader", error: Exception) -> None:
         """Ends one request whose own processing failed; the others go on."""
@@ -230,6 +245,7 @@ class AsyncEngine:
         with self._lock:
             self._is_closed = True
         try:
+            self._wake_readers()
             while not self._commands.empty():
                 command = self._commands.get()
                 if command is not None:
@@ -279,19 +295,23 @@ class _Reader:
         self.request = request
         self.answers: list[SequenceState] = []  # once submitted
         self.is_done = False
-        self._loop, self._arrived, self._taken = loop, asyncio.Event(), asyncio.Event()
+        self.loop, self.arrived, self._taken = loop, asyncio.Event(), asyncio.Event()
         self._lock = threading.Lock()
         self._pending: dict[int, StreamDelta] = {}
         self._error: BaseException | None = None
         self.num_pending_bytes = 0
 
     def put(self, delta: StreamDelta) -> None:
+        """Adds what is new. The reader is to be woken then."""
         with self._lock:
             earlier = self._pending.pop(delta.index, None)
             merged = delta if earlier is None else earlier.merged(delta)
             self._pending[delta.index] = merged
             self.num_pending_bytes += len(delta.text.encode()) + TOKEN_BYTES * len(delta.token_ids)
-        self._wake(self._arrived)
+
+    def wake(self) -> None:
+        """Something has been put."""
+        self._wake(self.arrived)
 
     def take(self) -> None:
         """The request is queued."""
@@ -308,21 +328,26 @@ class _Reader:
         with self._lock:
             self._error = error
         self._wake(self._taken)
-        self._wake(self._arrived)
+        self._wake(self.arrived)
 
     async def read(self) -> list[StreamDelta]:
         """Waits for something new; raises what the request failed with."""
-        await self._arrived.wait()
+        await self.arrived.wait()
         with self._lock:
-            self._arrived.clear()
+            self.arrived.clear()
             deltas, self._pending, self.num_pending_bytes = list(self._pending.values()), {}, 0
             error = self._error
         self.is_done = error is not None or any(delta.output is not None for delta in deltas)
         if error is not None:
             raise error
         # The one with the whole output is the last.
-        return sorted(deltas, key=lambda delta: delta.output is not None)
+        return deltas if len(deltas) < 2 else sorted(deltas, key=lambda delta: delta.output is not None)
 
     def _wake(self, event: asyncio.Event) -> None:
         with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
-            self._loop.call_soon_threadsafe(event.set)
+            self.loop.call_soon_threadsafe(event.set)
+
+
+def _set_arrived(readers: list[_Reader]) -> None:
+    for reader in readers:
+        reader.arrived.set()

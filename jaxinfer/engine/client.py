@@ -236,7 +236,7 @@ class Client:
     def advance(self, answer: SequenceState) -> StreamDelta:
         """An answer's new tokens and text; a stop string in the text ends it."""
         first = answer.num_read
-        delta, matched = answer.reader.read()
+        text, tokens, matched = answer.reader.read()
         logprobs = None
         if answer.params.logprobs is not None:
             logprobs = [self._with_text(entry) or {} for entry in answer.logprobs[first : answer.num_read]]
@@ -245,8 +245,9 @@ class Client:
             self.engine.finish(answer, "stop", matched)
             answer.finish_reason, answer.stop_reason, answer.error = "stop", matched, None
             answer.drop_after(answer.num_read)
-        reasons = answer.finish_reason, answer.stop_reason, answer.error
-        return replace(delta, finish_reason=reasons[0], stop_reason=reasons[1], error=reasons[2], logprobs=logprobs)
+        return StreamDelta(
+            answer.index, text, tokens, answer.finish_reason, None, logprobs, answer.stop_reason, answer.error
+        )
 
     def run(
         self, answers: dict[SequenceState, Any], max_steps: int | None = None
@@ -378,9 +379,9 @@ class _TextReader:
         self._detokenizer = None if tokenizer is None else StreamingDetokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopStringMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
 
-    def read(self) -> tuple[StreamDelta, str | None]:
-        """The tokens since the last call and their text, and the stop string that was found. After one, tokens beyond
-        `num_read` do not count."""
+    def read(self) -> tuple[str, list[int], str | None]:
+        """The text of the tokens since the last call, the tokens, and the stop string that was found. After one, tokens
+        beyond `num_read` do not count."""
         answer, first, text, matched = self._answer, self._answer.num_read, "", None
         tokens = answer.tokens[answer.num_prompt + first :]
         while answer.num_read < first + len(tokens) and matched is None:
@@ -395,7 +396,7 @@ class _TextReader:
             text, matched = self._close(text)
         self._is_closed |= answer.is_finished or matched is not None
         answer.text += text
-        return StreamDelta(answer.index, text, tokens[: answer.num_read - first]), matched
+        return text, tokens[: answer.num_read - first], matched
 
     def _text_of(self, token: int) -> tuple[str, str | None]:
         """A token's text and the stop string that it completes. An id without a token gives no text."""
