@@ -5,6 +5,10 @@ import json
 import re
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from jaxinfer.server.metrics import QuickHistogram
+
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 COMPLETIONS = "/v1/completions"
 MODEL = '{model_name="tiny"}'
@@ -64,6 +68,18 @@ def test_what_waits_in_the_server_waits(client, service):
             service.admission.num_waiting = 0
 
     assert samples(asyncio.run(ask()))[f"jaxinfer_num_requests_waiting{MODEL}"] == 3
+
+
+def test_a_quick_histogram_is_prometheus_clients():
+    buckets, registries = (0.001, 0.5, 1, 2.5), (CollectorRegistry(), CollectorRegistry())
+    ours = QuickHistogram("x_seconds", "Of it.", buckets, {"model_name": "tiny"})
+    registries[0].register(ours)
+    theirs = Histogram("x_seconds", "Of it.", ("model_name",), buckets=buckets, registry=registries[1]).labels("tiny")
+    for value in (0, 0.001, 0.0011, 0.5, 0.75, 1, 2, 2.5, 2.6, 100, 1e9):
+        ours.observe(value)
+        theirs.observe(value)
+    texts = [generate_latest(registry).decode().splitlines() for registry in registries]
+    assert texts[0] == [line for line in texts[1] if "_created" not in line]
 
 
 def dashboard():
