@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILERS := $(VENV)/compilers
+# Packages of other people's clients, whose dependencies are not ours.
+CLIENTS := .venv-clients
 WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
 PYTEST := $(BIN)/python -m pytest
 # Test modules are compiled once for all processes and runs.
@@ -28,7 +30,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
     tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py
 
-.PHONY: help demo test test-quick test-all test-browser test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
+.PHONY: help demo test test-quick test-all test-browser test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -47,6 +49,11 @@ $(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
 	    libtpu jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
+$(CLIENTS)/stamp: tests/server/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
 $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
@@ -61,6 +68,9 @@ test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the tests (CPU, no torc
 test-browser: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Drive the server's chat page in Chromium, which is installed apart
 	$(PYTEST) -q -m browser --slow $(PYTEST_OPTIONS) tests/server/page
 
+test-clients: $(VENV)/stamp-test $(CLIENTS)/stamp  ## Use the server by the packages openai and anthropic
+	$(PYTEST) -q -m clients --slow $(PYTEST_OPTIONS) tests/server/clients
+
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
 	$(BIN)/python -m tests.faults --jobs 2
 
@@ -68,7 +78,7 @@ test-quick: $(VENV)/stamp-test  ## Run the cheap tests of every package: for the
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m 'not alone' $(PYTEST_OPTIONS) $(QUICK_TESTS)
 
 # What an optional package needs is skipped, with the reason, until `make test-oracle` has installed it.
-test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray  ## Run all tests, the long ones too: hours
+test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS)/stamp  ## Run all tests, the long ones too: hours
 	@$(MAKE) test PYTEST_OPTIONS="--slow $(if $(wildcard $(VENV)/stamp-oracle),--oracle) $(PYTEST_OPTIONS)"
 
 coverage: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run `make test` and print the lines that it did not run

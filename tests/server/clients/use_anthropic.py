@@ -1,0 +1,63 @@
+"""The anthropic package against a server at sys.argv[1]: messages, streams, counts of tokens, errors."""
+
+import asyncio
+import sys
+
+from anthropic import Anthropic, AsyncAnthropic, BadRequestError, NotFoundError
+
+MODEL = "tiny"
+BODY = {
+    "model": MODEL,
+    "system": "Be short.",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "read a file"}]}],
+    "max_tokens": 12,
+    "extra_body": {"seed": 11},
+}
+client = Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
+
+
+def messages():
+    answer = client.messages.create(**BODY)
+    assert (answer.type, answer.role, answer.content[0].type) == ("message", "assistant", "text")
+    assert answer.stop_reason in ("max_tokens", "end_turn")
+    assert answer.usage.output_tokens <= 12
+    with client.messages.stream(**BODY) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == answer.content[0].text == final.content[0].text
+    assert (final.stop_reason, final.usage.output_tokens) == (answer.stop_reason, answer.usage.output_tokens)
+    events = [event.type for event in client.messages.create(**BODY, stream=True)]
+    assert events[:2] == ["message_start", "content_block_start"]
+    assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    stopped = client.messages.create(**BODY, stop_sequences=[text[2:5]])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[2:5])
+
+
+def counts():
+    count = client.messages.count_tokens(model=MODEL, system=BODY["system"], messages=BODY["messages"])
+    usage = client.messages.create(**BODY).usage
+    assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def errors():
+    for kind, wrong in ((BadRequestError, {"max_tokens": -1}), (NotFoundError, {"model": "other"})):
+        try:
+            client.messages.create(**{**BODY, **wrong})
+        except kind as error:
+            assert error.body["type"] == "error"  # noqa: PT017
+            assert error.body["error"]["message"]  # noqa: PT017
+        else:
+            raise AssertionError(wrong)
+
+
+async def many():
+    async with AsyncAnthropic(base_url=sys.argv[1], api_key="none", max_retries=0) as others:
+        found = await asyncio.gather(*(others.messages.create(**BODY) for _ in range(6)))
+    assert len({one.content[0].text for one in found}) == 1
+    assert len({one.id for one in found}) == 6
+
+
+messages()
+counts()
+errors()
+asyncio.run(many())
