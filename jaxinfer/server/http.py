@@ -84,7 +84,7 @@ async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
     watcher = asyncio.ensure_future(_wait_for_leaving(receive))
     try:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        if watcher.done():
             raise ClientLeftError
         return task.result()
     finally:

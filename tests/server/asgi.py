@@ -46,10 +46,16 @@ class Exchange:
 
     async def _run(self, app, scope) -> None:
         try:
-            await app(scope, self._received.get, self._sent.put)
+            await app(scope, self._receive, self._sent.put)
         finally:
             with contextlib.suppress(asyncio.QueueFull):
                 self._sent.put_nowait(None)
+
+    async def _receive(self) -> dict[str, Any]:
+        message = await self._received.get()
+        if message["type"] == "http.disconnect":  # it is told however often one asks
+            self.leave()
+        return message
 
     def leave(self) -> None:
         """The client closes its connection."""
