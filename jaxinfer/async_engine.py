@@ -218,7 +218,7 @@ class AsyncEngine:
             loops.setdefault(reader.loop, []).append(reader)
         for loop, others in loops.items():
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_set_arrived, others)
+                loop.call_soon_threadsafe(_arrive, others)
 
     def _abort(self, reader: "_Reader", why: str) -> None:
         for answer in reader.answers:
@@ -275,10 +275,14 @@ class AnswerStream:
     def __init__(self, engine: AsyncEngine, reader: "_Reader"):
         self._engine, self._reader = engine, reader
 
-    async def __aiter__(self) -> AsyncIterator[StreamDelta]:
-        while not self._reader.is_done:
-            for delta in await self._reader.read():
-                yield delta
+    @property
+    def is_done(self) -> bool:
+        """Whether all was read."""
+        return self._reader.is_done
+
+    async def read(self) -> list[StreamDelta]:
+        """Waits for what is new, one delta for each answer that has something. Raises what the request failed with."""
+        return await self._reader.read()
 
     def abort(self) -> None:
         """Ends the request and frees what it holds, unless it has ended."""
@@ -295,7 +299,9 @@ class _Reader:
         self.request = request
         self.answers: list[SequenceState] = []  # once submitted
         self.is_done = False
-        self.loop, self.arrived, self._taken = loop, asyncio.Event(), asyncio.Event()
+        self.loop, self._taken = loop, asyncio.Event()
+        self._has_arrived = False  # this and the waiter are touched in the event loop only
+        self._waiter: asyncio.Future[None] | None = None
         self._lock = threading.Lock()
         self._pending: dict[int, StreamDelta] = {}
         self._error: BaseException | None = None
@@ -311,11 +317,11 @@ class _Reader:
 
     def wake(self) -> None:
         """Something has been put."""
-        self._wake(self.arrived)
+        self._call(self.arrive)
 
     def take(self) -> None:
         """The request is queued."""
-        self._wake(self._taken)
+        self._call(self._taken.set)
 
     async def taken(self) -> None:
         """Waits until the request is queued; raises the error for which it was not."""
@@ -327,27 +333,37 @@ class _Reader:
     def fail(self, error: BaseException) -> None:
         with self._lock:
             self._error = error
-        self._wake(self._taken)
-        self._wake(self.arrived)
+        self._call(self._taken.set)
+        self._call(self.arrive)
 
     async def read(self) -> list[StreamDelta]:
         """Waits for something new; raises what the request failed with."""
-        await self.arrived.wait()
+        if not self._has_arrived:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        self._has_arrived = False
         with self._lock:
-            self.arrived.clear()
             deltas, self._pending, self.num_pending_bytes = list(self._pending.values()), {}, 0
             error = self._error
-        self.is_done = error is not None or any(delta.output is not None for delta in deltas)
         if error is not None:
+            self.is_done = True
             raise error
-        # The one with the whole output is the last.
-        return deltas if len(deltas) < 2 else sorted(deltas, key=lambda delta: delta.output is not None)
+        if len(deltas) > 1:  # the one with the whole output is the last
+            deltas.sort(key=lambda delta: delta.output is not None)
+        self.is_done = bool(deltas) and deltas[-1].output is not None
+        return deltas
 
-    def _wake(self, event: asyncio.Event) -> None:
+    def arrive(self) -> None:
+        """Something has been put. In the event loop."""
+        self._has_arrived = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _call(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
-            self.loop.call_soon_threadsafe(event.set)
+            self.loop.call_soon_threadsafe(function)
 
 
-def _set_arrived(readers: list[_Reader]) -> None:
+def _arrive(readers: list[_Reader]) -> None:
     for reader in readers:
-        reader.arrived.set()
+        reader.arrive()

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer import __version__
 from jaxinfer.server.auth import Keys
@@ -55,17 +55,22 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
 
     endpoints["GET", "/openapi.json"] = schema
     routes = [
-        Route(path, _bound(endpoint, service), methods=[method]) for (method, path), endpoint in endpoints.items()
+        Route(path, _Application(endpoint, service), methods=[method]) for (method, path), endpoint in endpoints.items()
     ]
     router = Router(routes, redirect_slashes=False, default=_not_found)
     return Guard(router, service, keys, [path for _, path in endpoints])
 
 
-def _bound(endpoint: Endpoint, service: Service) -> Callable[[Request], Awaitable[Response]]:
-    async def run(request: Request) -> Response:
-        return await endpoint(request, service)
+class _Application:
+    """An endpoint as an ASGI application: around a function Starlette puts handlers of errors, which the guard is, and
+    through which every chunk would pass."""
 
-    return run
+    def __init__(self, endpoint: Endpoint, service: Service):
+        self._endpoint, self._service = endpoint, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._endpoint(Request(scope, receive, send), self._service)
+        await response(scope, receive, send)
 
 
 async def _not_found(*_: object) -> None:

@@ -1,6 +1,5 @@
 """/v1/chat/completions."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -9,9 +8,9 @@ from starlette.responses import Response
 from jaxinfer.batch.responses import prompt_entries, token_entry
 from jaxinfer.engine.request import CompletionOutput, TokenLogprob
 from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
-from jaxinfer.server.chunks import DONE, Chunks, with_id
+from jaxinfer.server.chunks import DONE, ChatChunks, with_id
 from jaxinfer.server.errors import refused
-from jaxinfer.server.generation import Generation
+from jaxinfer.server.generation import Generation, Piece
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import chat_job
 from jaxinfer.server.resume import StreamPosition
@@ -36,7 +35,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
     )
     headers = answer_headers(service, position)
     if body.stream:
-        events = _events(service, body, generation, position)
+        events = generation.events(_ChatEvents(service, body, generation, position))
         return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
     try:
         outputs = await while_connected(request.receive, generation.run())
@@ -84,41 +83,51 @@ def _logprobs(entries: list[TokenLogprob] | None, generation: Generation) -> lis
     return [token_entry(entry, generation.job.params.logprobs or 0) for entry in entries]
 
 
-async def _events(
-    service: Service, body: ChatRequest, generation: Generation, position: StreamPosition
-) -> AsyncIterator[bytes]:
-    has_usage = wants_usage(body)
-    chunks = Chunks(
-        f"{KIND}.chunk",
-        f"chatcmpl-{position.answer_id}",
-        position.created,
-        service.name,
-        service.fingerprint,
-        has_usage,
-    )
-    has_ids = bool(body.return_token_ids)
-    fields: dict[str, Any] = {"seed": position.seed}
-    if has_ids:
-        fields["prompt_token_ids"] = list(generation.requests[0].token_ids)
-    for index in range(0 if generation.is_resumed else generation.job.num_answers):
-        yield with_id(position, chunks.first(index, fields))
-        fields = {}
-    async for piece in generation.pieces():
-        sent = position.choices[piece.index]
+class _ChatEvents:
+    """The chunks of a streamed chat."""
+
+    def __init__(self, service: Service, body: ChatRequest, generation: Generation, position: StreamPosition):
+        self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
+        self._has_ids = bool(body.return_token_ids)
+        answer_id = f"chatcmpl-{position.answer_id}"
+        self._chunks = ChatChunks(
+            f"{KIND}.chunk", answer_id, position.created, service.name, service.fingerprint, self._has_usage
+        )
+
+    def begin(self) -> bytes:
+        if self._generation.is_resumed:
+            return b""
+        fields: dict[str, Any] = {"seed": self._position.seed}
+        if self._has_ids:
+            fields["prompt_token_ids"] = list(self._generation.requests[0].token_ids)
+        found = b""
+        for index in range(self._generation.job.num_answers):
+            found += with_id(self._position, self._chunks.first(index, fields))
+            fields = {}
+        return found
+
+    def add(self, piece: Piece) -> bytes:
+        position, chunks, index = self._position, self._chunks, piece.index
+        sent = position.choices[index]
         if piece.end is not None:
             sent.has_ended = True
-            end = piece.end
-            yield with_id(position, chunks.end(piece.index, True, end.finish_reason or "stop", end.stop_reason))
-            continue
-        logprobs, ids = _logprobs(piece.logprobs, generation), list(piece.token_ids) if has_ids else None
-        name, text = ("content", piece.text) if piece.text or not piece.reasoning else ("reasoning_content", "")
-        if piece.reasoning and piece.text:  # the closing tag is within: what belongs to both goes with the latter
-            sent.add(piece.reasoning, 0)
-            yield with_id(position, chunks.chat(piece.index, "reasoning_content", piece.reasoning, None, None))
-        text = text or piece.reasoning
+            return with_id(position, chunks.end(index, piece.end.finish_reason or "stop", piece.end.stop_reason))
+        name, text, found = "content", piece.text, b""
+        if piece.reasoning:
+            if text:  # the closing tag is within: what belongs to both goes with the latter
+                sent.add(piece.reasoning, 0)
+                found = with_id(position, chunks.add(index, "reasoning_content", piece.reasoning))
+            else:
+                name, text = "reasoning_content", piece.reasoning
         sent.add(text, len(piece.token_ids))
-        if text or logprobs or ids:
-            yield with_id(position, chunks.chat(piece.index, name, text, logprobs, ids))
-    if has_usage:
-        yield chunks.usage(usage_of(generation.outputs))
-    yield DONE
+        if piece.logprobs or self._has_ids:
+            logprobs = _logprobs(piece.logprobs, self._generation)
+            ids = list(piece.token_ids) if self._has_ids else None
+            if text or logprobs or ids:
+                found += with_id(position, chunks.add(index, name, text, logprobs, ids))
+        elif text:
+            found += with_id(position, chunks.add(index, name, text))
+        return found
+
+    def finish(self) -> bytes:
+        return (self._chunks.usage(usage_of(self._generation.outputs)) if self._has_usage else b"") + DONE

@@ -12,7 +12,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 
-class Chunks:
+class _Chunks:
     """Chunks of one stream; all begin alike.
 
     Args:
@@ -22,47 +22,27 @@ class Chunks:
     def __init__(self, kind: str, answer_id: str, created: int, model: str, fingerprint: str, has_usage: bool):
         head = {"id": answer_id, "object": kind, "created": created, "model": model, "system_fingerprint": fingerprint}
         self._head = b"data: " + encode(head)[:-1]
+        self._start = self._head + b',"choices":[{"index":'
         self._end = b',"usage":null}\n\n' if has_usage else b"}\n\n"
+        self._rest = b',"logprobs":null,"finish_reason":null}]' + self._end
 
-    def first(self, index: int, fields: Mapping[str, Any]) -> bytes:
-        """The first chunk of a chat's choice: the role, and beside the choices what else the client should know."""
-        return b"%b%b%b%b" % (
-            self._head,
-            b"".join(b',"%b":%b' % (name.encode(), encode(value)) for name, value in fields.items()),
-            b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-            % index,
-            self._end,
-        )
-
-    def chat(self, index: int, name: str, text: str, logprobs: Any, token_ids: Sequence[int] | None) -> bytes:
-        """New text of a chat; `name` is content or reasoning_content."""
-        return b'%b,"choices":[{"index":%d,"delta":{"%b":%b},"logprobs":%b,"finish_reason":null%b}]%b' % (
-            self._head,
+    def _choice(self, index: int, text: bytes, logprobs: Any, token_ids: Sequence[int] | None) -> bytes:
+        if logprobs is None and token_ids is None:
+            return b"%b%d%b%b" % (self._start, index, text, self._rest)
+        return b'%b%d%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
+            self._start,
             index,
-            name.encode(),
-            encode(text),
-            b"null" if logprobs is None else encode({"content": logprobs, "refusal": None}),
-            b"" if token_ids is None else b',"token_ids":' + encode(token_ids),
-            self._end,
-        )
-
-    def completion(self, index: int, text: str, logprobs: Any, token_ids: Sequence[int] | None) -> bytes:
-        """New text of a completion."""
-        return b'%b,"choices":[{"index":%d,"text":%b,"logprobs":%b,"finish_reason":null%b}]%b' % (
-            self._head,
-            index,
-            encode(text),
+            text,
             b"null" if logprobs is None else encode(logprobs),
             b"" if token_ids is None else b',"token_ids":' + encode(token_ids),
             self._end,
         )
 
-    def end(self, index: int, is_chat: bool, finish_reason: str, stop_reason: int | str | None) -> bytes:
-        """The last chunk of a choice."""
-        return b'%b,"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b' % (
-            self._head,
+    def _ending(self, index: int, text: bytes, finish_reason: str, stop_reason: int | str | None) -> bytes:
+        return b'%b%d%b,"logprobs":null,"finish_reason":%b,"stop_reason":%b}]%b' % (
+            self._start,
             index,
-            b'"delta":{}' if is_chat else b'"text":""',
+            text,
             encode(finish_reason),
             encode(stop_reason),
             self._end,
@@ -71,6 +51,42 @@ class Chunks:
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last chunk of the stream, where it was asked for."""
         return b'%b,"choices":[],"usage":%b}\n\n' % (self._head, encode(usage))
+
+
+class ChatChunks(_Chunks):
+    """Of /v1/chat/completions."""
+
+    def first(self, index: int, fields: Mapping[str, Any]) -> bytes:
+        """The first chunk of a choice: the role, and beside the choices what else the client should know."""
+        more = b"".join(b',"%b":%b' % (name.encode(), encode(value)) for name, value in fields.items())
+        delta = b'{"role":"assistant","content":""}'
+        choices = b',"choices":[{"index":%d,"delta":%b,"logprobs":null,"finish_reason":null}]' % (index, delta)
+        return self._head + more + choices + self._end
+
+    def add(
+        self, index: int, name: str, text: str, logprobs: Any = None, token_ids: Sequence[int] | None = None
+    ) -> bytes:
+        """New text; `name` is content or reasoning_content."""
+        delta = b',"delta":{"%b":%b}' % (name.encode(), encode(text))
+        return self._choice(
+            index, delta, None if logprobs is None else {"content": logprobs, "refusal": None}, token_ids
+        )
+
+    def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
+        """The last chunk of a choice."""
+        return self._ending(index, b',"delta":{}', finish_reason, stop_reason)
+
+
+class CompletionChunks(_Chunks):
+    """Of /v1/completions."""
+
+    def add(self, index: int, text: str, logprobs: Any = None, token_ids: Sequence[int] | None = None) -> bytes:
+        """New text."""
+        return self._choice(index, b',"text":' + encode(text), logprobs, token_ids)
+
+    def end(self, index: int, finish_reason: str, stop_reason: int | str | None) -> bytes:
+        """The last chunk of a choice."""
+        return self._ending(index, b',"text":""', finish_reason, stop_reason)
 
 
 def with_id(position: object, event: bytes) -> bytes:

@@ -1,6 +1,5 @@
 """/v1/completions."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -9,8 +8,8 @@ from starlette.responses import Response
 from jaxinfer.batch.responses import LogprobLists, prompt_entries
 from jaxinfer.engine.request import CompletionOutput, RequestOutput
 from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
-from jaxinfer.server.chunks import DONE, Chunks, with_id
-from jaxinfer.server.generation import Generation
+from jaxinfer.server.chunks import DONE, CompletionChunks, with_id
+from jaxinfer.server.generation import Generation, Piece
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import completion_job
 from jaxinfer.server.resume import StreamPosition
@@ -33,7 +32,7 @@ async def completions(request: Request, service: Service) -> Response:
     )
     headers = answer_headers(service, position)
     if body.stream:
-        events = _events(service, body, generation, position)
+        events = generation.events(_CompletionEvents(service, body, generation, position))
         return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
     try:
         outputs = await while_connected(request.receive, generation.run())
@@ -84,29 +83,40 @@ def _choice(
     return choice
 
 
-async def _events(
-    service: Service, body: CompletionRequest, generation: Generation, position: StreamPosition
-) -> AsyncIterator[bytes]:
-    has_usage = wants_usage(body)
-    chunks = Chunks(KIND, f"cmpl-{position.answer_id}", position.created, service.name, service.fingerprint, has_usage)
-    params, has_ids = generation.job.params, bool(body.return_token_ids)
-    lists = [LogprobLists(generation.tokenizer, one.num_chars) for one in position.choices]
-    async for piece in generation.pieces():
-        sent = position.choices[piece.index]
+class _CompletionEvents:
+    """The chunks of streamed completions."""
+
+    def __init__(self, service: Service, body: CompletionRequest, generation: Generation, position: StreamPosition):
+        self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
+        self._params, self._has_ids = generation.job.params, bool(body.return_token_ids)
+        self._lists = [LogprobLists(generation.tokenizer, one.num_chars) for one in position.choices]
+        answer_id = f"cmpl-{position.answer_id}"
+        self._chunks = CompletionChunks(
+            KIND, answer_id, position.created, service.name, service.fingerprint, self._has_usage
+        )
+
+    def begin(self) -> bytes:
+        return b""
+
+    def add(self, piece: Piece) -> bytes:
+        position, chunks, index = self._position, self._chunks, piece.index
+        sent = position.choices[index]
         if piece.end is not None:
             sent.has_ended = True
-            end = piece.end
-            yield with_id(position, chunks.end(piece.index, False, end.finish_reason or "stop", end.stop_reason))
-            continue
+            return with_id(position, chunks.end(index, piece.end.finish_reason or "stop", piece.end.stop_reason))
         sent.add(piece.text, len(piece.token_ids))
+        if not piece.logprobs and not self._has_ids:
+            return with_id(position, chunks.add(index, piece.text)) if piece.text else b""
         logprobs = None
         if piece.logprobs:
+            lists = self._lists[index]
             for token, entry in zip(piece.token_ids, piece.logprobs, strict=True):
-                lists[piece.index].add(token, entry, params.logprobs or 0)
-            logprobs = lists[piece.index].take()
-        ids = list(piece.token_ids) if has_ids else None
+                lists.add(token, entry, self._params.logprobs or 0)
+            logprobs = lists.take()
+        ids = list(piece.token_ids) if self._has_ids else None
         if piece.text or logprobs or ids:
-            yield with_id(position, chunks.completion(piece.index, piece.text, logprobs, ids))
-    if has_usage:
-        yield chunks.usage(usage_of(generation.outputs))
-    yield DONE
+            return with_id(position, chunks.add(index, piece.text, logprobs, ids))
+        return b""
+
+    def finish(self) -> bytes:
+        return (self._chunks.usage(usage_of(self._generation.outputs)) if self._has_usage else b"") + DONE

@@ -1,10 +1,10 @@
-"""Runs a job: tokenized in a thread, admitted in turn, submitted; its pieces as they come, its outputs at the end."""
+"""Runs a job: tokenized in a thread, admitted in turn, submitted; its events as they come, its outputs at the end."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 from jaxinfer.async_engine import AnswerStream
 from jaxinfer.engine.request import (
@@ -39,8 +39,24 @@ class Piece:
     end: CompletionOutput | None = None
 
 
+class StreamFormat(Protocol):
+    """Writes the events of one stream. No method is a coroutine: that would cost more than the events themselves."""
+
+    def begin(self) -> bytes:
+        """Events before the first token."""
+        ...
+
+    def add(self, piece: Piece) -> bytes:
+        """Events of what is new of one choice."""
+        ...
+
+    def finish(self) -> bytes:
+        """Events after the last choice has ended."""
+        ...
+
+
 class Generation:
-    """One job of one client. `prepare`, then `pieces` to the end, or `outputs`; `close` in any case.
+    """One job of one client. `prepare`, then `events` to the end, or `run`; `close` in any case.
 
     Args:
       key: the name of the client's API key. tags: of the model's reasoning, where it is to be told apart.
@@ -60,7 +76,8 @@ class Generation:
         self._service, self.job, self._record, self._tags, self._echo = service, job, record, tags, echo
         self.requests: list[Request] = []
         self.outputs: list[RequestOutput] = []
-        self._streams: list[AnswerStream] = []
+        self._source = _Source()
+        self._outputs: list[RequestOutput | None] = []
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
         self._start = time.perf_counter()
         self._ticket: Ticket = service.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
@@ -113,40 +130,64 @@ class Generation:
 
     async def run(self) -> list[RequestOutput]:
         """The outputs of the whole job. Raises APIError if an answer failed."""
-        async for _ in self._deltas():
-            pass
-        return self.outputs
+        source = await self._submit()
+        while not source.is_done:
+            for number, delta in await source.read():
+                self._receive(number, delta)
+        return self._end()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """What is new, as it comes. Raises APIError if an answer failed."""
+    async def events(self, form: StreamFormat) -> AsyncIterator[bytes]:
+        """Events of what is new, as it comes. Raises APIError if an answer failed."""
+        if begun := form.begin() + b"".join(map(form.add, self._echoed())):
+            yield begun
+        source = await self._submit()
+        splitters = self._splitters()
+        while not source.is_done:
+            found = b""
+            for number, delta in await source.read():
+                self._receive(number, delta)
+                for piece in self._pieces(number, delta, splitters):
+                    found += form.add(piece)
+            if found:
+                yield found
+        self._end()
+        yield form.finish()
+
+    def _echoed(self) -> Iterator[Piece]:
         num = self.job.params.n
-        splitters: dict[int, ReasoningSplitter] = {}
-        if self._tags is not None:
-            splitters = {
-                number * num + index: ReasoningSplitter(self._tags, self.is_inside(number))
-                for number in range(len(self.requests))
-                for index in range(num)
-            }
         for index in range(self.job.num_answers if self._echo else 0):
             piece = Piece(index, self.prompt_text(index // num))
             if self._skippers is not None:
                 self._skip(piece, self._skippers[index], is_end=False)
             if piece.text:
                 yield piece
-        async for number, delta in self._deltas():
-            index = number * num + delta.index
+
+    def _splitters(self) -> dict[int, ReasoningSplitter]:
+        if self._tags is None:
+            return {}
+        num = self.job.params.n
+        return {
+            number * num + index: ReasoningSplitter(self._tags, self.is_inside(number))
+            for number in range(len(self.requests))
+            for index in range(num)
+        }
+
+    def _pieces(self, number: int, delta: StreamDelta, splitters: Mapping[int, ReasoningSplitter]) -> list[Piece]:
+        index = number * self.job.params.n + delta.index
+        if self.job.num_kept is not None:
+            piece = Piece(index)
+        else:
             piece = Piece(index, delta.text, "", delta.token_ids, delta.logprobs)
-            if self.job.num_kept is not None:
-                piece = Piece(index)
-            if self._tags is not None:
-                self._split(piece, splitters[index], delta)
-            if self._skippers is not None:
-                self._skip(piece, self._skippers[index], delta.finish_reason is not None)
-            if piece.text or piece.reasoning or piece.token_ids:
-                yield piece
-            is_known = self._skippers is not None and self._skippers[index].has_ended
-            if delta.finish_reason is not None and not is_known:
-                yield Piece(index, end=self._ending(delta))
+        is_end, is_known = delta.finish_reason is not None, False
+        if splitters:
+            self._split(piece, splitters[index], delta)
+        if self._skippers is not None:
+            self._skip(piece, self._skippers[index], is_end)
+            is_known = self._skippers[index].has_ended
+        pieces = [piece] if piece.text or piece.reasoning or piece.token_ids else []
+        if is_end and not is_known:
+            pieces.append(Piece(index, end=self._ending(delta)))
+        return pieces
 
     def _split(self, piece: Piece, splitter: ReasoningSplitter, delta: StreamDelta) -> None:
         found = {"reasoning": "", "content": ""}
@@ -169,23 +210,28 @@ class Generation:
     def _ending(self, delta: StreamDelta) -> CompletionOutput:
         return CompletionOutput(delta.index, "", [], 0, delta.finish_reason, delta.stop_reason)
 
-    async def _deltas(self) -> AsyncIterator[tuple[int, StreamDelta]]:
-        """Deltas of all prompts, with the prompt's number."""
+    async def _submit(self) -> "_Source":
+        """Waits for the job's turn; returns the deltas of its prompts."""
         await self._ticket.turn()
         self._record.queued_seconds = time.perf_counter() - self._start
         engine = self._service.engine
         for request in self.requests:
-            self._streams.append(await engine.submit(request))
-        outputs: list[RequestOutput | None] = [None] * len(self._streams)
-        async for number, delta in _merged(self._streams):
-            seconds = time.perf_counter() - self._start
-            self._service.metrics.deliver(self._record, seconds, len(delta.token_ids))
-            if delta.output is not None:
-                outputs[number] = delta.output
+            self._source.streams.append(await engine.submit(request))
+        self._outputs = [None] * len(self.requests)
+        return self._source
+
+    def _receive(self, number: int, delta: StreamDelta) -> None:
+        """Counts what has come. Raises APIError if the answer failed."""
+        self._service.metrics.deliver(self._record, time.perf_counter() - self._start, len(delta.token_ids))
+        if delta.output is not None:
+            self._outputs[number] = delta.output
+        if delta.finish_reason is not None:
             _check(delta)
-            yield number, delta
-        self.outputs = [self._kept(output) for output in outputs if output is not None]
+
+    def _end(self) -> list[RequestOutput]:
+        self.outputs = [self._kept(output) for output in self._outputs if output is not None]
         self._record.end(self.outputs)
+        return self.outputs
 
     def _kept(self, output: RequestOutput) -> RequestOutput:
         if self.job.num_kept is None:
@@ -203,8 +249,7 @@ class Generation:
     def close(self) -> None:
         """Gives back what it holds: the place in the queue, slots and pages."""
         self._service.generations.discard(self)
-        for stream in self._streams:
-            stream.abort()
+        self._source.close()
         self._ticket.leave(self._record.num_output)
 
 
@@ -216,33 +261,32 @@ def _check(delta: StreamDelta) -> None:
         raise unavailable(f"the answer was aborted: {delta.error or 'the server is going away'}", 5)
 
 
-async def _merged(streams: Sequence[AnswerStream]) -> AsyncIterator[tuple[int, StreamDelta]]:
+class _Source:
     """Deltas of several streams as they come, with the stream's number."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    arrived: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)  # a slow reader's deltas are merged by the engine
 
-    async def forward(number: int) -> None:
-        try:
-            async for delta in streams[number]:
-                await arrived.put((number, delta))
-            await arrived.put(None)
-        except Exception as error:
-            await arrived.put(error)
+    def __init__(self) -> None:
+        self.streams: list[AnswerStream] = []
+        self._reads: dict[int, asyncio.Future[list[StreamDelta]]] = {}
 
-    tasks = [asyncio.create_task(forward(number)) for number in range(len(streams))]
-    try:
-        num_left = len(tasks)
-        while num_left:
-            item = await arrived.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_left -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
+    @property
+    def is_done(self) -> bool:
+        return not self._reads and all(stream.is_done for stream in self.streams)
+
+    async def read(self) -> list[tuple[int, StreamDelta]]:
+        """Waits for something new. Raises what a request failed with."""
+        if len(self.streams) == 1:
+            return [(0, delta) for delta in await self.streams[0].read()]
+        for number, stream in enumerate(self.streams):
+            if number not in self._reads and not stream.is_done:
+                self._reads[number] = asyncio.ensure_future(stream.read())
+        await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
+        found = []
+        for number in [number for number, task in self._reads.items() if task.done()]:
+            found += [(number, delta) for delta in self._reads.pop(number).result()]
+        return found
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.abort()
+        for task in self._reads.values():
             task.cancel()

@@ -148,7 +148,6 @@ class EventStream(Response):
                 self._sent_at, self._is_sending = time.monotonic(), True
                 await send({"type": "http.response.body", "body": event, "more_body": True})
                 self._is_sending = False
-                self._sent_at = time.monotonic()
         except Exception as error:  # the status has been sent
             await send(
                 {

@@ -1,7 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +12,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
-from jaxinfer.server.generation import Generation
+from jaxinfer.server.generation import Generation, Piece
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import Conversation, Job, check_model, make_job, read_messages
 from jaxinfer.server.reasoning import Tags
@@ -33,7 +33,7 @@ async def messages(request: Request, service: Service) -> Response:
     )
     headers = answer_headers(service, position)
     if body.stream:
-        events = _events(service, generation, position)
+        events = generation.events(_MessageEvents(service, generation, position))
         return EventStream(events, generation.close, _error_event, service.options.send_timeout, headers)
     try:
         (output,) = await while_connected(request.receive, generation.run())
@@ -201,52 +201,45 @@ def _error_event(error: APIError) -> bytes:
     return named_event("error", error.anthropic())
 
 
-async def _events(service: Service, generation: Generation, position: StreamPosition) -> AsyncIterator[bytes]:
-    usage = {"input_tokens": generation.requests[0].num_prompt, "output_tokens": 0}
-    message = {**_message(service, position), "usage": usage}
-    yield named_event("message_start", {"type": "message_start", "message": message})
-    yield _PING
-    blocks = _Blocks()
-    ending: dict[str, Any] = {}
-    async for piece in generation.pieces():
-        if piece.end is not None:
-            ending = _ending(piece.end.finish_reason, piece.end.stop_reason)
-            continue
-        for kind, text in (("thinking", piece.reasoning), ("text", piece.text)):
-            for event in blocks.add(kind, text) if text else ():
-                yield event
-    if blocks.kind is None:
-        for event in blocks.add("text", ""):
-            yield event
-    yield blocks.stop()
-    (output,) = generation.outputs
-    body = {"type": "message_delta", "delta": ending, "usage": _usage(output)}
-    yield named_event("message_delta", body)
-    yield named_event("message_stop", {"type": "message_stop"})
+class _MessageEvents:
+    """The events of a streamed message: its blocks, one after another."""
 
-
-class _Blocks:
-    """The blocks of a streamed message, one after another."""
-
-    def __init__(self) -> None:
-        self.kind: str | None = None
+    def __init__(self, service: Service, generation: Generation, position: StreamPosition):
+        self._generation = generation
+        usage = {"input_tokens": generation.requests[0].num_prompt, "output_tokens": 0}
+        self._message = {**_message(service, position), "usage": usage}
+        self._ending: dict[str, Any] = {}
+        self._kind: str | None = None  # of the open block
         self._index = -1
 
-    def add(self, kind: str, text: str) -> list[bytes]:
-        """Events of new text: of a block of its own, where another kind came before."""
-        events = []
-        if kind != self.kind:
-            if self.kind is not None:
-                events.append(self.stop())
-            self._index, self.kind = self._index + 1, kind
-            block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
-            body = {"type": "content_block_start", "index": self._index, "content_block": block}
-            events.append(named_event("content_block_start", body))
-        if text:
-            delta = {"type": f"{kind}_delta", kind: text}
-            body = {"type": "content_block_delta", "index": self._index, "delta": delta}
-            events.append(named_event("content_block_delta", body))
-        return events
+    def begin(self) -> bytes:
+        return named_event("message_start", {"type": "message_start", "message": self._message}) + _PING
 
-    def stop(self) -> bytes:
+    def add(self, piece: Piece) -> bytes:
+        if piece.end is not None:
+            self._ending = _ending(piece.end.finish_reason, piece.end.stop_reason)
+        found = self._add("thinking", piece.reasoning) if piece.reasoning else b""
+        return found + self._add("text", piece.text) if piece.text else found
+
+    def finish(self) -> bytes:
+        found = self._open("text") if self._kind is None else b""
+        (output,) = self._generation.outputs
+        body = {"type": "message_delta", "delta": self._ending, "usage": _usage(output)}
+        found += self._stop() + named_event("message_delta", body)
+        return found + named_event("message_stop", {"type": "message_stop"})
+
+    def _add(self, kind: str, text: str) -> bytes:
+        found = self._open(kind) if kind != self._kind else b""
+        delta = {"type": f"{kind}_delta", kind: text}
+        body = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return found + named_event("content_block_delta", body)
+
+    def _open(self, kind: str) -> bytes:
+        found = b"" if self._kind is None else self._stop()
+        self._index, self._kind = self._index + 1, kind
+        block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+        body = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return found + named_event("content_block_start", body)
+
+    def _stop(self) -> bytes:
         return named_event("content_block_stop", {"type": "content_block_stop", "index": self._index})

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,12 +43,12 @@ class Guard:
         more = [(b"x-request-id", record.request_id.encode()), *self._cors(headers)]
         has_started = False
 
-        async def send_with_headers(message: Message) -> None:
+        def send_with_headers(message: Message) -> Awaitable[None]:  # no coroutine of its own for every chunk
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started, record.status = True, message["status"]
                 message["headers"] = [*message.get("headers", ()), *more]
-            await send(message)
+            return send(message)
 
         start = time.perf_counter()
         try:

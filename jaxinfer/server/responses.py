@@ -1,6 +1,6 @@
 """/v1/responses without a store: every request brings its whole conversation."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.generation import Generation
+from jaxinfer.server.generation import Generation, Piece
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import Conversation, Job, chosen_tools, make_job, read_messages
 from jaxinfer.server.resume import StreamPosition
@@ -41,7 +41,7 @@ async def responses(request: Request, service: Service) -> Response:
     headers = answer_headers(service, position)
     about = _About(service, body, generation, position)
     if body.stream:
-        events = about.events()
+        events = generation.events(about)
         return EventStream(events, generation.close, about.error_event, service.options.send_timeout, headers)
     try:
         (output,) = await while_connected(request.receive, generation.run())
@@ -127,6 +127,7 @@ class _About:
     def __init__(self, service: Service, body: ResponsesRequest, generation: Generation, position: StreamPosition):
         self._body, self._generation, self._id = body, generation, position.answer_id
         self._number = -1
+        self._thought, self._content, self._is_open = "", "", False  # what was streamed
         params = generation.job.params
         self._base: dict[str, Any] = {
             "id": f"resp_{self._id}",
@@ -195,64 +196,68 @@ class _About:
     def error_event(self, error: APIError) -> bytes:
         return self._event("error", code=error.code or error.type, message=error.message, param=error.param)
 
-    async def events(self) -> AsyncIterator[bytes]:
-        yield self._event("response.created", response=self._base)
-        yield self._event("response.in_progress", response=self._base)
-        reasoning, content, is_open = "", "", False
-        async for piece in self._generation.pieces():
-            if piece.reasoning:
-                if not reasoning:
-                    item = {**self._reasoning(""), "content": []}
-                    yield self._event("response.output_item.added", output_index=0, item=item)
-                reasoning += piece.reasoning
-                yield self._delta("reasoning_text", 0, piece.reasoning, "rs")
-            if piece.text:
-                if not is_open:
-                    for event in (*self._end_reasoning(reasoning), *self._open(reasoning)):
-                        yield event
-                    is_open = True
-                content += piece.text
-                yield self._delta("output_text", int(bool(reasoning)), piece.text, "msg")
+    # The format of its stream.
+
+    def begin(self) -> bytes:
+        created = self._event("response.created", response=self._base)
+        return created + self._event("response.in_progress", response=self._base)
+
+    def add(self, piece: Piece) -> bytes:
+        found = b""
+        if piece.reasoning:
+            if not self._thought:
+                item = {**self._reasoning(""), "content": []}
+                found += self._event("response.output_item.added", output_index=0, item=item)
+            self._thought += piece.reasoning
+            found += self._delta("reasoning_text", 0, piece.reasoning, "rs")
+        if piece.text:
+            if not self._is_open:
+                found += self._end_reasoning() + self._open()
+            self._content += piece.text
+            found += self._delta("output_text", self._index, piece.text, "msg")
+        return found
+
+    def finish(self) -> bytes:
         (output,) = self._generation.outputs
-        whole = self.whole(reasoning, content, output)
-        if not is_open:
-            for event in (*self._end_reasoning(reasoning), *(() if reasoning else self._open(reasoning))):
-                yield event
-        if is_open or not reasoning:
-            for event in self._close(int(bool(reasoning)), content, whole["output"][-1]):
-                yield event
-        yield self._event(f"response.{whole['status']}", response=whole)
+        whole = self.whole(self._thought, self._content, output)
+        found = b""
+        if not self._is_open:
+            found += self._end_reasoning() if self._thought else self._open()
+        if self._is_open:
+            found += self._close(whole["output"][-1])
+        return found + self._event(f"response.{whole['status']}", response=whole)
+
+    @property
+    def _index(self) -> int:
+        """Of the message among the items."""
+        return int(bool(self._thought))
 
     def _delta(self, kind: str, index: int, text: str, prefix: str) -> bytes:
         more = {"logprobs": []} if kind == "output_text" else {}
         fields = {"item_id": f"{prefix}_{self._id}", "output_index": index, "content_index": 0, "delta": text}
         return self._event(f"response.{kind}.delta", **fields, **more)
 
-    def _end_reasoning(self, text: str) -> list[bytes]:
+    def _end_reasoning(self) -> bytes:
+        text = self._thought
         if not text:
-            return []
+            return b""
         where = {"item_id": f"rs_{self._id}", "output_index": 0, "content_index": 0}
-        return [
-            self._event("response.reasoning_text.done", **where, text=text),
-            self._event("response.output_item.done", output_index=0, item=self._reasoning(text)),
-        ]
+        done = self._event("response.reasoning_text.done", **where, text=text)
+        return done + self._event("response.output_item.done", output_index=0, item=self._reasoning(text))
 
-    def _open(self, reasoning: str) -> list[bytes]:
-        index = int(bool(reasoning))
-        where = {"item_id": f"msg_{self._id}", "output_index": index, "content_index": 0}
+    def _open(self) -> bytes:
+        self._is_open = True
+        where = {"item_id": f"msg_{self._id}", "output_index": self._index, "content_index": 0}
         item = self._message("", "in_progress")
-        return [
-            self._event("response.output_item.added", output_index=index, item=item),
-            self._event("response.content_part.added", **where, part=_text_part("")),
-        ]
+        added = self._event("response.output_item.added", output_index=self._index, item=item)
+        return added + self._event("response.content_part.added", **where, part=_text_part(""))
 
-    def _close(self, index: int, text: str, item: Mapping[str, Any]) -> list[bytes]:
+    def _close(self, item: Mapping[str, Any]) -> bytes:
+        text, index = self._content, self._index
         where = {"item_id": f"msg_{self._id}", "output_index": index, "content_index": 0}
-        return [
-            self._event("response.output_text.done", **where, text=text, logprobs=[]),
-            self._event("response.content_part.done", **where, part=_text_part(text)),
-            self._event("response.output_item.done", output_index=index, item=item),
-        ]
+        done = self._event("response.output_text.done", **where, text=text, logprobs=[])
+        done += self._event("response.content_part.done", **where, part=_text_part(text))
+        return done + self._event("response.output_item.done", output_index=index, item=item)
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -67,8 +67,8 @@ class StreamPosition:
         return int(self.answer_id[:8], 16)
 
     def __str__(self) -> str:
-        if len(self.choices) == 1:
-            return f"{self._head}{self.choices[0]}"
+        if len(self.choices) == 1 and not (one := self.choices[0]).has_ended:
+            return f"{self._head}{one.num_tokens:x}-{one.num_chars:x}-{one.checksum:x}"
         return self._head + ",".join(map(str, self.choices))
 
     @classmethod
