@@ -5,7 +5,7 @@ import atexit
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -280,9 +280,9 @@ class AnswerStream:
         """Whether all was read."""
         return self._reader.is_done
 
-    async def read(self) -> list[StreamDelta]:
+    def read(self) -> Coroutine[Any, Any, list[StreamDelta]]:
         """Waits for what is new, one delta for each answer that has something. Raises what the request failed with."""
-        return await self._reader.read()
+        return self._reader.read()
 
     def abort(self) -> None:
         """Ends the request and frees what it holds, unless it has ended."""

@@ -6,11 +6,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.batch.responses import prompt_entries, token_entry
-from jaxinfer.engine.request import CompletionOutput, TokenLogprob
+from jaxinfer.engine.request import CompletionOutput, StreamDelta, TokenLogprob
 from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
-from jaxinfer.server.chunks import DONE, ChatChunks, with_id
+from jaxinfer.server.chunks import DONE, ChatChunks
 from jaxinfer.server.errors import refused
-from jaxinfer.server.generation import Generation, Piece
+from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import chat_job
 from jaxinfer.server.resume import StreamPosition
@@ -102,31 +102,30 @@ class _ChatEvents:
             fields["prompt_token_ids"] = list(self._generation.requests[0].token_ids)
         found = b""
         for index in range(self._generation.job.num_answers):
-            found += with_id(self._position, self._chunks.first(index, fields))
+            found += self._position.event_id() + self._chunks.first(index, fields)
             fields = {}
         return found
 
-    def add(self, piece: Piece) -> bytes:
-        position, chunks, index = self._position, self._chunks, piece.index
-        sent = position.choices[index]
-        if piece.end is not None:
-            sent.has_ended = True
-            return with_id(position, chunks.end(index, piece.end.finish_reason or "stop", piece.end.stop_reason))
-        name, text, found = "content", piece.text, b""
-        if piece.reasoning:
-            if text:  # the closing tag is within: what belongs to both goes with the latter
-                sent.add(piece.reasoning, 0)
-                found = with_id(position, chunks.add(index, "reasoning_content", piece.reasoning))
+    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+        position, chunks, index, text = self._position, self._chunks, delta.index, delta.text
+        name, found = "content", b""
+        if reasoning:
+            if text:  # the closing tag is within: what belongs to both goes with the text
+                found = position.advance(index, reasoning, 0) + chunks.add(index, "reasoning_content", reasoning)
             else:
-                name, text = "reasoning_content", piece.reasoning
-        sent.add(text, len(piece.token_ids))
-        if piece.logprobs or self._has_ids:
-            logprobs = _logprobs(piece.logprobs, self._generation)
-            ids = list(piece.token_ids) if self._has_ids else None
+                name, text = "reasoning_content", reasoning
+        if delta.logprobs or self._has_ids:
+            logprobs = _logprobs(delta.logprobs, self._generation)
+            ids = list(delta.token_ids) if self._has_ids else None
             if text or logprobs or ids:
-                found += with_id(position, chunks.add(index, name, text, logprobs, ids))
+                event = chunks.add(index, name, text, logprobs, ids)
+                found += position.advance(index, text, len(delta.token_ids)) + event
         elif text:
-            found += with_id(position, chunks.add(index, name, text))
+            found += position.advance(index, text, len(delta.token_ids)) + chunks.add(index, name, text)
+        elif delta.token_ids:
+            position.advance(index, "", len(delta.token_ids))
+        if delta.finish_reason is not None:
+            found += position.end(index) + chunks.end(index, delta.finish_reason, delta.stop_reason)
         return found
 
     def finish(self) -> bytes:

@@ -89,11 +89,6 @@ class CompletionChunks(_Chunks):
         return self._ending(index, b',"text":""', finish_reason, stop_reason)
 
 
-def with_id(position: object, event: bytes) -> bytes:
-    """The event with its id."""
-    return b"id: %b\n%b" % (str(position).encode(), event)
-
-
 def error_event(body: Mapping[str, Any]) -> bytes:
     """An error within a stream."""
     return b"data: %b\n\n" % encode(body)

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.batch.responses import LogprobLists, prompt_entries
-from jaxinfer.engine.request import CompletionOutput, RequestOutput
+from jaxinfer.engine.request import CompletionOutput, RequestOutput, StreamDelta
 from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
-from jaxinfer.server.chunks import DONE, CompletionChunks, with_id
-from jaxinfer.server.generation import Generation, Piece
+from jaxinfer.server.chunks import DONE, CompletionChunks
+from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import completion_job
 from jaxinfer.server.resume import StreamPosition
@@ -98,25 +98,28 @@ class _CompletionEvents:
     def begin(self) -> bytes:
         return b""
 
-    def add(self, piece: Piece) -> bytes:
-        position, chunks, index = self._position, self._chunks, piece.index
-        sent = position.choices[index]
-        if piece.end is not None:
-            sent.has_ended = True
-            return with_id(position, chunks.end(index, piece.end.finish_reason or "stop", piece.end.stop_reason))
-        sent.add(piece.text, len(piece.token_ids))
-        if not piece.logprobs and not self._has_ids:
-            return with_id(position, chunks.add(index, piece.text)) if piece.text else b""
-        logprobs = None
-        if piece.logprobs:
-            lists = self._lists[index]
-            for token, entry in zip(piece.token_ids, piece.logprobs, strict=True):
-                lists.add(token, entry, self._params.logprobs or 0)
-            logprobs = lists.take()
-        ids = list(piece.token_ids) if self._has_ids else None
-        if piece.text or logprobs or ids:
-            return with_id(position, chunks.add(index, piece.text, logprobs, ids))
-        return b""
+    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+        position, chunks, index, text, found = self._position, self._chunks, delta.index, delta.text, b""
+        if delta.logprobs or self._has_ids:
+            logprobs, ids = self._logprobs(delta), list(delta.token_ids) if self._has_ids else None
+            if text or logprobs or ids:
+                event = chunks.add(index, text, logprobs, ids)
+                found = position.advance(index, text, len(delta.token_ids)) + event
+        elif text:
+            found = position.advance(index, text, len(delta.token_ids)) + chunks.add(index, text)
+        elif delta.token_ids:
+            position.advance(index, "", len(delta.token_ids))
+        if delta.finish_reason is not None:
+            found += position.end(index) + chunks.end(index, delta.finish_reason, delta.stop_reason)
+        return found
+
+    def _logprobs(self, delta: StreamDelta) -> dict[str, Any] | None:
+        if not delta.logprobs:
+            return None
+        lists = self._lists[delta.index]
+        for token, entry in zip(delta.token_ids, delta.logprobs, strict=True):
+            lists.add(token, entry, self._params.logprobs or 0)
+        return lists.take()
 
     def finish(self) -> bytes:
         return (self._chunks.usage(usage_of(self._generation.outputs)) if self._has_usage else b"") + DONE

@@ -2,18 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from jaxinfer.async_engine import AnswerStream
 from jaxinfer.engine.request import (
-    CompletionOutput,
     Request,
     RequestOptions,
     RequestOutput,
     StreamDelta,
-    TokenLogprob,
 )
 from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
@@ -27,18 +25,6 @@ from jaxinfer.text import Tokenizer
 _NUM_PROMPT_END = 16  # tokens of a prompt's end that are looked at for an opening tag
 
 
-@dataclass(slots=True)
-class Piece:
-    """What is new of one choice; with `end`, the last of it."""
-
-    index: int
-    text: str = ""
-    reasoning: str = ""
-    token_ids: Sequence[int] = ()
-    logprobs: list[TokenLogprob] | None = None
-    end: CompletionOutput | None = None
-
-
 class StreamFormat(Protocol):
     """Writes the events of one stream. No method is a coroutine: that would cost more than the events themselves."""
 
@@ -46,8 +32,8 @@ class StreamFormat(Protocol):
         """Events before the first token."""
         ...
 
-    def add(self, piece: Piece) -> bytes:
-        """Events of what is new of one choice."""
+    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+        """Events of what is new of a choice, whose number is the delta's index: reasoning, then text, then its end."""
         ...
 
     def finish(self) -> bytes:
@@ -76,8 +62,10 @@ class Generation:
         self._service, self.job, self._record, self._tags, self._echo = service, job, record, tags, echo
         self.requests: list[Request] = []
         self.outputs: list[RequestOutput] = []
-        self._source = _Source()
+        self._streams: list[AnswerStream] = []
+        self._several: _Several | None = None
         self._outputs: list[RequestOutput | None] = []
+        self._metrics, self._last = service.metrics, 0.0
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
         self._start = time.perf_counter()
         self._ticket: Ticket = service.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
@@ -132,35 +120,37 @@ class Generation:
         """The outputs of the whole job. Raises APIError if an answer failed."""
         source = await self._submit()
         while not source.is_done:
-            for number, delta in await source.read():
-                self._receive(number, delta)
+            for delta in await source.read():
+                self._receive(delta)
         return self._end()
 
     async def events(self, form: StreamFormat) -> AsyncIterator[bytes]:
         """Events of what is new, as it comes. Raises APIError if an answer failed."""
-        if begun := form.begin() + b"".join(map(form.add, self._echoed())):
+        if begun := form.begin() + self._echoed(form):
             yield begun
         source = await self._submit()
         splitters = self._splitters()
+        is_plain = not splitters and self._skippers is None and self.job.num_kept is None
         while not source.is_done:
             found = b""
-            for number, delta in await source.read():
-                self._receive(number, delta)
-                for piece in self._pieces(number, delta, splitters):
-                    found += form.add(piece)
+            for delta in await source.read():
+                self._receive(delta)
+                found += form.add(delta) if is_plain else form.add(*self._shown(delta, splitters))
             if found:
                 yield found
         self._end()
         yield form.finish()
 
-    def _echoed(self) -> Iterator[Piece]:
-        num = self.job.params.n
+    def _echoed(self, form: StreamFormat) -> bytes:
+        """Events of the prompts' texts, if they are part of the answers."""
+        found = b""
         for index in range(self.job.num_answers if self._echo else 0):
-            piece = Piece(index, self.prompt_text(index // num))
+            delta = StreamDelta(index, self.prompt_text(index // self.job.params.n), [])
             if self._skippers is not None:
-                self._skip(piece, self._skippers[index], is_end=False)
-            if piece.text:
-                yield piece
+                delta, _ = self._skip(delta, "")
+            if delta.text:
+                found += form.add(delta)
+        return found
 
     def _splitters(self) -> dict[int, ReasoningSplitter]:
         if self._tags is None:
@@ -172,61 +162,63 @@ class Generation:
             for index in range(num)
         }
 
-    def _pieces(self, number: int, delta: StreamDelta, splitters: Mapping[int, ReasoningSplitter]) -> list[Piece]:
-        index = number * self.job.params.n + delta.index
+    def _shown(self, delta: StreamDelta, splitters: Mapping[int, ReasoningSplitter]) -> tuple[StreamDelta, str]:
+        """A delta without its reasoning and what the client has, and the reasoning."""
+        reasoning = ""
         if self.job.num_kept is not None:
-            piece = Piece(index)
-        else:
-            piece = Piece(index, delta.text, "", delta.token_ids, delta.logprobs)
-        is_end, is_known = delta.finish_reason is not None, False
+            delta = replace(delta, text="", token_ids=[], logprobs=None)
         if splitters:
-            self._split(piece, splitters[index], delta)
-        if self._skippers is not None:
-            self._skip(piece, self._skippers[index], is_end)
-            is_known = self._skippers[index].has_ended
-        pieces = [piece] if piece.text or piece.reasoning or piece.token_ids else []
-        if is_end and not is_known:
-            pieces.append(Piece(index, end=self._ending(delta)))
-        return pieces
+            found = {"reasoning": "", "content": ""}
+            splitter = splitters[delta.index]
+            for kind, text in (*splitter.feed(delta.text), *(splitter.finish() if delta.finish_reason else ())):
+                found[kind] += text
+            delta, reasoning = replace(delta, text=found["content"]), found["reasoning"]
+        return (delta, reasoning) if self._skippers is None else self._skip(delta, reasoning)
 
-    def _split(self, piece: Piece, splitter: ReasoningSplitter, delta: StreamDelta) -> None:
-        found = {"reasoning": "", "content": ""}
-        ending = splitter.finish() if delta.finish_reason is not None else ()
-        for kind, text in (*splitter.feed(delta.text), *ending):
-            found[kind] += text
-        piece.text, piece.reasoning = found["content"], found["reasoning"]
-
-    def _skip(self, piece: Piece, skipper: Skipper, is_end: bool) -> None:
-        """Removes from the piece what was sent before."""
-        num_chars, num_tokens = skipper.skip(piece.reasoning + piece.text, len(piece.token_ids))
-        num_reasoning = min(num_chars, len(piece.reasoning))
-        piece.reasoning = piece.reasoning[num_reasoning:]
-        piece.text = piece.text[num_chars - num_reasoning :]
-        piece.token_ids = piece.token_ids[num_tokens:]
-        piece.logprobs = None if piece.logprobs is None else piece.logprobs[num_tokens:]
-        if is_end:
+    def _skip(self, delta: StreamDelta, reasoning: str) -> tuple[StreamDelta, str]:
+        assert self._skippers is not None
+        skipper, end = self._skippers[delta.index], delta.finish_reason
+        num_chars, num_tokens = skipper.skip(reasoning + delta.text, len(delta.token_ids))
+        if end is not None:
             skipper.check_end()
+        num_reasoning = min(num_chars, len(reasoning))
+        delta = replace(
+            delta,
+            text=delta.text[num_chars - num_reasoning :],
+            token_ids=delta.token_ids[num_tokens:],
+            logprobs=None if delta.logprobs is None else delta.logprobs[num_tokens:],
+            finish_reason=None if skipper.has_ended else end,
+        )
+        return delta, reasoning[num_reasoning:]
 
-    def _ending(self, delta: StreamDelta) -> CompletionOutput:
-        return CompletionOutput(delta.index, "", [], 0, delta.finish_reason, delta.stop_reason)
-
-    async def _submit(self) -> "_Source":
-        """Waits for the job's turn; returns the deltas of its prompts."""
+    async def _submit(self) -> "AnswerStream | _Several":
+        """Waits for the job's turn; returns the deltas of its answers."""
         await self._ticket.turn()
         self._record.queued_seconds = time.perf_counter() - self._start
         engine = self._service.engine
         for request in self.requests:
-            self._source.streams.append(await engine.submit(request))
+            self._streams.append(await engine.submit(request))
         self._outputs = [None] * len(self.requests)
-        return self._source
+        if len(self._streams) == 1:
+            return self._streams[0]
+        self._several = _Several(self._streams, self.job.params.n)
+        return self._several
 
-    def _receive(self, number: int, delta: StreamDelta) -> None:
+    def _receive(self, delta: StreamDelta) -> None:
         """Counts what has come. Raises APIError if the answer failed."""
-        self._service.metrics.deliver(self._record, time.perf_counter() - self._start, len(delta.token_ids))
-        if delta.output is not None:
-            self._outputs[number] = delta.output
+        if num := len(delta.token_ids):
+            seconds = time.perf_counter() - self._start
+            self._record.num_output += num
+            if self._record.first_token_seconds is None:
+                self._record.first_token_seconds = seconds
+                self._metrics.first_token.observe(seconds)
+            else:
+                self._metrics.inter_token.observe((seconds - self._last) / num)
+            self._last = seconds
         if delta.finish_reason is not None:
             _check(delta)
+            if delta.output is not None:
+                self._outputs[delta.index // self.job.params.n] = delta.output
 
     def _end(self) -> list[RequestOutput]:
         self.outputs = [self._kept(output) for output in self._outputs if output is not None]
@@ -249,7 +241,10 @@ class Generation:
     def close(self) -> None:
         """Gives back what it holds: the place in the queue, slots and pages."""
         self._service.generations.discard(self)
-        self._source.close()
+        for stream in self._streams:
+            stream.abort()
+        if self._several is not None:
+            self._several.close()
         self._ticket.leave(self._record.num_output)
 
 
@@ -261,32 +256,30 @@ def _check(delta: StreamDelta) -> None:
         raise unavailable(f"the answer was aborted: {delta.error or 'the server is going away'}", 5)
 
 
-class _Source:
-    """Deltas of several streams as they come, with the stream's number."""
+class _Several:
+    """Deltas of several requests as they come. Their indices are those of the choices: number of the request times n,
+    plus that of the answer."""
 
-    def __init__(self) -> None:
-        self.streams: list[AnswerStream] = []
+    def __init__(self, streams: Sequence[AnswerStream], n: int):
+        self._streams, self._n = streams, n
         self._reads: dict[int, asyncio.Future[list[StreamDelta]]] = {}
 
     @property
     def is_done(self) -> bool:
-        return not self._reads and all(stream.is_done for stream in self.streams)
+        return not self._reads and all(stream.is_done for stream in self._streams)
 
-    async def read(self) -> list[tuple[int, StreamDelta]]:
+    async def read(self) -> list[StreamDelta]:
         """Waits for something new. Raises what a request failed with."""
-        if len(self.streams) == 1:
-            return [(0, delta) for delta in await self.streams[0].read()]
-        for number, stream in enumerate(self.streams):
+        for number, stream in enumerate(self._streams):
             if number not in self._reads and not stream.is_done:
                 self._reads[number] = asyncio.ensure_future(stream.read())
         await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
-        found = []
-        for number in [number for number, task in self._reads.items() if task.done()]:
-            found += [(number, delta) for delta in self._reads.pop(number).result()]
-        return found
+        return [
+            replace(delta, index=number * self._n + delta.index)
+            for number in [number for number, read in self._reads.items() if read.done()]
+            for delta in self._reads.pop(number).result()
+        ]
 
     def close(self) -> None:
-        for stream in self.streams:
-            stream.abort()
-        for task in self._reads.values():
-            task.cancel()
+        for read in self._reads.values():
+            read.cancel()

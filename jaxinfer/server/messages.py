@@ -7,12 +7,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.engine.request import RequestOutput
+from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
-from jaxinfer.server.generation import Generation, Piece
+from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import Conversation, Job, check_model, make_job, read_messages
 from jaxinfer.server.reasoning import Tags
@@ -215,11 +215,11 @@ class _MessageEvents:
     def begin(self) -> bytes:
         return named_event("message_start", {"type": "message_start", "message": self._message}) + _PING
 
-    def add(self, piece: Piece) -> bytes:
-        if piece.end is not None:
-            self._ending = _ending(piece.end.finish_reason, piece.end.stop_reason)
-        found = self._add("thinking", piece.reasoning) if piece.reasoning else b""
-        return found + self._add("text", piece.text) if piece.text else found
+    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+        if delta.finish_reason is not None:
+            self._ending = _ending(delta.finish_reason, delta.stop_reason)
+        found = self._add("thinking", reasoning) if reasoning else b""
+        return found + self._add("text", delta.text) if delta.text else found
 
     def finish(self) -> bytes:
         found = self._open("text") if self._kind is None else b""

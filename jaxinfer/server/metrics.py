@@ -41,13 +41,13 @@ class Metrics:
         self._own = {"labelnames": tuple(self._values), "registry": self._registry}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that were answered.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
-        self._first_token = self._histogram(
+        self.first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN
         )
-        self._inter_token = QuickHistogram(
+        self.inter_token = QuickHistogram(
             "jaxinfer_inter_token_latency_seconds", "Between tokens of a request.", _TOKEN, self._values
         )
-        self._registry.register(self._inter_token)
+        self._registry.register(self.inter_token)
         self._latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _LATENCY)
         self._queue_time = self._histogram("request_queue_time_seconds", "Until a request's turn.", _LATENCY)
         self._prefill = self._histogram("request_prefill_time_seconds", "From a slot to the first token.", _LATENCY)
@@ -90,15 +90,6 @@ class Metrics:
         num_prompt = sum(chunk.length for _, chunk in flight.chunks)
         self._dispatch.observe(seconds)
         self._step_tokens.observe(num_prompt + len(flight.decodes) * flight.plan.num_steps)
-
-    def deliver(self, record: Record, seconds: float, num_tokens: int) -> None:
-        """Counts new tokens of a request, so many seconds after it arrived."""
-        if num_tokens:
-            since_last = record.deliver(seconds, num_tokens)
-            if since_last is None:
-                self._first_token.observe(seconds)
-            else:
-                self._inter_token.observe(since_last)
 
     def count_request(self, record: Record) -> None:
         """Counts a request that has been answered."""

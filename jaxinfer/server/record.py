@@ -34,17 +34,6 @@ class Record:
     total_seconds: float = 0.0
     has_left: bool = False
     timings: Sequence[RequestTimings] = ()
-    _last: float = 0.0
-
-    def deliver(self, seconds: float, num_tokens: int) -> float | None:
-        """New tokens, so many seconds after the request arrived; returns the seconds for each since the last ones, None
-        for the first."""
-        self.num_output += num_tokens
-        last, self._last = self._last, seconds
-        if self.first_token_seconds is None:
-            self.first_token_seconds = seconds
-            return None
-        return (seconds - last) / num_tokens
 
     def end(self, outputs: Sequence[RequestOutput]) -> None:
         """All answers have ended."""

@@ -6,12 +6,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.engine.request import RequestOutput
+from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.generation import Generation, Piece
+from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import Conversation, Job, chosen_tools, make_job, read_messages
 from jaxinfer.server.resume import StreamPosition
@@ -202,19 +202,19 @@ class _About:
         created = self._event("response.created", response=self._base)
         return created + self._event("response.in_progress", response=self._base)
 
-    def add(self, piece: Piece) -> bytes:
+    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
         found = b""
-        if piece.reasoning:
+        if reasoning:
             if not self._thought:
                 item = {**self._reasoning(""), "content": []}
                 found += self._event("response.output_item.added", output_index=0, item=item)
-            self._thought += piece.reasoning
-            found += self._delta("reasoning_text", 0, piece.reasoning, "rs")
-        if piece.text:
+            self._thought += reasoning
+            found += self._delta("reasoning_text", 0, reasoning, "rs")
+        if delta.text:
             if not self._is_open:
                 found += self._end_reasoning() + self._open()
-            self._content += piece.text
-            found += self._delta("output_text", self._index, piece.text, "msg")
+            self._content += delta.text
+            found += self._delta("output_text", self._index, delta.text, "msg")
         return found
 
     def finish(self) -> bytes:

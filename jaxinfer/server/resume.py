@@ -66,9 +66,26 @@ class StreamPosition:
         """When the answer was first begun, in seconds since 1970."""
         return int(self.answer_id[:8], 16)
 
+    def advance(self, index: int, text: str, num_tokens: int) -> bytes:
+        """Counts what is sent of a choice; returns the line with the id of its event."""
+        one = self.choices[index]
+        one.num_tokens += num_tokens
+        one.num_chars += len(text)
+        one.checksum = zlib.crc32(text.encode("utf-8", "surrogatepass"), one.checksum)
+        if len(self.choices) > 1 or one.has_ended:
+            return self.event_id()
+        return f"id: {self._head}{one.num_tokens:x}-{one.num_chars:x}-{one.checksum:x}\n".encode()
+
+    def end(self, index: int) -> bytes:
+        """The end of a choice is sent; returns the line with the id of its event."""
+        self.choices[index].has_ended = True
+        return self.event_id()
+
+    def event_id(self) -> bytes:
+        """The line with the id of an event."""
+        return f"id: {self}\n".encode()
+
     def __str__(self) -> str:
-        if len(self.choices) == 1 and not (one := self.choices[0]).has_ended:
-            return f"{self._head}{one.num_tokens:x}-{one.num_chars:x}-{one.checksum:x}"
         return self._head + ",".join(map(str, self.choices))
 
     @classmethod
