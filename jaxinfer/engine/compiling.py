@@ -1,6 +1,6 @@
 """Programs compiled before their first use, several at once."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from typing import Any
@@ -32,30 +32,44 @@ def default_jobs() -> int:
     return min(num_cores(), MAX_JOBS)
 
 
-def compile_programs(programs: Iterable[Program], num_jobs: int, report: Report = lambda name: None) -> None:
+def compile_programs(
+    programs: Sequence[Program], num_jobs: int, report: Report = lambda name: None, *, runs: bool = False
+) -> None:
     """Traces the programs in turn while `num_jobs` others are compiled: XLA does not hold the interpreter.
 
-    JAX's call of a program then finds the result. `report` gets the name of each when it is compiled. An error of one
-    ends all.
+    JAX's call of a program then finds the result. `report` gets the name of each when it is compiled. With `runs` each
+    is run once it and those before it are compiled: a first run takes long, and the next programs are traced meanwhile.
+    An error of one ends all.
     """
     if num_jobs == 1:
         for program in programs:
             program.lower().compile()
             report(program.name)
+            if runs:
+                program.run()
         return
-    names: dict[Future[Any], str] = {}
+    futures: list[Future[object]] = []
+    reported: set[Future[object]] = set()
+    num_run = 0
 
-    def report_compiled(done: Iterable[Future[Any]]) -> None:
-        for future in done:
-            future.result()
-            report(names.pop(future))
+    def advance() -> None:
+        nonlocal num_run
+        for program, future in zip(programs, futures, strict=False):
+            if future.done() and future not in reported:
+                future.result()
+                reported.add(future)
+                report(program.name)
+        while runs and num_run < len(futures) and futures[num_run] in reported:
+            programs[num_run].run()
+            num_run += 1
 
     with ThreadPoolExecutor(num_jobs, "jaxinfer-compile") as pool:
         try:
             for program in programs:
-                names[pool.submit(program.lower().compile)] = program.name
-                report_compiled([future for future in names if future.done()])
-            report_compiled(as_completed(list(names)))
+                futures.append(pool.submit(program.lower().compile))
+                advance()
+            for _ in as_completed(list(futures)):
+                advance()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

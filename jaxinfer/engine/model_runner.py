@@ -372,10 +372,10 @@ class ModelRunner:
         """All programs but those of `_warm_up_small`: how each is traced, and run with nothing to do."""
         spec, found = self.spec, []
         for num_slots in spec.step_slots:
+            found.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
             for size in spec.token_buckets:
                 name, sizes = f"step of {size} tokens, {num_slots} slots", (size, num_slots)
                 found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
-            found.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
         for num_slots in () if spec.options.deterministic else spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
             found.append(Program(f"decode of {num_slots} slots", *calls))
@@ -394,8 +394,9 @@ class ModelRunner:
         `report` gets the name of each of `all_programs` when it is compiled.
         """
         self._warm_up_small()
-        self._compile(num_jobs, report=report)
-        for program in self.all_programs:
+        is_only_host = self.publish is None  # others would run what this one does as soon as they can, in another order
+        self._compile(num_jobs, report=report, runs=is_only_host)
+        for program in () if is_only_host else self.all_programs:
             program.run()
         jax.block_until_ready(self._slots)
         self._has_decoded = True
@@ -403,9 +404,9 @@ class ModelRunner:
         return len(self.all_programs) + 4 + has_draft + has_draft_cache
 
     @operation
-    def _compile(self, num_jobs: int, report: Report = lambda name: None) -> None:
+    def _compile(self, num_jobs: int, report: Report = lambda name: None, runs: bool = False) -> None:
         compilation_cache.end_start()
-        compile_programs(self.all_programs, num_jobs, report)
+        compile_programs(self.all_programs, num_jobs, report, runs=runs)
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))

@@ -206,6 +206,9 @@ def logits_sharding(mesh: Mesh, logits: Any) -> NamedSharding:
     return parallel.array_shardings(mesh, logits, (None, "vocab"))
 
 
+_sample = jax.jit(sample, inline=True)  # traced once for `sample_step` and `decode` of as many slots
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 def sample_step(
     mesh: Mesh | None, slots: Slots, batch: SamplingBatch, rows: StepSlots, logits: jax.Array
@@ -218,7 +221,7 @@ def sample_step(
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     is_decoding, ends = rows.is_decoding(slots), rows.ends(slots)
     takes_part = is_decoding | rows.is_prompt
-    samples = sample(logits, ends, mask_inactive_rows(batch, takes_part), slots.history)
+    samples = _sample(logits, ends, mask_inactive_rows(batch, takes_part), slots.history)
 
     is_produced = is_decoding | (rows.is_prompt & rows.is_last)
     took_part = is_produced & samples.ok
@@ -256,13 +259,14 @@ def decode(
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     rows = jnp.arange(num_slots)
 
+    @partial(jax.jit, inline=True)  # traced once for the shapes of its output and the loop
     def one_step(cache: PagedCache, slots: Slots) -> tuple[PagedCache, Slots, StepOutput]:
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         kv_lengths = slots.positions + lengths
         attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
         hidden = decoder(slots.tokens, slots.positions, attend)
-        samples = sample(
+        samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history
         )
         took_part = is_decoding & samples.ok
@@ -289,7 +293,7 @@ def decode(
         count, _, slots, _ = carry
         return (count < work.num_steps) & jnp.any(slots.is_active & work.is_scheduled)
 
-    shapes = jax.eval_shape(lambda cache, slots: one_step(cache, slots)[2], cache, slots)
+    _, _, shapes = jax.eval_shape(one_step, cache, slots)
     outputs = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
     outputs = replace(outputs, tokens=outputs.tokens + NO_TOKEN)
     _, cache, slots, outputs = lax.while_loop(keep_going, body, (jnp.int32(0), cache, slots, outputs))
