@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -24,6 +25,8 @@ from jaxinfer.llm_arguments import takes_other_names
 from jaxinfer.loading import LiveModel
 from jaxinfer.parallel import hosts
 from jaxinfer.sampling import SamplingParams
+
+_LOG = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES = 2**20  # that a reader may be behind
 TOKEN_BYTES = 8  # of a token id on its way to a reader
@@ -121,6 +124,21 @@ class AsyncEngine:
     def _leave(self, reader: "_Reader") -> None:
         if not reader.is_done:
             self._send_quietly(lambda: self._abort(reader, "its reader has left"))
+
+    def compile_ahead(self) -> threading.Thread:
+        """Compiles, in a thread, every program that a request can need, while requests are served; `LLM.warm_up` does
+        so before. Closing the engine ends it after the program that is being compiled: the thread is a daemon."""
+
+        def run() -> None:
+            try:
+                self.llm.engine.compile_ahead(lambda: not self.is_alive)
+            except Exception:
+                if self.is_alive:  # else its arrays have gone
+                    _LOG.exception("programs could not be compiled ahead; requests compile what they need")
+
+        thread = threading.Thread(target=run, name="jaxinfer compile", daemon=True)
+        thread.start()
+        return thread
 
     @property
     def is_alive(self) -> bool:

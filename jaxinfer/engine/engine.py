@@ -300,6 +300,11 @@ class Engine:
             raise RuntimeError(f"warm_up while {len(self._sequences)} requests are unfinished")
         return self.runner.warm_up(num_jobs or default_jobs(), report)
 
+    def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
+        """Compiles every program in another thread than the one that steps, while requests run, until `is_stopped`. A
+        request that needs one earlier compiles it itself."""
+        self.runner.compile_ahead(is_stopped)
+
     @property
     def program_names(self) -> list[str]:
         """What `warm_up` compiles, without the small programs that write slots and copy pages."""

@@ -403,6 +403,13 @@ class ModelRunner:
         has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
         return len(self.all_programs) + 4 + has_draft + has_draft_cache
 
+    def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
+        """Compiles every program, one after another, and runs none: in another thread, while requests run."""
+        for program in self.all_programs:
+            if is_stopped():
+                return
+            program.lower().compile()
+
     @operation
     def _compile(self, num_jobs: int, report: Report = lambda name: None, runs: bool = False) -> None:
         compilation_cache.end_start()

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -96,6 +96,11 @@ class Replicas:
             sequence.finished = time.monotonic()
         elif (engine := self._owner.pop(sequence, None)) is not None:
             engine.finish(sequence, reason, stop_reason)
+
+    def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
+        """As `Engine.compile_ahead`, of every engine."""
+        for engine in self.engines:
+            engine.compile_ahead(is_stopped)
 
     def warm_up(self, num_jobs: int | None = None, report: Report = lambda name: None) -> int:
         """As `Engine.warm_up`, of every engine."""

@@ -25,7 +25,8 @@ class ServerOptions:
         None, "Name of the model in requests and answers; by default the MODEL argument.", "NAME", "--served-model-name"
     )
     lazy: bool = _server(
-        False, "Answer as soon as the model is loaded; programs are then compiled when a request needs them."
+        False,
+        "Answer as soon as the model is loaded and compile meanwhile; first requests wait for the programs they need.",
     )
     reasoning: str = _server(
         "auto",

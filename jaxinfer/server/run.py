@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -88,6 +91,7 @@ class _Server:
         self.exit_code = OK
         self._service, self._open_engine, self._on_ready = service, open_engine, on_ready
         self._engine: AsyncEngine | None = None
+        self._compiling: threading.Thread | None = None
         self._stopping = asyncio.Event()  # a signal has come, or loading has failed
         self._num_signals = 0
         config = uvicorn.Config(
@@ -128,6 +132,9 @@ class _Server:
             await loading
             if self._engine is not None:
                 await self._engine.close()
+            if self._compiling is not None and self._compiling.is_alive():  # a compiler that outlives Python aborts
+                sys.stderr.flush()
+                os._exit(self.exit_code)
 
     async def _load(self) -> None:
         try:
@@ -136,8 +143,13 @@ class _Server:
             self.error, self.exit_code = error, FAILED
             self._stopping.set()
             return
+        # What loading has made stays: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
         if not self._stopping.is_set():
             self._service.attach(self._engine)
+            if self._service.options.lazy:
+                self._compiling = self._engine.compile_ahead()
             self._on_ready(self._service)
 
     def _on_signal(self) -> None:

@@ -66,3 +66,42 @@ def test_warm_up_compiles_each_program_once(tiny):
             engine.step()
     assert counts.compiled + counts.hits == 0
     engine.close()
+
+
+@pytest.mark.parametrize("num_jobs", [1, 2])
+def test_programs_are_run_in_order_once_they_are_compiled(num_jobs):
+    order: list[str] = []
+    second_is_compiled = threading.Event()
+    waiting = second_is_compiled.wait if num_jobs == 2 else lambda _: True
+    compiling = {"a": lambda: waiting(20), "b": second_is_compiled.set, "c": lambda: None}
+    programs = [
+        Program(name, lambda call=call: SimpleNamespace(compile=call), lambda name=name: order.append(name))  # type: ignore[arg-type]
+        for name, call in compiling.items()
+    ]
+    compile_programs(programs, num_jobs, runs=True)
+    assert order == ["a", "b", "c"]
+
+
+def test_programs_are_compiled_in_another_thread_while_requests_run(tiny):
+    """Answers are those of an engine that compiled nothing ahead, and then nothing is left to compile."""
+
+    def answer(engine: Engine) -> list[int]:
+        engine.add(sequence := make_sequence([1, 2, 3], max_tokens=12))
+        while engine.has_work:
+            engine.step()
+        return list(sequence.tokens)
+
+    alone = Engine(*tiny, EngineOptions(**OPTIONS))
+    expected = answer(alone)
+    alone.close()
+    engine = Engine(*tiny, EngineOptions(**OPTIONS))
+    thread = threading.Thread(target=engine.compile_ahead, args=(lambda: False,))
+    thread.start()
+    while thread.is_alive():
+        assert answer(engine) == expected
+    with compilation_cache.counting() as counts:
+        engine.warm_up(1)
+    assert counts.compiled + counts.hits <= 4  # the small ones
+    stopped = iter([False, True])
+    engine.compile_ahead(lambda: next(stopped))
+    engine.close()
