@@ -12,7 +12,7 @@ from jaxinfer.server.service import Service
 from tests.server.asgi import Client
 from tests.server.conftest import OPTIONS, is_idle, offline, tiny_model, until
 
-COMPLETIONS = "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def mixed(number):
@@ -36,7 +36,22 @@ def mixed(number):
         body[name] = generator.choice(choices[name])
     if body.get("temperature") != 0 and generator.random() < 0.3:
         body["n"] = generator.randint(2, 4)
+    if generator.random() < 0.25:  # a chat
+        words = generator.choices(("def", "read", "path", "return", "file", "x"), k=generator.randint(1, 12))
+        body["messages"] = [{"role": "user", "content": " ".join(words)}]
+        del body["prompt"]
+        if "logprobs" in body:
+            body |= {"logprobs": True, "top_logprobs": body["logprobs"]}
     return body
+
+
+def offline_answer(engine, body):
+    """Tokens of the answers without a server."""
+    params = {name: value for name, value in body.items() if name not in ("prompt", "messages", "return_token_ids")}
+    if "top_logprobs" in params:
+        params["logprobs"] = params.pop("top_logprobs")
+    prompt = engine.llm.chat_prompt(body["messages"]) if "messages" in body else body["prompt"]
+    return [one.token_ids for one in offline(engine, prompt, **params).outputs]
 
 
 def compare(engine, num_requests, num_clients):
@@ -49,20 +64,21 @@ def compare(engine, num_requests, num_clients):
         gate = asyncio.Semaphore(num_clients)
 
         async def one(number, body):
+            route = CHAT if "messages" in body else COMPLETIONS
             async with gate:
                 if number % 5 == 4:  # leaves
-                    exchange = client.send("POST", COMPLETIONS, {**body, "stream": True})
+                    exchange = client.send("POST", route, {**body, "stream": True})
                     await asyncio.sleep(number % 7 / 50)
                     exchange.leave()
                     await exchange.task
                     return None
                 if number % 2:
                     found: dict[int, list[int]] = {}
-                    for event in await client.stream(COMPLETIONS, body):
+                    for event in await client.stream(route, body):
                         for choice in (event.data or {}).get("choices", ()):
                             found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
                     return [found[index] for index in sorted(found)]
-                answer = await client.post(COMPLETIONS, body)
+                answer = await client.post(route, body)
                 assert answer.status == 200, answer.body
                 return [choice["token_ids"] for choice in answer.json["choices"]]
 
@@ -75,9 +91,7 @@ def compare(engine, num_requests, num_clients):
     assert service.admission.num_running == service.admission.num_waiting == 0
     for number, (body, tokens) in enumerate(zip(bodies, found, strict=True)):
         if tokens is not None:
-            params = {name: value for name, value in body.items() if name not in ("prompt", "return_token_ids")}
-            expected = offline(engine, body["prompt"], **params)
-            assert tokens == [one.token_ids for one in expected.outputs], (number, body)
+            assert tokens == offline_answer(engine, body), (number, body)
 
 
 def test_a_few_mixed_requests(engine):
@@ -87,7 +101,7 @@ def test_a_few_mixed_requests(engine):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_mixed_requests(engine):
-    compare(engine, 200, 32)
+    compare(engine, 250, 32)  # a fifth of which leaves
 
 
 @pytest.mark.slow
@@ -95,6 +109,6 @@ def test_many_mixed_requests(engine):
 def test_many_mixed_requests_with_a_draft():
     engine = AsyncEngine(tiny_model(), **OPTIONS, draft="ngram", num_draft_tokens=3)
     try:
-        compare(engine, 100, 32)
+        compare(engine, 250, 32)
     finally:
         asyncio.run(engine.close())
