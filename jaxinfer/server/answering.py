@@ -12,7 +12,7 @@ from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import record_of, while_connected
 from jaxinfer.server.params import Job, check_model
-from jaxinfer.server.reasoning import Tags
+from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
 
@@ -23,7 +23,7 @@ async def begin(
     body: Any,
     make_job: Callable[[], Job],
     *,
-    tags: Tags | None = None,
+    tags: Family | None = None,
     echo: bool = False,
     can_resume: bool = True,
 ) -> tuple[Generation, StreamPosition]:

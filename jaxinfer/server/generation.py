@@ -16,7 +16,7 @@ from jaxinfer.engine.request import (
 from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.params import Job
-from jaxinfer.server.reasoning import ReasoningSplitter, Tags, split, starts_inside
+from jaxinfer.server.reasoning import Family, Remover, Splitter, make_splitter, split, starts_inside
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
@@ -55,11 +55,13 @@ class Generation:
         job: Job,
         record: Record,
         *,
-        tags: Tags | None = None,
+        tags: Family | None = None,
         resumed: StreamPosition | None = None,
         echo: bool = False,
     ):
         self._service, self.job, self._record, self._tags, self._echo = service, job, record, tags, echo
+        # Special tokens to be removed from the text, where the tags can only be seen beside them.
+        self._hidden = service.hidden if tags is not None and job.params.skip_special_tokens else None
         self.requests: list[Request] = []
         self.outputs: list[RequestOutput] = []
         self._streams: list[AnswerStream] = []
@@ -87,6 +89,8 @@ class Generation:
                     prepared = llm.client.tokenize(prepared, what=what)[1]
                 num_prompt = 0 if isinstance(prepared, str) else len(prepared)
                 params = job.params_for(num_prompt, llm.max_model_len)
+                if self._hidden is not None:
+                    params = replace(params, skip_special_tokens=False)
                 requests.append(llm.prepare(prepared, params, options, what=what))
         return requests
 
@@ -152,26 +156,28 @@ class Generation:
                 found += form.add(delta)
         return found
 
-    def _splitters(self) -> dict[int, ReasoningSplitter]:
+    def _splitters(self) -> dict[int, tuple[Remover, Splitter]]:
         if self._tags is None:
             return {}
         num = self.job.params.n
         return {
-            number * num + index: ReasoningSplitter(self._tags, self.is_inside(number))
+            number * num + index: (Remover(self._hidden or ()), make_splitter(self._tags, self.is_inside(number)))
             for number in range(len(self.requests))
             for index in range(num)
         }
 
-    def _shown(self, delta: StreamDelta, splitters: Mapping[int, ReasoningSplitter]) -> tuple[StreamDelta, str]:
+    def _shown(self, delta: StreamDelta, splitters: Mapping[int, tuple[Remover, Splitter]]) -> tuple[StreamDelta, str]:
         """A delta without its reasoning and what the client has, and the reasoning."""
         reasoning = ""
         if self.job.num_kept is not None:
             delta = replace(delta, text="", token_ids=[], logprobs=None)
         if splitters:
             found = {"reasoning": "", "content": ""}
-            splitter = splitters[delta.index]
-            for kind, text in (*splitter.feed(delta.text), *(splitter.finish() if delta.finish_reason else ())):
-                found[kind] += text
+            remover, splitter = splitters[delta.index]
+            is_end = delta.finish_reason is not None
+            text = remover.feed(delta.text) + (remover.finish() if is_end else "")
+            for kind, part in (*splitter.feed(text), *(splitter.finish() if is_end else ())):
+                found[kind] += part
             delta, reasoning = replace(delta, text=found["content"]), found["reasoning"]
         return (delta, reasoning) if self._skippers is None else self._skip(delta, reasoning)
 
@@ -236,7 +242,7 @@ class Generation:
 
     def split(self, number: int, text: str) -> tuple[str, str]:
         """A whole answer's reasoning and content."""
-        return split(text, self._tags, self.is_inside(number))
+        return split(text, self._tags, self.is_inside(number), self._hidden)
 
     def close(self) -> None:
         """Gives back what it holds: the place in the queue, slots and pages."""

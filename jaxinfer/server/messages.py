@@ -15,7 +15,7 @@ from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import Conversation, Job, check_model, make_job, read_messages
-from jaxinfer.server.reasoning import Tags
+from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import CountTokensRequest, MessagesRequest
@@ -70,7 +70,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
 # From Anthropic's form.
 
 
-def _job(body: MessagesRequest, llm: LLM, tags: Tags | None) -> Job:
+def _job(body: MessagesRequest, llm: LLM, tags: Family | None) -> Job:
     if body.service_tier not in (None, "auto", "standard_only"):
         raise refused("service_tier", f"service_tier={body.service_tier!r:.60} is not supported")
     if body.max_tokens < 1:
@@ -81,7 +81,7 @@ def _job(body: MessagesRequest, llm: LLM, tags: Tags | None) -> Job:
     return make_job((_conversation(body, llm, tags),), body, values, body.max_tokens, llm, 1)
 
 
-def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Tags | None) -> Conversation:
+def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> Conversation:
     found: list[dict[str, Any]] = []
     if body.system:
         system = body.system if isinstance(body.system, str) else "\n".join(_texts(body.system, "system"))
@@ -98,7 +98,7 @@ def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Ta
     return Conversation(read_messages(found), tools, {**kwargs, **_thinking(body, llm, tags)})
 
 
-def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Tags | None) -> dict[str, Any]:
+def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> dict[str, Any]:
     if body.thinking is None:
         return {}
     template = llm.tokenizer.chat_template if llm.tokenizer is not None else None

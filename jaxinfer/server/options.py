@@ -8,7 +8,7 @@ from pathlib import Path
 from jaxinfer.options import option
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-REASONING = ("auto", "none", "think", "mistral", "seed")
+REASONING = ("auto", "none", "think", "mistral", "seed", "gpt-oss")
 
 _server = partial(option, group="Server")
 _access = partial(option, group="Access")
@@ -30,8 +30,8 @@ class ServerOptions:
     )
     reasoning: str = _server(
         "auto",
-        "Tags of the model's reasoning, which answers have apart as reasoning_content: think, mistral, seed or none; "
-        "auto takes those that the chat template names.",
+        "Tags of the model's reasoning, which answers have apart as reasoning_content: think, mistral, seed, gpt-oss "
+        "(its channels) or none; auto takes those that the chat template names.",
         "FAMILY",
     )
     drain_timeout: float = _server(

@@ -1,8 +1,11 @@
 """Tells a model's reasoning from its answer, by the tags of its family, as the text streams."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from jaxinfer.text import Tokenizer
 
 Kind = Literal["reasoning", "content"]
 
@@ -14,25 +17,82 @@ class Tags:
     opening: str
     closing: str
 
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.opening, self.closing
 
-FAMILIES = {
+    def is_named_in(self, chat_template: str) -> bool:
+        return self.closing in chat_template
+
+
+@dataclass(frozen=True)
+class Channels:
+    """An answer of several messages, each with a header that names its channel (OpenAI's Harmony format): those of the
+    channel `analysis` are the reasoning."""
+
+    markers: tuple[str, ...] = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+
+    def is_named_in(self, chat_template: str) -> bool:
+        return "<|channel|>" in chat_template
+
+
+Family = Tags | Channels
+
+FAMILIES: dict[str, Family] = {
     "think": Tags("<think>", "</think>"),  # Qwen 3, DeepSeek R1, GLM, QwQ, Nemotron
     "mistral": Tags("[THINK]", "[/THINK]"),
     "seed": Tags("<seed:think>", "</seed:think>"),
+    "gpt-oss": Channels(),
 }
 
 
-def tags_of(family: str, chat_template: str | None) -> Tags | None:
-    """The tags of a family; of "auto", those that the chat template names. None where answers have no reasoning."""
-    if family != "auto":
-        return FAMILIES.get(family)
-    found = (tags for tags in FAMILIES.values() if chat_template is not None and tags.closing in chat_template)
+def family_of(name: str, chat_template: str | None) -> Family | None:
+    """A family by its name; for "auto" the one whose tags the chat template names. None where answers have no
+    reasoning."""
+    if name != "auto":
+        return FAMILIES.get(name)
+    found = (one for one in FAMILIES.values() if chat_template is not None and one.is_named_in(chat_template))
     return next(found, None)
 
 
-def starts_inside(tags: Tags, prompt_end: str) -> bool:
+def hidden_tokens(family: Family | None, tokenizer: Tokenizer | None) -> tuple[str, ...] | None:
+    """Where the family's tags are special tokens, which text without special tokens lacks: the other special tokens,
+    which are to be removed from text that has them. None where the tags are text."""
+    if family is None or tokenizer is None:
+        return None
+    texts = {tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.special_ids}
+    return tuple(sorted(texts - set(family.markers))) if texts & set(family.markers) else None
+
+
+def starts_inside(family: Family, prompt_end: str) -> bool:
     """Whether the prompt itself ends with the opening tag, as some templates write it."""
-    return prompt_end.rstrip().endswith(tags.opening)
+    return isinstance(family, Tags) and prompt_end.rstrip().endswith(family.opening)
+
+
+class Remover:
+    """Removes some texts, such as special tokens, from a stream. None of them contains another."""
+
+    def __init__(self, texts: Iterable[str]):
+        self._texts = tuple(text for text in texts if text)
+        self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """The text so far that is certain, without the removed ones."""
+        held = self._pattern.sub("", self._held + text)
+        cut = len(held) - max((_num_begun(held, one) for one in self._texts), default=0)
+        self._held = held[cut:]
+        return held[:cut]
+
+    def finish(self) -> str:
+        """What was held back when the stream has ended."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _num_begun(text: str, marker: str) -> int:
+    """Characters at the text's end that may be the beginning of the marker."""
+    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
 
 
 class ReasoningSplitter:
@@ -98,8 +158,8 @@ class ReasoningSplitter:
 
     def _num_doubtful(self) -> int:
         """Characters at the end that may be the beginning of the closing tag, and white space before it."""
-        closing, held = self._tags.closing, self._held
-        count = next((n for n in range(min(len(closing) - 1, len(held)), 0, -1) if closing.startswith(held[-n:])), 0)
+        held = self._held
+        count = _num_begun(held, self._tags.closing)
         rest = held[: len(held) - count]
         return count + len(rest) - len(rest.rstrip())
 
@@ -108,12 +168,68 @@ class ReasoningSplitter:
         return text
 
 
-def split(text: str, tags: Tags | None, is_inside: bool = False) -> tuple[str, str]:
-    """A whole text's reasoning and content."""
-    if tags is None:
+class ChannelSplitter:
+    """As `ReasoningSplitter`, for `Channels`. The prompt's end has begun the first header; a text without one is
+    content."""
+
+    def __init__(self, channels: Channels):
+        self._start, self._channel, self._message, *self._ends = channels.markers
+        self._state: Literal["start", "header", "body"] = "start"
+        self._kind: Kind = "content"
+        self._held = ""
+
+    def feed(self, text: str) -> Iterator[tuple[Kind, str]]:
+        """As `ReasoningSplitter.feed`."""
+        self._held += text
+        while True:
+            if self._state == "start":
+                openings = (self._start, self._channel)
+                if self._held.startswith(openings):
+                    self._state = "header"
+                elif self._held and not any(one.startswith(self._held) for one in openings):
+                    self._state = "body"
+                else:
+                    return
+            if self._state == "header":
+                header, found, rest = self._held.partition(self._message)
+                if not found:
+                    return
+                channel = header.partition(self._channel)[2].split(maxsplit=1)
+                self._kind = "reasoning" if channel[:1] == ["analysis"] else "content"
+                self._state, self._held = "body", rest
+            markers = (self._start, self._channel, *self._ends)
+            ends = [at for one in markers if (at := self._held.find(one)) >= 0]
+            cut = min(ends) if ends else len(self._held) - max(_num_begun(self._held, one) for one in markers)
+            if cut:
+                yield self._kind, self._held[:cut]
+            self._held = self._held[cut:]
+            if not ends:
+                return
+            self._state = "header"
+
+    def finish(self) -> Iterator[tuple[Kind, str]]:
+        """As `ReasoningSplitter.finish`."""
+        if self._held and self._state != "header":
+            yield self._kind, self._held
+        self._held = ""
+
+
+Splitter = ReasoningSplitter | ChannelSplitter
+
+
+def make_splitter(family: Family, is_inside: bool = False) -> Splitter:
+    """Of an answer's text. `is_inside`: the prompt ends within the reasoning."""
+    return ChannelSplitter(family) if isinstance(family, Channels) else ReasoningSplitter(family, is_inside)
+
+
+def split(
+    text: str, family: Family | None, is_inside: bool = False, hidden: Iterable[str] | None = None
+) -> tuple[str, str]:
+    """A whole text's reasoning and content, without the `hidden` texts."""
+    if family is None:
         return "", text
-    splitter = ReasoningSplitter(tags, is_inside)
+    remover, splitter = Remover(hidden or ()), make_splitter(family, is_inside)
     parts: dict[str, str] = {"reasoning": "", "content": ""}
-    for kind, piece in (*splitter.feed(text), *splitter.finish()):
+    for kind, piece in (*splitter.feed(remover.feed(text) + remover.finish()), *splitter.finish()):
         parts[kind] += piece
     return parts["reasoning"], parts["content"]

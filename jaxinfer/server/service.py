@@ -16,7 +16,7 @@ from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.reasoning import Tags, tags_of
+from jaxinfer.server.reasoning import Family, family_of, hidden_tokens
 from jaxinfer.server.record import Record
 
 State = Literal["loading", "ready", "draining", "stopped"]
@@ -40,7 +40,8 @@ class Service:
         self.admission = Admission(1, options.max_queued, options.max_queued_tokens)
         self.generations: set[object] = set()  # those that have not ended
         self.fingerprint = ""
-        self.tags: Tags | None = None
+        self.tags: Family | None = None
+        self.hidden: tuple[str, ...] | None = None  # special tokens beside the tags, where the tags are special too
         self._engine: AsyncEngine | None = None
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
@@ -61,7 +62,8 @@ class Service:
         facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.options.deterministic, __version__]
         self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         template = None if llm.tokenizer is None else llm.tokenizer.chat_template
-        self.tags = tags_of(self.options.reasoning, template)
+        self.tags = family_of(self.options.reasoning, template)
+        self.hidden = hidden_tokens(self.tags, llm.tokenizer)
         self._engine = engine
         self.metrics.watch(engine, lambda: self.admission.num_waiting)
         self.state = "ready"
