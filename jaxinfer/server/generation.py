@@ -70,6 +70,7 @@ class Generation:
         self._metrics, self._last = service.metrics, 0.0
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
         self._start = time.perf_counter()
+        self._deadline = None if job.timeout is None else time.monotonic() + job.timeout
         self._ticket: Ticket = service.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
         service.generations.add(self)
 
@@ -80,7 +81,9 @@ class Generation:
 
     def _prepare(self) -> list[Request]:
         llm, job, requests = self._service.llm, self.job, []
-        options = RequestOptions(job.priority, None, self._service.salt(self._record.key, job.cache_salt))
+        options = RequestOptions(
+            job.priority, self._seconds_left(), self._service.salt(self._record.key, job.cache_salt)
+        )
         for number, prompt in enumerate(job.prompts):
             what = "the prompt" if len(job.prompts) == 1 else f"prompt {number}"
             with client_errors("prompt"):
@@ -199,7 +202,11 @@ class Generation:
 
     async def _submit(self) -> "AnswerStream | _Several":
         """Waits for the job's turn; returns the deltas of its answers."""
-        await self._ticket.turn()
+        try:
+            async with asyncio.timeout(self._seconds_left()):
+                await self._ticket.turn()
+        except TimeoutError:
+            raise self._expired() from None
         self._record.queued_seconds = time.perf_counter() - self._start
         engine = self._service.engine
         for request in self.requests:
@@ -222,9 +229,20 @@ class Generation:
                 self._metrics.inter_token.observe((seconds - self._last) / num)
             self._last = seconds
         if delta.finish_reason is not None:
+            if delta.finish_reason == "abort" and self._deadline is not None and time.monotonic() >= self._deadline:
+                raise self._expired()
             _check(delta)
             if delta.output is not None:
                 self._outputs[delta.index // self.job.params.n] = delta.output
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 1e-3)
+
+    def _expired(self) -> APIError:
+        # Clients would try again, and be as late.
+        headers = {"x-should-retry": "false"}
+        message = f"the answer was not complete within {self.job.timeout} s, the limit that the request set"
+        return APIError(408, message, param="timeout", code="deadline_exceeded", headers=headers)
 
     def _end(self) -> list[RequestOutput]:
         self.outputs = [self._kept(output) for output in self._outputs if output is not None]

@@ -60,7 +60,8 @@ class Job:
       prompts: one or several. params: of all of them, with a seed.
       has_limit: whether the client chose max_tokens; else it is lowered to what fits.
       truncate_to: tokens that are kept of a prompt, the last ones; None for all.
-      adds_special_tokens: as of a tokenizer. priority, cache_salt: as of `RequestOptions`.
+      adds_special_tokens: as of a tokenizer. priority, cache_salt: as of `RequestOptions`. timeout: seconds from its
+        arrival after which the request is given up, waiting or not.
       num_kept: answer tokens that are returned at most; 0 where only the prompt is scored.
     """
 
@@ -71,6 +72,7 @@ class Job:
     adds_special_tokens: bool = True
     priority: int = 0
     cache_salt: str = ""
+    timeout: float | None = None
     num_kept: int | None = None
 
     @property
@@ -163,7 +165,10 @@ def make_job(
         truncate_to=_truncation(getattr(request, "truncate_prompt_tokens", None), llm.max_model_len),
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
+        timeout=request.timeout,
     )
+    if job.timeout is not None and not 0 < job.timeout < float("inf"):
+        raise refused("timeout", f"timeout={job.timeout} must be positive seconds")
     if not -(2**31) <= job.priority < 2**31:
         raise refused("priority", f"priority={job.priority} must be an integer of 32 bits")
     if len(job.cache_salt) > 1024:

@@ -54,6 +54,7 @@ class SamplingFields(Struct, kw_only=True):
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
+    timeout: float | None = None
     cache_salt: str | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -145,6 +146,7 @@ class MessagesRequest(Struct, kw_only=True):
     service_tier: Any = None
     seed: int | None = None
     priority: int | None = None
+    timeout: float | None = None
     cache_salt: str | None = None
 
 
@@ -177,6 +179,7 @@ class ResponsesRequest(Struct, kw_only=True):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     priority: int | None = None
+    timeout: float | None = None
     cache_salt: str | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None

@@ -112,3 +112,32 @@ def test_many_mixed_requests_with_a_draft():
         compare(engine, 250, 32)
     finally:
         asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_passes(engine, make_service, is_waiting, stream):
+    """The request ends with an error, in the queue as while it runs, and leaves nothing behind."""
+    service = make_service()
+    client = Client(make_app(service))
+    body = {"prompt": [5], "max_tokens": 200, "ignore_eos": True, "timeout": 0.15, "seed": 1}
+
+    async def ask():
+        filling = [client.send("POST", COMPLETIONS, {**body, "timeout": None, "n": 4}) for _ in range(2 * is_waiting)]
+        await until(lambda: len(service.generations) == len(filling))
+        if stream:
+            error = (await client.stream(COMPLETIONS, body))[-1].data["error"]
+        else:
+            answer = await client.post(COMPLETIONS, body)
+            assert answer.status == 408
+            assert answer.headers["x-should-retry"] == "false"
+            error = answer.error
+        assert error["code"] == "deadline_exceeded"
+        assert "0.15 s" in error["message"]
+        for one in filling:
+            one.leave()
+        await asyncio.gather(*(one.task for one in filling))
+        await until(lambda: is_idle(engine))
+
+    asyncio.run(ask())
+    assert service.admission.num_running == service.admission.num_waiting == 0
