@@ -173,6 +173,7 @@ class ResponsesRequest(Struct, kw_only=True):
     top_k: int | None = None
     top_logprobs: int | None = None
     seed: int | None = None
+    stop: str | list[str] | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
