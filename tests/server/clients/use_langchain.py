@@ -1,0 +1,24 @@
+"""langchain-openai against a server at sys.argv[1]: invoke, stream, batch."""
+
+import sys
+
+from langchain_openai import ChatOpenAI, OpenAI
+
+URL = f"{sys.argv[1]}/v1"
+MESSAGES = [("system", "Be short."), ("user", "read a file")]
+options = {"base_url": URL, "api_key": "none", "model": "tiny", "max_retries": 0, "seed": 11, "max_tokens": 12}
+chat, plain = ChatOpenAI(**options, stream_usage=True), OpenAI(**options)
+
+answer = chat.invoke(MESSAGES)
+assert answer.content
+assert answer.usage_metadata["output_tokens"] <= 12
+chunks = list(chat.stream(MESSAGES))
+assert "".join(one.content for one in chunks) == answer.content
+assert (
+    sum((one.usage_metadata or {}).get("output_tokens", 0) for one in chunks) == answer.usage_metadata["output_tokens"]
+)
+assert [one.content for one in chat.batch([MESSAGES, MESSAGES])] == [answer.content] * 2
+
+text = plain.invoke("def read(path):")
+assert text
+assert "".join(plain.stream("def read(path):")) == text
