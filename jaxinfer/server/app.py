@@ -20,7 +20,7 @@ from jaxinfer.server.page import chat_page
 from jaxinfer.server.params import check_model
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
-from jaxinfer.server.tokenize import detokenize, tokenize
+from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
 
 Endpoint = Callable[[Request, Service], Awaitable[Response]]
 
@@ -41,6 +41,7 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("POST", "/v1/messages/count_tokens"): count_tokens,
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
+        ("GET", "/tokenizer_info"): tokenizer_info,
     }
     if service.options.ui:
         endpoints["GET", "/"] = page
