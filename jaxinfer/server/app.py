@@ -14,7 +14,7 @@ from jaxinfer.server.completions import completions
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.http import json_response
 from jaxinfer.server.messages import count_tokens, messages
-from jaxinfer.server.middleware import Guard
+from jaxinfer.server.middleware import OPEN_PATHS, Guard
 from jaxinfer.server.openapi import openapi
 from jaxinfer.server.page import chat_page
 from jaxinfer.server.params import check_model
@@ -47,6 +47,7 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         endpoints["GET", "/"] = page
     described = openapi(
         [(method, path, (endpoint.__doc__ or "").strip()) for (method, path), endpoint in endpoints.items()],
+        OPEN_PATHS,
         keys is not None,
     )
 

@@ -19,7 +19,7 @@ from jaxinfer.server.service import Service
 from jaxinfer.server.types import ResponsesRequest
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -55,7 +55,7 @@ async def responses(request: Request, service: Service) -> Response:
 
 
 def _job(body: ResponsesRequest, service: Service) -> Job:
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
             why = ": nothing is stored, send the whole conversation" if name in _STORED else ""

@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from tests.server.conftest import offline
 from tests.server.process import Process
 
 HERE = Path(__file__).parent
+NUM_CALLS = 10_000
 ENVIRONMENTS = {name: HERE.parents[2] / f".venv-{name}" / "bin" / "python" for name in ("clients", "litellm")}
 
 pytestmark = [pytest.mark.slow, pytest.mark.clients]
@@ -82,3 +86,51 @@ def test_scores_of_lm_eval_are_those_of_the_library(server, engine, tmp_path):
             prompt = engine.llm.chat_prompt([{"role": "user", "content": question}]) if name == "chat" else question
             answer = offline(engine, prompt, temperature=0, max_tokens=12, stop=["\n"]).outputs[0]
             assert sample["answers"] == [[answer.text]]
+
+
+def count_answers(server):
+    """Answers by route and status, as the server counts them."""
+    text = urllib.request.urlopen(f"{server}/metrics").read().decode()
+    pattern = r'^jaxinfer_http_requests_total\{code="(\d+)",.*route="(.*)"\} ([\d.]+)$'
+    return {(route, int(code)): int(float(count)) for code, route, count in re.findall(pattern, text, re.MULTILINE)}
+
+
+@pytest.mark.timeout(7200)
+def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
+    """Right and wrong requests, as many as 10,000: no answer of 5xx, none that /openapi.json does not describe."""
+    with urllib.request.urlopen(f"{server}/openapi.json") as answer:
+        paths = json.load(answer)["paths"]
+    posts = [path for path, methods in paths.items() if "post" in methods]
+    command = [
+        *(ENVIRONMENTS["clients"].with_name("st"), "run", f"{server}/openapi.json", "--seed", "1", "--workers", "1"),
+        *("--phases", "coverage,fuzzing", "--max-examples", str(NUM_CALLS // len(posts)), "--no-shrink", "--no-color"),
+        # A description cannot say all that makes a request wrong: the context's length, the vocabulary, a template.
+        *("--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--request-timeout", "300"),
+        *("--generation-database", "none", "--warnings", "off"),
+    ]
+
+    def call(number, selection):
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "SCHEMATHESIS_HOOKS": "schemathesis_hooks"}
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        return subprocess.run(
+            [*command, *selection], capture_output=True, text=True, cwd=folder, env=environment, timeout=7000
+        )
+
+    # Each in a process of its own: of operations that threads begin at once, schemathesis leaves some out.
+    selections = [["--include-method", "GET"], *(["--include-path", path] for path in posts)]
+    before = count_answers(server)
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(call, range(len(selections)), selections))
+    after = count_answers(server)
+    for one in runs:
+        assert one.returncode == 0, one.stdout[-6000:] + one.stderr[-2000:]
+    answered = {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
+    num_calls = sum(int(re.search(r"(\d+) generated, \1 passed", one.stdout)[1]) for one in runs)
+    print(f"{num_calls} calls; answers by route and status: {answered}")
+    assert num_calls >= NUM_CALLS
+    assert sum(answered.values()) >= num_calls
+    assert [key for key in answered if key[1] >= 500] == []
+    for path in posts:
+        assert answered[path, 200] >= 100, path
+        assert sum(count for (route, code), count in answered.items() if route == path and code >= 400) >= 100, path

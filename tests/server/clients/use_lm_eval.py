@@ -1,7 +1,7 @@
 """lm-eval against a server at sys.argv[1], by both of its models, on questions.jsonl in the working directory.
 
-Writes what it asked, what it made of the answers, and its scores to the file sys.argv[2]; the test compares them with the
-library's own.
+Writes what it asked, what it made of the answers, and its scores to the file sys.argv[2]; the test compares them with
+the library's own.
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
-from lm_eval import simple_evaluate  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
 
 TASKS = TaskManager(include_path=str(Path(__file__).with_name("lm_eval_tasks")), include_defaults=False)
 
