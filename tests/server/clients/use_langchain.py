@@ -1,5 +1,6 @@
-"""langchain-openai against a server at sys.argv[1]: invoke, stream, batch."""
+"""langchain-openai against a server at sys.argv[1]: invoke, stream, batch, log-probabilities, the responses API."""
 
+import asyncio
 import sys
 
 from langchain_openai import ChatOpenAI, OpenAI
@@ -22,3 +23,17 @@ assert [one.content for one in chat.batch([MESSAGES, MESSAGES])] == [answer.cont
 text = plain.invoke("def read(path):")
 assert text
 assert "".join(plain.stream("def read(path):")) == text
+
+scored = chat.bind(logprobs=True, top_logprobs=2).invoke(MESSAGES)
+entries = scored.response_metadata["logprobs"]["content"]
+assert len(entries) == scored.usage_metadata["output_tokens"]
+assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+
+ended = chat.bind(stop=[answer.content[3:6]]).invoke(MESSAGES)
+assert (ended.response_metadata["finish_reason"], answer.content.startswith(ended.content)) == ("stop", True)
+
+options.pop("seed")  # a model of the responses API takes it apart
+new = ChatOpenAI(**options, use_responses_api=True, extra_body={"seed": 11})
+assert new.invoke(MESSAGES).text == answer.content
+assert "".join(one.text for one in new.stream(MESSAGES)) == answer.content
+assert asyncio.run(chat.ainvoke(MESSAGES)).content == answer.content
