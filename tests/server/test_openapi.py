@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator
 
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
+from jaxinfer.server.metrics import STATUSES
 from jaxinfer.server.openapi import openapi
 from jaxinfer.server.reasoning import Tags
 from tests.server.asgi import Client
@@ -190,3 +191,9 @@ def test_each_reference_of_the_description_is_in_it():
     text = msgspec.json.encode(description).decode()
     names = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert names <= description["components"]["schemas"].keys()
+
+
+def test_metrics_know_each_status_that_is_described():
+    description = openapi([("POST", path, "") for path, _ in BODIES], (), True)
+    answers = [status for one in description["paths"].values() for status in one["post"]["responses"]]
+    assert {int(status) for status in answers} <= set(STATUSES)
