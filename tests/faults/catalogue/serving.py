@@ -486,10 +486,8 @@ SERVER = (
     Fault(
         "server/log-probabilities-of-a-chunk-have-another-form",
         "jaxinfer/server",
-        """encode({"content": logprobs, "refusal": None}),
-            b"" if""",
-        """encode({"content": logprobs, "refusal": {}}),
-            b"" if""",
+        'index, delta, None if logprobs is None else {"content": logprobs, "refusal": None}',
+        'index, delta, None if logprobs is None else {"content": logprobs, "refusal": {}}',
         ("tests/server/test_openapi.py", "tests/server/test_openai_schemas.py"),
         "clients that parse the log-probabilities of a chunk fail",
     ),
