@@ -2,8 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 COMPILERS := $(VENV)/compilers
-# Packages of other people's clients, whose dependencies are not ours.
-CLIENTS := .venv-clients
+# Packages of other people's clients, whose dependencies are not ours; litellm's are not those of the others.
+CLIENTS := .venv-clients .venv-litellm
 WITH_COMPILERS := PYTHONPATH=$(COMPILERS) JAX_PLATFORMS=cpu
 PYTEST := $(BIN)/python -m pytest
 # Test modules are compiled once for all processes and runs.
@@ -49,9 +49,9 @@ $(VENV)/stamp-compilers: pyproject.toml constraints.txt | $(BIN)/python
 	    libtpu jax-cuda12-plugin jax-cuda12-pjrt
 	@touch $@
 
-$(CLIENTS)/stamp: tests/server/clients/requirements.txt
-	$(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --requirement $<
+.venv-%/stamp: tests/server/clients/requirements-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 $(VENV)/stamp-base: pyproject.toml constraints.txt | $(BIN)/python
@@ -68,7 +68,7 @@ test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the tests (CPU, no torc
 test-browser: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Drive the server's chat page in Chromium, which is installed apart
 	$(PYTEST) -q -m browser --slow $(PYTEST_OPTIONS) tests/server/page
 
-test-clients: $(VENV)/stamp-test $(CLIENTS)/stamp  ## Use the server by the packages openai and anthropic
+test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by openai, anthropic, langchain-openai, litellm, lm-eval and schemathesis
 	$(PYTEST) -q -m clients --slow $(PYTEST_OPTIONS) tests/server/clients
 
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it
@@ -78,7 +78,7 @@ test-quick: $(VENV)/stamp-test  ## Run the cheap tests of every package: for the
 	$(PYTEST) -q -n $(WORKERS) --dist worksteal -m 'not alone' $(PYTEST_OPTIONS) $(QUICK_TESTS)
 
 # What an optional package needs is skipped, with the reason, until `make test-oracle` has installed it.
-test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS)/stamp  ## Run all tests, the long ones too: hours
+test-all: $(VENV)/stamp-test $(VENV)/stamp-compilers $(VENV)/stamp-ray $(CLIENTS:%=%/stamp)  ## Run all tests, the long ones too: hours
 	@$(MAKE) test PYTEST_OPTIONS="--slow $(if $(wildcard $(VENV)/stamp-oracle),--oracle) $(PYTEST_OPTIONS)"
 
 coverage: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run `make test` and print the lines that it did not run

@@ -14,13 +14,13 @@ from jaxinfer.server.completions import completions
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.http import json_response
 from jaxinfer.server.messages import count_tokens, messages
-from jaxinfer.server.middleware import Guard
+from jaxinfer.server.middleware import OPEN_PATHS, Guard
 from jaxinfer.server.openapi import openapi
 from jaxinfer.server.page import chat_page
 from jaxinfer.server.params import check_model
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
-from jaxinfer.server.tokenize import detokenize, tokenize
+from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
 
 Endpoint = Callable[[Request, Service], Awaitable[Response]]
 
@@ -41,11 +41,13 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("POST", "/v1/messages/count_tokens"): count_tokens,
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
+        ("GET", "/tokenizer_info"): tokenizer_info,
     }
     if service.options.ui:
         endpoints["GET", "/"] = page
     described = openapi(
         [(method, path, (endpoint.__doc__ or "").strip()) for (method, path), endpoint in endpoints.items()],
+        OPEN_PATHS,
         keys is not None,
     )
 

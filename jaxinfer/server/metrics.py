@@ -29,7 +29,7 @@ _TOKEN = (
 _LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _DISPATCH = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-_STATUSES = (200, 400, 401, 403, 404, 405, 409, 413, 415, 429, 431, 500, 501, 503)
+STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 501, 503)
 
 
 class Metrics:
@@ -93,7 +93,7 @@ class Metrics:
 
     def count_request(self, record: Record) -> None:
         """Counts a request that has been answered."""
-        code = record.status if record.status in _STATUSES else 0
+        code = record.status if record.status in STATUSES else 0
         self._http.labels(**self._values, route=record.route, code=str(code)).inc()
         if record.num_prompt and record.finish_reasons:
             self.prompt_tokens.inc(record.num_prompt)

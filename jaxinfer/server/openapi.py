@@ -1,68 +1,148 @@
-"""/openapi.json, made from the types of the bodies."""
+"""/openapi.json, made from the types of the bodies and of the answers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from jaxinfer import __version__
+from jaxinfer.server import answer_types as answers
+from jaxinfer.server import params, responses
+from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
+from jaxinfer.server.response_types import Response, ResponseEvent
 from jaxinfer.server.types import BODIES
 
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+_ANSWERS: dict[str, Any] = {
+    "/health": answers.Status,
+    "/ready": answers.Status,
+    "/version": answers.Version,
+    "/v1/models": answers.Models,
+    "/v1/models/{id:path}": answers.Model,
+    "/v1/chat/completions": answers.ChatCompletion,
+    "/v1/completions": answers.Completion,
+    "/v1/messages": Message,
+    "/v1/messages/count_tokens": TokenCount,
+    "/v1/responses": Response,
+    "/tokenize": answers.Tokens,
+    "/detokenize": answers.Text,
+    "/tokenizer_info": answers.TokenizerInfo,
 }
-_KINDS = {"/": "text/html", "/metrics": "text/plain"}
-_STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
+# The data of events. OpenAI's older two routes end their streams with [DONE], and have errors among the chunks.
+_EVENTS: dict[str, Any] = {
+    "/v1/chat/completions": answers.ChatChunk,
+    "/v1/completions": answers.CompletionChunk,
+    "/v1/messages": MessageEvent,
+    "/v1/responses": ResponseEvent,
+}
+_ENDS_WITH_DONE = ("/v1/chat/completions", "/v1/completions")
+_TEXTS = {"/": "text/html", "/metrics": "text/plain"}
+_ERRORS = {
+    400: "A field is wrong or not supported; the error names it",
+    401: "The API key is missing or not known",
+    403: "The request is for a host, or comes from a web origin, that is not allowed",
+    404: "The model is not served here",
+    408: "The body did not come in time",
+    409: "The stream cannot be resumed",
+    413: "The body is too large",
+    415: "The body is not application/json",
+    429: "Too many requests wait",
+    431: "The headers are too large",
+    500: "The server failed; its log has the reason",
+    503: "The model is being loaded, or the server is going away",
+}
+_ALWAYS = (403, 431, 500)
+_WITH_BODY = (400, 404, 408, 413, 415, 503)
+_MORE = {
+    "/v1/models/{id:path}": (404,),
+    "/v1/chat/completions": (409, 429),
+    "/v1/completions": (409, 429),
+    "/v1/messages": (429,),
+    "/v1/responses": (429,),
+    "/ready": (503,),
+    "/tokenizer_info": (400, 503),
+}  # besides those of all routes and of those with a body
+_STRING = {"schema": {"type": "string"}, "required": True}
+_RETRY_AFTER = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}, "required": True}}
+_ERROR_HEADERS = {401: {"www-authenticate": _STRING}, 429: _RETRY_AFTER, 503: _RETRY_AFTER}
+_GENERATED_HEADERS = {
+    "x-jaxinfer-seed": {"schema": {"type": "string", "pattern": "^[0-9]+$"}, "required": True},
+    "x-jaxinfer-resumable": {"schema": {"enum": ["yes", "checked", "no"]}, "required": True},
+}
 
 
-def openapi(routes: Sequence[tuple[str, str, str]], has_keys: bool) -> dict[str, Any]:
-    """The description of the routes: of each its method, its path and what it does."""
-    bodies, components = msgspec.json.schema_components(BODIES.values(), ref_template="#/components/schemas/{name}")
-    by_path = dict(zip(BODIES, bodies, strict=True))
+def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], has_keys: bool) -> dict[str, Any]:
+    """The description of the routes: of each its method, its path and what it does.
+
+    Args:
+      open_paths: those that need no key. has_keys: whether the others need one.
+    """
+    types = [*BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), answers.Error, AnthropicError]
+    schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    _describe_neutral(components)
+    found = iter(schemas)
+    bodies, whole, events = (dict(zip(one, found, strict=False)) for one in (BODIES, _ANSWERS, _EVENTS))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, about in routes:
-        name = path.replace("{id:path}", "{id}")
-        paths.setdefault(name, {})[method.lower()] = _operation(path, about, by_path.get(path))
-    found = {
-        "openapi": "3.1.0",
-        "info": {"title": "jaxinfer", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": {**components, "Error": _ERROR}},
-    }
+        operation: dict[str, Any] = {"summary": about, "responses": _responses(path, whole, events)}
+        if has_keys and path not in open_paths:
+            operation["security"] = [{"key": []}]
+            operation["responses"]["401"] = _error(path, 401)
+        if "{id" in path:
+            operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if path in bodies:
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": bodies[path]}}}
+        paths.setdefault(path.replace("{id:path}", "{id}"), {})[method.lower()] = operation
+    described: dict[str, Any] = {"schemas": components}
     if has_keys:
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"key": []}]
+        described["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    info = {"title": "jaxinfer", "version": __version__}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": described}
+
+
+def _describe_neutral(components: dict[str, Any]) -> None:
+    """Fields that are not supported take the values that change nothing."""
+    neutral = dict.fromkeys(("ChatRequest", "CompletionRequest"), params.NEUTRAL)
+    for name, fields in {**neutral, "ResponsesRequest": responses.NEUTRAL}.items():
+        properties = components[name]["properties"]
+        for field in fields.keys() & properties.keys():
+            properties[field] = {"enum": [None, *fields[field]]}
+
+
+def _responses(path: str, whole: Mapping[str, Any], events: Mapping[str, Any]) -> dict[str, Any]:
+    """Every answer of a route, by its status."""
+    content: dict[str, Any] = {_TEXTS.get(path, "application/json"): _content(whole.get(path))}
+    headers = {"x-request-id": _STRING}
+    if path in events:
+        content["text/event-stream"] = {"schema": _stream(events[path], path in _ENDS_WITH_DONE)}
+        headers |= _GENERATED_HEADERS
+    found: dict[str, Any] = {"200": {"description": "The answer", "headers": headers, "content": content}}
+    for status in sorted({*_ALWAYS, *(_WITH_BODY if path in BODIES else ()), *_MORE.get(path, ())}):
+        found[str(status)] = _error(path, status)
+    if path == "/health":
+        found["503"] = {**found["200"], "description": "The engine has stopped"}
     return found
 
 
-def _operation(path: str, about: str, body: dict[str, Any] | None) -> dict[str, Any]:
-    kinds: dict[str, Any] = {_KINDS.get(path, "application/json"): {}}
-    if path in _STREAMED:
-        kinds["text/event-stream"] = {}
-    schema = {"$ref": "#/components/schemas/Error"}
-    error = {"description": "An error", "content": {"application/json": {"schema": schema}}}
-    found: dict[str, Any] = {
-        "summary": about,
-        "responses": {"200": {"description": "The answer", "content": kinds}, "4XX": error, "5XX": error},
+def _content(schema: Any) -> dict[str, Any]:
+    return {} if schema is None else {"schema": schema}
+
+
+def _error(path: str, status: int) -> dict[str, Any]:
+    name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    return {
+        "description": _ERRORS[status],
+        "headers": {"x-request-id": _STRING, **_ERROR_HEADERS.get(status, {})},
+        "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}},
     }
-    if path.startswith("/v1/messages"):
-        # Anthropic's form.
-        found["responses"] |= {code: {"description": "An error"} for code in ("4XX", "5XX")}
-    if "{id" in path:
-        found["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if body is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    return found
+
+
+def _stream(data: Mapping[str, Any], ends_with_done: bool) -> dict[str, Any]:
+    """The schema of each event of a stream."""
+    if ends_with_done:
+        data = {"anyOf": [data, {"$ref": "#/components/schemas/Error"}]}
+    names = {"id": {"type": "string"}, "event": {"type": "string"}}
+    text = {"type": "string", "contentMediaType": "application/json", "contentSchema": data}
+    event = {"type": "object", "required": ["data"], "properties": {"data": text, **names}}
+    if not ends_with_done:
+        return event
+    return {"anyOf": [{"type": "object", "required": ["data"], "properties": {"data": {"const": "[DONE]"}}}, event]}

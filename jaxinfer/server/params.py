@@ -10,14 +10,14 @@ from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.server.errors import APIError, client_errors, refused
-from jaxinfer.server.types import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+from jaxinfer.server.types import MAX_SALT_CHARS, ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from jaxinfer.text import read_token_ids
 
 MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
 CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
 
 # What is not supported, with the values that change nothing, besides null.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "service_tier": ("auto", "default"),
@@ -171,8 +171,10 @@ def make_job(
         raise refused("timeout", f"timeout={job.timeout} must be positive seconds")
     if not -(2**31) <= job.priority < 2**31:
         raise refused("priority", f"priority={job.priority} must be an integer of 32 bits")
-    if len(job.cache_salt) > 1024:
-        raise refused("cache_salt", f"cache_salt has {len(job.cache_salt)} characters, at most 1024 are allowed")
+    if len(job.cache_salt) > MAX_SALT_CHARS:
+        raise refused(
+            "cache_salt", f"cache_salt has {len(job.cache_salt)} characters, at most {MAX_SALT_CHARS} are allowed"
+        )
     if job.num_answers > max_n:
         raise refused("n", f"{len(prompts)} prompts times n={params.n} are more than the server's limit of {max_n}")
     return job
@@ -182,7 +184,7 @@ def make_job(
 
 
 def _check_neutral(request: Any) -> None:
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
             raise refused(name, f"{name}={value!r:.60} is not supported")

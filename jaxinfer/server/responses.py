@@ -18,8 +18,8 @@ from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import ResponsesRequest
 
-_SAMPLING = ("temperature", "top_p", "top_k", "seed")
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "prompt": (),
@@ -55,7 +55,7 @@ async def responses(request: Request, service: Service) -> Response:
 
 
 def _job(body: ResponsesRequest, service: Service) -> Job:
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
             why = ": nothing is stored, send the whole conversation" if name in _STORED else ""
@@ -148,12 +148,12 @@ class _About:
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [_shown(tool) for tool in body.tools or ()],
             "top_p": params.top_p,
             "truncation": "disabled",
-            "usage": None,
-            "user": body.user,
         }
+        if body.user is not None:
+            self._base["user"] = body.user
 
     def whole(self, reasoning: str, content: str, output: RequestOutput) -> dict[str, Any]:
         is_cut = output.outputs[0].finish_reason == "length"
@@ -168,7 +168,7 @@ class _About:
             "output": items,
             "usage": {
                 "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": counted["prompt_tokens_details"],
+                "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": counted["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": counted["total_tokens"],
@@ -176,8 +176,7 @@ class _About:
         }
 
     def _reasoning(self, text: str) -> dict[str, Any]:
-        content = [{"type": "reasoning_text", "text": text}]
-        return {"id": f"rs_{self._id}", "type": "reasoning", "summary": [], "content": content}
+        return {"id": f"rs_{self._id}", "type": "reasoning", "summary": [], "content": [_reasoning_part(text)]}
 
     def _message(self, text: str, status: str) -> dict[str, Any]:
         content = [_text_part(text)] if status != "in_progress" else []
@@ -206,8 +205,7 @@ class _About:
         found = b""
         if reasoning:
             if not self._thought:
-                item = {**self._reasoning(""), "content": []}
-                found += self._event("response.output_item.added", output_index=0, item=item)
+                found += self._open_reasoning()
             self._thought += reasoning
             found += self._delta("reasoning_text", 0, reasoning, "rs")
         if delta.text:
@@ -237,12 +235,18 @@ class _About:
         fields = {"item_id": f"{prefix}_{self._id}", "output_index": index, "content_index": 0, "delta": text}
         return self._event(f"response.{kind}.delta", **fields, **more)
 
+    def _open_reasoning(self) -> bytes:
+        where = {"item_id": f"rs_{self._id}", "output_index": 0, "content_index": 0}
+        added = self._event("response.output_item.added", output_index=0, item={**self._reasoning(""), "content": []})
+        return added + self._event("response.content_part.added", **where, part=_reasoning_part(""))
+
     def _end_reasoning(self) -> bytes:
         text = self._thought
         if not text:
             return b""
         where = {"item_id": f"rs_{self._id}", "output_index": 0, "content_index": 0}
         done = self._event("response.reasoning_text.done", **where, text=text)
+        done += self._event("response.content_part.done", **where, part=_reasoning_part(text))
         return done + self._event("response.output_item.done", output_index=0, item=self._reasoning(text))
 
     def _open(self) -> bytes:
@@ -258,6 +262,15 @@ class _About:
         done = self._event("response.output_text.done", **where, text=text, logprobs=[])
         done += self._event("response.content_part.done", **where, part=_text_part(text))
         return done + self._event("response.output_item.done", output_index=index, item=item)
+
+
+def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool as an answer repeats it: a function's optional fields are there."""
+    return tool if tool.get("type") != "function" else {"strict": False, "parameters": None, **tool}
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _text_part(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""/tokenize, /detokenize and /tokenizer_info."""
 
 import asyncio
 from typing import Any
@@ -37,3 +37,14 @@ async def detokenize(request: Request, service: Service) -> Response:
         tokenizer = service.llm.get_tokenizer()
         text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
     return json_response({"prompt": text})
+
+
+async def tokenizer_info(request: Request, service: Service) -> Response:
+    """The special tokens and the chat template, by which a client such as lm-eval needs no tokenizer of its own."""
+    service.check_accepts()
+    with client_errors():
+        tokenizer = service.llm.get_tokenizer()
+    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    tokens = {name: None if one is None else tokenizer.id_to_token(one) for name, one in ids.items()}
+    about = {"chat_template": tokenizer.chat_template, "model_max_length": service.llm.max_model_len}
+    return json_response({**tokens, **about})

@@ -8,15 +8,94 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from jaxinfer.sampling.params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+)
+
+MAX_SALT_CHARS = 1024
+
+
+def _described(**schema: Any) -> Meta:
+    """Limits that /openapi.json names. They are checked elsewhere, with a message that says more."""
+    return Meta(extra_json_schema=schema)
+
+
 Ids = list[Annotated[int, Meta(ge=0, lt=2**31)]]
-Prompt = str | list[Any]  # a text, token ids, or a list of either
+_TEXT_OR_IDS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}, "minItems": 1}]}
+Prompts = Annotated[
+    list[Any],
+    _described(minItems=1, anyOf=[{"items": {"type": "integer"}}, {"items": _TEXT_OR_IDS}]),
+]
+Prompt = str | Prompts  # a text, token ids, or a list of either
+NumAnswers = Annotated[int, _described(minimum=1, maximum=MAX_N)]
+Seed = Annotated[int, _described(minimum=0, maximum=2**64 - 1)]
+Temperature = Annotated[float, _described(minimum=0, maximum=MAX_TEMPERATURE)]
+TopP = Annotated[float, _described(exclusiveMinimum=0, maximum=1)]
+TopK = Annotated[int, _described(minimum=-1)]
+MinP = Annotated[float, _described(minimum=0, maximum=1)]
+Penalty = Annotated[float, _described(minimum=-MAX_PENALTY, maximum=MAX_PENALTY)]
+RepetitionPenalty = Annotated[float, _described(minimum=MIN_REPETITION_PENALTY, maximum=MAX_REPETITION_PENALTY)]
+Bias = Annotated[float, _described(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
+TokenText = Annotated[str, _described(pattern="^[0-9]+$")]
+LogitBias = Annotated[dict[TokenText, Bias], _described(maxProperties=MAX_LOGIT_BIAS_ENTRIES)]
+StopText = Annotated[str, _described(minLength=1, maxLength=MAX_STOP_CHARS)]
+Stop = StopText | Annotated[list[StopText], _described(maxItems=MAX_STOP_STRINGS)]
+Limit = Annotated[int, _described(minimum=1)]
+NumTokens = Annotated[int, _described(minimum=0)]
+NumLogprobs = Annotated[int, _described(minimum=0, maximum=MAX_LOGPROBS)]
+Priority = Annotated[int, _described(minimum=-(2**31), maximum=2**31 - 1)]
+Timeout = Annotated[float, _described(exclusiveMinimum=0)]
+CacheSalt = Annotated[str, _described(maxLength=MAX_SALT_CHARS)]
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "input_text", "output_text"]}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_OBJECTS = {"type": "array", "items": {"type": "object"}}
+_BLOCKS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"type": {"enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]}},
+        "required": ["type"],
+    },
+}
 Message = Annotated[
     dict[str, Any],
-    Meta(
-        description='{"role": ..., "content": text or a list of text parts}',
-        extra_json_schema={"properties": {"role": {"type": "string"}}, "required": ["role"]},
+    _described(
+        properties={
+            "role": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+            "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]},
+            "tool_calls": {"anyOf": [_OBJECTS, {"type": "null"}]},
+        },
+        required=["role"],
+        anyOf=[{"required": ["content"]}, {"required": ["tool_calls"]}],
     ),
 ]
+Messages = Annotated[list[Message], _described(minItems=1)]
+AnthropicMessage = Annotated[
+    dict[str, Any],
+    _described(
+        properties={
+            "role": {"enum": ["user", "assistant", "system"]},
+            "content": {"anyOf": [{"type": "string"}, _BLOCKS]},
+        },
+        required=["role", "content"],
+    ),
+]
+_ITEM_TYPES = ["message", "reasoning", "function_call", "function_call_output"]
+InputItem = Annotated[dict[str, Any], _described(properties={"type": {"enum": _ITEM_TYPES}})]
+InputItems = Annotated[list[InputItem], _described(minItems=1)]
+AnthropicMessages = Annotated[list[AnthropicMessage], _described(minItems=1)]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -31,31 +110,31 @@ class SamplingFields(Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    n: NumAnswers | None = None
+    seed: Seed | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
     allowed_token_ids: Ids | None = None
     bad_words: list[str] | None = None
-    stop: str | list[str] | None = None
+    stop: Stop | None = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: NumTokens | None = None
+    min_tokens: NumTokens | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NumLogprobs | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    cache_salt: CacheSalt | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: Any = None
@@ -68,10 +147,10 @@ class SamplingFields(Struct, kw_only=True):
 class ChatRequest(SamplingFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message]
-    max_completion_tokens: int | None = None
+    messages: Messages
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumLogprobs | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -93,7 +172,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     """The body of /v1/completions."""
 
     prompt: Prompt
-    logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
     echo: bool | None = None
     suffix: Any = None
     add_special_tokens: bool | None = None
@@ -104,7 +183,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -131,30 +210,30 @@ class MessagesRequest(Struct, kw_only=True):
     """The body of /v1/messages."""
 
     model: str | None = None
-    messages: list[Message]
-    max_tokens: int
+    messages: AnthropicMessages
+    max_tokens: Limit
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     metadata: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: Thinking | None = None
     service_tier: Any = None
-    seed: int | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
+    seed: Seed | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class CountTokensRequest(Struct, kw_only=True):
     """The body of /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: list[Message]
+    messages: AnthropicMessages
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
@@ -165,22 +244,23 @@ class ResponsesRequest(Struct, kw_only=True):
     """The body of /v1/responses; nothing is stored."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | InputItems
     instructions: str | None = None
     stream: bool | None = None
     stream_options: Any = None
-    max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    top_logprobs: int | None = None
-    seed: int | None = None
+    max_output_tokens: Limit | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    top_logprobs: NumLogprobs | None = None
+    seed: Seed | None = None
+    stop: Stop | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    priority: int | None = None
-    timeout: float | None = None
-    cache_salt: str | None = None
+    priority: Priority | None = None
+    timeout: Timeout | None = None
+    cache_salt: CacheSalt | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None

@@ -467,6 +467,30 @@ SERVER = (
         ("tests/server/test_admission.py",),
         "a key of long answers gets most of the machine",
     ),
+    Fault(
+        "server/a-field-that-openai-requires-is-left-out",
+        "jaxinfer/server",
+        '{**counted["prompt_tokens_details"], "cache_write_tokens": 0}',
+        'counted["prompt_tokens_details"]',
+        ("tests/server/test_openai_schemas.py",),
+        "a client that is generated from OpenAI's description cannot read an answer",
+    ),
+    Fault(
+        "server/a-status-is-not-described",
+        "jaxinfer/server/openapi.py",
+        "_WITH_BODY = (400, 404, 408, 413, 415, 503)",
+        "_WITH_BODY = (400, 404, 408, 413, 503)",
+        ("tests/server/test_openapi.py",),
+        "a client that is generated from /openapi.json meets an answer that it does not know",
+    ),
+    Fault(
+        "server/log-probabilities-of-a-chunk-have-another-form",
+        "jaxinfer/server",
+        'index, delta, None if logprobs is None else {"content": logprobs, "refusal": None}',
+        'index, delta, None if logprobs is None else {"content": logprobs, "refusal": {}}',
+        ("tests/server/test_openapi.py", "tests/server/test_openai_schemas.py"),
+        "clients that parse the log-probabilities of a chunk fail",
+    ),
 )
 
 PAGE = (

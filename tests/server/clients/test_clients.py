@@ -1,30 +1,136 @@
-"""Clients that people have, in an environment of their own (`make test-clients`), against a server in a process."""
+"""Clients that people have, in environments of their own (`make test-clients`), against a server in a process."""
 
+import json
+import os
+import re
 import subprocess
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.server.conftest import offline
 from tests.server.process import Process
 
 HERE = Path(__file__).parent
-PYTHON = HERE.parents[2] / ".venv-clients" / "bin" / "python"
+NUM_CALLS, NUM_EXAMPLES = 10_000, 1050  # of all routes; of each, beside those for its boundaries
+ENVIRONMENTS = {name: HERE.parents[2] / f".venv-{name}" / "bin" / "python" for name in ("clients", "litellm")}
 
 pytestmark = [pytest.mark.slow, pytest.mark.clients]
 
 
 @pytest.fixture(scope="module")
 def server():
-    if not PYTHON.exists():
-        pytest.skip("clients: there is no .venv-clients; make test-clients makes it")
+    for name, python in ENVIRONMENTS.items():
+        if not python.exists():
+            pytest.skip(f"clients: there is no .venv-{name}; make test-clients makes it")
     with Process("5") as process:
         process.until_ready()
         yield f"http://127.0.0.1:{process.port}"
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["openai", "anthropic"])
-def test_a_client(server, name):
-    command = [PYTHON, HERE / f"use_{name}.py", server]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=800)
+def use(name, environment, *arguments, cwd=None, **variables):
+    command = [ENVIRONMENTS[environment], HERE / f"use_{name}.py", *arguments]
+    # These packages must not look for the modules of this repository.
+    variables = {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **variables}
+    found = subprocess.run(command, capture_output=True, text=True, timeout=1200, cwd=cwd, env=variables)
     assert found.returncode == 0, found.stderr[-4000:]
+    return found.stdout
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "environment"),
+    [("openai", "clients"), ("anthropic", "clients"), ("langchain", "clients"), ("litellm", "litellm")],
+)
+def test_a_client(server, name, environment):
+    use(name, environment, server)
+
+
+def score(engine, context, continuation):
+    """The log-probability of a continuation, and whether each of its tokens is the most probable one."""
+    tokenize = engine.llm.client.tokenize
+    ids, start = tokenize(context + continuation, False)[1], len(tokenize(context, False)[1])
+    entries = offline(engine, ids, temperature=0, max_tokens=1, prompt_logprobs=1).prompt_logprobs
+    found = [entry[token] for token, entry in zip(ids[start:], entries[start:], strict=True)]
+    return sum(one.logprob for one in found), all(one.rank == 1 for one in found)
+
+
+@pytest.mark.timeout(900)
+def test_scores_of_lm_eval_are_those_of_the_library(server, engine, tmp_path):
+    questions = ["def read_lines(path):", "class Reader:", "for line in lines:", "if __name__ =="]
+    best = [offline(engine, one, temperature=0, max_tokens=2, ignore_eos=True).outputs[0].text for one in questions]
+    rows = [
+        {"question": question, "choices": [" pass", best[number], " return None"], "answer": number % 2}
+        for number, question in enumerate(questions)
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    use("lm_eval", "litellm", server, tmp_path / "found.json", cwd=tmp_path, HF_HOME=str(tmp_path / "cache"))
+    found = json.loads((tmp_path / "found.json").read_text())
+
+    expected = [[score(engine, row["question"], choice) for choice in row["choices"]] for row in rows]
+    assert any(is_greedy for row in expected for _, is_greedy in row)
+    chosen = [max(range(3), key=lambda i: row[i][0]) for row in expected]
+    accuracy = sum(one == row["answer"] for one, row in zip(chosen, rows, strict=True)) / len(rows)
+    assert 0 < accuracy < 1
+    for name in ("ids", "batches", "texts"):
+        assert found[name]["scores"]["jaxinfer_choose"]["acc,none"] == accuracy
+        for sample, row in zip(found[name]["samples"]["jaxinfer_choose"], expected, strict=True):
+            answers = [answer for (answer,) in sample["answers"]]
+            assert [answer[0] for answer in answers] == pytest.approx([one[0] for one in row], abs=1e-3)
+            assert [answer[1] for answer in answers] == [one[1] for one in row]
+
+    for name in ("ids", "batches", "texts", "chat"):
+        for sample, question in zip(found[name]["samples"]["jaxinfer_write"], questions, strict=True):
+            prompt = engine.llm.chat_prompt([{"role": "user", "content": question}]) if name == "chat" else question
+            answer = offline(engine, prompt, temperature=0, max_tokens=12, stop=["\n"]).outputs[0]
+            assert sample["answers"] == [[answer.text]]
+
+
+def count_answers(server):
+    """Answers by route and status, as the server counts them."""
+    text = urllib.request.urlopen(f"{server}/metrics").read().decode()
+    pattern = r'^jaxinfer_http_requests_total\{code="(\d+)",.*route="(.*)"\} ([\d.]+)$'
+    return {(route, int(code)): int(float(count)) for code, route, count in re.findall(pattern, text, re.MULTILINE)}
+
+
+@pytest.mark.timeout(7200)
+def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
+    """Right and wrong requests, as many as 10,000: no answer of 5xx, none that /openapi.json does not describe."""
+    with urllib.request.urlopen(f"{server}/openapi.json") as answer:
+        paths = json.load(answer)["paths"]
+    posts = [path for path, methods in paths.items() if "post" in methods]
+    command = [
+        *(ENVIRONMENTS["clients"].with_name("st"), "run", f"{server}/openapi.json", "--seed", "1", "--workers", "1"),
+        *("--phases", "coverage,fuzzing", "--max-examples", str(NUM_EXAMPLES), "--no-shrink", "--no-color"),
+        # A description cannot say all that makes a request wrong: the context's length, the vocabulary, a template.
+        *("--exclude-checks", "positive_data_acceptance", "--continue-on-failure", "--request-timeout", "300"),
+        *("--generation-database", "none", "--warnings", "off"),
+    ]
+
+    def call(number, selection):
+        environment = {**os.environ, "PYTHONPATH": str(HERE), "SCHEMATHESIS_HOOKS": "schemathesis_hooks"}
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        return subprocess.run(
+            [*command, *selection], capture_output=True, text=True, cwd=folder, env=environment, timeout=7000
+        )
+
+    # Each in a process of its own: of operations that threads begin at once, schemathesis leaves some out.
+    selections = [["--include-method", "GET"], *(["--include-path", path] for path in posts)]
+    before = count_answers(server)
+    with ThreadPoolExecutor(len(selections)) as pool:
+        runs = list(pool.map(call, range(len(selections)), selections))
+    after = count_answers(server)
+    answered = {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
+    num_calls = sum(int(re.search(r"(\d+) generated", one.stdout)[1]) for one in runs)
+    print(f"{num_calls} calls; answers by route and status: {answered}")
+    for one in runs:
+        assert one.returncode == 0, one.stdout[-6000:] + one.stderr[-2000:]
+    assert num_calls >= NUM_CALLS
+    assert sum(answered.values()) >= num_calls
+    assert [key for key in answered if key[1] >= 500] == []
+    for path in posts:
+        assert answered[path, 200] >= 100, path
+        assert sum(count for (route, code), count in answered.items() if route == path and code >= 400) >= 100, path

@@ -1,9 +1,12 @@
 """The anthropic package against a server at sys.argv[1]: messages, streams, counts of tokens, errors."""
 
 import asyncio
+import json
 import sys
 
 from anthropic import Anthropic, AsyncAnthropic, BadRequestError, NotFoundError
+from anthropic.types import ErrorResponse, Message, MessageTokensCount, RawMessageStreamEvent
+from pydantic import TypeAdapter
 
 MODEL = "tiny"
 BODY = {
@@ -39,6 +42,26 @@ def counts():
     assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
+def types():
+    """The package reads answers without checking them; its types do."""
+    raw = client.messages.with_raw_response
+    Message.model_validate_json(raw.create(**BODY).text(), strict=True)
+    count = raw.count_tokens(model=MODEL, messages=BODY["messages"])
+    MessageTokensCount.model_validate_json(count.text(), strict=True)
+    with client.messages.with_streaming_response.create(**BODY, stream=True) as response:
+        events = [
+            json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: ")
+        ]
+    assert len(events) > 6
+    for event in events:
+        if event["type"] != "ping":  # which the package skips
+            TypeAdapter(RawMessageStreamEvent).validate_python(event)
+    try:
+        client.messages.create(**{**BODY, "max_tokens": 0})
+    except BadRequestError as error:
+        ErrorResponse.model_validate({"request_id": None, **error.body})
+
+
 def errors():
     for kind, wrong in ((BadRequestError, {"max_tokens": -1}), (NotFoundError, {"model": "other"})):
         try:
@@ -59,5 +82,6 @@ async def many():
 
 messages()
 counts()
+types()
 errors()
 asyncio.run(many())

@@ -78,17 +78,28 @@ def responses():
     assert answer.usage.input_tokens_details.cached_tokens >= 0
     assert answer.usage.output_tokens_details.reasoning_tokens == 0
     assert answer.output[0].type == "message"
-    with client.responses.stream(**body) as stream:
-        events = list(stream)
-    final = events[-1].response  # the package's own way to get it knows no answer that ends by its length
-    assert events[0].type == "response.created"
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    events = list(client.responses.create(**body, stream=True))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")
     assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == answer.output_text
-    assert final.output_text == answer.output_text
+    assert events[-1].response.output_text == answer.output_text
     assert [one.sequence_number for one in events] == list(range(len(events)))
+    # The package's own end of a stream knows no answer that ends by its length.
+    body["extra_body"] |= {"stop": answer.output_text[3:6]}
+    stopped = client.responses.create(**body)
+    assert stopped.status == "completed"
+    with client.responses.stream(**body) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert {"response.output_text.delta", "response.output_item.done", "response.completed"} <= kinds
+    assert (final.status, final.output_text) == ("completed", stopped.output_text)
+    assert answer.output_text.startswith(stopped.output_text)
+    items = {**body, "input": [{"role": "user", "content": [{"type": "input_text", "text": "read a file"}]}]}
+    assert client.responses.create(**items).output_text == stopped.output_text
 
 
 def errors():
-    for wrong in ({"max_tokens": -1}, {"temperature": 9.0}, {"messages": []}, {"n": 10_000}):
+    for wrong in ({"max_tokens": -1}, {"temperature": -1.0}, {"messages": []}, {"n": 10_000}):
         try:
             client.chat.completions.create(**{**CHAT, **wrong})
         except BadRequestError as error:
