@@ -202,7 +202,8 @@ def server() -> Iterator[str]:
 def typed(command: str) -> str:
     """A command line as it was typed, and what it printed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, env={**os.environ, "PATH": path}, cwd=ROOT)
+    variables = {**os.environ, "PATH": path}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=variables, cwd=ROOT)
     return f"$ {command}\n{done.stdout.rstrip()}"
 
 
@@ -215,7 +216,8 @@ TEXTS = """ \\
 def serving_start() -> str:
     """The first lines of a server, and one answer."""
     ask = """curl -s http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
-    -d '{"messages": [{"role": "user", "content": "Connect to a server"}], "max_tokens": 24, "seed": 1}' | python -m json.tool"""
+    -d '{"messages": [{"role": "user", "content": "Connect to a server"}], "max_tokens": 24, "seed": 1}' \\
+    | python -m json.tool"""
     with server() as start:
         return f"```\n{start}\n```\n\n```\n{typed(ask)}\n```"
 
@@ -230,7 +232,7 @@ def serving_resume() -> str:
 
 
 def serving_load() -> str:
-    command = "jaxinfer bench load --url http://127.0.0.1:8000 --rate 2,8,inf --requests 64 --prompt-tokens 16:128 \\\n"
+    command = "jaxinfer bench load --url http://127.0.0.1:8000 --rate 2,inf --requests 32 --prompt-tokens 16:128 \\\n"
     with server():
         return f"```\n{typed(command + '    --answer-tokens 16:64 --goodput ttft:500,tpot:50 --no-progress')}\n```"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -99,7 +100,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen: {error.strerror}", f"{host}:{port}") from None
+        hint = "; --port N takes another one, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(error.errno, f"cannot listen: {error.strerror}{hint}", f"{host}:{port}") from None
     return listener
 
 

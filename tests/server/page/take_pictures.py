@@ -15,7 +15,7 @@ from tests.server.page.real_server import KEY, RealServer
 IN_THE_DOCS = Path(__file__).parents[3] / "docs" / "pictures" / "chat_page.png"
 # The demo model knows a little Python and nothing else, and answers most seeds with less than these.
 QUESTIONS = {"Connect to a server": 9, "A stack with push and pop": 17}
-SETTINGS = {"isPlain": True, "sampling": {"max_tokens": 120, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1}}
+SETTINGS = {"isPlain": True, "sampling": {"max_tokens": 100, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1}}
 
 
 def take(browser: Browser, url: str, path: Path, size: dict[str, int], scheme: str, has_settings: bool = False) -> None:
