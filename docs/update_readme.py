@@ -187,7 +187,8 @@ def server() -> Iterator[str]:
         assert process.stderr is not None
         lines = []
         for line in process.stderr:
-            lines.append(line.rstrip())
+            if not line.startswith("compiling:"):  # with an empty compilation cache only
+                lines.append(line.rstrip())
             if line.startswith(("ready:", "error:")):
                 break
         try:
@@ -209,8 +210,8 @@ def typed(command: str) -> str:
 
 COMPLETIONS = """curl -sN http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
     -d '{"prompt": "def read_lines(path):", "max_tokens": 12, "seed": 1, "stream": true}'"""
-TEXTS = """ \\
-    | grep -oE '^id: .*|"text":"[^"]*"|\\[DONE\\]'"""
+TEXTS = r""" \
+    | grep -oE '^id: .*|"text":"([^"\\]|\\.)*"|\[DONE\]'"""
 
 
 def serving_start() -> str:
@@ -218,6 +219,15 @@ def serving_start() -> str:
     ask = """curl -s http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Connect to a server"}], "max_tokens": 24, "seed": 1}' \\
     | python -m json.tool"""
+    with server() as start:
+        return f"```\n{start}\n```\n\n```\n{typed(ask)}\n```"
+
+
+def serve() -> str:
+    """The same, in a few lines."""
+    ask = r"""curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
+    -d '{"prompt": "def read_lines(path):", "max_tokens": 20, "temperature": 0}' \
+    | grep -oE '"text":"([^"\\]|\\.)*"'"""
     with server() as start:
         return f"```\n{start}\n```\n\n```\n{typed(ask)}\n```"
 
@@ -252,7 +262,7 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
-        ROOT / "README.md": {"demo": demo, "bench": speed_table},
+        ROOT / "README.md": {"demo": demo, "serve": serve, "bench": speed_table},
         ROOT / "docs" / "models.md": {"models": models, "completions": completions},
         ROOT / "docs" / "speed.md": {
             "bench": bench,
