@@ -242,9 +242,9 @@ def serving_resume() -> str:
 
 
 def serving_load() -> str:
-    command = "jaxinfer bench load --url http://127.0.0.1:8000 --rate 2,inf --requests 32 --prompt-tokens 16:128 \\\n"
+    command = "jaxinfer bench load --url http://127.0.0.1:8000 --rate 2,inf --requests 32 --prompt-tokens 16:128"
     with server():
-        return f"```\n{typed(command + '    --answer-tokens 16:64 --goodput ttft:500,tpot:50 --no-progress')}\n```"
+        return f"```\n{typed(command + ' --answer-tokens 16:64 --goodput ttft:500,tpot:50 --no-progress')}\n```"
 
 
 def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:

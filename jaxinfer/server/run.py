@@ -190,6 +190,9 @@ class _Server:
         service = self._service
         if service.state == "ready":
             service.state = "draining"
+        if service.generations:
+            seconds = service.options.drain_timeout
+            _LOG.info("%d answers have %g s to end; a second signal ends at once", len(service.generations), seconds)
         deadline = asyncio.get_running_loop().time() + service.options.drain_timeout
         while service.generations and self._num_signals < 2 and service.is_healthy:
             if asyncio.get_running_loop().time() > deadline:
