@@ -30,7 +30,7 @@ QUICK_TESTS := tests/test_structure.py tests/engine/test_trace_context.py tests/
     tests/checkpoints_convert/formats/test_bits.py tests/checkpoints_convert/gguf/test_metadata.py \
     tests/checkpoints_convert/huggingface/test_config.py tests/pallas_kernels/test_choice.py tests/pallas_kernels/test_tuning.py
 
-.PHONY: help demo test test-quick test-all test-browser test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
+.PHONY: help demo test test-quick test-all test-browser pictures test-clients test-faults coverage test-newest test-oracle lint format report bench bench-ratios bench-batching bench-speculative bench-quantization bench-loading golden docs notebooks readme clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -67,6 +67,9 @@ test: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Run the tests (CPU, no torc
 
 test-browser: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Drive the server's chat page in Chromium, which is installed apart
 	$(PYTEST) -q -m browser --slow $(PYTEST_OPTIONS) tests/server/page
+
+pictures: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Take the picture of the chat page again
+	$(BIN)/python -m tests.server.page.take_pictures
 
 test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by openai, anthropic, langchain-openai, litellm, lm-eval and schemathesis
 	$(PYTEST) -q -m clients --slow $(PYTEST_OPTIONS) tests/server/clients

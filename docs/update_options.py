@@ -1,4 +1,4 @@
-"""Writes docs/options.md: tables of all options, from the dataclasses that describe them."""
+"""Writes docs/options.md and the tables of docs/serving.md: all options, from the dataclasses that describe them."""
 
 import dataclasses
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxinfer.cli import options
 from jaxinfer.llm_options import LLMOptions
-from jaxinfer.option_names import NAMES
-from jaxinfer.options import describe
+from jaxinfer.option_names import NAMES, OtherName
+from jaxinfer.options import Description, describe
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.server.options import ServerOptions
 
@@ -15,11 +15,13 @@ OTHER_NAMES = """
 ## Names of other engines
 
 `LLM`, `SamplingParams`, the methods of `LLM`, plain rows of a batch and the command line (with dashes) take these names
-too. A name is applied where it means exactly what ours does. Any other raises an error with what to write instead,
-unless its value asks for what happens anyway, such as `enforce_eager=False`. Two names of one option raise an error.
+too, those of a server only `jaxinfer serve`. A name is applied where it means exactly what ours does. Any other raises
+an error with what to write instead, unless its value asks for what happens anyway, such as `enforce_eager=False`. Two
+names of one option raise an error.
 `dtype` and `kv_dtype` also take `half`, `float`, `fp16`, `bf16` and `fp32`, `kv_dtype` also `fp8`.
 """
 FILE = Path(__file__).parent / "options.md"
+SERVING = Path(__file__).parent / "serving.md"
 TABLES = (
     (
         "Model, engine and speculative decoding",
@@ -40,11 +42,42 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n{text}\n\n| name | flag | default | |\n| --- | --- | --- | --- |\n")
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         for name, about in describe(cls).items():
-            flags = about.flags or (f"--{name.replace('_', '-')}",)
-            flag = ", ".join(flags) + (f" {about.metavar}" if about.metavar else "")
-            cells = (f"`{name}`", f"`{flag}`", _default(defaults[name]), about.help)
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+            parts.append(_row(name, about, defaults[name]))
     return "".join([*parts, *_other_names()])
+
+
+def server_tables() -> str:
+    """Tables for docs/serving.md: the server's options by group, and the names that other servers give them."""
+    groups: dict[str, list[str]] = {}
+    defaults = {field.name: field.default for field in dataclasses.fields(ServerOptions)}
+    for name, about in describe(ServerOptions).items():
+        groups.setdefault(about.group or "", []).append(_row(name, about, defaults[name], has_name=False))
+    parts = []
+    for group, rows in groups.items():
+        parts += [f"**{group}**\n\n| flag | default | |\n| --- | --- | --- |\n", *rows, "\n"]
+    parts += ["**Flags of other servers**\n\n| flag | of | here |\n| --- | --- | --- |\n"]
+    others = [one for one in NAMES if one.scope == "server"]
+    parts += [f"| `--{one.name.replace('_', '-')}` | {one.engines} | {_flag_of(one)} |\n" for one in others]
+    return "".join(parts)
+
+
+def _flag_of(one: OtherName) -> str:
+    return one.ours if one.read is None else f"`--{one.ours.replace('_', '-')}`"
+
+
+def serving_page() -> str:
+    """docs/serving.md with its tables as they are now."""
+    text = SERVING.read_text(encoding="utf-8")
+    start, end = "<!-- server_options -->\n", "<!-- /server_options -->"
+    before, _, rest = text.partition(start)
+    return before + start + server_tables() + end + rest.partition(end)[2]
+
+
+def _row(name: str, about: Description, default: Any, has_name: bool = True) -> str:
+    flags = about.flags or (f"--{name.replace('_', '-')}",)
+    flag = ", ".join(flags) + (f" {about.metavar}" if about.metavar else "")
+    cells = [f"`{name}`"] * has_name + [f"`{flag}`", _default(default), about.help]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def _other_names() -> list[str]:
@@ -67,3 +100,4 @@ def _default(value: Any) -> str:
 
 if __name__ == "__main__":
     FILE.write_text(page(), encoding="utf-8")
+    SERVING.write_text(serving_page(), encoding="utf-8")

@@ -3,13 +3,15 @@
 Each block stands between `<!-- NAME -->` and `<!-- /NAME -->`. Figures come from benchmarks/results.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -177,6 +179,74 @@ def models() -> str:
     return "\n".join(rows)
 
 
+@contextlib.contextmanager
+def server() -> Iterator[str]:
+    """`jaxinfer serve demo` at port 8000 while the context is open; what it printed until it was ready."""
+    command = [sys.executable, "-m", "jaxinfer.cli", "serve", "demo"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            if not line.startswith("compiling:"):  # with an empty compilation cache only
+                lines.append(line.rstrip())
+            if line.startswith(("ready:", "error:")):
+                break
+        try:
+            if not lines[-1].startswith("ready:"):
+                raise SystemExit(lines[-1])
+            yield "\n".join(["$ jaxinfer serve demo", *lines])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()
+
+
+def typed(command: str) -> str:
+    """A command line as it was typed, and what it printed."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=variables, cwd=ROOT)
+    return f"$ {command}\n{done.stdout.rstrip()}"
+
+
+COMPLETIONS = """curl -sN http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+    -d '{"prompt": "def read_lines(path):", "max_tokens": 12, "seed": 1, "stream": true}'"""
+TEXTS = r""" \
+    | grep -oE '^id: .*|"text":"([^"\\]|\\.)*"|\[DONE\]'"""
+
+
+def serving_start() -> str:
+    """The first lines of a server, and one answer."""
+    ask = """curl -s http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Connect to a server"}], "max_tokens": 24, "seed": 1}' \\
+    | python -m json.tool"""
+    with server() as start:
+        return f"```\n{start}\n```\n\n```\n{typed(ask)}\n```"
+
+
+def serve() -> str:
+    """The same, in a few lines."""
+    ask = r"""curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
+    -d '{"prompt": "def read_lines(path):", "max_tokens": 20, "temperature": 0}' \
+    | grep -oE '"text":"([^"\\]|\\.)*"'"""
+    with server() as start:
+        return f"```\n{start}\n```\n\n```\n{typed(ask)}\n```"
+
+
+def serving_resume() -> str:
+    """A stream that is cut after five events, and its rest."""
+    with server():
+        first = typed(COMPLETIONS + TEXTS + " | head -n 10")
+        last = re.findall(r"^id: (.*)$", first, re.MULTILINE)[-1]
+        rest = typed(COMPLETIONS + f" \\\n    -H 'last-event-id: {last}'" + TEXTS)
+    return f"```\n{first}\n\n{rest}\n```"
+
+
+def serving_load() -> str:
+    command = "jaxinfer bench load --url http://127.0.0.1:8000 --rate 2,inf --requests 32 --prompt-tokens 16:128"
+    with server():
+        return f"```\n{typed(command + ' --answer-tokens 16:64 --goodput ttft:500,tpot:50 --no-progress')}\n```"
+
+
 def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
     """Makes the named blocks of a document again."""
     text = path.read_text(encoding="utf-8")
@@ -192,7 +262,7 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
-        ROOT / "README.md": {"demo": demo, "bench": speed_table},
+        ROOT / "README.md": {"demo": demo, "serve": serve, "bench": speed_table},
         ROOT / "docs" / "models.md": {"models": models, "completions": completions},
         ROOT / "docs" / "speed.md": {
             "bench": bench,
@@ -202,6 +272,11 @@ def main() -> None:
         },
         ROOT / "docs" / "quantization.md": {"quantization": quantization},
         ROOT / "docs" / "kernels.md": {"kernels": kernels},
+        ROOT / "docs" / "serving.md": {
+            "serving_start": serving_start,
+            "serving_resume": serving_resume,
+            "serving_load": serving_load,
+        },
     }
     for path, blocks in documents.items():
         fill(path, {name: make for name, make in blocks.items() if not sys.argv[1:] or name in sys.argv[1:]})

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from jaxinfer.checks import did_you_mean
 
-Scope = Literal["LLM", "SamplingParams", "call"]  # what takes the option: the model, a request, or a method of LLM
+# What takes the option: the model, a request, a method of LLM, or the HTTP server.
+Scope = Literal["LLM", "SamplingParams", "call", "server"]
 Values = Mapping[str, Any]
 
 LLAMA, HF, MLX, OLLAMA, OPENAI, SGLANG, VLLM = (
@@ -350,7 +351,31 @@ _CALL = (
     OtherName("call", "options", OLLAMA, "params= takes SamplingParams"),
 )
 
-NAMES: tuple[OtherName, ...] = (*_LLM, *_SAMPLING, *_CALL)
+_TLS = "there is no TLS: put a proxy such as nginx in front (docs/serving.md)"
+_TOOLS = "calls of tools stay in the text of the answer, so leave it out"
+_LOG = "each request is one line of the log; --log-prompts adds the prompt's text"
+_BOTH = f"{VLLM}, {SGLANG}"
+
+_HTTP = (
+    _same("server", "max_num_queued_reqs", VLLM, "max_queued"),
+    _same("server", "max_num_queued_tokens", VLLM, "max_queued_tokens"),
+    _same("server", "max_queued_requests", SGLANG, "max_queued"),
+    _same("server", "shutdown_timeout", VLLM, "drain_timeout"),
+    _same("server", "otlp_traces_endpoint", _BOTH, "otlp_endpoint"),
+    OtherName("server", "api_key", _BOTH, "--api-keys FILE names a file with a key in each line"),
+    OtherName("server", "reasoning_parser", _BOTH, "--reasoning takes think, mistral, seed or auto, the default"),
+    OtherName("server", "tool_call_parser", _BOTH, _TOOLS),
+    OtherName("server", "enable_auto_tool_choice", VLLM, _TOOLS, is_switch=True),
+    OtherName("server", "chat_template", _BOTH, "it is the checkpoint's, or that of the folder that --tokenizer names"),
+    OtherName("server", "ssl_keyfile", VLLM, _TLS),
+    OtherName("server", "ssl_certfile", VLLM, _TLS),
+    OtherName("server", "root_path", VLLM, "let the proxy in front remove the prefix from the path"),
+    OtherName("server", "log_requests", SGLANG, _LOG, is_switch=True),
+    OtherName("server", "enable_log_requests", VLLM, _LOG, is_switch=True),
+    OtherName("server", "disable_log_requests", VLLM, _LOG, is_switch=True),
+)
+
+NAMES: tuple[OtherName, ...] = (*_LLM, *_SAMPLING, *_CALL, *_HTTP)
 _BY_NAME = {(one.scope, one.name): one for one in NAMES}
 
 # Other spellings of values, by our option.

@@ -8,11 +8,13 @@ import pytest
 from jaxinfer.llm_options import LLMOptions
 from jaxinfer.option_names import NAMES, OptionNameError, check_format, our_value, translated
 from jaxinfer.sampling import SamplingParams, SamplingParamsError
+from jaxinfer.server.options import ServerOptions
 
 KNOWN = {
     "LLM": [*(field.name for field in fields(LLMOptions)), "model"],
     "SamplingParams": [field.name for field in fields(SamplingParams)],
     "call": ["prompts", "params", "use_tqdm"],
+    "server": [field.name for field in fields(ServerOptions)],
 }
 APPLIED = [
     ("LLM", {"tensor_parallel_size": 4}, {"mesh": "model=4"}),
@@ -46,8 +48,11 @@ APPLIED = [
     ("SamplingParams", {"stop_strings": ["a"]}, {"stop": ["a"]}),
     ("SamplingParams", {"repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0, "num_beams": 1, "best_of": 1}, {}),
     ("call", {"sampling_params": None, "prompt": "x"}, {"prompts": "x"}),
+    ("server", {"max_num_queued_reqs": 5, "shutdown_timeout": 9}, {"max_queued": 5, "drain_timeout": 9}),
 ]
 REFUSED = [
+    ("server", {"api_key": "x"}, "--api-keys FILE"),
+    ("server", {"ssl_keyfile": "x"}, "proxy"),
     ("LLM", {"quantization_config": {}}, r'quantize="int8".*jaxinfer quantize --method awq'),
     ("LLM", {"enforce_eager": True}, "jaxinfer warm"),
     ("LLM", {"trust_remote_code": True}, "jaxinfer models"),

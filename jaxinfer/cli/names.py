@@ -14,7 +14,12 @@ from jaxinfer.cli.command import USAGE, say
 from jaxinfer.option_names import OptionNameError, OtherName, Scope, check_do_sample, find, translated
 
 # A command takes the names of a scope if it has this option.
-_SCOPES: tuple[tuple[Scope, str], ...] = (("LLM", "dtype"), ("SamplingParams", "temperature"), ("call", "prompts"))
+_SCOPES: tuple[tuple[Scope, str], ...] = (
+    ("server", "allowed_hosts"),
+    ("LLM", "dtype"),
+    ("SamplingParams", "temperature"),
+    ("call", "prompts"),
+)
 # llama.cpp's flags of one dash.
 _SHORT = {"-p": "--prompt", "-c": "--ctx-size", "-t": "--threads", "-ngl": "--n-gpu-layers", "-hf": "--hf-repo"}
 # What a name means on the command line, where that is not what it means in Python.

@@ -27,6 +27,7 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
     except ImportError as error:
         raise ImportError(f"jaxinfer serve needs {error.name}: pip install 'jaxinfer[serve]'") from None
     from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.server.service import Service
 
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jaxinfer").setLevel(logging.INFO)
@@ -38,10 +39,15 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
             engine.llm.warm_up()
         return engine
 
-    return run_server(
-        options,
-        model_options.model,
-        open_engine,
-        on_listening=lambda url: say(f"listening at {url}; loading {model_options.model}"),
-        on_ready=lambda service: say(f"ready: {service.name}, {service.fingerprint}"),
-    )
+    def say_listening(url: str) -> None:
+        if not options.is_loopback:
+            say(
+                "warning: requests and API keys are sent in plain text; put a proxy with TLS in front (docs/serving.md)"
+            )
+        say(f"listening at {url}; loading {model_options.model}")
+
+    def say_ready(service: Service) -> None:
+        page = "; the chat page is at /" if options.ui else ""
+        say(f"ready: {service.name}, system_fingerprint {service.fingerprint}{page}")
+
+    return run_server(options, model_options.model, open_engine, on_listening=say_listening, on_ready=say_ready)

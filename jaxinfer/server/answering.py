@@ -1,5 +1,6 @@
 """What the routes that generate share: from a body to a prepared generation, and what all answers say of it."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ async def begin(
         body.seed = resumed.seed
     job = make_job()
     seed = job.params.seed or 0
-    record.seed = seed
+    record.seed, record.params = seed, job.params
     if service.options.log_prompts:
         record.prompt = repr(job.prompts)[:10_000]
     if resumed is not None and len(resumed.choices) != job.num_answers:
@@ -47,6 +48,7 @@ async def begin(
     digest = request_digest(body, service.fingerprint)
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
     generation = Generation(service, job, record, tags=tags, resumed=resumed if body.stream else None, echo=echo)
+    record.received_seconds = time.perf_counter() - record.start
     try:
         await while_connected(request.receive, generation.prepare())
     except BaseException:

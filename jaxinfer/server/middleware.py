@@ -17,6 +17,7 @@ from jaxinfer.server.service import Service
 OPEN_PATHS = ("/health", "/ready", "/")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _CORS_SECONDS = b"600"
+_TRACE = (b"traceparent", b"tracestate")
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -38,6 +39,9 @@ class Guard:
         headers: Headers = scope["headers"]
         record = Record(_request_id(headers), scope["method"])
         record.route = self._route(scope["path"])
+        record.start = time.perf_counter()
+        if self._service.on_finish is not None:
+            record.trace_context = {name.decode(): value.decode("latin-1") for name, value in headers if name in _TRACE}
         scope[RECORD] = record
         scope["app"] = self  # or Starlette answers other methods with plain text
         more = [(b"x-request-id", record.request_id.encode()), *self._cors(headers)]
@@ -50,7 +54,6 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *more]
             return send(message)
 
-        start = time.perf_counter()
         try:
             if not await self._answer_preflight(scope, send_with_headers):
                 record.key = self._check(scope)
@@ -62,7 +65,7 @@ class Guard:
                 raise
             await as_api_error(error).response(scope["path"])(scope, receive, send_with_headers)
         finally:
-            record.total_seconds = time.perf_counter() - start
+            record.total_seconds = time.perf_counter() - record.start
             self._service.finish(record)
 
     def _route(self, path: str) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from jaxinfer.options import option
 
@@ -38,7 +39,13 @@ class ServerOptions:
         30.0, "Seconds that running answers have to end after SIGTERM; then they end with an error.", "SECONDS", min=0
     )
     ui: bool = _server(True, "The chat page at /.", flag="--ui/--no-ui")
-    log_prompts: bool = _server(False, "Write the text of prompts to the request log.")
+    log_prompts: bool = _server(False, "Write the text of prompts to the request log, and to traces.")
+    otlp_endpoint: str | None = _server(
+        None,
+        "Collector of OpenTelemetry traces, such as http://localhost:4318; needs the extra tracing. By default that of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT, where it is set.",
+        "URL",
+    )
     api_keys: Path | None = _access(
         None,
         "File of keys, one a line, each with an optional name after a space. Every route but /health, /ready and the "
@@ -74,6 +81,8 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.reasoning not in REASONING:
             raise ValueError(f"reasoning={self.reasoning!r} is none of {', '.join(REASONING)}")
+        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+            raise ValueError(f"otlp_endpoint={self.otlp_endpoint!r} is not a URL such as http://localhost:4318")
         if not self.is_loopback and self.api_keys is None:
             raise ValueError(
                 f"host={self.host!r} is reachable from other machines, so that anybody could use the model: give "
@@ -91,3 +100,11 @@ class ServerOptions:
         if self.allowed_hosts:
             return tuple(name.lower() for name in self.allowed_hosts)
         return LOOPBACK if self.is_loopback else None
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False

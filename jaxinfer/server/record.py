@@ -1,24 +1,28 @@
-"""What is known of one request, for the log and the metrics."""
+"""What is known of one request, for the log, the metrics and the traces."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.engine.request import RequestOutput, RequestTimings
+from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.server.resume import new_answer_id
 
 
 @dataclass
 class Record:
-    """One request, for the log and the metrics.
+    """One request, for the log, the metrics and the traces.
 
     Attributes:
       request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
       timings: in the engine, of each prompt.
+      received_seconds: from the request's arrival until it was queued; `queued_seconds` and `first_token_seconds` count
+        from then. trace_context: the client's W3C headers.
     """
 
     request_id: str
     method: str = ""
+    start: float = 0.0
     route: str = "other"
     key: str = ""
     status: int = 0
@@ -29,6 +33,9 @@ class Record:
     num_cached: int = 0
     num_output: int = 0
     finish_reasons: Sequence[str] = ()
+    params: SamplingParams | None = None
+    trace_context: Mapping[str, str] = field(default_factory=dict)
+    received_seconds: float = 0.0
     queued_seconds: float | None = None
     first_token_seconds: float | None = None
     total_seconds: float = 0.0

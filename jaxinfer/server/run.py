@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
@@ -23,10 +24,14 @@ from jaxinfer.server.auth import Keys
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.service import Service
 
+if TYPE_CHECKING:
+    from jaxinfer.server.tracing import RequestTracer
+
 _LOG = logging.getLogger("jaxinfer.server")
 _POLL_SECONDS = 0.1
 _FLUSH_SECONDS = 2.0  # for the last events of streams that were ended
 
+_OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _BACKLOG = 2048  # connections that wait to be accepted
 
 OK, FAILED = 0, 1
@@ -45,22 +50,44 @@ def run_server(
     The server listens before the model is loaded, so that an address in use is known at once; `/ready` is 503 until
     then. `open_engine` runs in a thread of its own.
 
-    Raises OSError, ValueError for an address or a file of keys that cannot be used, before anything is loaded.
+    Raises OSError, ValueError for an address or a file of keys that cannot be used, ImportError for traces without the
+    extra `tracing`, before anything is loaded.
     """
     keys = None if options.api_keys is None else Keys.read(options.api_keys)
     service = Service(options, options.served_model_name or name, name)
+    tracer = _tracer(options, service.name)
     listener = _listen(options.host, options.port)
     host, port = listener.getsockname()[:2]
     on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     server = _Server(service, keys, open_engine, on_ready)
+    if tracer is not None:
+        service.on_finish = tracer.trace
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(server.run(listener))
     finally:
         listener.close()
+        if tracer is not None:
+            tracer.close()
     if server.error is not None:
         raise server.error
     return server.exit_code
+
+
+def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
+    """What makes traces, where they are wanted. Raises ImportError without the extra, if a flag asks for them; the
+    environment variables may be meant for other programs."""
+    if options.otlp_endpoint is None and not any(os.environ.get(variable) for variable in _OTLP_VARIABLES):
+        return None
+    try:
+        from jaxinfer.server.tracing import open_tracer
+    except ImportError as error:
+        told = f"traces need {error.name}: pip install 'jaxinfer[tracing]'"
+        if options.otlp_endpoint is None:
+            _LOG.warning("%s; there are none", told)
+            return None
+        raise ImportError(told, name=error.name) from None
+    return open_tracer(options.otlp_endpoint, name)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -73,7 +100,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen: {error.strerror}", f"{host}:{port}") from None
+        hint = "; --port N takes another one, 0 a free one" if error.errno == errno.EADDRINUSE else ""
+        raise OSError(error.errno, f"cannot listen: {error.strerror}{hint}", f"{host}:{port}") from None
     return listener
 
 
@@ -162,6 +190,9 @@ class _Server:
         service = self._service
         if service.state == "ready":
             service.state = "draining"
+        if service.generations:
+            seconds = service.options.drain_timeout
+            _LOG.info("%d answers have %g s to end; a second signal ends at once", len(service.generations), seconds)
         deadline = asyncio.get_running_loop().time() + service.options.drain_timeout
         while service.generations and self._num_signals < 2 and service.is_healthy:
             if asyncio.get_running_loop().time() > deadline:

@@ -6,7 +6,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from jaxinfer import __version__
@@ -45,6 +45,7 @@ class Service:
         self._engine: AsyncEngine | None = None
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
+        self.on_finish: Callable[[Record], None] | None = None  # makes a trace
 
     @property
     def name(self) -> str:
@@ -123,6 +124,8 @@ class Service:
     def finish(self, record: Record) -> None:
         """Counts and logs a request that has been answered."""
         self.metrics.count_request(record)
+        if self.on_finish is not None:
+            self.on_finish(record)
         level = logging.DEBUG if record.route in _PROBES else logging.INFO
         if _REQUEST_LOG.isEnabledFor(level):
             _REQUEST_LOG.log(level, "%s", json.dumps(record.facts(), ensure_ascii=True))

@@ -72,11 +72,12 @@ def test_each_option_arrives(jaxinfer, model, monkeypatch):
                 assert getattr(params, other.name) == getattr(SamplingParams(), other.name)
 
 
-def test_the_table_in_the_docs_is_current():
+def test_the_tables_in_the_docs_are_current():
     """`python docs/update_options.py` writes it."""
     root = Path(__file__).parents[2]
     pages = runpy.run_path(str(root / "docs" / "update_options.py"))
     assert (root / "docs" / "options.md").read_text(encoding="utf-8") == pages["page"]()
+    assert (root / "docs" / "serving.md").read_text(encoding="utf-8") == pages["serving_page"]()
 
 
 def test_values_that_are_not_given_are_left_out():

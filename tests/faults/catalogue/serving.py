@@ -436,6 +436,14 @@ SERVER = (
         "turns are given to requests that nobody waits for, and their places are never free again",
     ),
     Fault(
+        "server/a-span-is-of-no-trace",
+        "jaxinfer/server",
+        "context=_PARENT.extract(record.trace_context),",
+        "context=None,",
+        ("tests/server/test_tracing.py",),
+        "the client's trace does not have the server's part",
+    ),
+    Fault(
         "server/only-streams-notice-a-client-that-leaves",
         "jaxinfer/server",
         "await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)",

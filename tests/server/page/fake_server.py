@@ -57,11 +57,13 @@ def pieces(text: str, size: int = 7) -> list[str]:
 @dataclass
 class FakeServer:
     """What the handler needs and records. `answers` are texts by question that replace the usual one; `delay` is the
-    time in seconds before each piece. While it `is_down`, streams break and requests are refused."""
+    time in seconds before each piece. While it `is_down`, streams break and requests are refused; while it
+    `is_loading`, it says so."""
 
     url: str = ""
     needs_key: bool = False
     is_down: bool = False
+    is_loading: bool = False
     answers: dict[str, str] = field(default_factory=dict)
     requests: list[dict] = field(default_factory=list)
     positions: list[str | None] = field(default_factory=list)
@@ -116,6 +118,9 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             if fake.is_down:
                 self.close_connection = True
                 return True
+            if fake.is_loading:
+                self.answer(503, b'{"error": {"message": "the model is being loaded"}}', {"Retry-After": "5"})
+                return True
             if fake.needs_key and self.headers["Authorization"] != f"Bearer {KEY}":
                 self.answer(401, b'{"error": {"message": "a key is needed", "code": 401}}')
                 return True
@@ -126,7 +131,10 @@ def handler_of(fake: FakeServer) -> type[BaseHTTPRequestHandler]:
             if self.path == "/":
                 page = chat_page()
                 self.answer(200, page.content, page.headers)
-            elif self.path == "/v1/models" and not self.is_refused():
+            elif self.path == "/ready":
+                if not self.is_refused():
+                    self.answer(200, b'{"status": "ready"}')
+            elif self.path == "/v1/models" and (fake.is_loading or not self.is_refused()):
                 self.answer(200, json.dumps({"data": [{"id": name, "object": "model"} for name in MODELS]}).encode())
             elif self.path != "/v1/models":
                 self.answer(404, b"<html>a proxy's page</html>")

@@ -487,6 +487,32 @@ def test_a_server_that_is_away_and_comes_back(page, server):
     assert [one["role"] for one in server.requests[1]["messages"]] == ["user", "assistant", "user"]
 
 
+def test_a_question_waits_until_the_model_is_loaded(opened, server):
+    server.is_loading = True
+    page = opened()
+    page.wait_for_selector("text=The model is being loaded.")
+    send(page, "Early")
+    page.wait_for_selector("text=The server is not ready. Waiting…")
+    server.is_loading = False
+    page.wait_for_selector("text=Answer 1")
+    settled(page)
+    page.click("#new-chat")
+    page.wait_for_selector("text=demo is ready.")
+
+
+def test_answers_are_shown_as_plain_text(page):
+    ask(page, "markdown")
+    assert page.locator(f"{ANSWERS} h2").count() == 1
+    page.click("#open-settings")
+    page.check("#plain")
+    page.keyboard.press("Escape")
+    assert page.locator(f"{ANSWERS} h2").count() == 0
+    assert "\n\n1. Look up" in page.inner_text(f"{ANSWERS} pre")
+    page.reload()
+    page.wait_for_selector(f"{ANSWERS} pre")
+    assert page.locator(f"{ANSWERS} h2").count() == 0
+
+
 def test_questions_after_a_failed_answer_are_one_message(page, server):
     ask(page, "busy now?")
     ask(page, "and now?")
