@@ -32,7 +32,7 @@ class ServerProcess:
     """
 
     def __init__(self, *arguments: str):
-        self._log = tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log")
+        self._log = tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log")  # noqa: SIM115
         command = [sys.executable, "-m", "jaxinfer.cli", "serve", *arguments, "--port", str(port := _free_port())]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self.url, self.pid = f"http://127.0.0.1:{port}", self._process.pid

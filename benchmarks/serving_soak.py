@@ -19,11 +19,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.serving_client import Answer, BrokenError, Connection, ServerProcess, request_bytes, server_facts
 from benchmarks.serving_requests import (
-    CHAT,
     COMPLETIONS,
     BadRequest,
     Choices,
@@ -261,7 +259,7 @@ class Soak:
             async for event in connection.events():
                 found.add(event)
                 num_events = None if num_events is None else num_events - 1
-                if num_events == 0:
+                if num_events == 0 and not found.has_ended:
                     connection.abort()
                     return None
             self.report.statuses[200] += 1
