@@ -34,7 +34,6 @@ from benchmarks.serving_client import ServerProcess, request_bytes
 
 STEADY, FLOOD = "steady-key-0123456789", "flood-key-0123456789"
 MIN_GOODPUT, MAX_REFUSAL_SECONDS, MAX_SLOWDOWN = 0.9, 0.05, 2.0
-_RAMP_SECONDS = 3.0  # until a phase is measured
 _NUM_ALONE = 10
 _LOST_SECONDS = 300.0  # after the last request
 
@@ -43,11 +42,12 @@ _LOST_SECONDS = 300.0  # after the last request
 class OverloadOptions:
     """Args:
     streams: of the phase in which the capacity is measured. steady_period: seconds between two requests of the key
-      at a low rate. prompt_tokens, answer_tokens: of each request.
+      at a low rate. ramp_seconds: until a phase is measured. prompt_tokens, answer_tokens: of each request.
     """
 
     seconds: float = 120.0
     capacity_seconds: float = 30.0
+    ramp_seconds: float = 3.0
     factor: float = 4.0
     streams: int = 32
     steady_period: float = 1.0
@@ -147,13 +147,13 @@ class Overload:
 
     async def _phase(self, seconds: float, load: Any) -> Phase:
         phase = Phase()
-        phase.begin = time.perf_counter() + _RAMP_SECONDS
+        phase.begin = time.perf_counter() + self._options.ramp_seconds
         phase.end = phase.begin + seconds
         await asyncio.gather(load(phase), self._steady(phase))
         return phase
 
     async def _steady(self, phase: Phase) -> None:
-        await asyncio.sleep(_RAMP_SECONDS)
+        await asyncio.sleep(self._options.ramp_seconds)
         tasks = []
         while time.perf_counter() < phase.end:
             tasks.append(asyncio.create_task(self._shoot(STEADY)))
@@ -203,7 +203,7 @@ def report(alone: Phase, capacity: Phase, overload: Phase, options: OverloadOpti
     num_steady_refused = sum(shot.status == 429 for shot in overload.steady)
     found: dict[str, Any] = {
         "capacity_per_second": capacity.rate,
-        "offered_per_second": len(overload.flood) / (overload.end - overload.begin + _RAMP_SECONDS),
+        "offered_per_second": len(overload.flood) / (overload.end - overload.begin + options.ramp_seconds),
         "answered_per_second": overload.rate,
         "goodput": overload.rate / capacity.rate,
         "num_offered": len(overload.flood) + len(overload.steady),

@@ -78,7 +78,8 @@ def _prompt(generator: random.Random, room: int, vocab_size: int) -> Any:
 
 
 def _parameters(generator: random.Random, path: str, vocab_size: int) -> dict[str, Any]:
-    ids = [generator.randrange(5, vocab_size) for _ in range(generator.randint(1, 40))]
+    ids = [generator.randrange(vocab_size // 2, vocab_size) for _ in range(generator.randint(4, 40))]
+    stops = [generator.randrange(5, vocab_size // 2) for _ in range(3)]
     found: dict[str, Any] = {"temperature": generator.choice((0, 0.5, 1.0, 1.5))}
     shared = {"top_p": (0.5, 0.95), "top_k": (1, 5, 50)}
     own: dict[str, Sequence[Any]] = {
@@ -90,7 +91,7 @@ def _parameters(generator: random.Random, path: str, vocab_size: int) -> dict[st
         "allowed_token_ids": (ids,),
         "bad_words": (["self", "de"],),
         "stop": ("e", ["a", "zz"], ["\n"]),
-        "stop_token_ids": (ids[:5],),
+        "stop_token_ids": (stops,),
         "include_stop_str_in_output": (True,),
         "min_tokens": (1,),
         "ignore_eos": (True,),
