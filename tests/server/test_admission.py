@@ -93,6 +93,35 @@ def test_a_key_of_few_requests_does_not_wait_behind_one_of_many():
     assert not any(one.is_running for one in busy)
 
 
+def test_a_key_of_few_requests_goes_first_among_those_that_wait_in_the_engine():
+    place, _ = admission(capacity=4, max_queued=100)
+    busy = [place.enter("busy", 1, 10) for _ in range(20)]
+    waiting(place, *busy)
+    quiet = place.enter("quiet", 1, 10)
+    waiting(place, quiet)
+    busy[0].leave(60)
+    assert quiet.is_running
+    assert all(quiet.rank < one.rank for one in busy[1:4])
+    assert busy[1].rank < busy[2].rank < busy[3].rank
+
+
+def test_one_key_does_not_fill_the_queue_for_the_others():
+    place, _ = admission(capacity=1, max_queued=8, max_queued_tokens=90)
+    busy = [place.enter("busy", 1, 10) for _ in range(9)]
+    waiting(place, *busy)
+    with pytest.raises(APIError, match="answers wait"):
+        place.enter("busy", 1, 0)
+    quiet = [place.enter("quiet", 1, 10) for _ in range(4)]  # half of the queue
+    for key in ("quiet", "busy"):
+        with pytest.raises(APIError):
+            place.enter(key, 1, 10)
+    for ticket in quiet[:2]:
+        ticket.leave()
+    with pytest.raises(APIError, match="prompt tokens"):
+        place.enter("quiet", 1, 30)
+    place.enter("third", 1, 20)
+
+
 def test_keys_get_equal_tokens_not_equal_requests():
     place, _ = admission(capacity=1, max_queued=1000, max_queued_tokens=10**9)
     sizes, served = {"long": 400, "short": 100}, {"long": 0, "short": 0}
@@ -137,6 +166,9 @@ def test_random_comings_and_goings_leave_nothing():
     for ticket in inside:
         ticket.leave()
         ticket.leave()
+    for key in place._keys.values():
+        assert (key.num_inside, key.num_waiting, key.num_waiting_tokens, key.queue) == (0, 0, 0, [])
+        assert abs(key.promised) < 1e-6
     assert (place.num_running, place.num_waiting, place.num_waiting_tokens) == (0, 0, 0)
 
 
