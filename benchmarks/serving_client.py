@@ -170,8 +170,8 @@ class Connection:
             for text in whole:
                 fields = dict(line.split(b": ", 1) for line in text.split(b"\n") if not line.startswith(b":"))
                 if data := fields.get(b"data"):
-                    event_id = fields.get(b"id")
-                    yield Event(event_id and event_id.decode(), None if data == b"[DONE]" else json.loads(data))
+                    event_id = fields.get(b"id", b"").decode() or None
+                    yield Event(event_id, None if data == b"[DONE]" else json.loads(data))
         if rest:
             raise BrokenError(f"the stream ends within an event: {rest[:100]!r}")
 

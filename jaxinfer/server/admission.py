@@ -22,6 +22,7 @@ from jaxinfer.server.errors import APIError
 
 _NUM_REMEMBERED = 64  # ends of answers, from which the drain rate is estimated
 _MAX_RETRY_SECONDS = 120
+_RECENT_SECONDS = 60.0  # that a key counts as one that may send another request
 
 
 class Ticket:
@@ -59,7 +60,9 @@ class _Key:
     served: float = 0.0
     promised: float = 0.0
     rank: int = 0
+    entered: float = 0.0
     num_inside: int = 0
+    num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     queue: list[tuple[int, int, Ticket]] = field(default_factory=list)
@@ -73,6 +76,10 @@ class Admission:
     """Args:
     capacity: answers that the engine takes at once. max_queued: answers that may wait beyond them.
     max_queued_tokens: prompt tokens of those that wait.
+
+    Attributes:
+      num_unreserved: where several keys send requests, one of which something runs gets a turn only while fewer answers
+        than this run, so that a key at a low rate finds a free slot; None for no such limit.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.capacity, self.max_queued, self.max_queued_tokens = capacity, max_queued, max_queued_tokens
+        self.num_unreserved: int | None = None
         self.num_running = self.num_waiting = self.num_waiting_tokens = 0
         self._clock = clock
         self._keys: dict[str, _Key] = {}
@@ -107,6 +115,7 @@ class Admission:
             others = [one.served for one in self._keys.values() if one.num_inside]
             own.served = max(own.served, min(others, default=own.served))
         own.num_inside += 1
+        own.entered = self._clock()
         self._inside.add(ticket)
         self._count_waiting(ticket, 1)
         return ticket
@@ -133,19 +142,41 @@ class Admission:
         self._give_turns()
 
     def _give_turns(self) -> None:
-        while (waiting := [one for one in self._keys.values() if one.queue]) and self.num_running < self.capacity:
-            key = min(waiting, key=lambda one: one.work)
-            ticket = key.queue[0][2]
-            if self.num_running and self.num_running + ticket.num_answers > self.capacity:
+        while self.num_running < self.capacity:
+            waiting = sorted((one for one in self._keys.values() if one.queue), key=lambda one: one.work)
+            if waiting and not self._fits(waiting[0]) and self._is_reserved:
+                waiting = [one for one in waiting if not one.num_running]
+            if not waiting or not self._fits(waiting[0]):
                 return  # smaller ones do not overtake it for ever
-            heapq.heappop(key.queue)
-            ticket.rank = key.rank = max(key.rank, round(key.work))
-            ticket.expected = ticket.num_tokens + ticket.num_answers * self._mean_output
-            key.promised += ticket.expected
-            self._count_waiting(ticket, -1)
-            self.num_running += ticket.num_answers
-            ticket.is_running = True
-            ticket.turned.set()
+            self._give_turn(waiting[0])
+
+    def _give_turn(self, key: _Key) -> None:
+        ticket = heapq.heappop(key.queue)[2]
+        ticket.rank = key.rank = max(key.rank, round(key.work))
+        ticket.expected = ticket.num_tokens + ticket.num_answers * self._mean_output
+        key.promised += ticket.expected
+        self._count_waiting(ticket, -1)
+        for counts in (self, key):
+            counts.num_running += ticket.num_answers
+        ticket.is_running = True
+        ticket.turned.set()
+
+    @property
+    def _is_reserved(self) -> bool:
+        """Whether what is free is kept for keys of which nothing runs."""
+        return self.num_unreserved is not None and self.num_running >= self.num_unreserved
+
+    def _fits(self, key: _Key) -> bool:
+        """Whether the first of a key's queue may run."""
+        num_answers, limit = key.queue[0][2].num_answers, self.capacity
+        if self.num_unreserved is not None and key.num_running and num_answers <= self.num_unreserved:
+            limit = self.num_unreserved if self._has_others(key) else limit
+        return not self.num_running or self.num_running + num_answers <= limit
+
+    def _has_others(self, key: _Key) -> bool:
+        """Whether other keys have sent requests lately."""
+        since = self._clock() - _RECENT_SECONDS
+        return any(one is not key and (one.num_inside or one.entered > since) for one in self._keys.values())
 
     def _count_waiting(self, ticket: Ticket, sign: int) -> None:
         for counts in (self, self._keys[ticket.key]):
@@ -161,7 +192,8 @@ class Admission:
         if ticket.is_running:
             key.promised -= ticket.expected
             key.served += ticket.num_tokens + num_output
-            self.num_running -= ticket.num_answers
+            for counts in (self, key):
+                counts.num_running -= ticket.num_answers
             self._ends.append((self._clock(), ticket.num_answers))
             self._mean_output += 0.1 * (num_output / ticket.num_answers - self._mean_output)
         else:
