@@ -34,7 +34,9 @@ class ServerProcess:
     def __init__(self, *arguments: str):
         self._log = tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log")  # noqa: SIM115
         command = [sys.executable, "-m", "jaxinfer.cli", "serve", *arguments, "--port", str(port := _free_port())]
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self._process = subprocess.Popen(  # Ctrl-C is not for it
+            command, stdout=self._log, stderr=self._log, start_new_session=True
+        )
         self.url, self.pid = f"http://127.0.0.1:{port}", self._process.pid
 
     @property

@@ -51,8 +51,8 @@ class OverloadOptions:
     factor: float = 4.0
     streams: int = 32
     steady_period: float = 1.0
-    prompt_tokens: int = 32
-    answer_tokens: int = 48
+    prompt_tokens: int = 128
+    answer_tokens: int = 64
     vocab_size: int = 4096
     seed: int = 0
 
@@ -141,6 +141,8 @@ class Overload:
         for _ in range(_NUM_ALONE):
             alone.steady.append(await self._shoot(STEADY))
         capacity = await self._phase(options.capacity_seconds, self._closed_loop)
+        if not capacity.rate:
+            raise RuntimeError(f"no answer has ended in {options.capacity_seconds:.0f} s: give --capacity-seconds more")
         self._pace = options.factor * capacity.rate
         overload = await self._phase(options.seconds, self._open_loop)
         return report(alone, capacity, overload, options)
@@ -277,7 +279,7 @@ def main() -> int:
     parser.add_argument("--capacity-seconds", type=float, default=30.0, help="in which the capacity is measured")
     parser.add_argument("--factor", type=float, default=4.0, help="of the capacity that is offered")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--answer-tokens", type=int, default=48)
+    parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--json", type=Path)
     parser.add_argument("serve", nargs="*", help="arguments of jaxinfer serve, after --; by default: demo")
     arguments = parser.parse_args()

@@ -5,7 +5,8 @@ nothing may hang or be compiled, and every answer must be right.
     python -m benchmarks.serving_soak [--requests 20000] [--minutes 30] [--json FILE] [-- demo --draft ngram]
 
 What follows `--` are arguments of `jaxinfer serve`, the embedded model by default. `--url` drives a server that runs
-already. One request in twenty is sent twice, and both answers must be equal. The exit code is 1 if a claim fails.
+already. One request in twenty is sent twice, and both answers must be equal. Ctrl-C ends it early. The exit code is 1
+if a claim fails.
 """
 
 import argparse
@@ -39,7 +40,6 @@ SEND_TIMEOUT = 3  # seconds, of the server that is started
 _HUNG_SECONDS = 150
 _NUM_SHOWN = 20  # of what is wrong
 _MAX_IDLE = 12  # connections that are kept
-_IDLE_SECONDS = 20.0  # less than the server keeps them
 _SMALL_BUFFER = 4096
 _GROWTH_SHARE, _GROWTH_MIB = 0.03, 20.0  # of memory, whichever is more
 _SETTLING_SHARE, _LAST_SHARE = 1 / 6, 1 / 3  # of the time: memory may grow in the first part, and is judged in the last
@@ -92,7 +92,7 @@ class Soak:
     ):
         self._port, self._pid, self._options, self._show = port, pid, options, show
         self._generator = random.Random(options.seed)
-        self._idle: list[tuple[float, Connection]] = []
+        self._idle: list[Connection] = []
         self._started_at: dict[asyncio.Task[None], int] = {}  # of requests on their way, in seconds of `_num_ticks`
         self._num_ticks = 0
         self._max_model_len = 0
@@ -105,6 +105,22 @@ class Soak:
         start = time.monotonic()
         watcher = asyncio.create_task(self._watch(start))
         before = await self._sample(start)
+        try:
+            await self._send_all(start)
+        except asyncio.CancelledError:  # Ctrl-C: judge what was sent
+            asyncio.current_task().uncancel()  # type: ignore[union-attr]
+        while self._started_at:
+            await asyncio.sleep(0.05)
+        for connection in self._idle:
+            connection.close()
+        await self._settle(start)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        self.report.seconds = time.monotonic() - start
+        judge(self.report, before)
+        return self.report
+
+    async def _send_all(self, start: float) -> None:
         gate = asyncio.Semaphore(self._options.connections)
         pace = self._options.requests / (self._options.minutes * 60)
         due = 0.0
@@ -113,16 +129,6 @@ class Soak:
             await asyncio.sleep(max(due - (time.monotonic() - start), 0))
             await gate.acquire()
             self._start(number, gate)
-        while self._started_at:
-            await asyncio.sleep(0.05)
-        for _, connection in self._idle:
-            connection.close()
-        await self._settle(start)
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
-        self.report.seconds = time.monotonic() - start
-        judge(self.report, before)
-        return self.report
 
     def _start(self, number: int, gate: asyncio.Semaphore) -> None:
         kinds: dict[str, Callable[[random.Random], Awaitable[None]]] = {
@@ -197,17 +203,27 @@ class Soak:
 
     # What is sent.
 
-    async def _connection(self, generator: random.Random) -> Connection:
+    async def _send(
+        self, generator: random.Random, request: Request, stream: bool, headers: dict[str, str] | None = None
+    ) -> Connection:
+        """A connection on which the request was sent and the head of its answer has come. Raises BrokenError."""
+        data = request.encoded(stream)
         if self._idle and generator.random() < 0.8:
-            since, connection = self._idle.pop(0)
-            if time.monotonic() - since < _IDLE_SECONDS:
+            connection = self._idle.pop(0)
+            try:
+                connection.send("POST", request.path, data, headers)
+                await connection.head()
                 return connection
-            connection.close()
-        return await Connection.open(self._port)
+            except BrokenError:  # the server has closed it meanwhile
+                connection.close()
+        connection = await Connection.open(self._port)
+        connection.send("POST", request.path, data, headers)
+        await connection.head()
+        return connection
 
     def _keep(self, connection: Connection) -> None:
         if len(self._idle) < _MAX_IDLE:
-            self._idle.append((time.monotonic(), connection))
+            self._idle.append(connection)
         else:
             connection.close()
 
@@ -234,8 +250,7 @@ class Soak:
         return True
 
     async def _get(self, generator: random.Random, request: Request) -> Choices | None:
-        connection = await self._connection(generator)
-        connection.send("POST", request.path, request.encoded(False))
+        connection = await self._send(generator, request, False)
         answer = await connection.answer()
         self._keep(connection)
         try:
@@ -247,9 +262,8 @@ class Soak:
         self, generator: random.Random, request: Request, found: StreamedAnswer, num_events: int | None = None
     ) -> Choices | None:
         """Reads a stream to its end, or breaks it off after some events."""
-        connection = await self._connection(generator)
         headers = {} if found.last_id is None else {"last-event-id": found.last_id}
-        connection.send("POST", request.path, request.encoded(True), headers)
+        connection = await self._send(generator, request, True, headers)
         try:
             if (await connection.head()).status != 200:
                 taken = self._is_taken(await connection.answer())
@@ -315,7 +329,7 @@ class Soak:
         if is_stream and generator.random() < 0.5:
             await self._get_stream(generator, request, StreamedAnswer(request), generator.randint(1, 20))
             return
-        connection = await self._connection(generator)
+        connection = await Connection.open(self._port)
         connection.send("POST", request.path, request.encoded(is_stream))
         await asyncio.sleep(generator.choice((0, generator.expovariate(50), generator.expovariate(2))))
         connection.abort() if generator.random() < 0.5 else connection.close()

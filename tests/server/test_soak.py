@@ -1,6 +1,7 @@
 """Random load, good and bad, over sockets; and whether the benchmarks notice what they claim to notice."""
 
 import asyncio
+import socket
 import urllib.parse
 
 import pytest
@@ -9,6 +10,7 @@ from benchmarks.serving_overload import FLOOD, STEADY, Overload, OverloadOptions
 from benchmarks.serving_soak import Soak, SoakOptions, SoakReport, judge
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
+from jaxinfer.server.run import _listen
 from tests.server.conftest import is_idle
 from tests.server.test_bench_over_http import listening
 
@@ -20,10 +22,10 @@ def port_of(url):
 def test_random_load_leaves_nothing(make_service, engine):
     service = make_service()
     with listening(make_app(service)) as url:
-        options = SoakOptions(requests=120, minutes=0.01, connections=16, seed=3, interval=1)
+        options = SoakOptions(requests=60, minutes=0.01, connections=16, seed=3, interval=1)
         found = asyncio.run(Soak(port_of(url), None, options).run())
     assert not [line for line in found.wrong if "programs were compiled" not in line]  # they were not compiled before
-    assert found.counts.total() == 120
+    assert found.counts.total() == 60
     assert found.num_compared > 0
     assert is_idle(engine)
     assert not service.generations
@@ -35,8 +37,8 @@ def test_too_much_load_is_refused_and_nothing_is_lost(make_service, tmp_path):
     keys.write_text(f"{STEADY} steady\n{FLOOD} flood\n")
     with listening(make_app(make_service(max_queued=8), Keys.read(keys))) as url:
         options = OverloadOptions(
-            seconds=1,
-            capacity_seconds=0.5,
+            seconds=0.6,
+            capacity_seconds=0.4,
             ramp_seconds=0.2,
             streams=8,
             steady_period=0.2,
@@ -47,6 +49,19 @@ def test_too_much_load_is_refused_and_nothing_is_lost(make_service, tmp_path):
     assert (found["num_lost"], found["num_other"]) == (0, 0)
     assert found["num_refused"] > 0
     assert 1 <= found["retry_after"]["p50"] <= found["retry_after"]["max"] <= 120
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the kernel gives up no connection by time")
+def test_a_connection_that_nobody_reads_is_given_up():
+    with _listen("127.0.0.1", 0, 0.3) as listener, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listener.getsockname())
+        served, _ = listener.accept()
+        with served:
+            served.settimeout(20)
+            with pytest.raises(OSError, match=r"timed out|reset|Broken pipe") as error:
+                served.sendall(bytes(1 << 26))
+            assert error.value.errno is not None  # the kernel's error, not that of settimeout
 
 
 FACTS = {"seconds": 0.0, "requests": 0, "compilations": 2, "running": 0, "waiting": 0, "pages": 0}
