@@ -37,7 +37,7 @@ from benchmarks.serving_requests import (
 )
 
 SEND_TIMEOUT = 3  # seconds, of the server that is started
-_HUNG_SECONDS = 150
+_HUNG_SECONDS = 300
 _NUM_SHOWN = 20  # of what is wrong
 _MAX_IDLE = 12  # connections that are kept
 _SMALL_BUFFER = 4096

@@ -46,7 +46,7 @@ def test_too_much_load_is_refused_and_nothing_is_lost(make_service, tmp_path):
             answer_tokens=12,
         )
         found = asyncio.run(Overload(port_of(url), options).run())
-    assert (found["num_lost"], found["num_other"]) == (0, 0)
+    assert (found["num_lost"], found["num_other"], found["num_steady_refused"]) == (0, 0, 0)
     assert found["num_refused"] > 0
     assert 1 <= found["retry_after"]["p50"] <= found["retry_after"]["max"] <= 120
 
