@@ -81,7 +81,7 @@ async def leave(engine, service, phase, path, body):
             await until(lambda: service.admission.num_running == service.admission.capacity)
         leaving = client.send("POST", path, body)
         if phase == "waiting":
-            await until(lambda: not engine._commands.empty())
+            await until(lambda: scheduler.waiting or not engine._commands.empty())
         await until(lambda: scheduler.has_work)
         await gate.until(lambda: has_begun(phase, scheduler, service))
         num_pages = scheduler.pool.num_owned
