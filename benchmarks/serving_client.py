@@ -20,7 +20,7 @@ from typing import Any
 
 from httptools import HttpParserError, HttpResponseParser
 
-_READY_SECONDS = 600.0
+_READY_SECONDS = 1800.0
 _READ_BYTES = 1 << 16
 _JSON = {"content-type": "application/json"}
 
