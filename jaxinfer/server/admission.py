@@ -2,7 +2,10 @@
 
 Only as many answers as the engine can run, and a few more, are handed to it; the others wait here, where their order
 can still change. The turn goes to the key that has been served the fewest tokens, in its queue to the lowest priority
-number and then to the first (start-time fair queueing, Goyal, Vin and Cheng 1996, with tokens as the work).
+number and then to the first (start-time fair queueing, Goyal, Vin and Cheng 1996, with tokens as the work). A ticket's
+`rank` keeps this order in the engine, for those few that wait there.
+
+A full queue refuses the keys that have their share of it: what one key sends does not keep out the others.
 """
 
 import asyncio
@@ -19,6 +22,7 @@ from jaxinfer.server.errors import APIError
 
 _NUM_REMEMBERED = 64  # ends of answers, from which the drain rate is estimated
 _MAX_RETRY_SECONDS = 120
+_RECENT_SECONDS = 60.0  # that a key counts as one that may send another request
 
 
 class Ticket:
@@ -28,6 +32,7 @@ class Ticket:
         self._admission, self.key, self.priority = admission, key, priority
         self.num_answers, self.num_tokens = num_answers, num_tokens
         self.is_running = False
+        self.rank, self.expected = 0, 0.0  # from its turn on: lower goes first; tokens that it was counted with
         self.turned = asyncio.Event()
 
     async def turn(self) -> None:
@@ -50,17 +55,31 @@ class Ticket:
 
 @dataclass
 class _Key:
-    """Requests of one API key. `work`: tokens that it was served, or will be at the next ends."""
+    """Requests of one API key. `served`: tokens of those that have ended. `promised`: of those that run, estimated."""
 
-    work: float = 0.0
+    served: float = 0.0
+    promised: float = 0.0
+    rank: int = 0
+    entered: float = 0.0
     num_inside: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
     queue: list[tuple[int, int, Ticket]] = field(default_factory=list)
+
+    @property
+    def work(self) -> float:
+        return self.served + self.promised
 
 
 class Admission:
     """Args:
     capacity: answers that the engine takes at once. max_queued: answers that may wait beyond them.
     max_queued_tokens: prompt tokens of those that wait.
+
+    Attributes:
+      num_unreserved: where several keys send requests, one of which something runs gets a turn only while fewer answers
+        than this run, so that a key at a low rate finds a free slot; None for no such limit.
     """
 
     def __init__(
@@ -71,6 +90,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.capacity, self.max_queued, self.max_queued_tokens = capacity, max_queued, max_queued_tokens
+        self.num_unreserved: int | None = None
         self.num_running = self.num_waiting = self.num_waiting_tokens = 0
         self._clock = clock
         self._keys: dict[str, _Key] = {}
@@ -81,20 +101,23 @@ class Admission:
 
     def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0) -> Ticket:
         """A place for a request. Raises APIError 429, with the seconds after which to try again, if too much waits."""
+        own = self._keys.setdefault(key, _Key())
+        num_keys = sum(1 for one in self._keys.values() if one.num_inside and one is not own) + 1
         total = self.num_running + self.num_waiting + num_answers
-        if total > self.capacity + self.max_queued and self._inside:
+        has_share = num_keys == 1 or own.num_waiting + num_answers > self.max_queued // num_keys
+        if total > self.capacity + self.max_queued and self._inside and has_share:
             raise self._refusal("queue_full", f"{self.num_waiting} answers wait already")
-        if self.num_waiting_tokens and self.num_waiting_tokens + num_tokens > self.max_queued_tokens:
+        has_share = num_keys == 1 or own.num_waiting_tokens + num_tokens > self.max_queued_tokens // num_keys
+        if self.num_waiting_tokens and self.num_waiting_tokens + num_tokens > self.max_queued_tokens and has_share:
             raise self._refusal("queue_full", f"{self.num_waiting_tokens} prompt tokens wait already")
         ticket = Ticket(self, key, num_answers, num_tokens, priority)
-        own = self._keys.setdefault(key, _Key())
         if own.num_inside == 0:  # it does not save turns up while it is away
-            others = [one.work for one in self._keys.values() if one.num_inside]
-            own.work = max(own.work, min(others, default=own.work))
+            others = [one.served for one in self._keys.values() if one.num_inside]
+            own.served = max(own.served, min(others, default=own.served))
         own.num_inside += 1
+        own.entered = self._clock()
         self._inside.add(ticket)
-        self.num_waiting += num_answers
-        self.num_waiting_tokens += num_tokens
+        self._count_waiting(ticket, 1)
         return ticket
 
     @property
@@ -119,21 +142,46 @@ class Admission:
         self._give_turns()
 
     def _give_turns(self) -> None:
-        while (waiting := [one for one in self._keys.values() if one.queue]) and self.num_running < self.capacity:
-            key = min(waiting, key=lambda one: one.work)
-            ticket = key.queue[0][2]
-            if self.num_running and self.num_running + ticket.num_answers > self.capacity:
+        while self.num_running < self.capacity:
+            waiting = sorted((one for one in self._keys.values() if one.queue), key=lambda one: one.work)
+            if waiting and not self._fits(waiting[0]) and self._is_reserved:
+                waiting = [one for one in waiting if not one.num_running]
+            if not waiting or not self._fits(waiting[0]):
                 return  # smaller ones do not overtake it for ever
-            heapq.heappop(key.queue)
-            key.work += self._expected(ticket)
-            self.num_waiting -= ticket.num_answers
-            self.num_waiting_tokens -= ticket.num_tokens
-            self.num_running += ticket.num_answers
-            ticket.is_running = True
-            ticket.turned.set()
+            self._give_turn(waiting[0])
 
-    def _expected(self, ticket: Ticket) -> float:
-        return ticket.num_tokens + ticket.num_answers * self._mean_output
+    def _give_turn(self, key: _Key) -> None:
+        ticket = heapq.heappop(key.queue)[2]
+        ticket.rank = key.rank = max(key.rank, round(key.work))
+        ticket.expected = ticket.num_tokens + ticket.num_answers * self._mean_output
+        key.promised += ticket.expected
+        self._count_waiting(ticket, -1)
+        for counts in (self, key):
+            counts.num_running += ticket.num_answers
+        ticket.is_running = True
+        ticket.turned.set()
+
+    @property
+    def _is_reserved(self) -> bool:
+        """Whether what is free is kept for keys of which nothing runs."""
+        return self.num_unreserved is not None and self.num_running >= self.num_unreserved
+
+    def _fits(self, key: _Key) -> bool:
+        """Whether the first of a key's queue may run."""
+        num_answers, limit = key.queue[0][2].num_answers, self.capacity
+        if self.num_unreserved is not None and key.num_running and num_answers <= self.num_unreserved:
+            limit = self.num_unreserved if self._has_others(key) else limit
+        return not self.num_running or self.num_running + num_answers <= limit
+
+    def _has_others(self, key: _Key) -> bool:
+        """Whether other keys have sent requests lately."""
+        since = self._clock() - _RECENT_SECONDS
+        return any(one is not key and (one.num_inside or one.entered > since) for one in self._keys.values())
+
+    def _count_waiting(self, ticket: Ticket, sign: int) -> None:
+        for counts in (self, self._keys[ticket.key]):
+            counts.num_waiting += sign * ticket.num_answers
+            counts.num_waiting_tokens += sign * ticket.num_tokens
 
     def _leave(self, ticket: Ticket, num_output: int) -> None:
         if ticket not in self._inside:
@@ -142,13 +190,14 @@ class Admission:
         key = self._keys[ticket.key]
         key.num_inside -= 1
         if ticket.is_running:
-            key.work += ticket.num_tokens + num_output - self._expected(ticket)
-            self.num_running -= ticket.num_answers
+            key.promised -= ticket.expected
+            key.served += ticket.num_tokens + num_output
+            for counts in (self, key):
+                counts.num_running -= ticket.num_answers
             self._ends.append((self._clock(), ticket.num_answers))
             self._mean_output += 0.1 * (num_output / ticket.num_answers - self._mean_output)
         else:
             key.queue = [entry for entry in key.queue if entry[2] is not ticket]
             heapq.heapify(key.queue)
-            self.num_waiting -= ticket.num_answers
-            self.num_waiting_tokens -= ticket.num_tokens
+            self._count_waiting(ticket, -1)
         self._give_turns()

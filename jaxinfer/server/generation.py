@@ -210,7 +210,8 @@ class Generation:
         self._record.queued_seconds = time.perf_counter() - self._start
         engine = self._service.engine
         for request in self.requests:
-            self._streams.append(await engine.submit(request))
+            options = replace(request.options, priority=self._ticket.rank)  # the client's has counted in the queue
+            self._streams.append(await engine.submit(replace(request, options=options)))
         self._outputs = [None] * len(self.requests)
         if len(self._streams) == 1:
             return self._streams[0]

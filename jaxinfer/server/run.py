@@ -56,7 +56,7 @@ def run_server(
     keys = None if options.api_keys is None else Keys.read(options.api_keys)
     service = Service(options, options.served_model_name or name, name)
     tracer = _tracer(options, service.name)
-    listener = _listen(options.host, options.port)
+    listener = _listen(options.host, options.port, options.send_timeout)
     host, port = listener.getsockname()[:2]
     on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
     server = _Server(service, keys, open_engine, on_ready)
@@ -90,12 +90,16 @@ def _tracer(options: ServerOptions, name: str) -> "RequestTracer | None":
     return open_tracer(options.otlp_endpoint, name)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, send_timeout: float) -> socket.socket:
     """A listening socket. Raises OSError with the address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Closing a connection waits until its client has read what was sent. The kernel gives up one that does not;
+        # the connections inherit this.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(send_timeout * 1000))
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except OSError as error:

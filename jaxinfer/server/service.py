@@ -57,9 +57,11 @@ class Service:
         """Takes requests from now on."""
         llm = engine.llm
         spec = llm.engine.spec
-        num_engines = len(getattr(llm.engine, "engines", ())) or 1
+        num_slots = spec.max_seqs * (len(getattr(llm.engine, "engines", ())) or 1)
         # A few more than run at once, so that no slot stays free until the next turn.
-        self.admission.capacity = num_engines * (spec.max_seqs + max(1, spec.max_seqs // 4))
+        self.admission.capacity = num_slots + max(1, num_slots // 4)
+        if num_slots >= 16:  # of few slots one would be too much
+            self.admission.num_unreserved = num_slots - num_slots // 16
         facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.options.deterministic, __version__]
         self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         template = None if llm.tokenizer is None else llm.tokenizer.chat_template

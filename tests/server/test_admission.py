@@ -93,6 +93,69 @@ def test_a_key_of_few_requests_does_not_wait_behind_one_of_many():
     assert not any(one.is_running for one in busy)
 
 
+def test_a_key_of_few_requests_goes_first_among_those_that_wait_in_the_engine():
+    place, _ = admission(capacity=4, max_queued=100)
+    busy = [place.enter("busy", 1, 10) for _ in range(20)]
+    waiting(place, *busy)
+    quiet = place.enter("quiet", 1, 10)
+    waiting(place, quiet)
+    busy[0].leave(60)
+    assert quiet.is_running
+    assert all(quiet.rank < one.rank for one in busy[1:4])
+    assert busy[1].rank < busy[2].rank < busy[3].rank
+
+
+def test_a_slot_stays_free_for_a_key_at_a_low_rate():
+    place, clock = admission(capacity=5, max_queued=100)
+    place.num_unreserved = 3
+    first = place.enter("quiet", 1, 10)
+    first.leave()
+    busy = [place.enter("busy", 1, 10) for _ in range(20)]
+    waiting(place, *busy)
+    assert place.num_running == 3
+    for _ in range(4):  # whatever runs of it, the next one finds a free slot
+        quiet = place.enter("quiet", 1, 10)
+        waiting(place, quiet)
+        assert quiet.is_running
+        quiet.leave(60)
+        assert place.num_running == 3
+    clock.now += 1000  # it is not kept for ever
+    next(one for one in busy if one.is_running).leave(60)
+    assert place.num_running == 5
+
+
+def test_a_request_for_many_answers_is_not_overtaken_for_ever():
+    place, _ = admission(capacity=5, max_queued=100)
+    place.num_unreserved = 3
+    running = [place.enter("many", 1, 1) for _ in range(3)]
+    waiting(place, *running)
+    large = place.enter("many", 3, 1)
+    waiting(place, large)
+    for number in range(20):
+        running.append(place.enter(f"key {number % 4}", 1, 10))
+        waiting(place, running[-1])
+    while not large.is_running:
+        next(one for one in running if one in place._inside and one.is_running).leave(50)
+    assert any(not one.is_running for one in running)
+
+
+def test_one_key_does_not_fill_the_queue_for_the_others():
+    place, _ = admission(capacity=1, max_queued=8, max_queued_tokens=90)
+    busy = [place.enter("busy", 1, 10) for _ in range(9)]
+    waiting(place, *busy)
+    with pytest.raises(APIError, match="answers wait"):
+        place.enter("busy", 1, 0)
+    quiet = [place.enter("quiet", 1, 10) for _ in range(4)]  # half of the queue
+    for key in ("quiet", "busy"):
+        with pytest.raises(APIError):
+            place.enter(key, 1, 10)
+    for ticket in quiet[:2]:
+        ticket.leave()
+    with pytest.raises(APIError, match="prompt tokens"):
+        place.enter("quiet", 1, 30)
+    place.enter("third", 1, 20)
+
+
 def test_keys_get_equal_tokens_not_equal_requests():
     place, _ = admission(capacity=1, max_queued=1000, max_queued_tokens=10**9)
     sizes, served = {"long": 400, "short": 100}, {"long": 0, "short": 0}
@@ -119,6 +182,7 @@ def test_priority_orders_the_requests_of_one_key():
 def test_random_comings_and_goings_leave_nothing():
     generator = random.Random(0)
     place, clock = admission(capacity=4, max_queued=10, max_queued_tokens=200)
+    place.num_unreserved = 2
     inside = []
     for _ in range(3000):
         clock.now += 0.01
@@ -137,6 +201,10 @@ def test_random_comings_and_goings_leave_nothing():
     for ticket in inside:
         ticket.leave()
         ticket.leave()
+    for key in place._keys.values():
+        counts = key.num_inside, key.num_running, key.num_waiting, key.num_waiting_tokens, len(key.queue)
+        assert counts == (0, 0, 0, 0, 0)
+        assert abs(key.promised) < 1e-6
     assert (place.num_running, place.num_waiting, place.num_waiting_tokens) == (0, 0, 0)
 
 
