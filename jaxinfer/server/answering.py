@@ -10,7 +10,7 @@ from jaxinfer.batch.responses import usage
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import record_of, while_connected
+from jaxinfer.server.http import record_of, while_connected, work_for
 from jaxinfer.server.params import Job, check_model
 from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
@@ -34,17 +34,23 @@ async def begin(
     check_model(body.model, service.names)
     record = record_of(request.scope)
     record.is_stream = bool(body.stream)
-    resumed = _resumed(request, service, body, can_resume)
-    if resumed is not None:
-        body.seed = resumed.seed
-    job = make_job()
+
+    def read() -> tuple[StreamPosition | None, Job, str]:
+        digest = request_digest(body, service.fingerprint)
+        resumed = _resumed(request, service, body, digest, can_resume)
+        if resumed is not None:
+            body.seed = resumed.seed
+        job = make_job()
+        if service.options.log_prompts:
+            record.prompt = repr(job.prompts)[:10_000]
+        job.num_estimated  # noqa: B018 (computed once, here)
+        return resumed, job, digest
+
+    resumed, job, digest = await work_for(record, read)
     seed = job.params.seed or 0
     record.seed = seed
-    if service.options.log_prompts:
-        record.prompt = repr(job.prompts)[:10_000]
     if resumed is not None and len(resumed.choices) != job.num_answers:
         raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
-    digest = request_digest(body, service.fingerprint)
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
     generation = Generation(service, job, record, tags=tags, resumed=resumed if body.stream else None, echo=echo)
     try:
@@ -55,7 +61,7 @@ async def begin(
     return generation, position
 
 
-def _resumed(request: Request, service: Service, body: Any, can_resume: bool) -> StreamPosition | None:
+def _resumed(request: Request, service: Service, body: Any, digest: str, can_resume: bool) -> StreamPosition | None:
     """Where the client was, if it says so. Raises APIError if the answer cannot be resumed."""
     text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
     if not text:
@@ -69,7 +75,7 @@ def _resumed(request: Request, service: Service, body: Any, can_resume: bool) ->
     position = StreamPosition.read(text)
     if body.seed not in (None, position.seed):
         raise refused("seed", f"seed={body.seed}, but the stream to be resumed has seed {position.seed}")
-    if position.digest != request_digest(body, service.fingerprint):
+    if position.digest != digest:
         raise APIError(
             409,
             "the event's id is of another request, or of another model: send the same body to a server with the same "

@@ -15,11 +15,11 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
+from jaxinfer.server.connection import limited_protocol
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.service import Service
 
@@ -96,7 +96,7 @@ class _Server:
         self._num_signals = 0
         config = uvicorn.Config(
             make_app(service, keys),
-            http=_protocol(service.options.max_header_bytes),
+            http=limited_protocol(service.options),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -184,33 +184,3 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         raise NotImplementedError
-
-
-def _protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with a limit on headers: it would collect any number of bytes before the application sees
-    them."""
-
-    class LimitedProtocol(HttpToolsProtocol):
-        num_head_bytes = 0
-        is_in_head = True
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.is_in_head = True
-
-        def on_headers_complete(self) -> None:
-            self.is_in_head, self.num_head_bytes = False, 0
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            self.is_in_head = True
-
-        def data_received(self, data: bytes) -> None:
-            if self.is_in_head:
-                self.num_head_bytes += len(data)
-            super().data_received(data)
-            if self.is_in_head and self.num_head_bytes > max_header_bytes and not self.transport.is_closing():
-                self.send_400_response(f"the headers have more than {max_header_bytes} bytes")
-
-    return LimitedProtocol

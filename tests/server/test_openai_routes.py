@@ -196,7 +196,8 @@ def test_other_errors(client, service):
         assert (await client.get("/v2/x")).status == 404
         assert (await client.get(COMPLETIONS)).status == 405
         assert (await client.post(COMPLETIONS, body=b"{")).status == 400
-        assert (await client.post(COMPLETIONS, body=b"[" * 100_000)).status == 400
+        assert (await client.post(COMPLETIONS, body=b"[" * 60_000)).status == 400
+        assert (await client.post(COMPLETIONS, body=b"[" * 100_000)).status == 413
         assert (await client.post(COMPLETIONS, body=b'{"prompt": "a", "temperature": NaN}')).status == 400
         assert (await client.post(COMPLETIONS, body=b'{"prompt": "\xff"}')).status == 400
         assert (await client.post(COMPLETIONS, {"prompt": "a"}, content_type="text/plain")).status == 415
