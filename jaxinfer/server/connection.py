@@ -35,7 +35,7 @@ def max_connections(wanted: int) -> int:
     return max(min(wanted, soft - _SPARE_FILES), 1)
 
 
-def limited_protocol(options: ServerOptions, head_seconds: float = HEAD_SECONDS) -> type[HttpToolsProtocol]:
+def limited_protocol(options: ServerOptions) -> type[HttpToolsProtocol]:
     """uvicorn's protocol with limits:
 
     - on connections: one more is answered with 503 and closed;
@@ -58,7 +58,7 @@ def limited_protocol(options: ServerOptions, head_seconds: float = HEAD_SECONDS)
             if len(self.connections) > num_allowed:
                 self._turn_away()
             else:
-                self._expect(head_seconds)
+                self._expect(HEAD_SECONDS)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_expecting()
@@ -68,8 +68,8 @@ def limited_protocol(options: ServerOptions, head_seconds: float = HEAD_SECONDS)
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():
                 return
-            if self._timer is None and not self._is_in_message:
-                self._expect(head_seconds)
+            if self._timer is None and not self._is_in_message:  # of a further request, perhaps empty lines before it
+                self._expect(HEAD_SECONDS)
             self._num_extra += len(data)
             super().data_received(data)
             if self.transport.is_closing():
@@ -83,8 +83,13 @@ def limited_protocol(options: ServerOptions, head_seconds: float = HEAD_SECONDS)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self._expect(HEAD_SECONDS)
             self._is_in_message = self._is_in_head = True
             self._num_body = self._num_unread = 0
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._is_in_head:  # a trailer must not stand for a header that a proxy has checked
+                super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
             self._is_in_head, self._num_extra = False, 0

@@ -75,7 +75,7 @@ async def _receive(request: Request, service: Service, value_limit: int) -> tupl
                     message = (
                         f"the body has more than {value_limit:,} commas and brackets: no such prompt fits the model"
                     )
-                    raise APIError(413, message, headers={"connection": "close"})
+                    raise APIError(413, message)
                 if len(data) > num_held + _FREE_BYTES:
                     service.num_body_bytes += len(data) - num_held
                     num_held = len(data)
@@ -110,7 +110,7 @@ def _decode(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
 
 
 def _too_large(limit: int) -> APIError:
-    return APIError(413, f"the body is larger than {limit:,} bytes", headers={"connection": "close"})
+    return APIError(413, f"the body is larger than {limit:,} bytes")
 
 
 async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -80,7 +80,8 @@ def _job(body: MessagesRequest, llm: LLM, tags: Family | None) -> Job:
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop_sequences:
         values["stop"] = body.stop_sequences
-    return make_job((_conversation(body, llm, tags),), body, values, body.max_tokens, llm, 1)
+    names = {"stop": "stop_sequences"}
+    return make_job((_conversation(body, llm, tags),), body, values, body.max_tokens, llm, 1, names=names)
 
 
 def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> Conversation:

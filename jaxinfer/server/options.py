@@ -67,7 +67,7 @@ class ServerOptions:
     max_queued_tokens: int = _load(
         1_000_000, "Prompt tokens that may wait, as estimated from the size of the text; beyond them 429.", "N", min=1
     )
-    max_body_bytes: int = _load(32 << 20, "Size of a request; beyond it 413.", "BYTES", min=1024)
+    max_body_bytes: int = _load(16 << 20, "Size of a request; beyond it 413.", "BYTES", min=1024)
     max_header_bytes: int = _load(32 << 10, "Size of a request's headers; beyond it 431.", "BYTES", min=1024)
     max_connections: int = _load(
         4096, "Open connections, or fewer where the limit on open files is lower; one beyond them gets 503.", "N", min=1

@@ -11,6 +11,7 @@ from typing import Any
 from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
+from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.sizes import MAX_FIELD, check_length, count_values, weight
 from jaxinfer.server.types import ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
@@ -117,7 +118,10 @@ def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
     )
     if request.parallel_tool_calls is False and conversation.tools:
         raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")
-    return make_job((conversation,), request, values, limit, llm, max_n)
+    names = {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return make_job((conversation,), request, values, limit, llm, max_n, names=names)
 
 
 def completion_job(request: CompletionRequest, llm: LLM, max_n: int) -> Job:
@@ -151,16 +155,21 @@ def make_job(
     max_n: int,
     *,
     is_chat: bool = True,
+    names: Mapping[str, str] | None = None,
 ) -> Job:
-    """A job of these sampling parameters over the checkpoint's defaults; without a seed it is given one."""
+    """A job of these sampling parameters over the checkpoint's defaults; without a seed it is given one. `names`: what
+    the client calls parameters, for errors."""
     defaults = {one.name: getattr(llm.default_params, one.name) for one in fields(SamplingParams)}
     if is_chat and defaults["max_tokens"] == SamplingParams().max_tokens:
         defaults["max_tokens"] = None  # a conversation has no other limit than the model's length
     if max_tokens is not None:
         values = {**values, "max_tokens": max_tokens}
     _check_counts(prompts, request, llm)
-    with client_errors():
+    try:
         params = SamplingParams.from_dict({**defaults, **values})
+    except SamplingParamsError as error:
+        name = (names or {}).get(error.parameter, error.parameter)
+        raise refused(name, str(error).replace(error.parameter, name, 1)) from None
     if params.seed is None:
         params = replace(params, seed=0 if params.is_greedy else secrets.randbelow(MAX_SEED))
     job = Job(

@@ -72,7 +72,8 @@ def _job(body: ResponsesRequest, service: Service) -> Job:
     found = [{"role": "system", "content": body.instructions}] if body.instructions else []
     found += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
     conversation = Conversation(read_messages(found), chosen_tools(tools, body.tool_choice), _effort(body, service.llm))
-    return make_job((conversation,), body, values, body.max_output_tokens, service.llm, 1)
+    names = {"max_tokens": "max_output_tokens"}
+    return make_job((conversation,), body, values, body.max_output_tokens, service.llm, 1, names=names)
 
 
 def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:

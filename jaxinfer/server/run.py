@@ -94,18 +94,7 @@ class _Server:
         self._compiling: threading.Thread | None = None
         self._stopping = asyncio.Event()  # a signal has come, or loading has failed
         self._num_signals = 0
-        config = uvicorn.Config(
-            make_app(service, keys),
-            http=limited_protocol(service.options),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(_FLUSH_SECONDS),
-        )
-        self._uvicorn = _Uvicorn(config)
+        self._uvicorn = make_uvicorn(service, keys)
 
     async def run(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -184,3 +173,19 @@ class _Uvicorn(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         raise NotImplementedError
+
+
+def make_uvicorn(service: Service, keys: Keys | None = None) -> _Uvicorn:
+    """uvicorn for a service, to be given a listening socket."""
+    config = uvicorn.Config(
+        make_app(service, keys),
+        http=limited_protocol(service.options),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(_FLUSH_SECONDS),
+    )
+    return _Uvicorn(config)
