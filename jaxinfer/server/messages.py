@@ -94,6 +94,8 @@ def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Fa
     choice = (body.tool_choice or {}).get("type", "auto")
     if choice not in ("auto", "none"):
         raise refused("tool_choice", f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced")
+    if body.tools and (body.tool_choice or {}).get("disable_parallel_tool_use"):
+        raise refused("tool_choice", "disable_parallel_tool_use is not supported: calls cannot be limited")
     tools = None if choice == "none" else [_tool(tool) for tool in body.tools or ()] or None
     # An answer that the client has begun is continued.
     continues = bool(found) and found[-1]["role"] == "assistant"

@@ -107,7 +107,7 @@ def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
     _check_neutral(request)
     values = _sampling(request)
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs", 'top_logprobs needs "logprobs": true')
     if request.logprobs:
         values["logprobs"] = request.top_logprobs or 0

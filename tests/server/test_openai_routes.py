@@ -212,6 +212,8 @@ def test_null_is_the_default_and_unknown_fields_are_logged_once(client, caplog):
     async def ask():
         body = {"prompt": "a", "seed": 1, "max_tokens": 3}
         first = await client.post(COMPLETIONS, body)
+        unused = await client.post(CHAT, {"messages": MESSAGES, "top_logprobs": 0, "logprobs": False, "max_tokens": 1})
+        assert unused.status == 200
         nulls = dict.fromkeys(("n", "top_p", "stop", "logit_bias", "stream", "logprobs", "user", "suffix"), None)
         more = [await client.post(COMPLETIONS, {**body, **nulls, "frobnicate": 1}) for _ in range(2)]
         return first, more
