@@ -5,16 +5,19 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from jaxinfer.batch.responses import usage
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import record_of, while_connected, work_for
+from jaxinfer.server.http import json_response, record_of, while_connected, work_for
 from jaxinfer.server.params import Job, check_model
 from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
+
+_MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 
 
 async def begin(
@@ -92,6 +95,17 @@ def answer_headers(service: Service, position: StreamPosition) -> dict[str, str]
     is_exact = spec.options.deterministic or spec.dtype.name == "float32"
     resumable = "no" if not service.is_resumable else "yes" if is_exact else "checked"
     return {"x-jaxinfer-seed": str(position.seed), "x-jaxinfer-resumable": resumable}
+
+
+async def respond(
+    request: Request, generation: Generation, make: Callable[[], dict[str, Any]], headers: dict[str, str]
+) -> Response:
+    """A whole answer; where log-probabilities make it long, it is not put together in the event loop."""
+    record, params = record_of(request.scope), generation.job.params
+    num_prompt = 0 if params.prompt_logprobs is None else record.num_prompt * (params.prompt_logprobs + 1)
+    num_output = 0 if params.logprobs is None else record.num_output * (params.logprobs + 1)
+    record.is_large |= num_prompt + num_output > _MANY_LOGPROBS
+    return await work_for(record, lambda: json_response(make(), headers))
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
