@@ -218,7 +218,8 @@ def _our_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decimal(token: Any) -> Any:
-    return int(token) if isinstance(token, str) and token.isascii() and token.isdigit() else token
+    is_id = isinstance(token, str) and len(token) < 20 and token.isascii() and token.isdigit()
+    return int(token) if is_id else token
 
 
 def _error(name: str, value: Any, limit: str) -> SamplingParamsError:

@@ -6,16 +6,19 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from jaxinfer.batch.responses import usage
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import record_of, while_connected
+from jaxinfer.server.http import json_response, record_of, while_connected, work_for
 from jaxinfer.server.params import Job, check_model
 from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
+
+_MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 
 
 async def begin(
@@ -35,17 +38,23 @@ async def begin(
     check_model(body.model, service.names)
     record = record_of(request.scope)
     record.is_stream = bool(body.stream)
-    resumed = _resumed(request, service, body, can_resume)
-    if resumed is not None:
-        body.seed = resumed.seed
-    job = make_job()
+
+    def read() -> tuple[StreamPosition | None, Job, str]:
+        digest = request_digest(body, service.fingerprint)
+        resumed = _resumed(request, service, body, digest, can_resume)
+        if resumed is not None:
+            body.seed = resumed.seed
+        job = make_job()
+        if service.options.log_prompts:
+            record.prompt = repr(job.prompts)[:10_000]
+        job.num_estimated  # noqa: B018 (computed once, here)
+        return resumed, job, digest
+
+    resumed, job, digest = await work_for(record, read)
     seed = job.params.seed or 0
     record.seed, record.params = seed, job.params
-    if service.options.log_prompts:
-        record.prompt = repr(job.prompts)[:10_000]
     if resumed is not None and len(resumed.choices) != job.num_answers:
         raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
-    digest = request_digest(body, service.fingerprint)
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
     generation = Generation(service, job, record, tags=tags, resumed=resumed if body.stream else None, echo=echo)
     record.received_seconds = time.perf_counter() - record.start
@@ -57,7 +66,7 @@ async def begin(
     return generation, position
 
 
-def _resumed(request: Request, service: Service, body: Any, can_resume: bool) -> StreamPosition | None:
+def _resumed(request: Request, service: Service, body: Any, digest: str, can_resume: bool) -> StreamPosition | None:
     """Where the client was, if it says so. Raises APIError if the answer cannot be resumed."""
     text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
     if not text:
@@ -71,7 +80,7 @@ def _resumed(request: Request, service: Service, body: Any, can_resume: bool) ->
     position = StreamPosition.read(text)
     if body.seed not in (None, position.seed):
         raise refused("seed", f"seed={body.seed}, but the stream to be resumed has seed {position.seed}")
-    if position.digest != request_digest(body, service.fingerprint):
+    if position.digest != digest:
         raise APIError(
             409,
             "the event's id is of another request, or of another model: send the same body to a server with the same "
@@ -88,6 +97,17 @@ def answer_headers(service: Service, position: StreamPosition) -> dict[str, str]
     is_exact = spec.options.deterministic or spec.dtype.name == "float32"
     resumable = "no" if not service.is_resumable else "yes" if is_exact else "checked"
     return {"x-jaxinfer-seed": str(position.seed), "x-jaxinfer-resumable": resumable}
+
+
+async def respond(
+    request: Request, generation: Generation, make: Callable[[], dict[str, Any]], headers: dict[str, str]
+) -> Response:
+    """A whole answer; where log-probabilities make it long, it is not put together in the event loop."""
+    record, params = record_of(request.scope), generation.job.params
+    num_prompt = 0 if params.prompt_logprobs is None else record.num_prompt * (params.prompt_logprobs + 1)
+    num_output = 0 if params.logprobs is None else record.num_output * (params.logprobs + 1)
+    record.is_large |= num_prompt + num_output > _MANY_LOGPROBS
+    return await work_for(record, lambda: json_response(make(), headers))
 
 
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:

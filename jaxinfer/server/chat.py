@@ -7,11 +7,11 @@ from starlette.responses import Response
 
 from jaxinfer.batch.responses import prompt_entries, token_entry
 from jaxinfer.engine.request import CompletionOutput, StreamDelta, TokenLogprob
-from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
+from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
 from jaxinfer.server.chunks import DONE, ChatChunks
 from jaxinfer.server.errors import refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.http import EventStream, read_body, while_connected
 from jaxinfer.server.params import chat_job
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
@@ -42,21 +42,25 @@ async def chat_completions(request: Request, service: Service) -> Response:
     finally:
         generation.close()
     (output,) = outputs
-    answer: dict[str, Any] = {
-        "id": f"chatcmpl-{position.answer_id}",
-        "object": KIND,
-        "created": position.created,
-        "model": service.name,
-        "system_fingerprint": service.fingerprint,
-        "choices": [_choice(one, body, generation) for one in output.outputs],
-        "usage": usage_of(outputs),
-        "seed": position.seed,
-    }
-    if body.return_token_ids:
-        answer["prompt_token_ids"] = output.prompt_token_ids
-    if output.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = prompt_entries(output, generation.job.params)
-    return json_response(answer, headers)
+
+    def make() -> dict[str, Any]:
+        answer: dict[str, Any] = {
+            "id": f"chatcmpl-{position.answer_id}",
+            "object": KIND,
+            "created": position.created,
+            "model": service.name,
+            "system_fingerprint": service.fingerprint,
+            "choices": [_choice(one, body, generation) for one in output.outputs],
+            "usage": usage_of(outputs),
+            "seed": position.seed,
+        }
+        if body.return_token_ids:
+            answer["prompt_token_ids"] = output.prompt_token_ids
+        if output.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_entries(output, generation.job.params)
+        return answer
+
+    return await respond(request, generation, make, headers)
 
 
 def _choice(answer: CompletionOutput, body: ChatRequest, generation: Generation) -> dict[str, Any]:

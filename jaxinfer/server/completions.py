@@ -7,10 +7,10 @@ from starlette.responses import Response
 
 from jaxinfer.batch.responses import LogprobLists, prompt_entries
 from jaxinfer.engine.request import CompletionOutput, RequestOutput, StreamDelta
-from jaxinfer.server.answering import answer_headers, begin, stream_error, usage_of, wants_usage
+from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
 from jaxinfer.server.chunks import DONE, CompletionChunks
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.http import EventStream, read_body, while_connected
 from jaxinfer.server.params import completion_job
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
@@ -38,22 +38,24 @@ async def completions(request: Request, service: Service) -> Response:
         outputs = await while_connected(request.receive, generation.run())
     finally:
         generation.close()
-    choices = [
-        _choice(number, output, answer, body, generation)
-        for number, output in enumerate(outputs)
-        for answer in output.outputs
-    ]
-    answer: dict[str, Any] = {
-        "id": f"cmpl-{position.answer_id}",
-        "object": KIND,
-        "created": position.created,
-        "model": service.name,
-        "system_fingerprint": service.fingerprint,
-        "choices": choices,
-        "usage": usage_of(outputs),
-        "seed": position.seed,
-    }
-    return json_response(answer, headers)
+
+    def make() -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{position.answer_id}",
+            "object": KIND,
+            "created": position.created,
+            "model": service.name,
+            "system_fingerprint": service.fingerprint,
+            "choices": [
+                _choice(number, output, answer, body, generation)
+                for number, output in enumerate(outputs)
+                for answer in output.outputs
+            ],
+            "usage": usage_of(outputs),
+            "seed": position.seed,
+        }
+
+    return await respond(request, generation, make, headers)
 
 
 def _choice(

@@ -27,6 +27,7 @@ _TYPES = {
     503: ("service_unavailable", "overloaded_error"),
 }  # of OpenAI and of Anthropic
 _OWN_FIELDS = (msgspec.MsgspecError, SamplingParamsError, RowError, TextTooLongError, RequestTooLargeError)
+_MAX_MESSAGE = 1000  # characters
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 
 
@@ -42,6 +43,8 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        # A message may quote what the client sent: it is cut, and half a surrogate pair cannot be encoded.
+        message = message[:_MAX_MESSAGE].encode("utf-8", "replace").decode()
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

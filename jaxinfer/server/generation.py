@@ -15,6 +15,7 @@ from jaxinfer.engine.request import (
 )
 from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
+from jaxinfer.server.http import in_thread
 from jaxinfer.server.params import Job
 from jaxinfer.server.reasoning import Family, Remover, Splitter, make_splitter, split, starts_inside
 from jaxinfer.server.record import Record
@@ -76,7 +77,7 @@ class Generation:
 
     async def prepare(self) -> None:
         """Tokenizes the prompts. Raises APIError for what cannot be served."""
-        self.requests = await asyncio.to_thread(self._prepare)
+        self.requests = await in_thread(self._record, self._prepare)
         self._record.num_prompt = sum(request.num_prompt for request in self.requests)
 
     def _prepare(self) -> list[Request]:

@@ -1,6 +1,7 @@
 """Bodies in, streams out: JSON that is read typed, events that are sent while the client is there to read them."""
 
 import asyncio
+import heapq
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
@@ -11,13 +12,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxinfer.server.chunks import KEEP_ALIVE
-from jaxinfer.server.errors import APIError, as_api_error
+from jaxinfer.server.errors import APIError, as_api_error, unavailable
 from jaxinfer.server.record import Record
 from jaxinfer.server.service import Service
+from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop
 from jaxinfer.server.types import KNOWN
 
 RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
-_LARGE_BODY = 1 << 18  # bytes; larger ones are read in a thread
+_FREE_BYTES = 1 << 18  # of each body; what is more is limited for all bodies together
+_BODIES_AT_ONCE = 8  # of the largest size
+_MAX_UNKNOWN = 20  # names of unknown fields that are logged
 _KEEP_ALIVE_SECONDS = 15.0
 _BODY_SECONDS = 60.0
 
@@ -45,36 +49,68 @@ async def read_body(request: Request, kind: type[Body], service: Service) -> Bod
             raise _too_large(limit)
     except ValueError:
         raise APIError(400, "content-length is no number") from None
-    data = bytearray()
+    data, num_values = await _receive(
+        request, service, max_values(kind, service.llm.max_model_len, service.options.max_n)
+    )
+    record = record_of(request.scope)
+    record.is_large = is_large(len(data), num_values)
+    body, unknown = await work_for(record, lambda: _decode(data, kind))
+    if unknown:
+        service.log_unknown(unknown, record.route)
+    return body
+
+
+async def _receive(request: Request, service: Service, value_limit: int) -> tuple[bytes, int]:
+    """The bytes of a body, and how many values it has at most."""
+    limit = service.options.max_body_bytes
+    data, num_values, num_held = bytearray(), 0, 0
     try:
         async with asyncio.timeout(_BODY_SECONDS):
             async for part in request.stream():
                 data += part
                 if len(data) > limit:
                     raise _too_large(limit)
+                num_values += count_values(part)
+                if num_values > value_limit:
+                    message = (
+                        f"the body has more than {value_limit:,} commas and brackets: no such prompt fits the model"
+                    )
+                    raise APIError(413, message)
+                if len(data) > num_held + _FREE_BYTES:
+                    service.num_body_bytes += len(data) - num_held
+                    num_held = len(data)
+                    if service.num_body_bytes > _BODIES_AT_ONCE * limit:
+                        raise unavailable("the server is reading too many large requests", 5)
     except TimeoutError:
         raise APIError(408, f"the body did not come within {_BODY_SECONDS:.0f} s") from None
-    if len(data) > _LARGE_BODY:
-        body, unknown = await asyncio.to_thread(_decode, bytes(data), kind)
-    else:
-        body, unknown = _decode(bytes(data), kind)
-    if unknown:
-        service.log_unknown(unknown, record_of(request.scope).route)
-    return body
+    finally:
+        service.num_body_bytes -= num_held
+    return bytes(data), num_values
+
+
+async def work_for(record: Record, work: Callable[[], Result]) -> Result:
+    """Runs what takes as long as the body is large: in the event loop, or in a thread."""
+    return await off_loop(work) if record.is_large else work()
+
+
+async def in_thread(record: Record, work: Callable[[], Result]) -> Result:
+    """Runs work outside of the event loop: that for a large body in the thread for those."""
+    return await (off_loop(work) if record.is_large else asyncio.to_thread(work))
 
 
 def _decode(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
-    """The body and the names of fields that it has and the type has not."""
+    """The body and the first names of fields that it has and the type has not."""
     try:
         body = msgspec.json.decode(data, type=kind)
         given = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise as_api_error(error) from None
-    return body, sorted(given.keys() - KNOWN[kind])
+    check_fields(body)
+    return body, heapq.nsmallest(_MAX_UNKNOWN, given.keys() - KNOWN[kind])
 
 
 def _too_large(limit: int) -> APIError:
-    return APIError(413, f"the body is larger than {limit:,} bytes", headers={"connection": "close"})
+    return APIError(413, f"the body is larger than {limit:,} bytes")
 
 
 async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:

@@ -1,7 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +12,7 @@ from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, while_connected
 from jaxinfer.server.params import Conversation, Job, check_model, make_job, read_messages
 from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition
@@ -61,10 +60,13 @@ async def count_tokens(request: Request, service: Service) -> Response:
     body = await read_body(request, CountTokensRequest, service)
     check_model(body.model, service.names)
     llm = service.llm
-    conversation = _conversation(body, llm, service.tags)
+
+    def read() -> int:
+        return len(_conversation(body, llm, service.tags).token_ids(llm))
+
     with client_errors("messages"):
-        ids = await asyncio.to_thread(conversation.token_ids, llm)
-    return json_response({"input_tokens": len(ids)})
+        num_tokens = await in_thread(record_of(request.scope), read)
+    return json_response({"input_tokens": num_tokens})
 
 
 # From Anthropic's form.
@@ -78,7 +80,8 @@ def _job(body: MessagesRequest, llm: LLM, tags: Family | None) -> Job:
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop_sequences:
         values["stop"] = body.stop_sequences
-    return make_job((_conversation(body, llm, tags),), body, values, body.max_tokens, llm, 1)
+    names = {"stop": "stop_sequences"}
+    return make_job((_conversation(body, llm, tags),), body, values, body.max_tokens, llm, 1, names=names)
 
 
 def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> Conversation:
@@ -91,6 +94,8 @@ def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Fa
     choice = (body.tool_choice or {}).get("type", "auto")
     if choice not in ("auto", "none"):
         raise refused("tool_choice", f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced")
+    if body.tools and (body.tool_choice or {}).get("disable_parallel_tool_use"):
+        raise refused("tool_choice", "disable_parallel_tool_use is not supported: calls cannot be limited")
     tools = None if choice == "none" else [_tool(tool) for tool in body.tools or ()] or None
     # An answer that the client has begun is continued.
     continues = bool(found) and found[-1]["role"] == "assistant"
@@ -157,8 +162,8 @@ def _turns(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     return [*results, *([turn] if texts or calls or not results else [])]
 
 
-def _texts(blocks: Sequence[Any], where: str) -> list[str]:
-    for block in blocks:
+def _texts(blocks: Any, where: str) -> list[str]:
+    for block in blocks if isinstance(blocks, list) else [blocks]:
         if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise refused(where, f"{where}: only blocks of type text are supported")
     return [block["text"] for block in blocks]

@@ -33,9 +33,8 @@ class Guard:
         self._origins = frozenset(origin.encode() for origin in options.allowed_origins or ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        if scope["type"] != "http":  # the only kind that is checked below
+            raise ValueError(f"connections of type {scope['type']!r} are not served")
         headers: Headers = scope["headers"]
         record = Record(_request_id(headers), scope["method"])
         record.route = self._route(scope["path"])
@@ -76,6 +75,8 @@ class Guard:
         headers: Headers = scope["headers"]
         if (size := sum(len(name) + len(value) for name, value in headers)) > self._max_header_bytes:
             raise APIError(431, f"the headers have {size:,} bytes, {self._max_header_bytes:,} are allowed")
+        if sum(name == b"host" for name, _ in headers) > 1:  # a proxy may have checked the other one
+            raise APIError(400, "the request has several Host headers")
         if self._hosts is not None and _host(headers) not in self._hosts:
             raise APIError(403, "this server does not answer for the host that the request names; see --allowed-host")
         # The path as the routes see it, not one that is put together with the Host header.

@@ -1,5 +1,6 @@
 """Options of the server. Imports neither JAX nor the web stack, so that a command line can describe them at once."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,8 @@ from jaxinfer.options import option
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 REASONING = ("auto", "none", "think", "mistral", "seed", "gpt-oss")
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,*A-Z]+")
 
 _server = partial(option, group="Server")
 _access = partial(option, group="Access")
@@ -71,8 +74,11 @@ class ServerOptions:
     max_queued_tokens: int = _load(
         1_000_000, "Prompt tokens that may wait, as estimated from the size of the text; beyond them 429.", "N", min=1
     )
-    max_body_bytes: int = _load(32 << 20, "Size of a request; beyond it 413.", "BYTES", min=1024)
+    max_body_bytes: int = _load(16 << 20, "Size of a request; beyond it 413.", "BYTES", min=1024)
     max_header_bytes: int = _load(32 << 10, "Size of a request's headers; beyond it 431.", "BYTES", min=1024)
+    max_connections: int = _load(
+        4096, "Open connections, or fewer where the limit on open files is lower; one beyond them gets 503.", "N", min=1
+    )
     max_n: int = _load(16, "Answers of one request, its prompts times n; beyond it 400.", "N", min=1)
     send_timeout: float = _load(
         60.0, "Seconds after which a client that does not read its answer is disconnected.", "SECONDS", min=1
@@ -83,6 +89,11 @@ class ServerOptions:
             raise ValueError(f"reasoning={self.reasoning!r} is none of {', '.join(REASONING)}")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
             raise ValueError(f"otlp_endpoint={self.otlp_endpoint!r} is not a URL such as http://localhost:4318")
+        for origin in self.allowed_origins or ():
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins: {origin!r} is no origin such as http://localhost:3000, in lower case"
+                )
         if not self.is_loopback and self.api_keys is None:
             raise ValueError(
                 f"host={self.host!r} is reachable from other machines, so that anybody could use the model: give "

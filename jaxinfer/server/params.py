@@ -1,15 +1,19 @@
 """From the body of a request to what the engine takes. Every field is applied, or refused by its name."""
 
 import json
+import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
+from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.server.errors import APIError, client_errors, refused
+from jaxinfer.server.sizes import MAX_FIELD, check_length, count_values, weight
 from jaxinfer.server.types import MAX_SALT_CHARS, ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
 from jaxinfer.text import read_token_ids
 
@@ -79,7 +83,7 @@ class Job:
     def num_answers(self) -> int:
         return len(self.prompts) * self.params.n
 
-    @property
+    @cached_property
     def num_estimated(self) -> int:
         """Prompt tokens, estimated without tokenizing."""
         return sum(_estimate(prompt) for prompt in self.prompts)
@@ -105,7 +109,7 @@ def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
     _check_neutral(request)
     values = _sampling(request)
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs", 'top_logprobs needs "logprobs": true')
     if request.logprobs:
         values["logprobs"] = request.top_logprobs or 0
@@ -116,7 +120,10 @@ def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
     )
     if request.parallel_tool_calls is False and conversation.tools:
         raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")
-    return make_job((conversation,), request, values, limit, llm, max_n)
+    names = {"logprobs": "top_logprobs"}
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return make_job((conversation,), request, values, limit, llm, max_n, names=names)
 
 
 def completion_job(request: CompletionRequest, llm: LLM, max_n: int) -> Job:
@@ -135,7 +142,9 @@ def completion_job(request: CompletionRequest, llm: LLM, max_n: int) -> Job:
     if limit == 0:  # only the prompt is scored: one token is made, and dropped
         limit = num_kept = 0
         values["min_tokens"] = 0
-    job = make_job(_prompts(request.prompt), request, values, 1 if limit == 0 else limit, llm, max_n, is_chat=False)
+    job = make_job(
+        _prompts(request.prompt, max_n), request, values, 1 if limit == 0 else limit, llm, max_n, is_chat=False
+    )
     return replace(job, num_kept=num_kept, adds_special_tokens=request.add_special_tokens is not False)
 
 
@@ -148,14 +157,21 @@ def make_job(
     max_n: int,
     *,
     is_chat: bool = True,
+    names: Mapping[str, str] | None = None,
 ) -> Job:
-    """A job of these sampling parameters over the checkpoint's defaults; without a seed it is given one."""
+    """A job of these sampling parameters over the checkpoint's defaults; without a seed it is given one. `names`: what
+    the client calls parameters, for errors."""
     defaults = {one.name: getattr(llm.default_params, one.name) for one in fields(SamplingParams)}
     if is_chat and defaults["max_tokens"] == SamplingParams().max_tokens:
         defaults["max_tokens"] = None  # a conversation has no other limit than the model's length
     if max_tokens is not None:
         values = {**values, "max_tokens": max_tokens}
-    params = SamplingParams.from_dict({**defaults, **values})
+    _check_counts(prompts, request, llm)
+    try:
+        params = SamplingParams.from_dict({**defaults, **values})
+    except SamplingParamsError as error:
+        name = (names or {}).get(error.parameter, error.parameter)
+        raise refused(name, str(error).replace(error.parameter, name, 1)) from None
     if params.seed is None:
         params = replace(params, seed=0 if params.is_greedy else secrets.randbelow(MAX_SEED))
     job = Job(
@@ -175,12 +191,28 @@ def make_job(
         raise refused(
             "cache_salt", f"cache_salt has {len(job.cache_salt)} characters, at most {MAX_SALT_CHARS} are allowed"
         )
-    if job.num_answers > max_n:
-        raise refused("n", f"{len(prompts)} prompts times n={params.n} are more than the server's limit of {max_n}")
+    _check_answers(len(prompts), params.n, max_n)
     return job
 
 
 # Fields.
+
+
+def _check_answers(num_prompts: int, n: int, max_n: int) -> None:
+    if num_prompts * n > max_n:
+        raise refused("n", f"{num_prompts} prompts times n={n} are more than the server's limit of {max_n}")
+
+
+def _check_counts(prompts: Sequence[str | Sequence[int] | Conversation], request: Any, llm: LLM) -> None:
+    """Raises APIError for more than the model can take, before each of it is looked at."""
+    for prompt in prompts:
+        if isinstance(prompt, Conversation):
+            check_length(len(prompt.messages), "messages", llm.max_model_len)
+        elif not isinstance(prompt, str) and getattr(request, "truncate_prompt_tokens", None) is None:
+            check_length(len(prompt), "token ids of the prompt", llm.max_model_len)
+    num_allowed, vocab_size = len(getattr(request, "allowed_token_ids", None) or ()), llm.client.config.vocab_size
+    if num_allowed > vocab_size:
+        raise refused("allowed_token_ids", f"allowed_token_ids has {num_allowed:,} ids, the vocabulary {vocab_size:,}")
 
 
 def _check_neutral(request: Any) -> None:
@@ -211,13 +243,14 @@ def _truncation(wanted: int | None, max_model_len: int) -> int | None:
     return wanted
 
 
-def _prompts(prompt: str | list[Any]) -> tuple[str | list[int], ...]:
+def _prompts(prompt: str | list[Any], max_n: int) -> tuple[str | list[int], ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if prompt and not any(isinstance(one, (str, list)) for one in prompt):
         return (_ids(prompt, "prompt"),)
+    _check_answers(len(prompt), 1, max_n)
     if not prompt or not all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
-        raise refused("prompt", f"prompt must be a text, token ids, or a list of either, got {prompt!r:.60}")
+        raise refused("prompt", f"prompt must be a text, token ids, or a list of either, got {reprlib.repr(prompt)}")
     return tuple(one if isinstance(one, str) else _ids(one, f"prompt[{i}]") for i, one in enumerate(prompt))
 
 
@@ -246,7 +279,7 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         found["content"] = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
     calls = found.get("tool_calls")
     if isinstance(calls, list):
-        found["tool_calls"] = [_call(call) for call in calls]
+        found["tool_calls"] = [_call(call, where) for call in calls]
         found.setdefault("content", "")
     return found
 
@@ -254,15 +287,17 @@ def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _part(part: Any, where: str) -> dict[str, str]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-        raise refused(where, f"{where}: only parts of type text are supported, not {kind or part!r:.60}")
+        raise refused(where, f"{where}: only parts of type text are supported, not {reprlib.repr(kind or part)}")
     return {"type": "text", "text": part["text"]}
 
 
-def _call(call: Any) -> Any:
+def _call(call: Any, where: str) -> Any:
     """A tool call whose arguments are an object: OpenAI has them as JSON text, templates print them as JSON."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
+    if count_values(function["arguments"].encode("utf-8", "replace")) > MAX_FIELD:
+        raise refused("messages", f"{where}: the arguments of a tool call have more than {MAX_FIELD:,} values")
     try:
         arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
@@ -305,22 +340,8 @@ def tokenize_ids(request: TokenizeRequest, llm: LLM) -> list[int]:
 
 def _estimate(prompt: str | Sequence[int] | Conversation) -> int:
     if isinstance(prompt, Conversation):
-        return -(-_num_chars([prompt.messages, prompt.tools]) // CHARS_PER_TOKEN) + 1
+        return -(-weight([prompt.messages, prompt.tools]) // CHARS_PER_TOKEN) + 1
     return -(-len(prompt) // CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
-
-
-def _num_chars(value: Any) -> int:
-    """Characters of all strings, without recursion: bodies may be nested deeply."""
-    total, left = 0, [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            total += len(one)
-        elif isinstance(one, Mapping):
-            left += one.values()
-        elif isinstance(one, (list, tuple)):
-            left += one
-    return total
 
 
 def check_model(model: str | None, served: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ class Record:
 
     Attributes:
       request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
-      timings: in the engine, of each prompt.
+      is_large: whether work on the body is done outside of the event loop. timings: in the engine, of each prompt.
       received_seconds: from the request's arrival until it was queued; `queued_seconds` and `first_token_seconds` count
         from then. trace_context: the client's W3C headers.
     """
@@ -27,6 +27,7 @@ class Record:
     key: str = ""
     status: int = 0
     is_stream: bool = False
+    is_large: bool = False
     prompt: str | None = None
     seed: int | None = None
     num_prompt: int = 0

@@ -64,7 +64,7 @@ def _job(body: ResponsesRequest, service: Service) -> Job:
     if wanted not in (None, {"type": "text"}):
         raise refused("text", f"text.format={wanted!r:.60} is not supported, only {{'type': 'text'}}")
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
-    others = sorted({str(tool.get("type")) for tool in body.tools or () if tool.get("type") != "function"})
+    others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
     service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
     if body.parallel_tool_calls is False and tools:
         raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")
@@ -72,7 +72,8 @@ def _job(body: ResponsesRequest, service: Service) -> Job:
     found = [{"role": "system", "content": body.instructions}] if body.instructions else []
     found += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
     conversation = Conversation(read_messages(found), chosen_tools(tools, body.tool_choice), _effort(body, service.llm))
-    return make_job((conversation,), body, values, body.max_output_tokens, service.llm, 1)
+    names = {"max_tokens": "max_output_tokens"}
+    return make_job((conversation,), body, values, body.max_output_tokens, service.llm, 1, names=names)
 
 
 def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:
@@ -100,8 +101,7 @@ def _turns(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 turn["reasoning_content"], reasoning = reasoning, None
             found.append(turn)
         elif kind == "reasoning":
-            parts = item.get("content") or ()
-            reasoning = "\n".join(part["text"] for part in parts if isinstance(part, dict) and "text" in part) or None
+            reasoning = "\n".join(_texts(item.get("content") or [], f"{where}.content")) or None
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -116,6 +116,18 @@ def _turns(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             raise refused(where, f"{where}: an item of type {kind!r:.60} is not supported")
     return found
+
+
+def _texts(parts: Any, where: str) -> list[str]:
+    if not isinstance(parts, list):
+        raise refused(where, f"{where} must be a list of parts")
+    texts: list[str] = []
+    for part in parts:
+        if isinstance(part, dict) and "text" in part:
+            if not isinstance(part["text"], str):
+                raise refused(where, f"{where} has a text that is no string")
+            texts.append(part["text"])
+    return texts
 
 
 # To the form of the responses API.

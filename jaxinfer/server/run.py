@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
+from jaxinfer.server.connection import limited_protocol
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.service import Service
 
@@ -126,18 +126,7 @@ class _Server:
         self._compiling: threading.Thread | None = None
         self._stopping = asyncio.Event()  # a signal has come, or loading has failed
         self._num_signals = 0
-        config = uvicorn.Config(
-            make_app(service, keys),
-            http=_protocol(service.options.max_header_bytes),
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(_FLUSH_SECONDS),
-        )
-        self._uvicorn = _Uvicorn(config)
+        self._uvicorn = make_uvicorn(service, keys)
 
     async def run(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -221,31 +210,17 @@ class _Uvicorn(uvicorn.Server):
         raise NotImplementedError
 
 
-def _protocol(max_header_bytes: int) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol with a limit on headers: it would collect any number of bytes before the application sees
-    them."""
-
-    class LimitedProtocol(HttpToolsProtocol):
-        num_head_bytes = 0
-        is_in_head = True
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.is_in_head = True
-
-        def on_headers_complete(self) -> None:
-            self.is_in_head, self.num_head_bytes = False, 0
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            self.is_in_head = True
-
-        def data_received(self, data: bytes) -> None:
-            if self.is_in_head:
-                self.num_head_bytes += len(data)
-            super().data_received(data)
-            if self.is_in_head and self.num_head_bytes > max_header_bytes and not self.transport.is_closing():
-                self.send_400_response(f"the headers have more than {max_header_bytes} bytes")
-
-    return LimitedProtocol
+def make_uvicorn(service: Service, keys: Keys | None = None) -> _Uvicorn:
+    """uvicorn for a service, to be given a listening socket."""
+    config = uvicorn.Config(
+        make_app(service, keys),
+        http=limited_protocol(service.options),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(_FLUSH_SECONDS),
+    )
+    return _Uvicorn(config)

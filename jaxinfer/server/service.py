@@ -39,6 +39,7 @@ class Service:
         self.metrics = Metrics(name)
         self.admission = Admission(1, options.max_queued, options.max_queued_tokens)
         self.generations: set[object] = set()  # those that have not ended
+        self.num_body_bytes = 0  # of large bodies that are being received
         self.fingerprint = ""
         self.tags: Family | None = None
         self.hidden: tuple[str, ...] | None = None  # special tokens beside the tags, where the tags are special too

@@ -1,13 +1,12 @@
 """/tokenize, /detokenize and /tokenizer_info."""
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.server.errors import client_errors
-from jaxinfer.server.http import json_response, read_body
+from jaxinfer.server.http import in_thread, json_response, read_body, record_of
 from jaxinfer.server.params import check_model, tokenize_ids
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import DetokenizeRequest, TokenizeRequest
@@ -19,13 +18,17 @@ async def tokenize(request: Request, service: Service) -> Response:
     body = await read_body(request, TokenizeRequest, service)
     check_model(body.model, service.names)
     llm = service.llm
+
+    def read() -> dict[str, Any]:
+        ids = tokenize_ids(body, llm)
+        answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
+        if body.return_token_strs:
+            tokenizer = llm.get_tokenizer()
+            answer["token_strs"] = [tokenizer.id_to_token(one) for one in ids]
+        return answer
+
     with client_errors("prompt" if body.messages is None else "messages"):
-        ids = await asyncio.to_thread(tokenize_ids, body, llm)
-    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
-    if body.return_token_strs:
-        tokenizer = llm.get_tokenizer()
-        answer["token_strs"] = [tokenizer.id_to_token(one) for one in ids]
-    return json_response(answer)
+        return json_response(await in_thread(record_of(request.scope), read))
 
 
 async def detokenize(request: Request, service: Service) -> Response:
@@ -35,7 +38,7 @@ async def detokenize(request: Request, service: Service) -> Response:
     check_model(body.model, service.names)
     with client_errors("tokens"):
         tokenizer = service.llm.get_tokenizer()
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+        text = await in_thread(record_of(request.scope), lambda: tokenizer.decode(body.tokens, False))
     return json_response({"prompt": text})
 
 

@@ -113,8 +113,9 @@ def plain_json(value: Any, path: str, depth: int = 0) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise ValueError(f"{path} has the key {key!r:.80}; keys must be strings")
+        # The path is short: it is made again for every value below it.
         return {
-            check_text(str.__str__(key), f"a key of {path}"): plain_json(item, f"{path}.{key}", depth + 1)
+            check_text(str.__str__(key), f"a key of {path}"): plain_json(item, f"{path}.{key:.40}", depth + 1)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):

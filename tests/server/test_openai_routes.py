@@ -196,7 +196,8 @@ def test_other_errors(client, service):
         assert (await client.get("/v2/x")).status == 404
         assert (await client.get(COMPLETIONS)).status == 405
         assert (await client.post(COMPLETIONS, body=b"{")).status == 400
-        assert (await client.post(COMPLETIONS, body=b"[" * 100_000)).status == 400
+        assert (await client.post(COMPLETIONS, body=b"[" * 60_000)).status == 400
+        assert (await client.post(COMPLETIONS, body=b"[" * 100_000)).status == 413
         assert (await client.post(COMPLETIONS, body=b'{"prompt": "a", "temperature": NaN}')).status == 400
         assert (await client.post(COMPLETIONS, body=b'{"prompt": "\xff"}')).status == 400
         assert (await client.post(COMPLETIONS, {"prompt": "a"}, content_type="text/plain")).status == 415
@@ -211,6 +212,8 @@ def test_null_is_the_default_and_unknown_fields_are_logged_once(client, caplog):
     async def ask():
         body = {"prompt": "a", "seed": 1, "max_tokens": 3}
         first = await client.post(COMPLETIONS, body)
+        unused = await client.post(CHAT, {"messages": MESSAGES, "top_logprobs": 0, "logprobs": False, "max_tokens": 1})
+        assert unused.status == 200
         nulls = dict.fromkeys(("n", "top_p", "stop", "logit_bias", "stream", "logprobs", "user", "suffix"), None)
         more = [await client.post(COMPLETIONS, {**body, **nulls, "frobnicate": 1}) for _ in range(2)]
         return first, more

@@ -67,6 +67,15 @@ REFUSED = [
     ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 4}),
     ("/v1/messages", {"messages": [{"role": "tool", "content": "a"}], "max_tokens": 4}),
     ("/v1/messages", {"messages": CHAT, "max_tokens": 4, "tool_choice": {"type": "any"}}),
+    (
+        "/v1/messages",
+        {
+            "messages": CHAT,
+            "max_tokens": 4,
+            "tools": [{"name": "f"}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        },
+    ),
     ("/v1/messages", {"messages": CHAT, "max_tokens": 4, "thinking": {"type": "enabled", "budget_tokens": 9}}),
     ("/v1/messages", {"messages": CHAT, "max_tokens": 4, "tools": [{"type": "bash_20250124", "name": "bash"}]}),
     ("/v1/responses", {}),

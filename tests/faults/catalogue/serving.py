@@ -525,6 +525,41 @@ SERVER = (
     ),
 )
 
+SECURITY = (
+    Fault(
+        "server/a-trailer-is-taken-for-a-header",
+        "jaxinfer/server/connection.py",
+        "if self._is_in_head:  # a trailer",
+        "if True:  # a trailer",
+        ("tests/server/test_connections.py::test_trailers_are_no_key",),
+        "a key that a proxy took out of the headers comes back behind the body",
+    ),
+    Fault(
+        "server/large-bodies-are-read-in-the-event-loop",
+        "jaxinfer/server",
+        "return await off_loop(work) if record.is_large else work()",
+        "return work()",
+        ("tests/server/test_security.py::test_large_bodies",),
+        "while one client's body is read, no other client gets a token",
+    ),
+    Fault(
+        "server/a-slow-head-has-no-end",
+        "jaxinfer/server/connection.py",
+        "            self._expect(HEAD_SECONDS)\n\n    def connection_lost",
+        "            pass\n\n    def connection_lost",
+        ("tests/server/test_connections.py::test_slow_clients_are_let_go_and_the_others_served",),
+        "idle connections take all file descriptors, and the server answers nobody",
+    ),
+    Fault(
+        "server/values-of-a-body-are-not-counted",
+        "jaxinfer/server",
+        "num_values += count_values(part)",
+        "num_values += 0",
+        ("tests/server/test_security.py::test_large_bodies",),
+        "30 MB of empty lists hold the server up for a minute",
+    ),
+)
+
 PAGE = (
     Fault(
         "server/the-page-makes-html-of-text",
@@ -552,4 +587,4 @@ PAGE = (
     ),
 )
 
-FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER, *PAGE)
+FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER, *SECURITY, *PAGE)
