@@ -207,6 +207,10 @@ class EventStream(Response):
                 if self._is_sending and idle > self._send_timeout:
                     return
                 if not self._is_sending and idle >= period:
-                    await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                    try:
+                        async with asyncio.timeout(self._send_timeout):
+                            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                    except TimeoutError:
+                        return
         finally:
             leaving.cancel()

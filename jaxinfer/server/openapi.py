@@ -41,7 +41,7 @@ _ERRORS = {
     401: "The API key is missing or not known",
     403: "The request is for a host, or comes from a web origin, that is not allowed",
     404: "The model is not served here",
-    408: "The body did not come in time",
+    408: "The body did not come in time, or the answer not within the timeout that the request set",
     409: "The stream cannot be resumed",
     413: "The body is too large",
     415: "The body is not application/json",

@@ -14,7 +14,14 @@ from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.sizes import MAX_FIELD, check_length, count_values, weight
-from jaxinfer.server.types import MAX_SALT_CHARS, ChatRequest, CompletionRequest, SamplingFields, TokenizeRequest
+from jaxinfer.server.types import (
+    MAX_SALT_CHARS,
+    MAX_TIMEOUT,
+    ChatRequest,
+    CompletionRequest,
+    SamplingFields,
+    TokenizeRequest,
+)
 from jaxinfer.text import read_token_ids
 
 MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
@@ -183,8 +190,8 @@ def make_job(
         cache_salt=request.cache_salt or "",
         timeout=request.timeout,
     )
-    if job.timeout is not None and not 0 < job.timeout < float("inf"):
-        raise refused("timeout", f"timeout={job.timeout} must be positive seconds")
+    if job.timeout is not None and not 0 < job.timeout <= MAX_TIMEOUT:
+        raise refused("timeout", f"timeout={job.timeout} must be seconds above 0, at most {MAX_TIMEOUT:.0f}")
     if not -(2**31) <= job.priority < 2**31:
         raise refused("priority", f"priority={job.priority} must be an integer of 32 bits")
     if len(job.cache_salt) > MAX_SALT_CHARS:

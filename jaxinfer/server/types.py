@@ -22,6 +22,7 @@ from jaxinfer.sampling.params import (
 )
 
 MAX_SALT_CHARS = 1024
+MAX_TIMEOUT = 86_400.0  # seconds
 
 
 def _described(**schema: Any) -> Meta:
@@ -53,7 +54,7 @@ Limit = Annotated[int, _described(minimum=1)]
 NumTokens = Annotated[int, _described(minimum=0)]
 NumLogprobs = Annotated[int, _described(minimum=0, maximum=MAX_LOGPROBS)]
 Priority = Annotated[int, _described(minimum=-(2**31), maximum=2**31 - 1)]
-Timeout = Annotated[float, _described(exclusiveMinimum=0)]
+Timeout = Annotated[float, _described(exclusiveMinimum=0, maximum=MAX_TIMEOUT)]
 CacheSalt = Annotated[str, _described(maxLength=MAX_SALT_CHARS)]
 _TEXT_PART = {
     "type": "object",

@@ -28,6 +28,7 @@ import json
 import logging
 import socket
 import time
+import types
 import typing
 from pathlib import Path
 
@@ -217,20 +218,31 @@ def test_the_page_loads_and_runs_nothing_else():
 # Values.
 
 
+def plain_types(kind):
+    """The members of a union, without the limits that they are described with."""
+    if typing.get_origin(kind) is typing.Annotated:
+        yield from plain_types(kind.__origin__)
+    elif typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for one in typing.get_args(kind):
+            yield from plain_types(one)
+    else:
+        yield kind
+
+
 def numeric_fields():
     """Fields of all bodies that take numbers, with how a value is put into them."""
     for path, kind in BODIES.items():
         for field in msgspec.structs.fields(kind):
-            types = set(typing.get_args(field.type)) or {field.type}
-            texts = {str(one) for one in types}
-            if types & {int, float}:
+            kinds = set(plain_types(field.type))
+            texts = {str(one) for one in kinds}
+            if kinds & {int, float}:
                 yield path, field.name, "{}"
             if (
                 any(text.startswith(("list[typing.Annotated[int", "list[int")) for text in texts)
                 or field.name == "prompt"
             ):
                 yield path, field.name, "[{}]"
-            if any(text == "dict[str, float]" for text in texts):
+            if any(text.startswith("dict[") and "float" in text for text in texts):
                 yield path, field.name, '{{"5": {}}}'
 
 
@@ -606,7 +618,7 @@ def test_nothing_runs_what_was_received():
         "cloudpickle",
         "yaml",
         "subprocess",
-        "urllib",
+        "urllib.request",
         "requests",
         "httpx",
     }
@@ -614,7 +626,7 @@ def test_nothing_runs_what_was_received():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not forbidden & {name.partition(".")[0] for name in names}, path
+        assert not forbidden & {name.partition(".")[0] for name in names} | forbidden & names, path
         called = {
             node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
