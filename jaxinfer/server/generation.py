@@ -115,6 +115,10 @@ class Generation:
         end = [one for one in self.requests[number].token_ids[-_NUM_PROMPT_END:] if tokenizer.has_id(one)]
         return starts_inside(self._tags, tokenizer.decode(end, skip_special_tokens=False))
 
+    def count_tokens(self, text: str) -> int:
+        """About as many tokens as the text was made of: a model may write it with others than the tokenizer would."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False)) if text and self.tokenizer is not None else 0
+
     def prompt_text(self, number: int) -> str:
         """A prompt as text. Raises APIError where there is no tokenizer to make one of token ids."""
         request = self.requests[number]

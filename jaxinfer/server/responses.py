@@ -182,7 +182,7 @@ class _About:
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._generation.count_tokens(reasoning)},
                 "total_tokens": counted["total_tokens"],
             },
         }

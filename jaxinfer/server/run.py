@@ -69,6 +69,9 @@ def run_server(
         listener.close()
         if tracer is not None:
             tracer.close()
+    if server.compiling is not None and server.compiling.is_alive():  # a compiler that outlives Python aborts
+        sys.stderr.flush()
+        os._exit(server.exit_code)
     if server.error is not None:
         raise server.error
     return server.exit_code
@@ -110,7 +113,7 @@ def _listen(host: str, port: int, send_timeout: float) -> socket.socket:
 
 
 class _Server:
-    """One run. `error`: why the model could not be loaded."""
+    """One run. `error`: why the model could not be loaded. `compiling`: the thread that compiles while requests run."""
 
     def __init__(
         self,
@@ -121,9 +124,9 @@ class _Server:
     ):
         self.error: Exception | None = None
         self.exit_code = OK
+        self.compiling: threading.Thread | None = None
         self._service, self._open_engine, self._on_ready = service, open_engine, on_ready
         self._engine: AsyncEngine | None = None
-        self._compiling: threading.Thread | None = None
         self._stopping = asyncio.Event()  # a signal has come, or loading has failed
         self._num_signals = 0
         self._uvicorn = make_uvicorn(service, keys)
@@ -153,9 +156,6 @@ class _Server:
             await loading
             if self._engine is not None:
                 await self._engine.close()
-            if self._compiling is not None and self._compiling.is_alive():  # a compiler that outlives Python aborts
-                sys.stderr.flush()
-                os._exit(self.exit_code)
 
     async def _load(self) -> None:
         try:
@@ -170,7 +170,7 @@ class _Server:
         if not self._stopping.is_set():
             self._service.attach(self._engine)
             if self._service.options.lazy:
-                self._compiling = self._engine.compile_ahead()
+                self.compiling = self._engine.compile_ahead()
             self._on_ready(self._service)
 
     def _on_signal(self) -> None:

@@ -162,6 +162,8 @@ def test_reasoning_is_told_apart_on_every_route(make_service, engine):
         last = (await client.stream("/v1/responses", {**base, "input": CHAT, "max_output_tokens": 16}))[-1]
         resumed = await client.stream("/v1/chat/completions", chat, last_event_id=events[4].id)
         assert joined([*events[:5], *resumed]) == streamed
+        counted = last.data["response"]["usage"]["output_tokens_details"]["reasoning_tokens"]
+        assert counted == len(engine.llm.tokenizer.encode(before.strip(), add_special_tokens=False))
         return whole, streamed, blocks, named, items, last.data["response"]["output"]
 
     whole, streamed, blocks, named, items, streamed_items = run(ask())
