@@ -45,8 +45,8 @@ class ServerOptions:
     log_prompts: bool = _server(False, "Write the text of prompts to the request log, and to traces.")
     otlp_endpoint: str | None = _server(
         None,
-        "Collector of OpenTelemetry traces, such as http://localhost:4318; needs the extra tracing. By default that of "
-        "OTEL_EXPORTER_OTLP_ENDPOINT, where it is set.",
+        "Collector of OpenTelemetry traces, such as http://localhost:4318; needs the extra tracing. OpenTelemetry's "
+        "own variables (OTEL_...) name it too.",
         "URL",
     )
     api_keys: Path | None = _access(
