@@ -10,6 +10,9 @@ What follows `--` are arguments of `jaxinfer serve`, the embedded model by defau
 3. overload: the other key sends `--factor` times as many requests per second as it was answered before, as a Poisson
    process, each on a connection of its own; the first one goes on.
 
+The last two take turns, since a machine's speed changes. The first token under overload is compared with that at
+capacity: a step of a full batch takes longer than one of an idle server, with a flood or without.
+
 All requests are streams of the same length. The exit code is 1 if a claim fails. Run it on a machine that does nothing
 else: the load generator takes its share of the processor as it is.
 """
@@ -42,11 +45,13 @@ _LOST_SECONDS = 300.0  # after the last request
 class OverloadOptions:
     """Args:
     streams: of the phase in which the capacity is measured. steady_period: seconds between two requests of the key
-      at a low rate. ramp_seconds: until a phase is measured. prompt_tokens, answer_tokens: of each request.
+      at a low rate. rounds: that `seconds` are cut into. ramp_seconds: until a phase is measured. prompt_tokens,
+      answer_tokens: of each request.
     """
 
     seconds: float = 120.0
-    capacity_seconds: float = 30.0
+    capacity_seconds: float = 20.0
+    rounds: int = 2
     ramp_seconds: float = 3.0
     factor: float = 4.0
     streams: int = 32
@@ -140,12 +145,18 @@ class Overload:
         alone = Phase()
         for _ in range(_NUM_ALONE):
             alone.steady.append(await self._shoot(STEADY))
-        capacity = await self._phase(options.capacity_seconds, self._closed_loop)
-        if not capacity.rate:  # a slow machine: not one answer has ended in time
-            capacity.end = max(shot.start + shot.last for shot in capacity.flood)
-        self._pace = options.factor * capacity.rate
-        overload = await self._phase(options.seconds, self._open_loop)
-        return report(alone, capacity, overload, options)
+        capacities, overloads = [await self._capacity()], []
+        for _ in range(options.rounds):
+            self._pace = options.factor * capacities[-1].rate
+            overloads.append(await self._phase(options.seconds / options.rounds, self._open_loop))
+            capacities.append(await self._capacity())
+        return report(alone, capacities, overloads, options)
+
+    async def _capacity(self) -> Phase:
+        phase = await self._phase(self._options.capacity_seconds, self._closed_loop)
+        if not phase.rate:  # a slow machine: not one answer has ended in time
+            phase.end = max(shot.start + shot.last for shot in phase.flood)
+        return phase
 
     async def _phase(self, seconds: float, load: Any) -> Phase:
         phase = Phase()
@@ -197,17 +208,23 @@ class Overload:
         return shot
 
 
-def report(alone: Phase, capacity: Phase, overload: Phase, options: OverloadOptions) -> dict[str, Any]:
+def report(
+    alone: Phase, capacities: Sequence[Phase], overloads: Sequence[Phase], options: OverloadOptions
+) -> dict[str, Any]:
     """The figures, and the claims that fail as `wrong`."""
+    capacity, overload = _together(capacities), _together(overloads)
+    capacity_rate, rate = (statistics.mean(one.rate for one in phases) for phases in (capacities, overloads))
+    seconds = sum(one.end - one.begin + options.ramp_seconds for one in overloads)
     refused = [shot for shot in overload.flood if shot.status == 429]
     accepted = [shot for shot in (*overload.flood, *overload.steady) if shot.status == 200]
     waits = [shot.first for shot in overload.flood if shot.is_whole]
     num_steady_refused = sum(shot.status == 429 for shot in overload.steady)
     found: dict[str, Any] = {
-        "capacity_per_second": capacity.rate,
-        "offered_per_second": len(overload.flood) / (overload.end - overload.begin + options.ramp_seconds),
-        "answered_per_second": overload.rate,
-        "goodput": overload.rate / capacity.rate,
+        "capacity_per_second": capacity_rate,
+        "capacities_per_second": [one.rate for one in capacities],
+        "offered_per_second": len(overload.flood) / seconds,
+        "answered_per_second": rate,
+        "goodput": rate / capacity_rate,
         "num_offered": len(overload.flood) + len(overload.steady),
         "num_refused": len(refused),
         "num_lost": sum(not shot.is_whole for shot in accepted),
@@ -221,7 +238,7 @@ def report(alone: Phase, capacity: Phase, overload: Phase, options: OverloadOpti
         "first_token_under_flood": _quantiles([shot.first for shot in overload.steady if shot.is_whole]),
         "answer_tokens": options.answer_tokens,
     }
-    slowdown = found["first_token_under_flood"]["p50"] / found["first_token_alone"]["p50"]
+    slowdown = found["first_token_under_flood"]["p50"] / found["first_token_at_capacity"]["p50"]
     found["slowdown"] = slowdown
     claims = {
         f"goodput {found['goodput']:.2f} is below {MIN_GOODPUT}": found["goodput"] < MIN_GOODPUT,
@@ -234,6 +251,11 @@ def report(alone: Phase, capacity: Phase, overload: Phase, options: OverloadOpti
     }
     found["wrong"] = [claim for claim, fails in claims.items() if fails]
     return found
+
+
+def _together(phases: Sequence[Phase]) -> Phase:
+    steady, flood = ([shot for one in phases for shot in getattr(one, name)] for name in ("steady", "flood"))
+    return Phase(steady=steady, flood=flood)
 
 
 def _quantiles(values: Sequence[float]) -> dict[str, float]:
@@ -267,7 +289,7 @@ def table(found: dict[str, Any]) -> str:
         "first token of the key at a low rate",
         f"  alone:       {times('first_token_alone')}",
         f"  at capacity: {times('first_token_at_capacity')}",
-        f"  under flood: {times('first_token_under_flood')}; {found['slowdown']:.2f} times that alone; "
+        f"  under flood: {times('first_token_under_flood')}; {found['slowdown']:.2f} times that at capacity; "
         f"{found['num_steady_refused']} refused",
     ]
     return "\n".join([*lines, *(f"FAILED: {claim}" for claim in found["wrong"])])
@@ -276,7 +298,8 @@ def table(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=120.0, help="of overload")
-    parser.add_argument("--capacity-seconds", type=float, default=30.0, help="in which the capacity is measured")
+    parser.add_argument("--capacity-seconds", type=float, default=20.0, help="of each measurement of the capacity")
+    parser.add_argument("--rounds", type=int, default=2, help="that the seconds of overload are cut into")
     parser.add_argument("--factor", type=float, default=4.0, help="of the capacity that is offered")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--answer-tokens", type=int, default=64)
@@ -286,6 +309,7 @@ def main() -> int:
     options = OverloadOptions(
         seconds=arguments.seconds,
         capacity_seconds=arguments.capacity_seconds,
+        rounds=arguments.rounds,
         factor=arguments.factor,
         streams=arguments.streams,
         answer_tokens=arguments.answer_tokens,

@@ -78,8 +78,8 @@ class Admission:
     max_queued_tokens: prompt tokens of those that wait.
 
     Attributes:
-      num_unreserved: where several keys send requests, one of which something runs gets a turn only while fewer answers
-        than this run, so that a key at a low rate finds a free slot; None for no such limit.
+      num_unreserved: where several keys send requests, one that has its even share of the engine gets a turn only while
+        fewer answers than this run, so that a key at a low rate finds a free slot; None for no such limit.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Admission:
         while self.num_running < self.capacity:
             waiting = sorted((one for one in self._keys.values() if one.queue), key=lambda one: one.work)
             if waiting and not self._fits(waiting[0]) and self._is_reserved:
-                waiting = [one for one in waiting if not one.num_running]
+                waiting = [one for one in waiting if not self._has_share(one)]
             if not waiting or not self._fits(waiting[0]):
                 return  # smaller ones do not overtake it for ever
             self._give_turn(waiting[0])
@@ -163,20 +163,21 @@ class Admission:
 
     @property
     def _is_reserved(self) -> bool:
-        """Whether what is free is kept for keys of which nothing runs."""
+        """Whether what is free is kept for keys that have less than their share."""
         return self.num_unreserved is not None and self.num_running >= self.num_unreserved
 
     def _fits(self, key: _Key) -> bool:
         """Whether the first of a key's queue may run."""
         num_answers, limit = key.queue[0][2].num_answers, self.capacity
-        if self.num_unreserved is not None and key.num_running and num_answers <= self.num_unreserved:
-            limit = self.num_unreserved if self._has_others(key) else limit
+        if self.num_unreserved is not None and num_answers <= self.num_unreserved and self._has_share(key):
+            limit = self.num_unreserved
         return not self.num_running or self.num_running + num_answers <= limit
 
-    def _has_others(self, key: _Key) -> bool:
-        """Whether other keys have sent requests lately."""
+    def _has_share(self, key: _Key) -> bool:
+        """Whether as much of a key runs as an even share among the keys that have sent requests lately."""
         since = self._clock() - _RECENT_SECONDS
-        return any(one is not key and (one.num_inside or one.entered > since) for one in self._keys.values())
+        num_others = sum(one is not key and (one.num_inside > 0 or one.entered > since) for one in self._keys.values())
+        return num_others > 0 and key.num_running >= max(self.capacity // (num_others + 1), 1)
 
     def _count_waiting(self, ticket: Ticket, sign: int) -> None:
         for counts in (self, self._keys[ticket.key]):

@@ -40,6 +40,7 @@ def test_too_much_load_is_refused_and_nothing_is_lost(make_service, tmp_path):
             seconds=0.6,
             capacity_seconds=0.4,
             ramp_seconds=0.2,
+            rounds=1,
             streams=8,
             steady_period=0.2,
             prompt_tokens=8,
@@ -115,6 +116,6 @@ def shots(number, first, *, status=200, is_whole=True):
 def test_claims_of_an_overload_are_judged(changes, claim):
     normal = {"flood": [*shots(100, 0.1), *shots(300, 0.01, status=429)], "steady": shots(5, 0.1)}
     alone, capacity = Phase(0, 10, shots(5, 0.1)), Phase(0, 10, shots(5, 0.1), shots(100, 0.1))
-    found = report(alone, capacity, Phase(0, 10, **{**normal, **changes}), OverloadOptions())
+    found = report(alone, [capacity], [Phase(0, 10, **{**normal, **changes})], OverloadOptions())
     assert [one for one in found["wrong"] if claim is None or claim not in one] == []
     assert bool(found["wrong"]) == (claim is not None)

@@ -454,8 +454,8 @@ SERVER = (
     Fault(
         "server/no-slot-is-kept-for-a-key-at-a-low-rate",
         "jaxinfer/server",
-        "limit = self.num_unreserved if self._has_others(key) else limit",
-        "limit = self.capacity",
+        "            limit = self.num_unreserved\n",
+        "            limit = self.capacity\n",
         ("tests/server/test_admission.py::test_a_slot_stays_free_for_a_key_at_a_low_rate",),
         "a client's first token waits for the end of another one's long answers",
     ),
