@@ -18,7 +18,7 @@ import time
 import urllib.parse
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.serving_client import Answer, BrokenError, Connection, ServerProcess, request_bytes, server_facts
@@ -471,7 +471,7 @@ def main() -> int:
                     report.wrong.append(f"the server's log: {line}")
     print(table(report))
     if arguments.json:
-        arguments.json.write_text(json.dumps(asdict(report), indent=1))
+        arguments.json.write_text(json.dumps(vars(report), indent=1))
     return 1 if report.wrong else 0
 
 
