@@ -363,7 +363,7 @@ _HTTP = (
     _same("server", "shutdown_timeout", VLLM, "drain_timeout"),
     _same("server", "otlp_traces_endpoint", _BOTH, "otlp_endpoint"),
     OtherName("server", "api_key", _BOTH, "--api-keys FILE names a file with a key in each line"),
-    OtherName("server", "reasoning_parser", _BOTH, "--reasoning takes think, mistral, seed or auto, the default"),
+    OtherName("server", "reasoning_parser", _BOTH, "--reasoning names the tags, by default the template's"),
     OtherName("server", "tool_call_parser", _BOTH, _TOOLS),
     OtherName("server", "enable_auto_tool_choice", VLLM, _TOOLS, is_switch=True),
     OtherName("server", "chat_template", _BOTH, "it is the checkpoint's, or that of the folder that --tokenizer names"),

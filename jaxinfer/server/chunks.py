@@ -89,11 +89,6 @@ class CompletionChunks(_Chunks):
         return self._ending(index, b',"text":""', finish_reason, stop_reason)
 
 
-def error_event(body: Mapping[str, Any]) -> bytes:
-    """An error within a stream."""
-    return b"data: %b\n\n" % encode(body)
-
-
 def named_event(name: str, body: Mapping[str, Any]) -> bytes:
     """An event of Anthropic's and of the responses API: they have names."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode(body))

@@ -46,7 +46,7 @@ class Generation:
     """One job of one client. `prepare`, then `events` to the end, or `run`; `close` in any case.
 
     Args:
-      key: the name of the client's API key. tags: of the model's reasoning, where it is to be told apart.
+      tags: of the model's reasoning, where it is to be told apart.
       resumed: what the client has already. echo: whether texts begin with the prompt's.
     """
 

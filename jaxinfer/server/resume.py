@@ -69,11 +69,10 @@ class StreamPosition:
     def advance(self, index: int, text: str, num_tokens: int) -> bytes:
         """Counts what is sent of a choice; returns the line with the id of its event."""
         one = self.choices[index]
-        one.num_tokens += num_tokens
-        one.num_chars += len(text)
-        one.checksum = zlib.crc32(text.encode("utf-8", "surrogatepass"), one.checksum)
+        one.add(text, num_tokens)
         if len(self.choices) > 1 or one.has_ended:
             return self.event_id()
+        # As `event_id` writes it, without its calls: for every token they take 8 microseconds.
         return f"id: {self._head}{one.num_tokens:x}-{one.num_chars:x}-{one.checksum:x}\n".encode()
 
     def end(self, index: int) -> bytes:
