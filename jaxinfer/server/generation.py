@@ -17,7 +17,7 @@ from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.params import Job
-from jaxinfer.server.reasoning import Family, Remover, Splitter, make_splitter, split, starts_inside
+from jaxinfer.server.reasoning import AnswerSplitter, Family, split, starts_inside
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
@@ -164,29 +164,24 @@ class Generation:
                 found += form.add(delta)
         return found
 
-    def _splitters(self) -> dict[int, tuple[Remover, Splitter]]:
+    def _splitters(self) -> dict[int, AnswerSplitter]:
         if self._tags is None:
             return {}
         num = self.job.params.n
         return {
-            number * num + index: (Remover(self._hidden or ()), make_splitter(self._tags, self.is_inside(number)))
+            number * num + index: AnswerSplitter(self._tags, self.is_inside(number), self._hidden)
             for number in range(len(self.requests))
             for index in range(num)
         }
 
-    def _shown(self, delta: StreamDelta, splitters: Mapping[int, tuple[Remover, Splitter]]) -> tuple[StreamDelta, str]:
+    def _shown(self, delta: StreamDelta, splitters: Mapping[int, AnswerSplitter]) -> tuple[StreamDelta, str]:
         """A delta without its reasoning and what the client has, and the reasoning."""
         reasoning = ""
         if self.job.num_kept is not None:
             delta = replace(delta, text="", token_ids=[], logprobs=None)
         if splitters:
-            found = {"reasoning": "", "content": ""}
-            remover, splitter = splitters[delta.index]
-            is_end = delta.finish_reason is not None
-            text = remover.feed(delta.text) + (remover.finish() if is_end else "")
-            for kind, part in (*splitter.feed(text), *(splitter.finish() if is_end else ())):
-                found[kind] += part
-            delta, reasoning = replace(delta, text=found["content"]), found["reasoning"]
+            reasoning, text = splitters[delta.index].feed(delta.text, delta.finish_reason is not None)
+            delta = replace(delta, text=text)
         return (delta, reasoning) if self._skippers is None else self._skip(delta, reasoning)
 
     def _skip(self, delta: StreamDelta, reasoning: str) -> tuple[StreamDelta, str]:

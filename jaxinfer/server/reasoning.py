@@ -222,14 +222,27 @@ def make_splitter(family: Family, is_inside: bool = False) -> Splitter:
     return ChannelSplitter(family) if isinstance(family, Channels) else ReasoningSplitter(family, is_inside)
 
 
+class AnswerSplitter:
+    """Reasoning and content of one answer's text as it streams.
+
+    Args:
+      is_inside: the prompt ends within the reasoning. hidden: texts to be left out.
+    """
+
+    def __init__(self, family: Family, is_inside: bool = False, hidden: Iterable[str] | None = None):
+        self._remover, self._splitter = Remover(hidden or ()), make_splitter(family, is_inside)
+
+    def feed(self, text: str, is_end: bool) -> tuple[str, str]:
+        """What is new of both; at the end all that was held back."""
+        text = self._remover.feed(text) + (self._remover.finish() if is_end else "")
+        found: dict[Kind, str] = {"reasoning": "", "content": ""}
+        for kind, part in (*self._splitter.feed(text), *(self._splitter.finish() if is_end else ())):
+            found[kind] += part
+        return found["reasoning"], found["content"]
+
+
 def split(
     text: str, family: Family | None, is_inside: bool = False, hidden: Iterable[str] | None = None
 ) -> tuple[str, str]:
     """A whole text's reasoning and content, without the `hidden` texts."""
-    if family is None:
-        return "", text
-    remover, splitter = Remover(hidden or ()), make_splitter(family, is_inside)
-    parts: dict[str, str] = {"reasoning": "", "content": ""}
-    for kind, piece in (*splitter.feed(remover.feed(text) + remover.finish()), *splitter.finish()):
-        parts[kind] += piece
-    return parts["reasoning"], parts["content"]
+    return ("", text) if family is None else AnswerSplitter(family, is_inside, hidden).feed(text, is_end=True)
