@@ -21,12 +21,21 @@ from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
+from jaxinfer.engine.programs.grammar import (
+    GrammarRows,
+    TableBlock,
+    empty_block,
+    empty_rows,
+    set_rows,
+    write_table,
+)
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, speculate
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import Chunk, DispatchPlan
 from jaxinfer.engine.scoring import DeviceScorer, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
+from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
@@ -85,6 +94,7 @@ class ModelRunner:
             self._draft_cache = self._init_cache(draft.config, spec.draft_kv_dtype, scales)
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
+        self._tables = self.placement.put(empty_tables(spec.table_sizes))
         self._table = np.zeros((spec.max_seqs, spec.pages_per_sequence), np.int32)
         self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
         self._scorer = PromptScorer(spec.config.vocab_size, self)
@@ -110,7 +120,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
-        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch, self._draft_cache)):
+        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch, self._draft_cache, self._tables)):
             leaf.delete()
 
     @property
@@ -126,6 +136,10 @@ class ModelRunner:
         self._update_slots(plan)
         if plan.is_empty:
             return None
+        for block in plan.grammar.blocks if plan.grammar is not None else ():
+            self._write_table(block)
+        for rows in plan.grammar.rows if plan.grammar is not None else ():
+            self._set_rows(rows)
         chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
         decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
         is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
@@ -282,6 +296,15 @@ class ModelRunner:
         self._slots = programs.write_draft_slot(self.placement.mesh, self._slots, *arguments)
 
     @operation
+    def _write_table(self, block: TableBlock) -> None:
+        self._tables = write_table(self.placement.mesh, self._tables, self.placement.put(block))
+
+    @operation
+    def _set_rows(self, rows: GrammarRows) -> None:
+        arguments = self._slots, self._tables, self.placement.put(rows)
+        self._slots, self._tables = set_rows(self.placement.mesh, *arguments)
+
+    @operation
     def _send_table(self, table: np.ndarray) -> None:
         self._sent_table = self.placement.put(table)
 
@@ -305,7 +328,8 @@ class ModelRunner:
         step = self._step_work(work, self._page_table)
         self._compile_step(step)
         self._cache, logits, hidden = programs.step(*self._step_arguments(step))
-        self._slots, output = programs.sample_step(self.placement.mesh, self._slots, self._batch, step.slots, logits)
+        arguments = self._slots, self._batch, step.slots, logits, self._tables
+        self._slots, output = programs.sample_step(self.placement.mesh, *arguments)
         self._hidden = hidden if is_scored else None
         return output
 
@@ -321,7 +345,7 @@ class ModelRunner:
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_table: jax.Array) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
         arrays = (self.model, self.weights, self._cache, self._slots, self._batch)
-        return *arrays, DecodeWork(scheduled, page_table, steps), self.spec.steps_per_dispatch
+        return *arrays, DecodeWork(scheduled, page_table, steps), self.spec.steps_per_dispatch, self._tables
 
     @operation
     def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
@@ -333,7 +357,7 @@ class ModelRunner:
         device_work = SpeculativeWork(**self.placement.put(work), page_table=page_table)
         models = (self.model, self.weights, list(self.drafters.values())[tree], self.draft_weights)
         rows = (self._cache, self._draft_cache, self._slots, self._batch)
-        return *models, *rows, device_work, self.spec.max_rounds
+        return *models, *rows, device_work, self.spec.max_rounds, self._tables
 
     @operation
     def _run_rounds(self, work: dict[str, Any], tree: int) -> tuple[StepOutput, RoundCounts]:
@@ -401,7 +425,7 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
-        return len(self.all_programs) + 4 + has_draft + has_draft_cache
+        return len(self.all_programs) + 6 + has_draft + has_draft_cache
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
         """Compiles every program, one after another, and runs none: in another thread, while requests run."""
@@ -426,7 +450,7 @@ class ModelRunner:
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
         work = self._step_work(_empty_work(1, num_slots), self._empty_table(num_slots))
-        return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits)
+        return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits, self._tables)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
         idle = np.zeros(num_slots, np.bool_)
@@ -451,12 +475,14 @@ class ModelRunner:
         self._run_rounds(_empty_rounds(num_slots), tree)
 
     def _warm_up_small(self) -> None:
-        """Compiles what writes and moves slots, and copies pages."""
+        """Compiles what writes and moves slots, copies pages, and writes grammars."""
         compilation_cache.fix_trace_context()
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
         self._copy([])
+        self._write_table(empty_block(self.spec.table_sizes))
+        self._set_rows(empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch))
 
     def _warm_up_scores(self) -> None:
         request = Request([0], SamplingParams(seed=0, prompt_logprobs=0), max_tokens=1, score_from=0)

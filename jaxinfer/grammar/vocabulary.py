@@ -36,3 +36,19 @@ class Vocabulary:
             digest.update(b"\xff\xff" if token is None else len(token).to_bytes(2, "little") + token)
         digest.update(repr(self.eos_token_ids).encode())
         return digest.hexdigest()
+
+
+def vocabulary_of(tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """TEMPORARY: byte-level only."""
+    import json
+
+    spec = json.loads(tokenizer._files.tokenizer_json)
+    keep = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in keep]
+    decode = {chr(b): b for b in keep} | {chr(256 + i): b for i, b in enumerate(rest)}
+    tokens: list[bytes | None] = [None] * vocab_size
+    for text, number in spec["model"]["vocab"].items():
+        tokens[number] = bytes(decode[c] for c in text)
+    for one in spec["added_tokens"]:
+        tokens[one["id"]] = None
+    return Vocabulary(tokens, eos_token_ids)

@@ -25,6 +25,7 @@ from jaxinfer.engine.programs.paged import (
     take_rows,
     write_rows,
 )
+from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import SampleOutput, SamplingBatch
 from jaxinfer.sampling.params import MAX_LOGPROBS
@@ -97,6 +98,7 @@ def speculate(
     batch: SamplingBatch,
     work: SpeculativeWork,
     max_rounds: int,
+    tables: GrammarTables | None = None,
 ) -> tuple[PagedCache, PagedCache | None, Slots, StepOutput, RoundCounts]:
     """Up to `work.num_rounds` (at most the static `max_rounds`) rounds for every held, active slot; each makes one
     token to as many as the tree is deep and one. Donates the caches and the slots.
@@ -106,7 +108,7 @@ def speculate(
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     draft = drafter.kind.bind(draft_weights) if isinstance(drafter.kind, ProgramModel) else None
-    one_round = _Round(model, model.bind(weights), drafter, draft, batch, work)
+    one_round = _Round(model, model.bind(weights), drafter, draft, batch, work, tables)
 
     def keep_going(carry):
         count, _, slots, *_ = carry
@@ -136,6 +138,7 @@ class _Round:
     draft: Decoder | None
     batch: SamplingBatch
     work: SpeculativeWork
+    tables: GrammarTables | None
 
     def __call__(self, carry):
         count, (cache, draft_cache), slots, outputs, num_tokens, counts = carry
@@ -143,8 +146,9 @@ class _Round:
         is_active = slots.is_active & work.is_scheduled
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
+        num_nodes = jnp.where(is_active, num_nodes, 0)
         rows = DraftRows(
-            slots.positions, is_active, jnp.where(is_active, num_nodes, 0), work.page_table, batch, slots.history
+            slots.positions, is_active, num_nodes, work.page_table, batch, slots.history, self.tables
         )
         cache, draft_cache, draft_slots, proposal = _propose(
             self.drafter, self.draft, self.model, cache, draft_cache, slots.draft, rows

@@ -1,0 +1,131 @@
+"""From what a request asks for to a grammar that answers are matched against, and its table."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from jaxinfer.grammar import nodes
+from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
+from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
+from jaxinfer.grammar.table import TokenTable
+from jaxinfer.grammar.vocabulary import Vocabulary
+from jaxinfer.text import Tokenizer
+
+MAX_KEPT = 256  # compiled grammars
+
+
+class Grammar:
+    """A compiled grammar, shared by all answers that have it.
+
+    Attributes:
+      key: names it, among those of one vocabulary.
+    """
+
+    def __init__(self, key: str, first: Matcher, table: Future[TokenTable | None] | None):
+        self.key, self._first, self._table = key, first, table
+        self._lock = threading.Lock()
+
+    def start(self) -> Matcher:
+        """The place before an answer's first token."""
+        with self._lock:  # a matcher belongs to one thread at a time
+            return self._first.copy()
+
+    @property
+    def table(self) -> TokenTable | None:
+        """Its table, None while that is built, and where there is none."""
+        return self._table.result() if self._table is not None and self._table.done() else None
+
+    def wait(self) -> TokenTable | None:
+        """The same, when it is known."""
+        return None if self._table is None else self._table.result()
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for, and builds tables in a thread of its own. Threads may share it.
+
+    Args:
+      vocabulary: of the model. encode: as of `MatcherLibrary`. build: makes the table of a language, None where it is
+        too large; without it there are no tables.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        encode: Callable[[str], Sequence[int]],
+        build: Callable[[nodes.Node], TokenTable | None] | None = None,
+    ):
+        self.library = MatcherLibrary(vocabulary, encode)
+        self._build = build
+        self._builder = ThreadPoolExecutor(1, "grammar-tables")
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, structured: StructuredOutputs) -> Grammar:
+        """The grammar of a request. Raises GrammarError, with the place, where it cannot be served."""
+        key = hashlib.blake2b(repr(structured).encode(), digest_size=16).hexdigest()
+        with self._lock:
+            if (found := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return found
+        language, text = read(structured)
+        first = self.library.matcher(text)
+        table = None
+        if language is not None and self._build is not None:
+            table = self._builder.submit(self._build, language)
+        found = Grammar(key, first, table)
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def close(self) -> None:
+        """Builds no more tables."""
+        self._builder.shutdown(wait=False, cancel_futures=True)
+
+
+def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
+    """The language, where it is finite-state, and the grammar for llguidance; both mean the same."""
+    import llguidance
+
+    language: nodes.Node | None = None
+    if structured.kind == "grammar":
+        return None, llguidance.LLMatcher.grammar_from_lark(structured.grammar or "")
+    if structured.kind in ("json", "json_object"):
+        schema: Any = '{"type":"object"}' if structured.json_object else structured.json
+        language, text = _read_schema(schema, structured.whitespace_pattern)
+        if language is None:
+            return None, text
+    elif structured.kind == "choice":
+        language = nodes.Choice(tuple(nodes.Text(text) for text in structured.choice or ()))
+    else:
+        language = _read_pattern(structured.regex or "")
+        if language is None:
+            return None, llguidance.LLMatcher.grammar_from_regex(structured.regex or "")
+    from jaxinfer.grammar.pattern import pattern_of
+
+    return language, llguidance.LLMatcher.grammar_from_regex(pattern_of(language))
+
+
+def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
+    """The compiler of a model with this tokenizer and V tokens."""
+    from jaxinfer.grammar.vocabulary import vocabulary_of
+
+    vocabulary = vocabulary_of(tokenizer, vocab_size, eos_token_ids)
+    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False))
+
+
+def _read_schema(schema: str, whitespace_pattern: str | None) -> tuple[nodes.Node | None, str]:
+    import llguidance
+
+    options = {"whitespace_flexible": False}
+    return None, llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+
+
+def _read_pattern(pattern: str) -> nodes.Node | None:
+    return None
