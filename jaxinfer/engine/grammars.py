@@ -60,7 +60,6 @@ class AnswerGrammar:
         """Whether its masks come from the host, which then has to know all tokens before the next dispatch."""
         return self.state is None
 
-
     @property
     def keeps_one(self) -> bool:
         """Whether only the first token of a dispatch counts."""

@@ -30,7 +30,7 @@ from jaxinfer.engine.programs.grammar import (
     write_table,
 )
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
-from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, speculate
+from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import Chunk, DispatchPlan
 from jaxinfer.engine.scoring import DeviceScorer, PromptScorer, ScoredChunk, ScoreWork
@@ -244,7 +244,7 @@ class ModelRunner:
         """One step: first the rows of the decoding slots, then the prompts' tokens."""
         num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
         size = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
-        work = _empty_work(size, num_slots)
+        work = programs.empty_work(size, num_slots)
         slots = [slot for slot, _ in decodes]
         work["token_slots"][: len(slots)] = slots
         work["query_starts"][slots] = np.arange(len(slots))
@@ -441,7 +441,7 @@ class ModelRunner:
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))
-        work = self._step_work(_empty_work(size, num_slots), self._empty_table(num_slots))
+        work = self._step_work(programs.empty_work(size, num_slots), self._empty_table(num_slots))
         return programs.step.lower(*self._step_arguments(work))
 
     def _lower_sampling(self, num_slots: int) -> Lowered:
@@ -449,7 +449,7 @@ class ModelRunner:
         logits = jax.ShapeDtypeStruct(shape, np.float32)
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
-        work = self._step_work(_empty_work(1, num_slots), self._empty_table(num_slots))
+        work = self._step_work(programs.empty_work(1, num_slots), self._empty_table(num_slots))
         return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits, self._tables)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
@@ -457,14 +457,14 @@ class ModelRunner:
         return programs.decode.lower(*self._decode_arguments(idle, 0, self._empty_table(num_slots)))
 
     def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
-        return speculate.lower(*self._rounds_arguments(_empty_rounds(num_slots), tree, self._empty_table(num_slots)))
+        return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_table(num_slots)))
 
     def _empty_table(self, num_slots: int) -> jax.Array:
         return self.placement.put(np.zeros_like(self._table[:num_slots]))
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
         self._update_table(None, num_slots)
-        self._run_step(_empty_work(size, num_slots), False)
+        self._run_step(programs.empty_work(size, num_slots), False)
 
     def _warm_up_decode(self, num_slots: int) -> None:
         self._update_table(None, num_slots)
@@ -472,7 +472,7 @@ class ModelRunner:
 
     def _warm_up_rounds(self, num_slots: int, tree: int) -> None:
         self._update_table(None, num_slots)
-        self._run_rounds(_empty_rounds(num_slots), tree)
+        self._run_rounds(empty_rounds(num_slots), tree)
 
     def _warm_up_small(self) -> None:
         """Compiles what writes and moves slots, copies pages, and writes grammars."""
@@ -500,21 +500,3 @@ def _slot(sequence: SequenceState) -> int:
     if sequence.slot is None:
         raise RuntimeError("a sequence without a slot was planned")
     return sequence.slot
-
-
-def _empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
-    """The arrays of a step in which nothing takes part, without the page table."""
-    counts = ("query_starts", "query_lengths", "starts", "remaining")
-    return {
-        "tokens": np.zeros(num_tokens, np.int32),
-        "token_slots": np.full(num_tokens, num_slots, np.int32),
-        **{name: np.zeros(num_slots, np.int32) for name in counts},
-        "is_prompt": np.zeros(num_slots, np.bool_),
-        "is_last": np.zeros(num_slots, np.bool_),
-    }
-
-
-def _empty_rounds(num_slots: int) -> dict[str, Any]:
-    """The same of speculative rounds."""
-    work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
-    return {**work, "num_drafts": np.zeros(num_slots, np.int32)}

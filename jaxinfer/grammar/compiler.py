@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxinfer.grammar import nodes
 from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
-from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.vocabulary import Vocabulary
 from jaxinfer.text import Tokenizer

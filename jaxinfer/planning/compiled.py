@@ -391,4 +391,5 @@ def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
         kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
     drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
     work = abstract_rounds(spec.round_slots[-1], spec.pages_per_sequence)
-    return model, weights, drafter, draft_weights, spec.cache, spec.draft_cache, *spec.slots, work, spec.max_rounds, spec.tables
+    arrays = spec.cache, spec.draft_cache, *spec.slots
+    return model, weights, drafter, draft_weights, *arrays, work, spec.max_rounds, spec.tables

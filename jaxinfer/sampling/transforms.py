@@ -32,9 +32,10 @@ def transform(
 ) -> Float32[Array, "S V"]:
     """Applies all processors and filters to logits float32[S, V]; each row samples from the softmax of the result.
 
-    A greedy row gets the processors before temperature and the grammar's mask; its token is the argmax. Rows are independent, bit for
-    bit. A step that no row needs is skipped at run time, in the same program. Impossible tokens have -inf; `sample`
-    reports a row in which all have. Raises ValueError while tracing if dtype or shape do not match the batch.
+    A greedy row gets the processors before temperature and the grammar's mask; its token is the argmax. Rows are
+    independent, bit for bit. A step that no row needs is skipped at run time, in the same program. Impossible tokens
+    have -inf; `sample` reports a row in which all have. Raises ValueError while tracing if dtype or shape do not match
+    the batch.
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")

@@ -142,14 +142,15 @@ def _force(tokens: jax.Array, rows: DraftRows) -> tuple[jax.Array, jax.Array]:
     """Draft tokens int32[S, K] with those that the rows' grammars force in their places, and how many of each row are
     forced from the first on."""
     num_slots, count = tokens.shape
+    num_forced, is_forced = jnp.zeros((num_slots,), jnp.int32), jnp.ones((num_slots,), bool)
     if rows.tables is None:
-        return tokens, jnp.zeros((num_slots,), jnp.int32)
-    state, columns, is_forced, num_forced = rows.history.grammar, [], jnp.ones((num_slots,), bool), 0
+        return tokens, num_forced
+    state, columns = rows.history.grammar, []
     for column in range(count):
         forced = draft_tokens(rows.tables, state)
         columns.append(jnp.where(forced >= 0, forced, tokens[:, column]))
         is_forced &= forced >= 0
-        num_forced += is_forced.astype(jnp.int32)
+        num_forced += is_forced
         state = next_states(rows.tables, state, columns[-1])
     return jnp.stack(columns, axis=1), num_forced
 

@@ -5,6 +5,7 @@ Shapes use the legend of jaxinfer/README.md.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,31 +63,26 @@ class TableBlock:
 
 def empty_rows(num_slots: int, vocab_size: int, num_rejected: int) -> GrammarRows:
     """Rows that change nothing, as NumPy arrays. `num_rejected`: tokens of a dispatch at most."""
-    counts = {name: np.zeros(ROWS, np.int32) for name in ("states", "tokens", "positions", "remaining", "num_output")}
-    return GrammarRows(  # pyright: ignore
-        slots=np.full(ROWS, num_slots, np.int32),
-        has_mask=np.zeros(ROWS, bool),
-        masks=np.zeros((ROWS, -(-vocab_size // 32)), np.uint32),
-        is_rewound=np.zeros(ROWS, bool),
-        recent=np.full((ROWS, NUM_RECENT), vocab_size, np.int32),
-        rejected=np.full((ROWS, num_rejected), vocab_size, np.int32),
-        **counts,
-    )
+    counts = ("states", "tokens", "positions", "remaining", "num_output")
+    arrays: dict[str, Any] = {name: np.zeros(ROWS, np.int32) for name in counts}
+    arrays |= {name: np.zeros(ROWS, bool) for name in ("has_mask", "is_rewound")}
+    arrays["slots"] = np.full(ROWS, num_slots, np.int32)
+    arrays["masks"] = np.zeros((ROWS, -(-vocab_size // 32)), np.uint32)
+    arrays["recent"] = np.full((ROWS, NUM_RECENT), vocab_size, np.int32)
+    arrays["rejected"] = np.full((ROWS, num_rejected), vocab_size, np.int32)
+    return GrammarRows(**arrays)
 
 
 def empty_block(sizes: TableSizes) -> TableBlock:
     """A block that changes nothing, as NumPy arrays."""
-    ends = sizes.abstract()
-    return TableBlock(  # pyright: ignore
-        masks=np.zeros((MASKS, ends.masks.shape[1]), np.uint32),
-        masks_at=np.full(MASKS, ends.masks.shape[0], np.int32),
-        states=np.zeros((STATES, 4), np.int32),
-        states_at=np.full(STATES, ends.states.shape[0], np.int32),
-        successors=np.zeros(SUCCESSORS, np.int32),
-        successors_at=np.full(SUCCESSORS, ends.successors.shape[0], np.int32),
-        classes=np.zeros(sizes.vocab_size, np.int16),
-        class_row=np.int32(ends.classes.shape[0]),
-    )
+    ends, arrays = sizes.abstract(), {}
+    for name, size in (("masks", MASKS), ("states", STATES), ("successors", SUCCESSORS)):
+        rows = getattr(ends, name)
+        arrays[name] = np.zeros((size, *rows.shape[1:]), rows.dtype)
+        arrays[f"{name}_at"] = np.full(size, rows.shape[0], np.int32)
+    arrays["classes"] = np.zeros(sizes.vocab_size, np.int16)
+    arrays["class_row"] = np.int32(ends.classes.shape[0])
+    return TableBlock(**arrays)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))

@@ -149,6 +149,18 @@ def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None)
     return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 
 
+def empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+    """The arrays of a step in which nothing takes part, without the page table."""
+    counts = ("query_starts", "query_lengths", "starts", "remaining")
+    return {
+        "tokens": np.zeros(num_tokens, np.int32),
+        "token_slots": np.full(num_tokens, num_slots, np.int32),
+        **{name: np.zeros(num_slots, np.int32) for name in counts},
+        "is_prompt": np.zeros(num_slots, np.bool_),
+        "is_last": np.zeros(num_slots, np.bool_),
+    }
+
+
 def slot_axes(slots: Slots, batch: SamplingBatch) -> tuple[Slots, SamplingBatch]:
     """The logical name of each dimension of `init_slots`' arrays, for `jaxinfer.parallel`: rows over the vocabulary
     lie where its logits are, all else is whole on every device."""

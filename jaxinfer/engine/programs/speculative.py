@@ -7,9 +7,11 @@ table; rolling back is not counting what was stored too much, since the next rou
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxinfer.cache import PagedAttention, PagedCache
@@ -86,6 +88,12 @@ class RoundCounts:
     accepted: jax.Array
 
 
+def empty_rounds(num_slots: int) -> dict[str, Any]:
+    """The arrays of rounds in which nothing takes part, without the page table."""
+    work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
+    return {**work, "num_drafts": np.zeros(num_slots, np.int32)}
+
+
 @partial(jax.jit, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6), compiler_options=COMPILER_OPTIONS)
 def speculate(
     model: ProgramModel,
@@ -147,9 +155,7 @@ class _Round:
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
         num_nodes = jnp.where(is_active, num_nodes, 0)
-        rows = DraftRows(
-            slots.positions, is_active, num_nodes, work.page_table, batch, slots.history, self.tables
-        )
+        rows = DraftRows(slots.positions, is_active, num_nodes, work.page_table, batch, slots.history, self.tables)
         cache, draft_cache, draft_slots, proposal = _propose(
             self.drafter, self.draft, self.model, cache, draft_cache, slots.draft, rows
         )
