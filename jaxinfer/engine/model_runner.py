@@ -374,8 +374,8 @@ class ModelRunner:
         spec, found = self.spec, []
         for num_slots in spec.step_slots:
             found.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
-        for size, num_slots in [(size, slots) for size in spec.token_buckets for slots in spec.step_slots_of(size)]:
-            name, sizes = f"step of {size} tokens, {num_slots} slots", (size, num_slots)
+        for sizes in [(size, num_slots) for size in spec.token_buckets for num_slots in spec.step_slots_of(size)]:
+            name = "step of {} tokens, {} slots".format(*sizes)
             found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
         for num_slots in () if spec.options.deterministic else spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
