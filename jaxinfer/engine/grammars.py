@@ -66,14 +66,6 @@ class AnswerGrammar:
         return self.is_on_host and not self.is_exact
 
 
-@dataclass(frozen=True)
-class GrammarWork:
-    """What the device is told before a dispatch: parts of tables, then rows."""
-
-    blocks: Sequence[TableBlock]
-    rows: Sequence[GrammarRows]
-
-
 class Grammars:
     """Keeps the grammars of one engine's answers. Host values only."""
 
@@ -100,22 +92,20 @@ class Grammars:
 
     # Before a dispatch.
 
-    def plan(self, plan: DispatchPlan) -> GrammarWork | None:
-        """What the device has to know for a planned dispatch."""
+    def plan(self, plan: DispatchPlan) -> list[TableBlock | GrammarRows]:
+        """What the device has to know for a planned dispatch, in this order."""
         for sequence in plan.admitted:
             if (admitted := sequence.grammar) is not None:
                 admitted.is_sent, admitted.rejected = False, []
         chosen = [*(chunk.sequence for chunk in plan.chunks if chunk.is_last), *plan.decodes]
         answers = [one for one in chosen if one.grammar is not None]
-        if not answers:
-            return None
         blocks: list[TableBlock] = []
         for sequence in answers:
             if sequence.grammar.is_on_host:
                 self._use_table(sequence, blocks)
         needed = [one for one in answers if one.grammar.is_on_host or not one.grammar.is_sent]
         rows = [self._rows(needed[start : start + ROWS]) for start in range(0, len(needed), ROWS)]
-        return GrammarWork(blocks, rows) if blocks or rows else None
+        return [*blocks, *rows]
 
     def _use_table(self, sequence: SequenceState, blocks: list[TableBlock]) -> None:
         """Moves an answer from masks to its grammar's table, if there is one and room for it."""

@@ -136,21 +136,19 @@ class ModelRunner:
         self._update_slots(plan)
         if plan.is_empty:
             return None
-        for block in plan.grammar.blocks if plan.grammar is not None else ():
-            self._write_table(block)
-        for rows in plan.grammar.rows if plan.grammar is not None else ():
-            self._set_rows(rows)
         chunks = [(_slot(chunk.sequence), chunk) for chunk in plan.chunks]
         decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
         is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
         highest = max(slot for slot, _ in (*chunks, *decodes))
-        sizes = self.spec.step_slots if is_step else self.spec.round_slots
+        num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
+        num_tokens = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
+        sizes = self.spec.step_slots_of(num_tokens) if is_step else self.spec.round_slots
         num_slots = next(size for size in sizes if size > highest)
         self._update_table(plan, num_slots)
         sent = partial(Flight, plan, chunks, decodes, num_slots=num_slots, sent_at=time.perf_counter())
         self._has_decoded |= not chunks
         if is_step:
-            return self._send_step(sent, chunks, decodes, num_slots)
+            return self._send_step(sent, chunks, decodes, num_tokens, num_slots)
         is_scheduled = np.zeros(num_slots, np.bool_)
         slots = [slot for slot, _ in decodes]
         is_scheduled[slots] = True
@@ -196,6 +194,8 @@ class ModelRunner:
             self._write_slot(sequence)
         for start in range(0, len(plan.copies), COPIES):
             self._copy(plan.copies[start : start + COPIES])
+        for part in plan.grammar:
+            (self._write_table if isinstance(part, TableBlock) else self._set_rows)(part)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         destinations = np.full(COPIES, self.spec.num_pages, np.int32)
@@ -239,12 +239,11 @@ class ModelRunner:
         sent: Callable[..., Flight],
         chunks: list[tuple[int, Chunk]],
         decodes: list[tuple[int, SequenceState]],
+        num_tokens: int,
         num_slots: int,
     ) -> Flight:
         """One step: first the rows of the decoding slots, then the prompts' tokens."""
-        num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
-        size = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
-        work = programs.empty_work(size, num_slots)
+        work = programs.empty_work(num_tokens, num_slots)
         slots = [slot for slot, _ in decodes]
         work["token_slots"][: len(slots)] = slots
         work["query_starts"][slots] = np.arange(len(slots))
@@ -263,8 +262,8 @@ class ModelRunner:
         is_scored = any(piece.sequence.request.scores_prompt for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
         if is_scored and self._hidden is not None:
-            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, num_rows), None
-        return sent(output=output, num_rows=size, scores=scores)
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, row), None
+        return sent(output=output, num_rows=num_tokens, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
 
@@ -397,9 +396,9 @@ class ModelRunner:
         spec, found = self.spec, []
         for num_slots in spec.step_slots:
             found.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
-            for size in spec.token_buckets:
-                name, sizes = f"step of {size} tokens, {num_slots} slots", (size, num_slots)
-                found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
+        for sizes in [(size, num_slots) for size in spec.token_buckets for num_slots in spec.step_slots_of(size)]:
+            name = "step of {} tokens, {} slots".format(*sizes)
+            found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
         for num_slots in () if spec.options.deterministic else spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
             found.append(Program(f"decode of {num_slots} slots", *calls))

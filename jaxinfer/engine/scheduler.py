@@ -78,7 +78,7 @@ class DispatchPlan:
       chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
         makes a token, or up to `tokens_per_step`.
       draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
-      grammar: what the device is told of grammars (a `GrammarWork`, which the engine adds); None for nothing.
+      grammar: what the device is told of grammars first (by `Grammars.plan`, which the engine adds).
     """
 
     admitted: list[SequenceState]
@@ -89,7 +89,7 @@ class DispatchPlan:
     num_steps: int
     tokens_per_step: int = 1
     draft: Any = None
-    grammar: Any = None
+    grammar: Sequence[Any] = ()
 
     @property
     def is_empty(self) -> bool:

@@ -182,6 +182,11 @@ class EngineSpec:
         """Numbers of slots of steps, where only the sampler's work depends on it."""
         return (self.max_seqs,) if self.options.deterministic else _buckets((1,), self.max_seqs)
 
+    def step_slots_of(self, num_tokens: int) -> tuple[int, ...]:
+        """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
+        reads cost little, and one program less is compiled."""
+        return self.step_slots if num_tokens == self.token_buckets[0] else self.step_slots[-1:]
+
     @property
     def round_slots(self) -> tuple[int, ...]:
         """Numbers of slots of speculative rounds."""
