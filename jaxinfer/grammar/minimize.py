@@ -18,7 +18,10 @@ def minimize(following: np.ndarray, is_accepting: np.ndarray) -> tuple[np.ndarra
 
     Raises ValueError if no text is accepted.
     """
-    following = np.where(_is_useful(following, is_accepting)[following] & (following >= 0), following, -1)
+    is_useful = useful_states(following, is_accepting)
+    if not is_useful[0]:
+        raise ValueError("no text is in the language")
+    following = np.where(is_useful[following] & (following >= 0), following, -1)
     labels = _blocks(following, is_accepting)
     _, first, labels = np.unique(labels, return_index=True, return_inverse=True)
     merged = np.where(following[first] >= 0, labels[following[first]], -1).astype(np.int32)
@@ -27,8 +30,8 @@ def minimize(following: np.ndarray, is_accepting: np.ndarray) -> tuple[np.ndarra
     return number_breadth_first(merged, is_accepting[first], int(labels[0]))
 
 
-def _is_useful(following: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
-    """bool[Q]: acceptance can be reached. Raises ValueError if it cannot from state 0."""
+def useful_states(following: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
+    """bool[Q]: acceptance can be reached."""
     is_useful = is_accepting.copy()
     frontier = np.flatnonzero(is_useful)
     starts, sources = _predecessors(following)
@@ -36,8 +39,6 @@ def _is_useful(following: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
         before = _gather(starts, sources, frontier)
         frontier = np.unique(before[~is_useful[before]])
         is_useful[frontier] = True
-    if not is_useful[0]:
-        raise ValueError("no text is in the language")
     return is_useful
 
 
@@ -100,19 +101,22 @@ def _blocks(following: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
 
 
 def number_breadth_first(following: np.ndarray, is_accepting: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-    """The states that are reached from `first`, numbered in the order in which they are found, level by level."""
-    number = np.full(len(following), -1, np.int32)
-    number[first] = 0
+    """The states that are reached from `first`, numbered in the order of `breadth_first`."""
+    kept = breadth_first(following, first)
+    number = np.full(len(following) + 1, -1, np.int32)  # the last: refused
+    number[kept] = np.arange(len(kept))
+    return number[following[kept]], is_accepting[kept]
+
+
+def breadth_first(following: np.ndarray, first: int) -> np.ndarray:
+    """The states that are reached from `first`, in the order in which they are found, level by level."""
+    is_found = np.zeros(len(following), bool)
+    is_found[first] = True
     order = [np.array([first])]
-    count = 1
-    while len(frontier := order[-1]):
-        found = following[frontier].ravel()
+    while len(order[-1]):
+        found = following[order[-1]].ravel()
         found = found[found >= 0]
-        found = found[number[found] < 0]
-        states, place = np.unique(found, return_index=True)
-        states = states[np.argsort(place)]
-        number[states] = np.arange(count, count + len(states))
-        count += len(states)
-        order.append(states)
-    kept = np.concatenate(order)
-    return np.where(following[kept] >= 0, number[following[kept]], -1).astype(np.int32), is_accepting[kept]
+        states, place = np.unique(found[~is_found[found]], return_index=True)
+        is_found[states] = True
+        order.append(states[np.argsort(place)])
+    return np.concatenate(order)
