@@ -10,9 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from jaxinfer.grammar import nodes
+from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
+from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.grammar.table import TokenTable
+from jaxinfer.grammar.table_builder import build_table
 from jaxinfer.grammar.vocabulary import Vocabulary
 from jaxinfer.text import Tokenizer
 
@@ -107,8 +110,6 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
         language = _read_pattern(structured.regex or "")
         if language is None:
             return None, llguidance.LLMatcher.grammar_from_regex(structured.regex or "")
-    from jaxinfer.grammar.pattern import pattern_of
-
     return language, llguidance.LLMatcher.grammar_from_regex(pattern_of(language))
 
 
@@ -117,7 +118,14 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[in
     from jaxinfer.grammar.vocabulary import vocabulary_of
 
     vocabulary = vocabulary_of(tokenizer, vocab_size, eos_token_ids)
-    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False))
+
+    def build(language: nodes.Node) -> TokenTable | None:
+        try:
+            return build_table(build_automaton(language), vocabulary)
+        except nodes.TooLargeError:
+            return None
+
+    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), build)
 
 
 def _read_schema(schema: str, whitespace_pattern: str | None) -> tuple[nodes.Node | None, str]:
@@ -128,4 +136,7 @@ def _read_schema(schema: str, whitespace_pattern: str | None) -> tuple[nodes.Nod
 
 
 def _read_pattern(pattern: str) -> nodes.Node | None:
-    return None
+    try:
+        return parse_pattern(pattern)
+    except UnsupportedPattern:
+        return None  # llguidance says what is wrong with it, if it cannot read it either
