@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from jaxinfer.grammar import nodes
 from jaxinfer.grammar.automaton import build_automaton
@@ -98,19 +98,19 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
 
     language: nodes.Node | None = None
     if structured.kind == "grammar":
-        return None, llguidance.LLMatcher.grammar_from_lark(structured.grammar or "")
-    if structured.kind in ("json", "json_object"):
-        schema: Any = '{"type":"object"}' if structured.json_object else structured.json
+        text = structured.grammar or ""
+    elif structured.kind in ("json", "json_object"):
+        schema = '{"type":"object"}' if structured.json_object else structured.json
         language, text = _read_schema(schema, structured.whitespace_pattern)
-        if language is None:
-            return None, text
     elif structured.kind == "choice":
-        language = nodes.Choice(tuple(nodes.Text(text) for text in structured.choice or ()))
+        language, text = nodes.choice(*(nodes.Text(text) for text in structured.choice or ())), ""
     else:
         language = _read_pattern(structured.regex or "")
-        if language is None:
-            return None, llguidance.LLMatcher.grammar_from_regex(structured.regex or "")
-    return language, llguidance.LLMatcher.grammar_from_regex(pattern_of(language))
+        text = f"start: /{llguidance.regex_to_lark(structured.regex or '', use_ascii='')}/"
+    if language is not None:
+        text = f"start: /{pattern_of(language).replace('/', chr(92) + '/')}/"
+    # Else it would allow one spelling of a forced text only, which depends on the tokens before.
+    return language, llguidance.LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
 
 
 def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
@@ -129,10 +129,8 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[in
 
 
 def _read_schema(schema: str, whitespace_pattern: str | None) -> tuple[nodes.Node | None, str]:
-    import llguidance
-
     options = {"whitespace_flexible": False}
-    return None, llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+    return None, "start: %json " + json.dumps({**json.loads(schema), "x-guidance": options})
 
 
 def _read_pattern(pattern: str) -> nodes.Node | None:
