@@ -195,7 +195,7 @@ class ModelRunner:
         for start in range(0, len(plan.copies), COPIES):
             self._copy(plan.copies[start : start + COPIES])
         for part in plan.grammar:
-            (self._write_table if isinstance(part, TableBlock) else self._set_rows)(part)
+            self._write_table(part) if isinstance(part, TableBlock) else self._set_rows(part)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         destinations = np.full(COPIES, self.spec.num_pages, np.int32)

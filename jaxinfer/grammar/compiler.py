@@ -103,7 +103,7 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
         schema = '{"type":"object"}' if structured.json_object else structured.json
         language, text = _read_schema(schema, structured.whitespace_pattern)
     elif structured.kind == "choice":
-        language, text = nodes.choice(*(nodes.Text(text) for text in structured.choice or ())), ""
+        language, text = nodes.choice([nodes.Text(text) for text in structured.choice or ()]), ""
     else:
         language = _read_pattern(structured.regex or "")
         text = f"start: /{llguidance.regex_to_lark(structured.regex or '', use_ascii='')}/"

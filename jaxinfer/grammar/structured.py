@@ -63,7 +63,7 @@ class StructuredOutputs:
 
     @classmethod
     def of(cls, value: Any) -> StructuredOutputs:
-        """From a mapping of these fields, or from a type that stands for its JSON schema."""
+        """From a mapping of these fields, OpenAI's `response_format`, or a type that stands for its JSON schema."""
         if isinstance(value, cls):
             return value
         if isinstance(value, type):
@@ -73,12 +73,25 @@ class StructuredOutputs:
                 f"must be StructuredOutputs, a mapping of its fields such as {{'regex': '[0-9]+'}}, or a type, "
                 f"got {reprlib.repr(value)}"
             )
+        if value.get("type") == "json_object":
+            return cls(json_object=True)
+        if value.get("type") == "json_schema":
+            return cls(json=_schema_of_format(value))
         names = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in value if name not in names]
         if unknown:
             hint = "; a schema goes under 'json'" if "type" in value or "properties" in value else ""
             raise GrammarError(f"has no field {unknown[0]!r}, only {', '.join(names)}{hint}")
         return cls(**value)
+
+
+def _schema_of_format(value: Mapping[str, Any]) -> Any:
+    """The schema of `{"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}`. It is always kept to,
+    `strict` or not. In the Responses API the schema stands beside the type."""
+    form = value.get("json_schema", value)
+    if not isinstance(form, Mapping) or not isinstance(form.get("schema"), Mapping):
+        raise GrammarError(f"json_schema needs an object with a schema, got {reprlib.repr(form)}")
+    return form["schema"]
 
 
 def _check_text(name: str, value: Any) -> None:
