@@ -46,3 +46,38 @@ class Repeat:
 
 
 Node = Text | Chars | Sequence | Choice | Repeat
+
+EMPTY = Text("")
+
+
+def sequence(parts: list[Node | None]) -> Node | None:
+    """One after another; None is the language without any text."""
+    kept: list[Node] = []
+    for part in parts:
+        if part is None:
+            return None
+        if isinstance(part, Text) and kept and isinstance(kept[-1], Text):
+            kept[-1] = Text(kept[-1].text + part.text)
+        elif part != EMPTY:
+            kept.extend(part.parts if isinstance(part, Sequence) else [part])
+    return EMPTY if not kept else kept[0] if len(kept) == 1 else Sequence(tuple(kept))
+
+
+def choice(options: list[Node | None]) -> Node | None:
+    """One of several; None is the language without any text."""
+    kept = [option for option in options if option is not None]
+    return None if not kept else kept[0] if len(kept) == 1 else Choice(tuple(kept))
+
+
+def repeat(node: Node | None, least: int, most: int | None) -> Node | None:
+    """A node several times; None is the language without any text."""
+    if most == 0 or node == EMPTY or (node is None and least == 0):
+        return EMPTY
+    return node if node is None or (least == 1 and most == 1) else Repeat(node, least, most)
+
+
+def chars(ranges: tuple[tuple[int, int], ...]) -> Node | None:
+    """One character of a set."""
+    if not ranges:
+        return None
+    return Text(chr(ranges[0][0])) if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else Chars(ranges)
