@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxinfer.grammar.schema_graph import Graph, pointer_of
+from jaxinfer.grammar.schema_parts import with_one_of_as_any_of
 
 # The largest of 11,305 schemas of JSONSchemaBench that llguidance accepts has 938,058 bytes, 26 levels, 28,520 values,
 # an enum of 5,383, objects of 587 properties and a pattern of 5,153 characters.
@@ -59,9 +60,8 @@ def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
     graph = Graph(checked)
     patterns_length = 0
     for link, node in graph.schemas():
-        if isinstance(node, dict):
-            _check_keywords(link, node)
-            patterns_length += sum(len(pattern) for pattern in _patterns(node))
+        _check_keywords(link, node)
+        patterns_length += sum(len(pattern) for pattern in _patterns(node))
     if patterns_length > MAX_PATTERNS_LENGTH:
         raise ValueError(
             f"the patterns of the JSON schema have {patterns_length} characters; at most {MAX_PATTERNS_LENGTH} are accepted"
@@ -96,10 +96,9 @@ def schema_grammar(schema: Mapping[str, Any], whitespace_pattern: str | None = N
         from llguidance import LLMatcher
     except ImportError as error:
         raise ValueError("JSON schemas need llguidance: pip install jaxinfer[structured]") from error
-    graph = Graph(schema)
-    for link, node in graph.schemas():
-        if isinstance(node, dict):
-            _check_unique_names(link, node)
+    for link, node in Graph(schema).schemas():
+        _check_unique_names(link, node)
+    schema = with_one_of_as_any_of(schema)
     # Defaults of llguidance are named too: they must not be taken from the schema's own `x-guidance`.
     return LLMatcher.grammar_from_json_schema(
         json.dumps({key: value for key, value in schema.items() if key != "x-guidance"}, ensure_ascii=False),

@@ -47,7 +47,7 @@ class Graph:
         self._find_resources()
         self._find_schemas()
 
-    def schemas(self) -> Iterator[tuple[Link, Any]]:
+    def schemas(self) -> Iterator[tuple[Link, dict[str, Any]]]:
         """Every schema that the root reaches, with its place."""
         for node in self._order:
             yield self._links[id(node)], node
