@@ -1,4 +1,4 @@
-"""Sets of characters as sorted, disjoint ranges of code points, without surrogates; the classes of regular expressions."""
+"""Sets of characters, as sorted, disjoint ranges of code points without surrogates; the classes of patterns."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ ASCII_CLASSES: dict[str, Ranges] = {
 
 @cache
 def category(prefix: str) -> Ranges | None:
-    """The characters of a general category, `Lu` or all of `L`, in Python's version of Unicode; None if there is none."""
+    """The characters of a general category, `Lu`, or of all of `L`, in Python's version of Unicode, or None."""
     return (
         union(*found)
         if (found := [ranges for name, ranges in _categories().items() if name.startswith(prefix)])

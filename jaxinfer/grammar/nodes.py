@@ -50,6 +50,10 @@ Node = Text | Chars | Sequence | Choice | Repeat
 EMPTY = Text("")
 
 
+class TooLargeError(ValueError):
+    """A language whose automaton or table is larger than a limit, or takes longer to build."""
+
+
 def sequence(parts: list[Node | None]) -> Node | None:
     """One after another; None is the language without any text."""
     kept: list[Node] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from jaxinfer.grammar import char_sets
 from jaxinfer.grammar.char_sets import Ranges
-from jaxinfer.grammar.nodes import EMPTY, Chars, Choice, Node, Repeat, Sequence, Text, chars, choice, repeat, sequence
+from jaxinfer.grammar.nodes import Chars, Choice, Node, Repeat, Sequence, Text, chars, choice, repeat, sequence
 
 MAX_GROUPS = 100
 """Groups within one another."""
@@ -286,7 +286,7 @@ class PatternParser:
         return char
 
     def _hex(self, length: int, place: int) -> str:
-        match = re.compile(r"\{([0-9A-Fa-f]{1,8})\}|[0-9A-Fa-f]{%d}" % length).match(self.text, self.at)
+        match = re.compile(rf"\{{([0-9A-Fa-f]{{1,8}})\}}|[0-9A-Fa-f]{{{length}}}").match(self.text, self.at)
         code = int(match[1] or match[0], 16) if match else 0x110000
         if match is None or code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
             raise self.error(f"'\\{self.text[place + 1]}' is followed by no code point", place)

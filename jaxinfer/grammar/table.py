@@ -1,4 +1,4 @@
-"""Tables of a regular language over a vocabulary: which tokens may follow in each state, and which state they lead to."""
+"""Tables of a regular language over a vocabulary: which tokens may follow in each state, and where they lead."""
 
 from __future__ import annotations
 

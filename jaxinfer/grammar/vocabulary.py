@@ -7,6 +7,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class TrieLevel:
+    """The distinct beginnings of a length of all tokens.
+
+    Attributes:
+      parents: each one's number among those that are one byte shorter. bytes: its last byte.
+      tokens: ids of the tokens of this length. ends: the number of each.
+    """
+
+    parents: np.ndarray
+    bytes: np.ndarray
+    tokens: np.ndarray
+    ends: np.ndarray
+
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
@@ -36,3 +53,35 @@ class Vocabulary:
             digest.update(b"\xff\xff" if token is None else len(token).to_bytes(2, "little") + token)
         digest.update(repr(self.eos_token_ids).encode())
         return digest.hexdigest()
+
+    @cached_property
+    def id_of(self) -> dict[bytes, int]:
+        """The lowest id of each text; end-of-sequence ids and empty texts are left out."""
+        ids = range(len(self.tokens) - 1, -1, -1)
+        return {token: index for index in ids if (token := self.tokens[index]) and index not in self.eos_token_ids}
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest token."""
+        return len(self.trie)
+
+    @cached_property
+    def trie(self) -> tuple[TrieLevel, ...]:
+        """The tree of all tokens by levels, from length 1 on. About 20 bytes per byte of the tokens."""
+        texts = [token or b"" for token in self.tokens]
+        lengths = np.array([len(text) for text in texts], np.int64)
+        order = np.argsort(-lengths, kind="stable")
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])[order]
+        data = np.frombuffer(b"".join(texts), np.uint8)
+        lengths = lengths[order]
+        node = np.zeros(len(order), np.int64)
+        levels = []
+        for depth in range(int(lengths.max(initial=0))):
+            count = int(np.searchsorted(-lengths, -depth, side="left"))  # tokens longer than `depth`
+            keys, node = np.unique(node[:count] * 256 + data[starts[:count] + depth], return_inverse=True)
+            is_end = lengths[:count] == depth + 1
+            parents, last = np.divmod(keys, 256)
+            levels.append(
+                TrieLevel(parents.astype(np.int32), last.astype(np.uint8), order[:count][is_end], node[is_end])
+            )
+        return tuple(levels)

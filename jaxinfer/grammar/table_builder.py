@@ -1,0 +1,169 @@
+"""Builds tables of tokens from automata over bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.grammar.automaton import Automaton
+from jaxinfer.grammar.minimize import breadth_first, useful_states
+from jaxinfer.grammar.nodes import TooLargeError
+from jaxinfer.grammar.table import TokenTable
+from jaxinfer.grammar.utf8 import unique_rows
+from jaxinfer.grammar.vocabulary import Vocabulary
+
+_MAX_CELLS = 2**24  # of one array at a time
+_MAX_FUNCTION_BYTES = 2**28
+
+
+@dataclass(frozen=True)
+class TableLimits:
+    """What a table may have at most.
+
+    Attributes:
+      max_states: Q, with the last one. max_classes: C. max_masks: M. max_bytes: of all arrays.
+    """
+
+    max_states: int = 4097
+    max_classes: int = 32767
+    max_masks: int = 4096
+    max_bytes: int = 256 * 2**20
+
+
+def build_table(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimits | None = None) -> TokenTable:
+    """The table of a language over a vocabulary.
+
+    A state has a row if tokens lead to it and on to an end, so no row is without an allowed token.
+
+    Raises:
+      TooLargeError: names the limit.
+      ValueError: the vocabulary has no end-of-sequence id, or its tokens can write no text of the language.
+    """
+    limits = limits or TableLimits()
+    if not vocabulary.eos_token_ids:
+        raise ValueError("the vocabulary has no end-of-sequence id, so an answer could not end")
+    classes, successors = _token_classes(automaton, vocabulary, limits)
+    kept = _useful_states(successors, automaton.is_accepting)
+    if len(kept) + 1 > limits.max_states:
+        raise TooLargeError(f"the table has {len(kept) + 1} states; at most {limits.max_states} are allowed")
+    number = np.full(automaton.num_states + 1, -1, np.int32)
+    number[kept] = np.arange(len(kept))
+    classes, successors = _with_end(
+        classes, number[successors[kept]], automaton.is_accepting[kept], vocabulary.eos_token_ids
+    )
+    if successors.shape[1] > limits.max_classes:
+        raise TooLargeError(
+            f"the table has {successors.shape[1]} classes of tokens; at most {limits.max_classes} are allowed"
+        )
+    allowed, mask_of = unique_rows(successors >= 0)
+    num_bytes = classes.nbytes + successors.nbytes + 4 * vocabulary.num_words * len(allowed) + 8 * len(successors)
+    if len(allowed) > limits.max_masks or num_bytes > limits.max_bytes:
+        raise TooLargeError(
+            f"the table has {len(allowed)} masks and {num_bytes} bytes; at most {limits.max_masks} and "
+            f"{limits.max_bytes} are allowed"
+        )
+    return TokenTable(
+        classes=classes,
+        successors=successors,
+        masks=_pack(allowed, classes, vocabulary.num_words),
+        mask_of=mask_of.astype(np.int32),
+        drafts=_drafts(automaton, vocabulary, kept, classes, successors),
+    )
+
+
+def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimits) -> tuple[np.ndarray, np.ndarray]:
+    """int32[V], the class of each token, and int32[Q, C], where each class leads; class 0 is refused everywhere.
+
+    A text maps states to states, and most beginnings of tokens share few such maps. So the tree of all tokens is walked
+    level by level with one row per map, not one per node.
+    """
+    columns, byte_class = unique_rows(automaton.next.T)  # bytes that no state tells apart
+    steps = np.ascontiguousarray(np.concatenate([columns, np.full((len(columns), 1), -1, np.int32)], axis=1))
+    num_states, num_bytes = automaton.num_states, len(columns)
+    refused = np.full(num_states, -1, np.int32)
+    maps = [refused, np.arange(num_states, dtype=np.int32)]
+    numbers = {row.tobytes(): index for index, row in enumerate(maps)}
+    # Wherever a token ends in a refused byte in every state it is refused: map 0 stays 0.
+    map_of = np.array([1])  # of the nodes of a level
+    classes = np.zeros(len(vocabulary), np.int32)
+    for level in vocabulary.trie:
+        keys = map_of[level.parents] * num_bytes + byte_class[level.bytes]
+        keys[map_of[level.parents] == 0] = 0
+        pairs, pair_of = np.unique(keys, return_inverse=True)
+        found = np.zeros(len(pairs), np.int64)
+        chunk = max(1, _MAX_CELLS // num_states)
+        for low in range(0, len(pairs), chunk):
+            before, byte = np.divmod(pairs[low : low + chunk], num_bytes)
+            rows = steps[byte[:, None], np.stack([maps[index] for index in before])]
+            for index, row in enumerate(rows):
+                number = numbers.setdefault(row.tobytes(), len(maps))
+                if number == len(maps):
+                    maps.append(row)
+                found[low + index] = number
+            if len(maps) * num_states * 8 > _MAX_FUNCTION_BYTES:
+                raise TooLargeError(f"tokens lead from {num_states} states in more than {len(maps)} ways")
+        map_of = found[pair_of]
+        classes[level.tokens] = map_of[level.ends]
+    used, classes = np.unique(np.concatenate([[0], classes]), return_inverse=True)
+    return classes[1:].astype(np.int32), np.stack([maps[index] for index in used], axis=1)
+
+
+def _useful_states(successors: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
+    """The states to which tokens lead from state 0, and from which they lead to an end; state 0 first."""
+    is_useful = useful_states(successors, is_accepting)
+    if not is_useful[0]:
+        raise ValueError("the tokens of the vocabulary can write no text of the language")
+    return breadth_first(np.where(is_useful[successors], successors, -1), 0)
+
+
+def _with_end(
+    classes: np.ndarray, successors: np.ndarray, is_accepting: np.ndarray, eos_token_ids: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """int16[V] and int32[Q + 1, C]: with the last state and the class of end-of-sequence ids; equal classes are one."""
+    num_states, num_classes = successors.shape
+    columns = np.full((num_classes + 1, num_states + 1), -1, np.int32)
+    columns[:-1, :-1] = successors.T
+    columns[-1, :-1] = np.where(is_accepting, num_states, -1)
+    columns[-1, -1] = num_states
+    classes = classes.copy()
+    classes[list(eos_token_ids)] = num_classes
+    used, classes = np.unique(classes, return_inverse=True)
+    columns, class_of = unique_rows(columns[used])
+    if len(columns) > 32767:
+        raise TooLargeError(f"the table has {len(columns)} classes of tokens; at most 32767 are allowed")
+    return class_of[classes].astype(np.int16), np.ascontiguousarray(columns.T)
+
+
+def _pack(allowed: np.ndarray, classes: np.ndarray, num_words: int) -> np.ndarray:
+    """uint32[M, words] of bool[M, C]."""
+    masks = np.zeros((len(allowed), num_words * 4), np.uint8)
+    step = max(1, _MAX_CELLS // max(1, len(classes)))
+    for low in range(0, len(allowed), step):
+        bits = np.packbits(allowed[low : low + step][:, classes], axis=1, bitorder="little")
+        masks[low : low + step, : bits.shape[1]] = bits
+    return masks.view("<u4").astype(np.uint32)
+
+
+def _drafts(
+    automaton: Automaton, vocabulary: Vocabulary, kept: np.ndarray, classes: np.ndarray, successors: np.ndarray
+) -> np.ndarray:
+    """int32[Q + 1]: the longest token that the forced text of each state begins with, -1 if there is none."""
+    is_possible = automaton.next >= 0
+    is_forced = (is_possible.sum(axis=1) == 1) & ~automaton.is_accepting
+    byte = np.argmax(is_possible, axis=1)
+    after = automaton.next[np.arange(automaton.num_states), byte]
+    drafts = np.full(len(kept) + 1, -1, np.int32)
+    ids, longest = vocabulary.id_of, vocabulary.longest
+    for row, state in enumerate(kept.tolist()):
+        text = bytearray()
+        while is_forced[state] and len(text) < longest:
+            text.append(byte[state])
+            state = after[state]
+        for length in range(len(text), 0, -1):
+            token = ids.get(bytes(text[:length]))
+            if token is not None and successors[row, classes[token]] >= 0:
+                drafts[row] = token
+                break
+    return drafts

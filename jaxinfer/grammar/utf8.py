@@ -1,0 +1,111 @@
+"""Automata over classes of characters as automata over the bytes of UTF-8."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxinfer.grammar.alphabet import Alphabet
+from jaxinfer.grammar.minimize import number_breadth_first
+from jaxinfer.grammar.nodes import TooLargeError
+
+_MAX_CELLS = 2**24  # of one array at a time
+
+
+def to_bytes(
+    following: np.ndarray, is_accepting: np.ndarray, alphabet: Alphabet, max_states: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The automaton over bytes: int32[Q, 256] and bool[Q], minimal if the given one is.
+
+    A state within a character is the map from its last 1, 2 or 3 bytes to states. Equal maps are one state, so the
+    result is minimal: states at ends of characters refuse the bytes 0x80 to 0xBF, which are all that the others take.
+
+    Raises TooLargeError if there are more than `max_states` states.
+    """
+    num_states = len(following)
+    classes = alphabet.of_code_points()
+    classes[0xD800:0xE000] = -1
+    # Rows that differ only in ASCII have the same states within characters.
+    wide = np.unique(classes[0x80:])
+    wide = wide[wide >= 0]
+    rows, row_of = unique_rows(following[:, wide])
+    lookup = np.full(alphabet.num_classes + 1, len(wide), np.int64)  # the last: in no set
+    lookup[wide] = np.arange(len(wide))
+    inner = _InnerStates(num_states, max_states)
+    targets = np.concatenate([rows, np.full((len(rows), 1), -1, np.int32)], axis=1)
+    blocks, block_of = unique_rows(lookup[classes].reshape(-1, 64))
+    one_left = inner.add(targets, blocks)  # [rows, blocks]: the state before the last byte
+    two_left, three_left = _outer_levels(inner, one_left, block_of)
+
+    table = np.full((num_states + inner.count, 256), -1, np.int32)
+    ascii_classes = classes[:0x80]
+    padded = np.concatenate([following, np.full((num_states, 1), -1, np.int32)], axis=1)
+    table[:num_states, :0x80] = padded[:, ascii_classes]
+    table[:num_states, 0xC2:0xE0] = one_left[:, block_of[2:32]][row_of]
+    table[:num_states, 0xE0:0xF0] = two_left[row_of]
+    table[:num_states, 0xF0:0xF5] = three_left[row_of]
+    if inner.count:
+        table[num_states:, 0x80:0xC0] = inner.rows()
+    accepting = np.concatenate([is_accepting, np.zeros(inner.count, bool)])
+    return number_breadth_first(table, accepting, 0)
+
+
+def _outer_levels(inner: _InnerStates, one_left: np.ndarray, block_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The states after the first byte of 3, [rows, 16], and of 4, [rows, 5]."""
+    none = one_left.shape[1]
+    padded = np.concatenate([one_left, np.full((len(one_left), 1), -1, np.int32)], axis=1)
+    pages = block_of.reshape(-1, 64).copy()  # [272, 64]: 4,096 characters each
+    pages[0, :32] = none  # no character is written in more bytes than it needs
+    kinds, kind_of = unique_rows(pages)
+    two_left = inner.add(padded, kinds)
+    planes = np.full((5, 64), two_left.shape[1])
+    planes.reshape(-1)[16 : len(pages)] = kind_of[16:]  # from U+10000 on
+    padded = np.concatenate([two_left, np.full((len(two_left), 1), -1, np.int32)], axis=1)
+    return two_left[:, kind_of[:16]], inner.add(padded, planes)
+
+
+def unique_rows(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct rows, in the order in which they come first, and which of them each row is. Many times faster than
+    `np.unique` over an axis, which sorts."""
+    numbers: dict[bytes, int] = {}
+    array = np.ascontiguousarray(array)
+    row_of = np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in array], np.int64)
+    first = np.full(len(numbers), len(array))
+    np.minimum.at(first, row_of, np.arange(len(array)))
+    return array[first], row_of
+
+
+class _InnerStates:
+    """States within characters, each the map from 64 bytes to states; equal ones once."""
+
+    def __init__(self, first: int, max_states: int):
+        self._numbers: dict[bytes, int] = {bytes(np.full(64, -1, np.int32)): -1}
+        self._first, self._max_states = first, max_states
+        self._check(first)
+
+    @property
+    def count(self) -> int:
+        return len(self._numbers) - 1
+
+    def rows(self) -> np.ndarray:
+        """int32[count, 64]."""
+        return np.frombuffer(b"".join(list(self._numbers)[1:]), np.int32).reshape(-1, 64)
+
+    def add(self, targets: np.ndarray, maps: np.ndarray) -> np.ndarray:
+        """int32[R, M]: the states that map 64 bytes to `targets[r, maps[m]]`, for targets [R, N] and maps [M, 64]."""
+        found = np.empty((len(targets), len(maps)), np.int32)
+        step = max(1, _MAX_CELLS // max(1, maps.size))
+        for low in range(0, len(targets), step):
+            rows = np.ascontiguousarray(targets[low : low + step][:, maps].reshape(-1, 64), np.int32)
+            found[low : low + step] = np.array([self._number(row.tobytes()) for row in rows]).reshape(-1, len(maps))
+        return found
+
+    def _number(self, row: bytes) -> int:
+        number = self._numbers.get(row)
+        if number is None:
+            number = self._numbers[row] = self._first + self.count
+            self._check(number + 1)
+        return number
+
+    def _check(self, num_states: int) -> None:
+        if num_states > self._max_states:
+            raise TooLargeError(f"the language's automaton has more than {self._max_states} states")
