@@ -28,7 +28,9 @@ MAX_ALTERNATIVES = 1_024
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "enum", "prefixItems")
-_WHITESPACE_PATTERN = re.compile(r"(?:\[(?: |\\[nrt]|\\x(?:20|0[9aAdD]))+\]|[ ]|\\[nrt])(?:\?|\{(\d{1,3})(?:,(\d{1,3}))?\})?")
+_WHITESPACE_PATTERN = re.compile(
+    r"(?:\[(?: |\\[nrt]|\\x(?:20|0[9aAdD]))+\]|[ ]|\\[nrt])(?:\?|\{(\d{1,3})(?:,(\d{1,3}))?\})?"
+)
 MAX_WHITESPACE = 256
 
 
@@ -198,5 +200,7 @@ def _refuse_constant(name: str) -> None:
 
 def _parse_int(digits: str) -> int:
     if len(digits) > MAX_NUMBER_DIGITS:
-        raise ValueError(f"the JSON schema has a number of {len(digits)} digits; at most {MAX_NUMBER_DIGITS} are accepted")
+        raise ValueError(
+            f"the JSON schema has a number of {len(digits)} digits; at most {MAX_NUMBER_DIGITS} are accepted"
+        )
     return int(digits)

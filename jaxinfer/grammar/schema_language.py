@@ -240,9 +240,12 @@ def _size(node: Node) -> int:
     while stack:
         top = stack[-1]
         inner = (
-            top.parts if isinstance(top, nodes.Sequence)
-            else top.options if isinstance(top, Choice)
-            else (top.node,) if isinstance(top, Repeat)
+            top.parts
+            if isinstance(top, nodes.Sequence)
+            else top.options
+            if isinstance(top, Choice)
+            else (top.node,)
+            if isinstance(top, Repeat)
             else ()
         )
         missing = [child for child in inner if id(child) not in sizes]

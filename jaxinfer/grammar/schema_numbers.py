@@ -102,9 +102,7 @@ def _magnitudes(least: int, most: int | None) -> Node | None:
     between = None
     if len(high) - len(low) > 1:
         between = sequence([_NONZERO, repeat(_DIGIT, len(low), len(high) - 2)])
-    return choice(
-        [_of_one_length(low, "9" * len(low)), between, _of_one_length("1" + "0" * (len(high) - 1), high)]
-    )
+    return choice([_of_one_length(low, "9" * len(low)), between, _of_one_length("1" + "0" * (len(high) - 1), high)])
 
 
 def _of_one_length(low: str, high: str) -> Node | None:

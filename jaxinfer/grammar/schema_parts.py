@@ -13,7 +13,18 @@ MAX_ALTERNATIVES = 256
 MAX_STEPS = 20_000
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 
-_ANNOTATIONS = {"$schema", "$id", "id", "$comment", "$defs", "definitions", "$anchor", "$vocabulary", "title", "description"}
+_ANNOTATIONS = {
+    "$schema",
+    "$id",
+    "id",
+    "$comment",
+    "$defs",
+    "definitions",
+    "$anchor",
+    "$vocabulary",
+    "title",
+    "description",
+}
 _ANNOTATIONS |= {"default", "deprecated", "readOnly", "writeOnly", "examples", "contentEncoding", "contentMediaType"}
 _ANNOTATIONS |= {"contentSchema", "x-guidance", "discriminator", "nullable"}
 # Keywords that exclude values of a type in ways that are not served here: only such a type is not.
@@ -110,7 +121,10 @@ class Parts:
             return _are_apart(one.items_count, two.items_count)
         if kind in ("integer", "number"):
             first, second = (
-                (_tighter(plain.minimum, plain.exclusive_minimum, max), _tighter(plain.maximum, plain.exclusive_maximum, min))
+                (
+                    _tighter(plain.minimum, plain.exclusive_minimum, max),
+                    _tighter(plain.maximum, plain.exclusive_maximum, min),
+                )
                 for plain in (one, two)
             )
             return _are_apart(first, second)

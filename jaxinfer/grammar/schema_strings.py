@@ -6,8 +6,19 @@ import json
 import re
 from collections.abc import Collection, Iterable
 
-from jaxinfer.grammar.nodes import MAX_CODE_POINT, Chars, Choice, Node, Repeat, Sequence, Text
-from jaxinfer.grammar.nodes import chars, choice, repeat, sequence
+from jaxinfer.grammar.nodes import (
+    MAX_CODE_POINT,
+    Chars,
+    Choice,
+    Node,
+    Repeat,
+    Sequence,
+    Text,
+    chars,
+    choice,
+    repeat,
+    sequence,
+)
 from jaxinfer.grammar.pattern import parse_pattern
 
 Ranges = tuple[tuple[int, int], ...]
@@ -168,7 +179,11 @@ def _lengths(node: Node) -> tuple[int, int | None]:
     return merge(least for least, _ in inner), longest(mosts) if len(mosts) == len(inner) else None
 
 
-_ECMA = {"d": "0-9", "w": "A-Za-z0-9_", "s": r"\t\n\x0B\x0C\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"}
+_ECMA = {
+    "d": "0-9",
+    "w": "A-Za-z0-9_",
+    "s": r"\t\n\x0B\x0C\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF",
+}
 _ESCAPES = re.compile(r"\\(?:[dDwWsS]|[tnrfv]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|[^A-Za-z0-9])", re.DOTALL)
 _GROUPS = re.compile(r"\(\?(?!:|<[A-Za-z_])")
 
