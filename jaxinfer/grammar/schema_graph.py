@@ -1,0 +1,268 @@
+"""The schemas within a JSON schema, and which of them apply to the same value or to a part of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+# What a keyword holds: schemas for the same value, or for a part of it (a property, an item).
+_SAME_VALUE = {"allOf": list, "anyOf": list, "oneOf": list, "not": None, "if": None, "then": None, "else": None}
+_SAME_VALUE |= {"dependentSchemas": dict, "dependencies": dict}
+_PART = {"items": None, "additionalItems": None, "prefixItems": list, "contains": None, "unevaluatedItems": None}
+_PART |= {"properties": dict, "patternProperties": dict, "additionalProperties": None, "propertyNames": None}
+_PART |= {"unevaluatedProperties": None}
+_ELSEWHERE = {"$defs": dict, "definitions": dict}
+_HOLDS = _SAME_VALUE | _PART | _ELSEWHERE
+
+Link = tuple["Link | None", str | int] | None
+"""Where a value is: the link of what holds it, and the name or index there; None for the root."""
+
+
+def pointer_of(link: Link) -> str:
+    """A JSON pointer in a fragment: `#` for the root, `#/properties/a`, ..."""
+    parts = []
+    while link is not None:
+        link, key = link
+        parts.append(str(key).replace("~", "~0").replace("/", "~1"))
+    return "/".join(["#", *reversed(parts)])
+
+
+class Graph:
+    """Raises ValueError where a `$ref` leads out of the schema, or to nothing.
+
+    The walks keep their own stacks, as a chain of `$ref`s may be longer than Python's.
+    """
+
+    def __init__(self, root: Mapping[str, Any]):
+        self.root = root
+        self._resources: dict[str, Mapping[str, Any]] = {"": root}
+        self._anchors: dict[tuple[str, str], Any] = {}
+        self._bases: dict[int, str] = {}
+        self._links: dict[int, Link] = {}
+        self._order: list[Any] = []  # schemas that the root reaches, each once
+        self._same_value: dict[int, list[tuple[str, Any]]] = {}
+        self._parts: dict[int, list[tuple[str, str | int | None, Any]]] = {}
+        self._find_resources()
+        self._find_schemas()
+
+    def schemas(self) -> Iterator[tuple[Link, dict[str, Any]]]:
+        """Every schema that the root reaches, with its place."""
+        for node in self._order:
+            yield self._links[id(node)], node
+
+    def resolve(self, node: Mapping[str, Any]) -> Any:
+        """What the `$ref` of a schema names."""
+        reference = node["$ref"]
+        link = self._links.get(id(node))
+        if not isinstance(reference, str):
+            raise ValueError(f"{pointer_of(link)}/$ref: must be text, not {reference!r:.40}")
+        base = self._bases.get(id(node), "")
+        try:
+            address, fragment = urldefrag(urljoin(base, reference))
+        except ValueError as error:
+            raise ValueError(f"{pointer_of(link)}/$ref: {reference!r:.200} is not an address") from error
+        resource = self._resources.get(address)
+        if resource is None:
+            raise ValueError(
+                f"{pointer_of(link)}/$ref: {reference!r:.200} is not a place of this schema; nothing is fetched. "
+                "Copy what it names to `$defs`"
+            )
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            found = self._anchors.get((address, fragment))
+        else:
+            found = _follow(resource, fragment)
+        if found is None:
+            raise ValueError(f"{pointer_of(link)}/$ref: {reference!r:.200} names nothing in this schema")
+        return found
+
+    def _find_resources(self) -> None:
+        """Base addresses (`$id`) and anchors of every schema, reached or not."""
+        is_old = "draft-04" in str(self.root.get("$schema"))
+        stack: list[tuple[Any, Link, str]] = [(self.root, None, "")]
+        while stack:
+            node, link, base = stack.pop()
+            if not isinstance(node, dict):
+                continue
+            own = node.get("id" if is_old else "$id")
+            if isinstance(own, str):
+                try:
+                    address, fragment = urldefrag(urljoin(base, own))
+                except ValueError as error:
+                    raise ValueError(f"{pointer_of(link)}/$id: {own!r:.200} is not an address") from error
+                if fragment and not address.removeprefix(base):
+                    self._anchors[base, fragment] = node
+                elif address:
+                    base = address
+                    self._resources.setdefault(base, node)
+            for anchor in (node.get("$anchor"), node.get("$dynamicAnchor")):
+                if isinstance(anchor, str):
+                    self._anchors[base, anchor] = node
+            self._bases[id(node)], self._links[id(node)] = base, link
+            stack += [(child, _extend(link, keyword, key), base) for keyword, key, child in _children(node)]
+
+    def _find_schemas(self) -> None:
+        """What the root reaches through its keywords and its `$ref`s."""
+        seen: set[int] = set()
+        stack: list[tuple[Any, Link]] = [(self.root, None)]
+        while stack:
+            node, link = stack.pop()
+            if not isinstance(node, dict) or id(node) in seen:
+                continue
+            seen.add(id(node))
+            self._links.setdefault(id(node), link)
+            link = self._links[id(node)]
+            self._order.append(node)
+            same: list[tuple[str, Any]] = []
+            parts: list[tuple[str, str | int | None, Any]] = []
+            if "$ref" in node:
+                target = self.resolve(node)
+                same.append(("$ref", target))
+                stack.append((target, (link, "$ref")))
+            for keyword, key, child in _children(node):
+                if keyword in _ELSEWHERE:
+                    continue
+                if keyword in _SAME_VALUE:
+                    same.append((keyword, child))
+                else:
+                    parts.append((keyword, key, child))
+                stack.append((child, _extend(link, keyword, key)))
+            self._same_value[id(node)], self._parts[id(node)] = same, parts
+
+    def check_circles(self) -> None:
+        """Raises ValueError for `$ref`s that lead back to themselves for the same value, or that no finite value ends."""
+        self._values_first()
+        unended = self._unended()
+        if unended is not None:
+            raise ValueError(
+                f"{pointer_of(self._links[id(unended)])}: no finite value matches, as what it requires leads back to it "
+                "by `$ref`"
+            )
+
+    def check_alternatives(self, most: int) -> None:
+        """Raises ValueError where the choices of anyOf and oneOf at one place multiply to more than `most`."""
+        counts: dict[int, int] = {}
+        for node in self._values_first():
+            count = 1
+            sums: dict[str, int] = {}
+            for keyword, child in self._same_value[id(node)]:
+                child_count = counts.get(id(child), 1)
+                if keyword in ("anyOf", "oneOf"):
+                    sums[keyword] = sums.get(keyword, 0) + child_count
+                else:
+                    count *= child_count
+                if count > most:
+                    break
+            for branches in sums.values():
+                count *= max(branches, 1)
+            if count > most:
+                raise ValueError(
+                    f"{pointer_of(self._links[id(node)])}: {count} alternatives of anyOf and oneOf together; at most "
+                    f"{most} are accepted"
+                )
+            counts[id(node)] = count
+
+    def _values_first(self) -> list[Any]:
+        """The schemas, each after those that apply to the same value. Raises ValueError for a circle."""
+        done: set[int] = set()
+        active: set[int] = set()
+        order: list[Any] = []
+        for start in self._order:
+            stack = [] if id(start) in done else [(start, iter(self._same_value[id(start)]))]
+            active.update(id(node) for node, _ in stack)
+            while stack:
+                node, children = stack[-1]
+                child = next((child for _, child in children if isinstance(child, dict)), None)
+                if child is None:
+                    stack.pop()
+                    active.discard(id(node))
+                    done.add(id(node))
+                    order.append(node)
+                elif id(child) in active:
+                    raise ValueError(
+                        f"{pointer_of(self._links[id(child)])}: a circle of `$ref`s that reaches no property and no item"
+                    )
+                elif id(child) not in done:
+                    active.add(id(child))
+                    stack.append((child, iter(self._same_value[id(child)])))
+        return order
+
+    def _unended(self) -> Any | None:
+        """A schema that no finite value matches because of recursion, if there is one.
+
+        The schemas that have a finite value are a least fixed point: those that need no other first, then those whose
+        needs are met. `false` counts as met, as it is not recursion.
+        """
+        waiting: dict[int, list[Any]] = {}
+        ended: set[int] = set()
+        work = list(self._order)
+        while work:
+            node = work.pop()
+            if id(node) in ended:
+                continue
+            unmet = next((need for need in self._needs(node) if not _is_met(need, ended)), None)
+            if unmet is None:
+                ended.add(id(node))
+                work += waiting.pop(id(node), ())
+            else:
+                for child in unmet:
+                    waiting.setdefault(id(child), []).append(node)
+        return next((node for node in self._order if id(node) not in ended), None)
+
+    def _needs(self, node: Mapping[str, Any]) -> Iterator[list[Any]]:
+        """Lists of schemas; a finite value of `node` takes a finite value of one of each list."""
+        branches: dict[str, list[Any]] = {}
+        for keyword, child in self._same_value[id(node)]:
+            if keyword in ("anyOf", "oneOf"):
+                branches.setdefault(keyword, []).append(child)
+            elif keyword in ("allOf", "$ref"):
+                yield [child]
+        yield from branches.values()
+        if node.get("type") == "object":
+            required = node.get("required")
+            names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+            yield from (
+                [child] for keyword, key, child in self._parts[id(node)] if keyword == "properties" and key in names
+            )
+        elif node.get("type") == "array":
+            least = node.get("minItems", 0)
+            num_prefix = len(node.get("prefixItems", ()))
+            for keyword, key, child in self._parts[id(node)]:
+                if (keyword == "prefixItems" and isinstance(key, int) and key < least) or (keyword == "items" and key is None and num_prefix < least):
+                    yield [child]
+
+
+def _is_met(need: list[Any], ended: set[int]) -> bool:
+    return any(not isinstance(child, dict) or id(child) in ended for child in need)
+
+
+def _children(node: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:
+    """Schemas directly in a schema: the keyword, the name or index under it if it holds several, and the schema."""
+    for keyword, held in node.items():
+        if keyword not in _HOLDS:
+            continue
+        if isinstance(held, list):
+            yield from ((keyword, index, child) for index, child in enumerate(held))
+        elif _HOLDS[keyword] is dict and isinstance(held, dict):
+            yield from ((keyword, name, child) for name, child in held.items())
+        elif isinstance(held, dict | bool):
+            yield keyword, None, held
+
+
+def _extend(link: Link, keyword: str, key: str | int | None) -> Link:
+    return (link, keyword) if key is None else ((link, keyword), key)
+
+
+def _follow(resource: Any, pointer: str) -> Any | None:
+    """The value that a JSON pointer names, None where there is none."""
+    for part in pointer.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(resource, Mapping) and key in resource:
+            resource = resource[key]
+        elif isinstance(resource, list) and re.fullmatch(r"0|[1-9]\d{0,8}", key) and int(key) < len(resource):
+            resource = resource[int(key)]
+        else:
+            return None
+    return resource

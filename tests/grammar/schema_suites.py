@@ -1,0 +1,206 @@
+"""Suites of JSON schemas that other projects keep, run against what serves schemas here; they are read, never kept here.
+
+JSON-Schema-Test-Suite (github.com/json-schema-org), draft 2020-12, in the folder that JSON_SCHEMA_TEST_SUITE names.
+JSONSchemaBench's maskbench (github.com/guidance-ai/jsonschemabench), in the folder `maskbench/data` that MASKBENCH names.
+
+`python -m tests.grammar.schema_suites` prints what the suites say; `--write` keeps the verdicts on the first one in
+schema_verdicts.json: the names of its cases and of its tests, each `pass`, `refused` (the schema, with an error) or `wrong`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import llguidance
+
+from jaxinfer.grammar.automaton import build_automaton
+from jaxinfer.grammar.nodes import TooLargeError
+from jaxinfer.grammar.schema import check_schema, schema_grammar
+from jaxinfer.grammar.schema_language import language_of
+
+VERDICTS = Path(__file__).with_name("schema_verdicts.json")
+MAX_SPELLINGS = 300
+Accepts = Callable[[str], bool]
+
+
+@functools.cache
+def byte_tokenizer() -> llguidance.LLTokenizer:
+    """One token for each byte."""
+
+    class Wrapped:
+        eos_token_id = 256
+        bos_token_id = None
+        tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
+        special_token_ids = [256]
+
+        def __call__(self, text: str | bytes) -> list[int]:
+            return list(text.encode() if isinstance(text, str) else text)
+
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Wrapped()))
+
+
+def by_llguidance(grammar: str) -> Accepts:
+    """Raises ValueError if llguidance refuses the grammar."""
+    matcher = llguidance.LLMatcher(byte_tokenizer(), grammar, log_level=0)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().split("<backtrace>")[0][:300])
+
+    def accepts(text: str) -> bool:
+        tokens = list(text.encode())
+        matcher.reset()
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    return accepts
+
+
+def by_table(schema: Any) -> Accepts | None:
+    """None where the schema has no automaton of at most 4,096 states."""
+    language = language_of(schema)
+    if language is None:
+        return None
+    try:
+        automaton = build_automaton(language)
+    except TooLargeError:
+        return None
+    return lambda text: automaton.accepts(text.encode())
+
+
+def served(schema: Any) -> tuple[Accepts, bool]:
+    """How a schema is served, and whether by a table. Raises ValueError if it is refused."""
+    if isinstance(schema, bool):
+        raise ValueError("a schema must be an object")
+    checked = check_schema(json.dumps(schema))
+    if (accepts := by_table(checked)) is not None:
+        return accepts, True
+    return by_llguidance(schema_grammar(checked)), False
+
+
+def spellings(value: Any) -> Iterator[str]:
+    """Compact JSON texts of a value: its objects in every order, its numbers without exponents, integers as digits."""
+    yield from itertools.islice(dict.fromkeys(_spellings(value)), MAX_SPELLINGS)
+
+
+def _spellings(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        names = list(value)
+        orders = itertools.permutations(names) if len(names) <= 5 else [tuple(names)]
+        inner = {name: list(itertools.islice(_spellings(child), MAX_SPELLINGS)) for name, child in value.items()}
+        for order in orders:
+            for texts in itertools.product(*(inner[name] for name in order)):
+                pairs = (f"{json.dumps(name, ensure_ascii=False)}:{text}" for name, text in zip(order, texts, strict=True))
+                yield "{" + ",".join(pairs) + "}"
+    elif isinstance(value, list):
+        inner = [list(itertools.islice(_spellings(child), MAX_SPELLINGS)) for child in value]
+        for texts in itertools.product(*inner):
+            yield "[" + ",".join(texts) + "]"
+    else:
+        yield json.dumps(value, ensure_ascii=False)
+        if isinstance(value, float):
+            yield str(int(value)) if value == int(value) else f"{Decimal(repr(value)):f}"
+
+
+def any_accepted(accepts: Accepts, value: Any) -> bool:
+    return any(accepts(text) for text in spellings(value))
+
+
+def test_suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
+    """Verdicts by file, case and test. Formats are checked where the suite's own folder for that says so."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    root = folder / "tests/draft2020-12"
+    for path in sorted(root.rglob("*.json")):
+        verdicts = found[path.relative_to(root).as_posix()] = {}
+        for case in json.loads(path.read_text(encoding="utf-8")):
+            try:
+                accepts, _ = served(case["schema"])
+            except ValueError:
+                verdicts[case["description"]] = {test["description"]: "refused" for test in case["tests"]}
+                continue
+            verdicts[case["description"]] = {
+                test["description"]: "pass" if any_accepted(accepts, test["data"]) == test["valid"] else "wrong"
+                for test in case["tests"]
+            }
+    return found
+
+
+def maskbench_report(folder: Path, count: int, seed: int) -> dict[str, Any]:
+    """What is served of `count` schemas, chosen by a seed, and whether it is served rightly.
+
+    A test of maskbench counts if the `jsonschema` package agrees with it.
+    """
+    names = sorted(path.name for path in folder.glob("*.json"))
+    report: dict[str, Any] = collections.Counter()
+    wrong: list[str] = []
+    for name in random.Random(seed).sample(names, min(count, len(names))):
+        bench = json.loads((folder / name).read_text(encoding="utf-8"))
+        schema = bench["schema"]
+        report["schemas"] += 1
+        try:
+            by_llguidance(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+            report["accepted by llguidance alone"] += 1
+        except ValueError:
+            pass
+        start = time.process_time()
+        try:
+            accepts, is_table = served(schema)
+        except ValueError:
+            continue
+        report["slowest, CPU ms"] = max(report["slowest, CPU ms"], round((time.process_time() - start) * 1e3))
+        report["accepted"] += 1
+        report["served by a table"] += is_table
+        judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+        for index, test in enumerate(bench["tests"]):
+            try:
+                if judge.is_valid(test["data"]) != test["valid"]:
+                    report["tests that the judge disputes"] += 1
+                    continue
+            except Exception:  # noqa: BLE001 - schemas of the bench that the judge cannot read
+                report["tests that the judge cannot read"] += 1
+                continue
+            is_accepted = any_accepted(accepts, test["data"])
+            report["valid accepted" if test["valid"] else "invalid refused"] += is_accepted == test["valid"]
+            if is_accepted != test["valid"]:
+                wrong.append(f"{name} test {index}: {'refused' if test['valid'] else 'let through'}, by {'table' if is_table else 'llguidance'}")
+    return {**report, "wrong": wrong}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=20)
+    options = parser.parse_args()
+    if folder := os.environ.get("JSON_SCHEMA_TEST_SUITE"):
+        verdicts = test_suite_verdicts(Path(folder))
+        for place, kinds in _tests(verdicts):
+            if kinds == "wrong":
+                print("wrong:", *place, sep=" | ")
+        print(dict(collections.Counter(kind for _, kind in _tests(verdicts))))
+        if options.write:
+            VERDICTS.write_text(json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    if folder := os.environ.get("MASKBENCH"):
+        report = maskbench_report(Path(folder), options.count, options.seed)
+        print("\n".join(report.pop("wrong")))
+        print(json.dumps(report, indent=1))
+
+
+def _tests(verdicts: dict[str, dict[str, dict[str, str]]]) -> Iterator[tuple[tuple[str, str, str], str]]:
+    for file, cases in verdicts.items():
+        for case, tests in cases.items():
+            for test, verdict in tests.items():
+                yield (file, case, test), verdict
+
+
+if __name__ == "__main__":
+    main()
