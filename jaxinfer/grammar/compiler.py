@@ -9,14 +9,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from jaxinfer.files import cache_folder
 from jaxinfer.grammar import nodes
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
 from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
-from jaxinfer.grammar.structured import StructuredOutputs
+from jaxinfer.grammar.schema import check_schema, schema_grammar
+from jaxinfer.grammar.schema_language import language_of
+from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
 from jaxinfer.grammar.table import TokenTable
-from jaxinfer.grammar.table_builder import build_table
-from jaxinfer.grammar.vocabulary import Vocabulary
+from jaxinfer.grammar.table_builder import TableLimits, build_table
+from jaxinfer.grammar.table_cache import TableCache
+from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
 from jaxinfer.text import Tokenizer
 
 MAX_KEPT = 256  # compiled grammars
@@ -75,7 +79,10 @@ class GrammarCompiler:
             if (found := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return found
-        language, text = read(structured)
+        try:
+            language, text = read(structured)
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
         first = self.library.matcher(text)
         table = None
         if language is not None and self._build is not None:
@@ -93,15 +100,14 @@ class GrammarCompiler:
 
 
 def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
-    """The language, where it is finite-state, and the grammar for llguidance; both mean the same."""
+    """The language, where it is finite-state, and the grammar for llguidance; both mean the same. Raises ValueError."""
     import llguidance
 
     language: nodes.Node | None = None
     if structured.kind == "grammar":
         text = structured.grammar or ""
     elif structured.kind in ("json", "json_object"):
-        schema = '{"type":"object"}' if structured.json_object else structured.json
-        language, text = _read_schema(schema, structured.whitespace_pattern)
+        language, text = _read_schema(structured)
     elif structured.kind == "choice":
         language, text = nodes.choice([nodes.Text(text) for text in structured.choice or ()]), ""
     else:
@@ -113,24 +119,12 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
     return language, llguidance.LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
 
 
-def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
-    """The compiler of a model with this tokenizer and V tokens."""
-    from jaxinfer.grammar.vocabulary import vocabulary_of
-
-    vocabulary = vocabulary_of(tokenizer, vocab_size, eos_token_ids)
-
-    def build(language: nodes.Node) -> TokenTable | None:
-        try:
-            return build_table(build_automaton(language), vocabulary)
-        except nodes.TooLargeError:
-            return None
-
-    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), build)
-
-
-def _read_schema(schema: str, whitespace_pattern: str | None) -> tuple[nodes.Node | None, str]:
-    options = {"whitespace_flexible": False}
-    return None, "start: %json " + json.dumps({**json.loads(schema), "x-guidance": options})
+def _read_schema(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
+    schema = check_schema({"type": "object"} if structured.json_object else structured.json)
+    if structured.whitespace_pattern is None and (language := language_of(schema)) is not None:
+        return language, ""
+    grammar = json.loads(schema_grammar(schema, structured.whitespace_pattern))
+    return None, "start: %json " + json.dumps(grammar["grammars"][0]["json_schema"])
 
 
 def _read_pattern(pattern: str) -> nodes.Node | None:
@@ -138,3 +132,21 @@ def _read_pattern(pattern: str) -> nodes.Node | None:
         return parse_pattern(pattern)
     except UnsupportedPattern:
         return None  # llguidance says what is wrong with it, if it cannot read it either
+
+
+def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
+    """The compiler of a model with this tokenizer and V tokens. Raises ValueError for a tokenizer whose tokens have no
+    texts of their own."""
+    vocabulary, limits = vocabulary_of(tokenizer, eos_token_ids, vocab_size), TableLimits()
+    cache = TableCache(cache_folder("grammars"))
+
+    def build(language: nodes.Node) -> TokenTable | None:
+        def make() -> TokenTable:
+            return build_table(build_automaton(language), vocabulary, limits)
+
+        try:
+            return cache.get_or_build(language, vocabulary, limits, make)
+        except nodes.TooLargeError:
+            return None
+
+    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), build)
