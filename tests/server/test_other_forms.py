@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jaxinfer.server.app import make_app
-from jaxinfer.server.reasoning import FAMILIES
+from jaxinfer.text.reasoning import FAMILIES
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from jaxinfer.server.app import make_app
-from jaxinfer.server.reasoning import (
+from jaxinfer.text.reasoning import (
     FAMILIES,
     Remover,
     Tags,
