@@ -100,3 +100,12 @@ class Cursor:
                 self.take(len(self.text))
                 return None
             yield
+
+
+def finish(reader: Reader[Result]) -> Result:
+    """The result of a reader whose whole text has arrived."""
+    try:
+        next(reader)
+    except StopIteration as stop:
+        return stop.value
+    raise ValueError("the reader waits for text behind the end")

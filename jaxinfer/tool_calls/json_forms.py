@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.tool_calls.cursor import Cursor, Reader
+from jaxinfer.tool_calls.cursor import Cursor, Reader, finish
 from jaxinfer.tool_calls.form import ToolForm, digest_text
 from jaxinfer.tool_calls.json_text import JsonText, read_json
 from jaxinfer.tool_calls.lark import Lark, quote
@@ -71,22 +71,13 @@ def _add_object(calls: CallSink, found: JsonText) -> bool:
         given = json.loads(given)
         inner = Cursor()
         inner.add(given, is_end=True)
-        text = run(read_json(inner))
+        text = finish(read_json(inner))
         if text is None or not text.is_object or inner.text[inner.at :].strip():
             return False
         given = text.text
     if not given.startswith("{"):
         return False
     return calls.add(json.loads(name), given, found.members.get("id", "").strip('"'))
-
-
-def run(reader: Reader[Any]) -> Any:
-    """The result of a reader whose whole text is there."""
-    try:
-        next(reader)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("a reader waits for text after the end")
 
 
 @dataclass(frozen=True)

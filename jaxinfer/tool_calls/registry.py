@@ -105,6 +105,7 @@ _FORMS: tuple[ToolForm, ...] = (
         between="\n",
         begin="<seed:tool_call>",
         end="</seed:tool_call>",
+        line_break="",
     ),
     QwenCoderForm(
         "qwen3_coder",

@@ -23,11 +23,16 @@ _SCALARS = {"string", "integer", "number", "boolean", "null"}
 
 @dataclass(frozen=True)
 class QwenCoderForm(ToolForm):
-    """`<function=name>`, then `<parameter=key>`, a line break, the value, a line break and `</parameter>` for each
-    argument, then `</function>`. The tags around a call, `begin` and `end`, are left out by some models."""
+    """`<function=name>`, then `<parameter=key>`, the value and `</parameter>` for each argument, then `</function>`. The
+    tags around a call, `begin` and `end`, are left out by some models.
+
+    Attributes:
+      line_break: before and behind each value.
+    """
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
+    line_break: str = "\n"
 
     def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]:
         if opening == self.begin:
@@ -50,7 +55,7 @@ class QwenCoderForm(ToolForm):
                 value = yield from cursor.until("</parameter>")
             if key is None or value is None or not (yield from cursor.literal("</parameter>")):
                 return
-            values.append((key, value.removeprefix("\n").removesuffix("\n")))
+            values.append((key, value.removeprefix(self.line_break).removesuffix(self.line_break)))
         if not tag:
             return
         calls.add(name, arguments_text(tool, values))
@@ -61,8 +66,10 @@ class QwenCoderForm(ToolForm):
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         items = []
         for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
-            value = write_value(lark, f"value_{index}_{number}", schema, "\n</parameter>", f"{tool.name}.{key}")
-            items.append((f"{quote(f'<parameter={key}>' + chr(10))} {value} {quote(chr(10))}", is_required))
+            value = write_value(
+                lark, f"value_{index}_{number}", schema, f"{self.line_break}</parameter>", f"{tool.name}.{key}"
+            )
+            items.append((f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}", is_required))
         arguments = lark.sequence(f"arguments_{index}", items, "")
         return (
             f"{quote(f'<function={tool.name}>' + chr(10))} {arguments} {lark.tag('</function>' + chr(10) + self.end)}"

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxinfer.tool_calls.cursor import Cursor
+from jaxinfer.tool_calls.cursor import Cursor, finish
 from jaxinfer.tool_calls.json_text import read_json, read_scalar
+from jaxinfer.tool_calls.python_text import json_of_literal
 from jaxinfer.tool_calls.tools import Tool
 
 _MAX_REFERENCES = 16
@@ -75,12 +76,14 @@ def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) 
     """The JSON text of a value that was written as plain text.
 
     What the schema says is a string stays as it is. Other values are JSON already, or the names of Python's constants;
-    what is neither becomes a string.
+    lists and dicts may be Python's. What is neither becomes a string.
     """
     types = types_of(schema, root)
     if types != {"string"}:
         value = text.strip()
         value = _PYTHON_NAMES.get(value, value) if types & {"boolean", "null"} else value
+        if value[:1] in ("{", "[") and types & {"object", "array"} and not _is_json(value):
+            value = json_of_literal(value) or value
         if _is_json(value):
             kind = _type_of(value)
             kinds = {kind, "number"} if kind == "integer" else {kind}
@@ -93,12 +96,8 @@ def _is_json(text: str) -> bool:
     """Whether a text is one JSON value and nothing else. Python's own parser would recurse as deep as the text says."""
     cursor = Cursor()
     cursor.add(text, is_end=True)
-    reader = read_json(cursor) if text[:1] in ("{", "[") else read_scalar(cursor)
-    try:
-        next(reader)
-    except StopIteration as stop:
-        return stop.value is not None and cursor.at == len(text)
-    return False
+    found = finish(read_json(cursor) if text[:1] in ("{", "[") else read_scalar(cursor))
+    return found is not None and cursor.at == len(text)
 
 
 def _type_of(value: str) -> str:

@@ -181,7 +181,7 @@ def renderings(folder: Path, name: str, cases: list[dict]) -> list[dict]:
             except Exception:  # templates refuse what they cannot write, each in its own way
                 continue
             text = str(text).partition(USER + "<|end|>" if name == "openai" else USER)[2]
-            text = text.partition(begin)[2].removeprefix("<|end_of_role|>")
+            text = text.partition(begin)[2].removeprefix("<|end_of_role|>").removeprefix("<think>\n\n</think>\n\n")
             for end in ends:
                 text = text.partition(end)[0]
             if is_complete(text, case):
