@@ -27,11 +27,13 @@ from jaxinfer.engine.request import (
 )
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
-from jaxinfer.grammar.structured import GrammarError
+from jaxinfer.grammar.gate import Gate
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
 
+NUM_PROMPT_END = 32  # tokens that may hold a tag of reasoning and white space
 Key = TypeVar("Key")
 
 
@@ -107,7 +109,7 @@ class Client:
                 f"take together"
             )
         bad_words = self._check_params(params)
-        grammar = None if params.structured is None else self._compile(params)
+        grammar, gate = (None, None) if params.structured is None else self._compile(params.structured, ids)
         seed = params.seed
         if seed is None:
             seed = 0 if params.is_greedy else derive_seed(self.seed, next(self._numbers))
@@ -120,25 +122,28 @@ class Client:
             eos_token_ids=self.eos_token_ids,
             bad_words=bad_words,
             grammar=grammar,
+            gate=gate,
             options=options,
             deadline=None if options.timeout is None else time.monotonic() + options.timeout,
         )
 
-    def _compile(self, params: SamplingParams) -> Grammar:
-        """What the answers must match; raises SamplingParamsError, with the place, for what cannot be served."""
-        assert params.structured is not None
+    def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
+        """What the answers to a prompt must match, and where in them that begins; raises SamplingParamsError, with the
+        place, for what cannot be served."""
         tokenizer = self.need_tokenizer("structured output")
         if not self.eos_token_ids:
             raise SamplingParamsError(
                 "structured", f"structured output needs an end-of-sequence id, and {self.name} has none"
             )
-        with self._compiler_lock:
-            if self._compiler is None:
-                self._compiler = make_compiler(tokenizer, self.config.vocab_size, self.eos_token_ids)
         try:
-            return self._compiler.compile(params.structured)
-        except GrammarError as error:
+            with self._compiler_lock:
+                if self._compiler is None:
+                    self._compiler = make_compiler(tokenizer, self.config.vocab_size, self.eos_token_ids)
+            grammar = self._compiler.compile(structured)
+        except ValueError as error:
             raise SamplingParamsError("structured", f"structured: {error}") from None
+        prompt_end = tokenizer.decode(list(prompt[-NUM_PROMPT_END:]), skip_special_tokens=False)
+        return grammar, self._compiler.gate(structured, prompt_end)
 
     def prepare_score(self, prompt: Prompt, continuation: Prompt, params: SamplingParams, *, what: str) -> Request:
         """A request that scores `continuation` after `prompt`; they are tokenized apart."""

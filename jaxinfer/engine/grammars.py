@@ -10,6 +10,7 @@ min-p, rejection sampling), only the first token is kept.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,9 +33,12 @@ from jaxinfer.engine.scheduler import DispatchPlan
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import TableSizes, slot_state
+from jaxinfer.grammar.gate import Gate
 from jaxinfer.grammar.matcher import Matcher
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.sampling.state import NUM_RECENT
+
+NO_END = 2**30  # min_tokens of an answer that may not end yet
 
 
 @dataclass
@@ -44,6 +48,7 @@ class AnswerGrammar:
     Attributes:
       matcher: where it is, as long as masks come from the host. is_exact: whether tokens after a dispatch's first may
         count then.
+      gate: where the grammar begins, None for the answer's first token. num_before: tokens of the answer before that.
       state: of the device's tables, None under masks from the host. is_sent: whether the device has it.
       rejected: tokens that the device chose and that do not count; it is told with the next dispatch.
     """
@@ -51,6 +56,8 @@ class AnswerGrammar:
     grammar: Grammar
     matcher: Matcher
     is_exact: bool
+    gate: Gate | None = None
+    num_before: int = 0
     state: int | None = None
     is_sent: bool = False
     rejected: list[int] = field(default_factory=list)
@@ -63,7 +70,12 @@ class AnswerGrammar:
     @property
     def keeps_one(self) -> bool:
         """Whether only the first token of a dispatch counts."""
-        return self.is_on_host and not self.is_exact
+        return self.is_on_host and not self.is_reasoning and (self.gate is not None or not self.is_exact)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the grammar has not begun: everything is allowed but an end."""
+        return self.gate is not None and self.gate.state == "reasoning"
 
 
 class Grammars:
@@ -81,7 +93,8 @@ class Grammars:
         params = sequence.params
         cuts = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         cuts |= self._spec.draft is not None and self._spec.options.acceptance == "maximal"
-        sequence.grammar = AnswerGrammar(grammar, grammar.start(), params.is_greedy or not cuts)
+        gate = copy.copy(sequence.request.gate)
+        sequence.grammar = AnswerGrammar(grammar, grammar.start(), params.is_greedy or not cuts, gate)
 
     def end(self, sequence: SequenceState) -> None:
         """Its table may give way to others."""
@@ -110,7 +123,7 @@ class Grammars:
     def _use_table(self, sequence: SequenceState, blocks: list[TableBlock]) -> None:
         """Moves an answer from masks to its grammar's table, if there is one and room for it."""
         answer: AnswerGrammar = sequence.grammar
-        table = answer.grammar.table
+        table = answer.grammar.table if answer.gate is None else None
         if table is None or (first := self.tables.acquire(answer.grammar.key, table, blocks)) is None:
             return
         answer.state, answer.is_sent = first, False
@@ -121,13 +134,16 @@ class Grammars:
         for row, sequence in enumerate(sequences):
             answer: AnswerGrammar = sequence.grammar
             rows.slots[row] = sequence.slot
-            if answer.state is None:
+            rows.min_tokens[row] = NO_END if answer.is_reasoning else sequence.params.min_tokens
+            if answer.is_reasoning:
+                rows.states[row] = 0
+            elif answer.state is None:
                 rows.states[row], rows.has_mask[row] = slot_state(sequence.slot or 0), True
-                on_host.append((row, answer.matcher))
+                on_host.append((row, answer))
             else:
                 table = answer.grammar.table
                 assert table is not None
-                rows.states[row] = answer.state + table.state_after(sequence.output)
+                rows.states[row] = answer.state + table.state_after(sequence.output[answer.num_before :])
                 answer.is_sent = True
             if answer.rejected:
                 rows.is_rewound[row] = True
@@ -140,8 +156,11 @@ class Grammars:
                 answer.rejected = []
         if on_host:
             masks = np.empty((len(on_host), rows.masks.shape[1]), np.uint32)
-            on_host[0][1].library.fill([matcher for _, matcher in on_host], masks)
-            rows.masks[[row for row, _ in on_host]] = masks
+            on_host[0][1].matcher.library.fill([answer.matcher for _, answer in on_host], masks)
+            for (row, answer), mask in zip(on_host, masks, strict=True):
+                rows.masks[row] = mask
+                if answer.gate is not None and answer.gate.opening is not None:
+                    rows.masks[row, answer.gate.opening // 32] |= np.uint32(1 << answer.gate.opening % 32)
         return rows
 
     # After a dispatch.
@@ -153,11 +172,25 @@ class Grammars:
         if not answer.is_on_host:
             return list(tokens), None
         made = [token for token in tokens if token >= 0]
-        kept = made[: answer.matcher.accept(made[:1] if answer.keeps_one else made)]
+        kept = made[: self._num_kept(answer, made)]
         answer.rejected = made[len(kept) :]
         if kept or not made:
             return [*kept, *(tokens[len(made) :] if len(kept) == len(made) else ())], answer.matcher.error
         return [], answer.matcher.error or f"its grammar refuses token {made[0]}, which its mask allowed"
+
+    def _num_kept(self, answer: AnswerGrammar, made: Sequence[int]) -> int:
+        if answer.gate is None:
+            return answer.matcher.accept(made[:1] if answer.keeps_one else made)
+        was_undecided = answer.gate.state == "undecided"
+        for count, token in enumerate(made[:1] if was_undecided else made, 1):
+            answer.gate.feed(token)
+            if answer.gate.state != "open":
+                continue
+            answer.gate = None
+            answer.num_before = 0 if was_undecided else answer.num_before + count
+            return answer.matcher.accept(made[:1]) if was_undecided else count
+        answer.num_before += 1 if was_undecided else len(made)
+        return 1 if was_undecided else len(made)
 
 
 class TablePool:

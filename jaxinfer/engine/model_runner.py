@@ -300,8 +300,8 @@ class ModelRunner:
 
     @operation
     def _set_rows(self, rows: GrammarRows) -> None:
-        arguments = self._slots, self._tables, self.placement.put(rows)
-        self._slots, self._tables = set_rows(self.placement.mesh, *arguments)
+        arguments = self._slots, self._batch, self._tables, self.placement.put(rows)
+        self._slots, self._batch, self._tables = set_rows(self.placement.mesh, *arguments)
 
     @operation
     def _send_table(self, table: np.ndarray) -> None:

@@ -68,7 +68,8 @@ class Request:
       eos_token_ids: the model's end-of-sequence ids. bad_words: token sequences of `params.bad_words`.
       score_from: index into the prompt from which log-probabilities under the sampling parameters are computed; None
         for none.
-      grammar: what the answers must match, compiled; None for anything.
+      grammar: what the answers must match, compiled; None for anything. gate: where in an answer it begins; None for
+        its first token.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
     """
 
@@ -81,6 +82,7 @@ class Request:
     bad_words: tuple[tuple[int, ...], ...] = ()
     score_from: int | None = None
     grammar: Any = None
+    gate: Any = None
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
 

@@ -6,12 +6,14 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from jaxinfer.files import cache_folder
 from jaxinfer.grammar import nodes
 from jaxinfer.grammar.automaton import build_automaton
+from jaxinfer.grammar.gate import Gate, gate_of
 from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
 from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
 from jaxinfer.grammar.schema import check_schema, schema_grammar
@@ -22,6 +24,7 @@ from jaxinfer.grammar.table_builder import TableLimits, build_table
 from jaxinfer.grammar.table_cache import TableCache
 from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
 from jaxinfer.text import Tokenizer
+from jaxinfer.text.reasoning import FAMILIES
 
 MAX_KEPT = 256  # compiled grammars
 
@@ -56,7 +59,7 @@ class GrammarCompiler:
     """Compiles what requests ask for, and builds tables in a thread of its own. Threads may share it.
 
     Args:
-      vocabulary: of the model. encode: as of `MatcherLibrary`. build: makes the table of a language, None where it is
+      vocabulary: of the model. encode: as of `MatcherLibrary`. special_texts: of tokens that have none in it. build: makes the table of a language, None where it is
         too large; without it there are no tables.
     """
 
@@ -64,8 +67,10 @@ class GrammarCompiler:
         self,
         vocabulary: Vocabulary,
         encode: Callable[[str], Sequence[int]],
+        special_texts: Mapping[int, bytes],
         build: Callable[[nodes.Node], TokenTable | None] | None = None,
     ):
+        self._vocabulary, self._special_texts = vocabulary, special_texts
         self.library = MatcherLibrary(vocabulary, encode)
         self._build = build
         self._builder = ThreadPoolExecutor(1, "grammar-tables")
@@ -74,7 +79,7 @@ class GrammarCompiler:
 
     def compile(self, structured: StructuredOutputs) -> Grammar:
         """The grammar of a request. Raises GrammarError, with the place, where it cannot be served."""
-        key = hashlib.blake2b(repr(structured).encode(), digest_size=16).hexdigest()
+        key = hashlib.blake2b(repr(replace(structured, reasoning=None)).encode(), digest_size=16).hexdigest()
         with self._lock:
             if (found := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
@@ -93,6 +98,11 @@ class GrammarCompiler:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    def gate(self, structured: StructuredOutputs, prompt_end: str) -> Gate | None:
+        """Where the grammar begins in an answer to a prompt that ends with this text; None for its first token."""
+        family = FAMILIES.get(structured.reasoning or "none")
+        return None if family is None else gate_of(family, prompt_end, self._vocabulary, self._special_texts)
 
     def close(self) -> None:
         """Builds no more tables."""
@@ -149,4 +159,5 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[in
         except nodes.TooLargeError:
             return None
 
-    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), build)
+    special = {token: tokenizer.decode([token], skip_special_tokens=False).encode() for token in tokenizer.special_ids}
+    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), special, build)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxinfer.text.reasoning import FAMILIES
+
 MAX_GRAMMAR_CHARS = 2**18  # of a schema, pattern or grammar
 MAX_CHOICES = 4096
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -31,6 +33,9 @@ class StructuredOutputs:
       grammar: a context-free grammar in llguidance's Lark syntax.
       whitespace_pattern: of JSON, a regular expression for what may stand between its parts, such as `[ \n]{0,2}`;
         nothing by default.
+      reasoning: the family whose tags stand around the reasoning (`jaxinfer.text.reasoning.FAMILIES`), where an answer
+        may begin with one; what comes after it must match. None, the default of texts, for an answer that must match
+        from its first token; chats take what their template says. "none" turns that off.
     """
 
     json: Any = None
@@ -39,6 +44,7 @@ class StructuredOutputs:
     choice: Iterable[str] | None = None
     grammar: str | None = None
     whitespace_pattern: str | None = None
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
@@ -53,6 +59,8 @@ class StructuredOutputs:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
+        if self.reasoning is not None and self.reasoning not in (*FAMILIES, "none"):
+            raise GrammarError(f"reasoning must be one of {', '.join((*FAMILIES, 'none'))}, got {self.reasoning!r:.60}")
         if self.whitespace_pattern is not None and given[0] not in ("json", "json_object"):
             raise GrammarError(f"whitespace_pattern belongs to json and json_object, not to {given[0]}")
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.engine.programs.paged import Slots, constrain_sharding, replicate
 from jaxinfer.grammar.device import GrammarTables, TableSizes
+from jaxinfer.sampling import SamplingBatch
 from jaxinfer.sampling.state import NUM_RECENT
 
 ROWS = 16  # of one call of `set_rows`
@@ -26,7 +27,7 @@ class GrammarRows:
     """States of R slots' grammars, made on the host; rows that are not used have the slot S, one past the end.
 
     Attributes:
-      slots, states: int32[R]. has_mask: bool[R], whether the slot's own mask becomes `masks` uint32[R, ceil(V / 32)].
+      slots, states, min_tokens: int32[R]. has_mask: bool[R], whether the slot's own mask becomes `masks` uint32[R, ceil(V / 32)].
       is_rewound: bool[R], whether tokens of the slot are taken back. Then, int32[R], its newest token that counts, the
         position of that, the tokens that it may still generate, and those that it has generated; recent int32[R, 15]
         as in `SamplingState`; and rejected int32[R, K], the tokens that do not count, V elsewhere.
@@ -34,6 +35,7 @@ class GrammarRows:
 
     slots: jax.Array
     states: jax.Array
+    min_tokens: jax.Array
     has_mask: jax.Array
     masks: jax.Array
     is_rewound: jax.Array
@@ -63,7 +65,7 @@ class TableBlock:
 
 def empty_rows(num_slots: int, vocab_size: int, num_rejected: int) -> GrammarRows:
     """Rows that change nothing, as NumPy arrays. `num_rejected`: tokens of a dispatch at most."""
-    counts = ("states", "tokens", "positions", "remaining", "num_output")
+    counts = ("states", "min_tokens", "tokens", "positions", "remaining", "num_output")
     arrays: dict[str, Any] = {name: np.zeros(ROWS, np.int32) for name in counts}
     arrays |= {name: np.zeros(ROWS, bool) for name in ("has_mask", "is_rewound")}
     arrays["slots"] = np.full(ROWS, num_slots, np.int32)
@@ -85,9 +87,11 @@ def empty_block(sizes: TableSizes) -> TableBlock:
     return TableBlock(**arrays)
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def set_rows(mesh: Mesh | None, slots: Slots, tables: GrammarTables, rows: GrammarRows) -> tuple[Slots, GrammarTables]:
-    """Writes masks and states, and takes back tokens. Donates slots and tables."""
+@partial(jax.jit, static_argnums=0, donate_argnums=(1, 2, 3))
+def set_rows(
+    mesh: Mesh | None, slots: Slots, batch: SamplingBatch, tables: GrammarTables, rows: GrammarRows
+) -> tuple[Slots, SamplingBatch, GrammarTables]:
+    """Writes masks and states, and takes back tokens. Donates slots, batch and tables."""
     num_slots, num_masks = slots.tokens.shape[0], tables.masks.shape[0]
     history, place = slots.history, jnp.where(rows.is_rewound, rows.slots, num_slots)
 
@@ -115,7 +119,8 @@ def set_rows(mesh: Mesh | None, slots: Slots, tables: GrammarTables, rows: Gramm
     )
     mask_rows = jnp.where(rows.has_mask & (rows.slots < num_slots), 1 + rows.slots, num_masks)
     tables = replace(tables, masks=tables.masks.at[mask_rows].set(rows.masks, mode="drop"))
-    return constrain_sharding(mesh, slots), replicate(mesh, tables)
+    batch = replace(batch, min_tokens=batch.min_tokens.at[rows.slots].set(rows.min_tokens, mode="drop"))
+    return *constrain_sharding(mesh, (slots, batch)), replicate(mesh, tables)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
