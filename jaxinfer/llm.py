@@ -26,6 +26,7 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
+from jaxinfer.engine.tool_calls import make_answer_format, read_calls
 from jaxinfer.files import Closable
 from jaxinfer.llm_arguments import (
     as_conversations,
@@ -43,10 +44,9 @@ from jaxinfer.llm_arguments import (
     takes_other_names,
     unknown_attribute,
 )
-from jaxinfer.llm_options import LLMOptions
+from jaxinfer.llm_options import LLMOptions, documented
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
-from jaxinfer.options import describe as described
 from jaxinfer.parallel import hosts
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
@@ -123,12 +123,12 @@ class LLM(Closable):
         )
         loaded, self.max_model_len = loaded.for_length(chosen.max_model_len)
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
+        self.answer_format = make_answer_format(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self._owned_params = [loaded.params] if loaded.is_owned else []
-        self.default_params: SamplingParams = loaded.default_params
-        self.ignored_generation_config = loaded.ignored_defaults
-        self.eos_token_ids = loaded.eos_token_ids
+        self.default_params = loaded.default_params
+        self.ignored_generation_config, self.eos_token_ids = loaded.ignored_defaults, loaded.eos_token_ids
         run_params, self._copies = loaded.runnable()
         engine = self._make_engine(loaded, run_params, replace(chosen, max_model_len=self.max_model_len))
         self.client = Client(
@@ -189,7 +189,6 @@ class LLM(Closable):
         Raises TypeError for an argument of a wrong type, ValueError for any prompt or parameter that cannot be served,
         with its number; nothing is generated then.
         """
-        engine = self.engine
         prompts = as_prompts(prompts)
         taps = check_taps(self.config, as_names("taps", taps))
         if taps and self._lockstep is not None:
@@ -205,7 +204,7 @@ class LLM(Closable):
             outputs = [
                 replace(
                     output,
-                    taps=engine.hidden_states([*output.prompt_token_ids, *output.outputs[0].token_ids], taps),
+                    taps=self.engine.hidden_states([*output.prompt_token_ids, *output.outputs[0].token_ids], taps),
                 )
                 for output in outputs
             ]
@@ -218,17 +217,25 @@ class LLM(Closable):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Answers to one conversation, `[{"role": "user", "content": "..."}, ...]`, or to a list of conversations.
 
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
-        becomes a control token. Raises TypeError for what is no conversation, ValueError as `generate`.
+        becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two; calls are in
+        an answer's `tool_calls`, and no more in its text (docs/tools.md).
+
+        Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that cannot be served.
         """
         conversations = as_conversations(messages)
-        prompts = [self.chat_prompt(one, tools=tools, **template_kwargs) for one in conversations]
-        return self.generate(prompts, params, use_tqdm=use_tqdm)
+        offer = self.answer_format.offer(tools, tool_choice, parallel_tool_calls)
+        prompts = [self.chat_prompt(one, tools=offer and offer.shown, **template_kwargs) for one in conversations]
+        each = params_of_each(params, self.default_params, len(prompts))
+        outputs = self.generate(prompts, [offer.params(one) if offer else one for one in each], use_tqdm=use_tqdm)
+        return [read_calls(output, one, offer) for output, one in zip(outputs, each, strict=True)]
 
     def chat_prompt(
         self,
@@ -490,10 +497,4 @@ class LLM(Closable):
         return submitted
 
 
-def _documented(docstring: str | None) -> str:
-    """The docstring with the options that `LLMOptions` describes."""
-    lines = [f"  {name}: {field.help}" for name, field in described(LLMOptions).items()]
-    return "\n".join([docstring or "", "Options:", *lines])
-
-
-LLM.__doc__ = _documented(LLM.__doc__)
+LLM.__doc__ = documented(LLM.__doc__)

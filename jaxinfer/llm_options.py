@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxinfer.engine.options import SPECULATION, EngineOptions
-from jaxinfer.options import option
+from jaxinfer.options import describe, option
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -68,6 +68,13 @@ class LLMOptions(EngineOptions):
         group=MODEL,
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub id.", "NAME", group=MODEL)
+    tool_parser: str = option(
+        "auto",
+        "Form in which the model writes calls of tools: auto takes that of the chat template, none leaves calls in the "
+        "text, or a name such as hermes, llama3_json or mistral (docs/tools.md).",
+        "NAME",
+        group=MODEL,
+    )
     seed: int = option(
         0,
         "Requests without a seed of their own derive theirs from this one and their number since the start.",
@@ -99,11 +106,15 @@ class LLMOptions(EngineOptions):
         if self.kv_scales is not None and not self.kv_dtype.startswith("fp8"):
             raise ValueError(f"kv_scales are for kv_dtype='fp8_e4m3' or 'fp8_e5m2', not {self.kv_dtype!r}")
         self.check_draft(self.draft is not None)
+        if self.tool_parser not in ("auto", "none"):
+            from jaxinfer.tool_calls import tool_form
+
+            tool_form(self.tool_parser)
 
     def _check_types(self) -> None:
-        for name in ("dtype", "quantize", "requantize", "quantization", "revision"):
+        for name in ("dtype", "quantize", "requantize", "quantization", "revision", "tool_parser"):
             value = getattr(self, name)
-            if not (isinstance(value, str) or (value is None and name != "dtype")):
+            if not (isinstance(value, str) or (value is None and name not in ("dtype", "tool_parser"))):
                 raise TypeError(f"{name} must be a text, got {type(value).__name__} {value!r:.60}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed must be an integer, got {type(self.seed).__name__} {self.seed!r:.60}")
@@ -113,3 +124,9 @@ class LLMOptions(EngineOptions):
         if not (isinstance(self.draft, (str, Path, tuple)) or self.draft is None):
             shown = f"{type(self.draft).__name__} {self.draft!r:.60}"
             raise TypeError(f"draft must be a model, ngram or layers:N, got {shown}")
+
+
+def documented(docstring: str | None) -> str:
+    """The docstring of `LLM` with the options that `LLMOptions` describes."""
+    lines = [f"  {name}: {field.help}" for name, field in describe(LLMOptions).items()]
+    return "\n".join([docstring or "", "Options:", *lines])

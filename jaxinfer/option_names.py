@@ -172,6 +172,7 @@ _LLM = (
     _same("LLM", "kv_cache_dtype", f"{VLLM}, {SGLANG}", "kv_dtype"),
     _same("LLM", "torch_dtype", HF, "dtype"),
     _same("LLM", "block_size", VLLM, "page_size"),
+    _same("LLM", "tool_call_parser", f"{VLLM}, {SGLANG}", "tool_parser"),
     _same("LLM", "context_length", SGLANG, "max_model_len"),
     _same("LLM", "num_ctx", OLLAMA, "max_model_len"),
     _same("LLM", "n_ctx", LLAMA, "max_model_len"),
@@ -352,7 +353,6 @@ _CALL = (
 )
 
 _TLS = "there is no TLS: put a proxy such as nginx in front (docs/serving.md)"
-_TOOLS = "calls of tools stay in the text of the answer, so leave it out"
 _LOG = "each request is one line of the log; --log-prompts adds the prompt's text"
 _BOTH = f"{VLLM}, {SGLANG}"
 
@@ -364,8 +364,7 @@ _HTTP = (
     _same("server", "otlp_traces_endpoint", _BOTH, "otlp_endpoint"),
     OtherName("server", "api_key", _BOTH, "--api-keys FILE names a file with a key in each line"),
     OtherName("server", "reasoning_parser", _BOTH, "--reasoning names the tags, by default the template's"),
-    OtherName("server", "tool_call_parser", _BOTH, _TOOLS),
-    OtherName("server", "enable_auto_tool_choice", VLLM, _TOOLS, is_switch=True),
+    OtherName("server", "enable_auto_tool_choice", VLLM, "calls are always read", None, (True,), is_switch=True),
     OtherName("server", "chat_template", _BOTH, "it is the checkpoint's, or that of the folder that --tokenizer names"),
     OtherName("server", "ssl_keyfile", VLLM, _TLS),
     OtherName("server", "ssl_certfile", VLLM, _TLS),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.command import ERROR, OK, PARTIAL, UsageError, is_interrupt, say
 from jaxinfer.cli.options import (
-    DraftedServingOptions,
+    ChatServingOptions,
     HostsOptions,
     SamplingOptions,
     as_json,
@@ -61,7 +61,7 @@ class BatchOptions:
 
 
 def batch(
-    model_options: DraftedServingOptions,
+    model_options: ChatServingOptions,
     hosts_options: HostsOptions,
     sampling_options: SamplingOptions,
     options: BatchOptions,
@@ -180,7 +180,7 @@ def _resources(text: str | None) -> dict[str, Any]:
 
 
 def _open_fleet(
-    options: DraftedServingOptions, num_workers: int, resources: dict[str, Any], address: str | None
+    options: ChatServingOptions, num_workers: int, resources: dict[str, Any], address: str | None
 ) -> "RayPool":
     from jaxinfer.fleet import RayPool
 

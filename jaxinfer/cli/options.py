@@ -105,6 +105,11 @@ class DraftedServingOptions(DraftOptions, ServingOptions):
     """The model, the engine, and a draft."""
 
 
+@given(LLMOptions, ("tool_parser",))
+class ChatServingOptions(DraftedServingOptions):
+    """The model, the engine, a draft, and calls of tools."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftedModelOptions(DraftOptions, ModelOptions):
     """The model and a draft."""

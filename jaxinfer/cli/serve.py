@@ -5,12 +5,12 @@ import sys
 from dataclasses import dataclass
 
 from jaxinfer.cli.command import say
-from jaxinfer.cli.options import DraftedServingOptions, llm_arguments, model_argument
+from jaxinfer.cli.options import ChatServingOptions, llm_arguments, model_argument
 from jaxinfer.server.options import ServerOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeModelOptions(DraftedServingOptions):
+class ServeModelOptions(ChatServingOptions):
     """Serving options; the model is given by position."""
 
     model: str = model_argument()

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxinfer.sampling import SamplingParams, SamplingRow, sample_seed
 from jaxinfer.speculative.statistics import SpeculationStats
+from jaxinfer.tool_calls import ToolCall
 
 Prompt = str | Sequence[int]  # a text, or token ids
 MAX_PREEMPTIONS = 3  # after so many a sequence goes first, and is spared while any other can be preempted
@@ -284,6 +285,7 @@ class CompletionOutput:
         "abort" or "error" (explained by `error`; None while streaming).
       logprobs: per token, if asked for: its own and the best ones. cumulative_logprob: their sum over own tokens.
       speculation: what was drafted and accepted, where there is a draft.
+      tool_calls: in chats with tools, the calls, which the text has no more.
     """
 
     index: int
@@ -296,6 +298,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprob] | None = None
     speculation: SpeculationStats | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxinfer.server.params import chat_job
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import ChatRequest
+from jaxinfer.tool_calls import ToolCallDelta, text_of
 
 KIND = "chat.completion"
 
@@ -30,7 +31,7 @@ async def chat_completions(request: Request, service: Service) -> Response:
         request,
         service,
         body,
-        lambda: chat_job(body, service.llm, service.options.max_n),
+        lambda: chat_job(body, service.llm, service.answers, service.options.max_n),
         tags=service.tags,
     )
     headers = answer_headers(service, position)
@@ -64,16 +65,22 @@ async def chat_completions(request: Request, service: Service) -> Response:
 
 
 def _choice(answer: CompletionOutput, body: ChatRequest, generation: Generation) -> dict[str, Any]:
-    reasoning, content = generation.split(0, answer.text)
+    whole = generation.read(0, answer)
+    content = None if whole.calls and not whole.content else whole.content
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-    if reasoning:
-        message["reasoning_content"] = reasoning
+    if whole.reasoning:
+        message["reasoning_content"] = whole.reasoning
+    if whole.calls:
+        message["tool_calls"] = [
+            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+            for one in whole.calls
+        ]
     logprobs = _logprobs(answer.logprobs, generation)
     choice: dict[str, Any] = {
         "index": answer.index,
         "message": message,
         "logprobs": None if logprobs is None else {"content": logprobs, "refusal": None},
-        "finish_reason": answer.finish_reason,
+        "finish_reason": whole.finish_reason,
         "stop_reason": answer.stop_reason,
     }
     if body.return_token_ids:
@@ -85,6 +92,14 @@ def _logprobs(entries: list[TokenLogprob] | None, generation: Generation) -> lis
     if entries is None:
         return None
     return [token_entry(entry, generation.job.params.logprobs or 0) for entry in entries]
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """Id, type and name are in the first one of a call only."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 class _ChatEvents:
@@ -110,10 +125,12 @@ class _ChatEvents:
             fields = {}
         return found
 
-    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+    def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         position, chunks, index, text = self._position, self._chunks, delta.index, delta.text
         name, found = "content", b""
-        if reasoning:
+        if call is not None:  # alone in its delta
+            found = position.advance(index, text_of(call), 0) + chunks.add(index, "tool_calls", [_call_delta(call)])
+        elif reasoning:
             if text:  # the closing tag is within: what belongs to both goes with the text
                 found = position.advance(index, reasoning, 0) + chunks.add(index, "reasoning_content", reasoning)
             else:

@@ -64,10 +64,10 @@ class ChatChunks(_Chunks):
         return self._head + more + choices + self._end
 
     def add(
-        self, index: int, name: str, text: str, logprobs: Any = None, token_ids: Sequence[int] | None = None
+        self, index: int, name: str, value: Any, logprobs: Any = None, token_ids: Sequence[int] | None = None
     ) -> bytes:
-        """New text; `name` is content or reasoning_content."""
-        delta = b',"delta":{"%b":%b}' % (name.encode(), encode(text))
+        """What is new: content or reasoning_content, which are texts, or tool_calls."""
+        delta = b',"delta":{"%b":%b}' % (name.encode(), encode(value))
         return self._choice(
             index, delta, None if logprobs is None else {"content": logprobs, "refusal": None}, token_ids
         )

@@ -1,18 +1,22 @@
 """Runs a job: tokenized in a thread, admitted in turn, submitted; its events as they come, its outputs at the end."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from jaxinfer.async_engine import AnswerStream
 from jaxinfer.engine.request import (
+    CompletionOutput,
     Request,
     RequestOptions,
     RequestOutput,
     StreamDelta,
 )
+from jaxinfer.sampling import SamplingParamsError
+from jaxinfer.sampling.seeds import sample_seed
 from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread
@@ -22,6 +26,7 @@ from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.reasoning import AnswerSplitter, Family, split, starts_inside
+from jaxinfer.tool_calls import AnswerReader, Content, Reasoning, ToolCall, ToolCallDelta, collect, text_of
 
 _NUM_PROMPT_END = 16  # tokens of a prompt's end that are looked at for an opening tag
 
@@ -33,13 +38,28 @@ class StreamFormat(Protocol):
         """Events before the first token."""
         ...
 
-    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
-        """Events of what is new of a choice, whose number is the delta's index: reasoning, then text, then its end."""
+    def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
+        """Events of what is new of a choice, whose number is the delta's index: reasoning, then text, or a piece of a
+        call; then its end."""
         ...
 
     def finish(self) -> bytes:
         """Events after the last choice has ended."""
         ...
+
+
+Shown = tuple[StreamDelta, str, ToolCallDelta | None]
+"""What `StreamFormat.add` takes."""
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """One answer, told apart. `finish_reason` is "tool_calls" where it ended with some."""
+
+    reasoning: str
+    content: str
+    calls: Sequence[ToolCall]
+    finish_reason: str | None
 
 
 class Generation:
@@ -62,7 +82,10 @@ class Generation:
     ):
         self._service, self.job, self._record, self._tags, self._echo = service, job, record, tags, echo
         # Special tokens to be removed from the text, where the tags can only be seen beside them.
-        self._hidden = service.hidden if tags is not None and job.params.skip_special_tokens else None
+        hidden = service.hidden if job.offer is None else job.offer.format.hidden
+        self._hidden = (
+            hidden if job.params.skip_special_tokens and (tags is not None or job.offer is not None) else None
+        )
         self.requests: list[Request] = []
         self.outputs: list[RequestOutput] = []
         self._streams: list[AnswerStream] = []
@@ -87,7 +110,7 @@ class Generation:
         )
         for number, prompt in enumerate(job.prompts):
             what = "the prompt" if len(job.prompts) == 1 else f"prompt {number}"
-            with client_errors("prompt"):
+            with client_errors("prompt"), _errors_of_tools(job):
                 prepared = job.token_ids(llm, prompt)
                 if isinstance(prepared, str) and not job.has_limit:
                     prepared = llm.client.tokenize(prepared, what=what)[1]
@@ -141,13 +164,16 @@ class Generation:
         if begun := form.begin() + self._echoed(form):
             yield begun
         source = await self._submit()
-        splitters = self._splitters()
-        is_plain = not splitters and self._skippers is None and self.job.num_kept is None
+        readers = self._readers()
+        is_plain = not readers and self._skippers is None and self.job.num_kept is None
         while not source.is_done:
             found = b""
             for delta in await source.read():
                 self._receive(delta)
-                found += form.add(delta) if is_plain else form.add(*self._shown(delta, splitters))
+                if is_plain:
+                    found += form.add(delta)
+                else:
+                    found += b"".join(form.add(*one) for one in self._shown(delta, readers))
             if found:
                 yield found
         self._end()
@@ -159,35 +185,49 @@ class Generation:
         for index in range(self.job.num_answers if self._echo else 0):
             delta = StreamDelta(index, self.prompt_text(index // self.job.params.n), [])
             if self._skippers is not None:
-                delta, _ = self._skip(delta, "")
+                delta, *_ = self._skip(delta, "", None)
             if delta.text:
                 found += form.add(delta)
         return found
 
-    def _splitters(self) -> dict[int, AnswerSplitter]:
-        if self._tags is None:
+    def _readers(self) -> dict[int, AnswerSplitter | AnswerReader]:
+        """Of each choice whose text is more than content."""
+        if self._tags is None and self.job.offer is None:
             return {}
         num = self.job.params.n
         return {
-            number * num + index: AnswerSplitter(self._tags, self.is_inside(number), self._hidden)
+            number * num + index: self._reader(number, index)
             for number in range(len(self.requests))
             for index in range(num)
         }
 
-    def _shown(self, delta: StreamDelta, splitters: Mapping[int, AnswerSplitter]) -> tuple[StreamDelta, str]:
-        """A delta without its reasoning and what the client has, and the reasoning."""
-        reasoning = ""
+    def _reader(self, number: int, index: int) -> AnswerSplitter | AnswerReader:
+        offer, is_inside = self.job.offer, self.is_inside(number)
+        if offer is not None:
+            seed = sample_seed(self.job.params.seed or 0, index)
+            return offer.reader(self.requests[number].token_ids, seed, self._tags, is_inside, self._hidden)
+        assert self._tags is not None
+        return AnswerSplitter(self._tags, is_inside, self._hidden)
+
+    def _shown(self, delta: StreamDelta, readers: Mapping[int, AnswerSplitter | AnswerReader]) -> list[Shown]:
+        """A delta with its reasoning and calls apart, and without what the client has."""
         if self.job.num_kept is not None:
             delta = replace(delta, text="", token_ids=[], logprobs=None)
-        if splitters:
-            reasoning, text = splitters[delta.index].feed(delta.text, delta.finish_reason is not None)
-            delta = replace(delta, text=text)
-        return (delta, reasoning) if self._skippers is None else self._skip(delta, reasoning)
+        reader = readers.get(delta.index)
+        if isinstance(reader, AnswerReader):
+            shown = _parts(delta, reader)
+        elif reader is not None:
+            reasoning, text = reader.feed(delta.text, delta.finish_reason is not None)
+            shown = [(replace(delta, text=text), reasoning, None)]
+        else:
+            shown = [(delta, "", None)]
+        return shown if self._skippers is None else [self._skip(*one) for one in shown]
 
-    def _skip(self, delta: StreamDelta, reasoning: str) -> tuple[StreamDelta, str]:
+    def _skip(self, delta: StreamDelta, reasoning: str, call: ToolCallDelta | None) -> Shown:
         assert self._skippers is not None
         skipper, end = self._skippers[delta.index], delta.finish_reason
-        num_chars, num_tokens = skipper.skip(reasoning + delta.text, len(delta.token_ids))
+        called = "" if call is None else text_of(call)
+        num_chars, num_tokens = skipper.skip(reasoning + delta.text + called, len(delta.token_ids))
         if end is not None:
             skipper.check_end()
         num_reasoning = min(num_chars, len(reasoning))
@@ -198,7 +238,10 @@ class Generation:
             logprobs=None if delta.logprobs is None else delta.logprobs[num_tokens:],
             finish_reason=None if skipper.has_ended else end,
         )
-        return delta, reasoning[num_reasoning:]
+        if call is not None and num_chars:  # the event of a call's name was sent whole
+            call = replace(call, arguments=call.arguments[num_chars:]) if call.name is None else None
+            call = call if call is not None and call.arguments else None
+        return delta, reasoning[num_reasoning:], call
 
     async def _submit(self) -> "AnswerStream | _Several":
         """Waits for the job's turn; returns the deltas of its answers."""
@@ -259,9 +302,17 @@ class Generation:
         ]
         return replace(output, outputs=answers)
 
-    def split(self, number: int, text: str) -> tuple[str, str]:
-        """A whole answer's reasoning and content."""
-        return split(text, self._tags, self.is_inside(number), self._hidden)
+    def read(self, number: int, answer: CompletionOutput) -> WholeAnswer:
+        """A whole answer to a prompt, told apart."""
+        end = answer.finish_reason
+        if self.job.offer is None:
+            return WholeAnswer(*split(answer.text, self._tags, self.is_inside(number), self._hidden), (), end)
+        reader = self._reader(number, answer.index)
+        assert isinstance(reader, AnswerReader)
+        parts = reader.feed(answer.text, is_end=True)
+        reasoning = "".join(one.text for one in parts if isinstance(one, Reasoning))
+        content, calls = collect(one for one in parts if not isinstance(one, Reasoning))
+        return WholeAnswer(reasoning, content, calls, "tool_calls" if calls and end == "stop" else end)
 
     def close(self) -> None:
         """Gives back what it holds: the place in the queue, slots and pages."""
@@ -273,12 +324,44 @@ class Generation:
         self._ticket.leave(self._record.num_output)
 
 
+def _parts(delta: StreamDelta, reader: AnswerReader) -> list[Shown]:
+    """A delta for each part of its text; the first has its tokens, the last its end."""
+    end = delta.finish_reason
+    parts = reader.feed(delta.text, end is not None) or [Content("")]
+    if end == "stop" and reader.num_calls:
+        end = "tool_calls"
+    shown: list[Shown] = []
+    for number, part in enumerate(parts):
+        one = replace(
+            delta,
+            text=part.text if isinstance(part, Content) else "",
+            token_ids=[] if number else delta.token_ids,
+            logprobs=None if number else delta.logprobs,
+            finish_reason=end if number == len(parts) - 1 else None,
+        )
+        shown.append(
+            (one, part.text if isinstance(part, Reasoning) else "", part if isinstance(part, ToolCallDelta) else None)
+        )
+    return shown
+
+
 def _check(delta: StreamDelta) -> None:
     """Raises APIError for an answer that did not end as it should."""
     if delta.finish_reason == "error":
         raise APIError(500, f"the answer failed: {delta.error or 'the model computed invalid numbers'}")
     if delta.finish_reason == "abort":
         raise unavailable(f"the answer was aborted: {delta.error or 'the server is going away'}", 5)
+
+
+@contextlib.contextmanager
+def _errors_of_tools(job: Job) -> Iterator[None]:
+    """A grammar that cannot be compiled is the fault of the tools that it was made from."""
+    try:
+        yield
+    except SamplingParamsError as error:
+        if job.offer is None or error.parameter != "structured":
+            raise
+        raise refused("tools", str(error).replace("structured: ", "tools: ")) from None
 
 
 class _Several:

@@ -23,6 +23,7 @@ from jaxinfer.server.types import (
     TokenizeRequest,
 )
 from jaxinfer.text import read_token_ids
+from jaxinfer.tool_calls import AnswerFormat, ToolOffer
 
 MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
 CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
@@ -72,6 +73,7 @@ class Job:
       adds_special_tokens: as of a tokenizer. priority, cache_salt: as of `RequestOptions`. timeout: seconds from its
         arrival after which the request is given up, waiting or not.
       num_kept: answer tokens that are returned at most; 0 where only the prompt is scored.
+      offer: tools, where calls are told from the text of answers.
     """
 
     prompts: tuple[str | Sequence[int] | Conversation, ...]
@@ -83,6 +85,7 @@ class Job:
     cache_salt: str = ""
     timeout: float | None = None
     num_kept: int | None = None
+    offer: ToolOffer | None = None
 
     @property
     def num_answers(self) -> int:
@@ -109,7 +112,7 @@ class Job:
         return replace(self.params, max_tokens=max(room, self.params.min_tokens))
 
 
-def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
+def chat_job(request: ChatRequest, llm: LLM, answers: AnswerFormat, max_n: int) -> Job:
     """Raises APIError or SamplingParamsError."""
     _check_neutral(request)
     values = _sampling(request)
@@ -118,17 +121,14 @@ def chat_job(request: ChatRequest, llm: LLM, max_n: int) -> Job:
         raise refused("top_logprobs", 'top_logprobs needs "logprobs": true')
     if request.logprobs:
         values["logprobs"] = request.top_logprobs or 0
+    offer = offered_tools(answers, request.tools, request.tool_choice, request.parallel_tool_calls)
     conversation = Conversation(
-        read_messages(request.messages),
-        chosen_tools(request.tools, request.tool_choice),
-        _template_kwargs(request, llm),
+        read_messages(request.messages), None if offer is None else offer.shown, _template_kwargs(request, llm)
     )
-    if request.parallel_tool_calls is False and conversation.tools:
-        raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")
     names = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return make_job((conversation,), request, values, limit, llm, max_n, names=names)
+    return make_job((conversation,), request, values, limit, llm, max_n, names=names, offer=offer)
 
 
 def completion_job(request: CompletionRequest, llm: LLM, max_n: int) -> Job:
@@ -163,6 +163,7 @@ def make_job(
     *,
     is_chat: bool = True,
     names: Mapping[str, str] | None = None,
+    offer: ToolOffer | None = None,
 ) -> Job:
     """A job of these sampling parameters over the checkpoint's defaults; without a seed it is given one. `names`: what
     the client calls parameters, for errors."""
@@ -172,6 +173,7 @@ def make_job(
     if max_tokens is not None:
         values = {**values, "max_tokens": max_tokens}
     _check_counts(prompts, request, llm)
+    values = {**values, **_enforced(offer, values)}
     try:
         params = SamplingParams.from_dict({**defaults, **values})
     except SamplingParamsError as error:
@@ -187,6 +189,7 @@ def make_job(
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         timeout=request.timeout,
+        offer=offer if offer is not None and offer.is_read else None,
     )
     if job.timeout is not None and not 0 < job.timeout <= MAX_TIMEOUT:
         raise refused("timeout", f"timeout={job.timeout} must be seconds above 0, at most {MAX_TIMEOUT:.0f}")
@@ -310,11 +313,26 @@ def _call(call: Any, where: str) -> Any:
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def chosen_tools(tools: list[dict[str, Any]] | None, choice: Any) -> list[dict[str, Any]] | None:
-    """The tools for the chat template: none with "none"; with "auto", calls of tools are left in the text."""
-    if choice not in (None, "auto", "none"):
-        raise refused("tool_choice", f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced")
-    return None if choice == "none" else tools or None
+def offered_tools(
+    answers: AnswerFormat, tools: Sequence[Mapping[str, Any]] | None, choice: Any, is_parallel: bool | None
+) -> ToolOffer | None:
+    """The tools that may be called, as chat completions name them. Raises APIError."""
+    try:
+        return answers.offer(tools, choice, is_parallel)
+    except ValueError as error:
+        name = str(error).partition("[")[0].partition(".")[0].partition("=")[0].partition(" ")[0]
+        raise refused(name if name in ("tool_choice", "parallel_tool_calls") else "tools", str(error)) from None
+
+
+def _enforced(offer: ToolOffer | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that make answers call tools as asked for. Raises APIError."""
+    if offer is None or not offer.is_read:
+        return {}
+    if "structured" in values:
+        raise refused("tools", "tools and structured output exclude each other: leave one out, or use tool_choice none")
+    with client_errors("tools"):
+        structured = offer.structured()
+    return {} if structured is None else {"structured": structured}
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest, llm: LLM) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.record import Record
 from jaxinfer.text.reasoning import Family, family_of, hidden_tokens
+from jaxinfer.tool_calls import AnswerFormat
 
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")
@@ -43,6 +44,7 @@ class Service:
         self.fingerprint = ""
         self.tags: Family | None = None
         self.hidden: tuple[str, ...] | None = None  # special tokens beside the tags, where the tags are special too
+        self.answers = AnswerFormat(None)
         self._engine: AsyncEngine | None = None
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
@@ -68,6 +70,8 @@ class Service:
         template = None if llm.tokenizer is None else llm.tokenizer.chat_template
         self.tags = family_of(self.options.reasoning, template)
         self.hidden = hidden_tokens(self.tags, llm.tokenizer)
+        own = llm.answer_format
+        self.answers = own if own.reasoning == self.tags else AnswerFormat(llm.tokenizer, own.parser, self.tags)
         self._engine = engine
         self.metrics.watch(engine, lambda: self.admission.num_waiting)
         self.state = "ready"

@@ -55,13 +55,16 @@ def family_of(name: str, chat_template: str | None) -> Family | None:
     return next(found, None)
 
 
-def hidden_tokens(family: Family | None, tokenizer: Tokenizer | None) -> tuple[str, ...] | None:
-    """Where the family's tags are special tokens, which text without special tokens lacks: the other special tokens,
-    which are to be removed from text that has them. None where the tags are text."""
-    if family is None or tokenizer is None:
+def hidden_tokens(
+    family: Family | None, tokenizer: Tokenizer | None, more: Iterable[str] = ()
+) -> tuple[str, ...] | None:
+    """Where the family's tags, or `more` of them, are special tokens, which text without special tokens lacks: the other
+    special tokens, which are to be removed from text that has them. None where the tags are text."""
+    tags = {*more, *(() if family is None else family.markers)}
+    if not tags or tokenizer is None:
         return None
     texts = {tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.special_ids}
-    return tuple(sorted(texts - set(family.markers))) if texts & set(family.markers) else None
+    return tuple(sorted(texts - tags)) if texts & tags else None
 
 
 def starts_inside(family: Family, prompt_end: str) -> bool:

@@ -54,7 +54,7 @@ class ToolUse:
     def needs_grammar(self) -> bool:
         """Whether only a grammar gives what was asked for: a call, at most one, or arguments that match a schema."""
         if self.mode == "auto":
-            return bool(self.tools) and (not self.is_parallel or all(tool.is_strict for tool in self.tools))
+            return bool(self.tools) and (not self.is_parallel or any(tool.is_strict for tool in self.tools))
         return self.mode == "required"
 
 

@@ -1,0 +1,276 @@
+"""From the tools of a request to the calls in its answers, for one model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jaxinfer.grammar.structured import StructuredOutputs
+from jaxinfer.sampling import SamplingParams
+from jaxinfer.text import Tokenizer
+from jaxinfer.text.reasoning import (
+    FAMILIES,
+    Channels,
+    Family,
+    Kind,
+    Remover,
+    hidden_tokens,
+    make_splitter,
+    starts_inside,
+)
+from jaxinfer.tool_calls.form import ToolForm
+from jaxinfer.tool_calls.parser import Content, ToolCall, ToolCallDelta, ToolCallParser, collect
+from jaxinfer.tool_calls.registry import form_of, tool_form
+from jaxinfer.tool_calls.tools import ToolUse, check_tools
+
+_NUM_PROMPT_END = 16  # tokens of a prompt's end that are looked at for an opening tag
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+AnswerPart = Reasoning | Content | ToolCallDelta
+
+
+class AnswerFormat:
+    """How a model writes its answers.
+
+    Args:
+      tokenizer: None for a model of token ids, which can have no tools.
+      parser: the form of its calls, one of `TOOL_FORMS`; "auto" for that of its chat template, "none" where calls are
+        to be left in the text. reasoning: the family of its reasoning, if it has one.
+
+    Raises:
+      ValueError: an unknown `parser`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, parser: str = "auto", reasoning: Family | None = None):
+        template = None if tokenizer is None else tokenizer.chat_template
+        self.tokenizer, self.parser, self.reasoning = tokenizer, parser, reasoning
+        self.form = None if parser == "none" else form_of(template or "") if parser == "auto" else tool_form(parser)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """The tokenizer's special tokens."""
+        if self.tokenizer is None:
+            return {}
+        return {self.tokenizer.decode([one], skip_special_tokens=False): one for one in self.tokenizer.special_ids}
+
+    @cached_property
+    def hidden(self) -> tuple[str, ...] | None:
+        """Texts to be removed from an answer with special tokens before its calls are read. None where the text without
+        special tokens has all tags."""
+        return hidden_tokens(self.reasoning, self.tokenizer, () if self.form is None else self.form.special_texts)
+
+    def offer(
+        self,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
+    ) -> ToolOffer | None:
+        """A request's tools; None where it has none, or may call none.
+
+        Args:
+          tools: as of OpenAI's chat completions, or Python functions. The other two as of `check_tools`.
+
+        Raises:
+          ValueError: with the place of what is wrong, too large, or cannot be served by this model.
+        """
+        if isinstance(tools, (list, tuple)):
+            tools = [_function_tool(one) if callable(one) else one for one in tools]
+        use = check_tools(tools, tool_choice, parallel_tool_calls)
+        if use.mode == "none" or not tools:
+            return None
+        if self.form is None and use.needs_grammar:
+            raise ValueError(
+                "tool_choice that demands a call, parallel_tool_calls=false and strict tools need a model whose form "
+                "of calls is known, and its chat template names none: tool_parser can name it"
+            )
+        names = {tool.name for tool in use.tools}
+        # Tools that may not be called are left out where nothing else keeps the model from calling them.
+        shown = [one for one in tools if use.mode == "required" or one["function"]["name"] in names]
+        return ToolOffer(self, use, shown)
+
+
+@dataclass(frozen=True)
+class ToolOffer:
+    """The tools that one request offers.
+
+    Attributes:
+      use: what may and must be called. shown: the tools for the chat template.
+    """
+
+    format: AnswerFormat
+    use: ToolUse
+    shown: Sequence[Mapping[str, Any]]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether calls are told from the text."""
+        return self.format.form is not None
+
+    def structured(self) -> StructuredOutputs | None:
+        """What answers must match so that their calls are as asked for; None where nothing is to be enforced.
+
+        Raises:
+          ValueError: a tool's schema is too large or not supported, with its place.
+        """
+        form, use = self.format.form, self.use
+        if form is None or not use.needs_grammar:
+            return None
+        from jaxinfer.grammar.schema import check_schema, schema_grammar
+
+        tools = []
+        for tool in use.tools:
+            try:
+                grammar = json.loads(schema_grammar(check_schema(tool.parameters)))
+            except ValueError as error:
+                raise ValueError(f"tools: the parameters of {tool.name!r}: {error}") from None
+            tools.append(replace(tool, parameters=grammar["grammars"][0]["json_schema"]))
+        text = form.grammar(tools, use.mode, use.is_parallel, self.format.special_tokens)
+        # Forms that are read before the reasoning have it in their grammars.
+        family = None if form.is_before_reasoning else self.format.reasoning
+        name = next((name for name, one in FAMILIES.items() if one == family), "none")
+        return StructuredOutputs(grammar=text, reasoning=name)
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Sampling parameters under which answers can be read, and call what they must.
+
+        Raises:
+          ValueError: as `structured`, or there is structured output besides.
+        """
+        if not self.is_read:
+            return params
+        if params.structured is not None:
+            raise ValueError("structured output and tools exclude each other: leave one out, or set tool_choice='none'")
+        structured = self.structured()
+        keeps_special = params.skip_special_tokens and self.format.hidden is not None
+        return replace(
+            params,
+            structured=structured,
+            skip_special_tokens=params.skip_special_tokens and not keeps_special,
+        )
+
+    def parser(self, prompt_ids: Sequence[int], seed: int) -> ToolCallParser:
+        """A parser of one answer. Ids of its calls are computed from the prompt and the answer's own seed."""
+        assert self.format.form is not None
+        digest = hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).hexdigest()
+        return self.format.form.parser(self.use.tools, f"{digest}.{seed}")
+
+    def reader(
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        family: Family | None,
+        is_inside: bool,
+        hidden: Sequence[str] | None,
+    ) -> AnswerReader:
+        """A reader of one answer's text as it streams. Arguments as of `parser` and `AnswerReader`."""
+        assert self.format.form is not None
+        return AnswerReader(self.format.form, self.parser(prompt_ids, seed), family, is_inside, hidden)
+
+    def read(
+        self, text: str, prompt_ids: Sequence[int], seed: int, skip_special_tokens: bool = True
+    ) -> tuple[str, list[ToolCall]]:
+        """The text of a whole answer without its calls, and the calls.
+
+        Args:
+          text: as `params` makes it. seed: the answer's own. skip_special_tokens: as the request had it.
+        """
+        if not self.is_read:
+            return text, []
+        start = self._content_start(text, prompt_ids)
+        content, calls = collect(self.parser(prompt_ids, seed).feed(text[start:], is_end=True))
+        text = text[:start] + content
+        if skip_special_tokens and self.format.hidden is not None:
+            remover = Remover(self.format.special_tokens)
+            text = remover.feed(text) + remover.finish()
+        return text, calls
+
+    def _content_start(self, text: str, prompt_ids: Sequence[int]) -> int:
+        """Where the reasoning ends, in which there are no calls."""
+        family, tokenizer = self.format.reasoning, self.format.tokenizer
+        if family is None or tokenizer is None or isinstance(family, Channels):
+            return 0
+        end = [one for one in prompt_ids[-_NUM_PROMPT_END:] if tokenizer.has_id(one)]
+        is_inside = starts_inside(family, tokenizer.decode(end, skip_special_tokens=False))
+        if not is_inside and not text.lstrip().startswith(family.opening):
+            return 0
+        before, tag, _ = text.partition(family.closing)
+        return len(before) + len(tag)
+
+
+def text_of(part: AnswerPart) -> str:
+    """All that a part says, as one text: what a stream that is resumed counts."""
+    if isinstance(part, ToolCallDelta):
+        return f"{part.name or ''}{part.id or ''}{part.arguments}"
+    return part.text
+
+
+class AnswerReader:
+    """Reasoning, content and calls of one answer's text as it streams.
+
+    Args:
+      is_inside: the prompt ends within the reasoning. hidden: texts to be left out.
+    """
+
+    def __init__(
+        self,
+        form: ToolForm,
+        parser: ToolCallParser,
+        family: Family | None = None,
+        is_inside: bool = False,
+        hidden: Sequence[str] | None = None,
+    ):
+        self._parser, self._is_parser_first = parser, form.is_before_reasoning
+        self._remover = Remover(hidden or ())
+        self._splitter = None if family is None else make_splitter(family, is_inside)
+        self.num_calls = 0
+
+    def feed(self, text: str, is_end: bool) -> list[AnswerPart]:
+        """What is new and certain, in the order of the text; at the end all that was held back."""
+        text = self._remover.feed(text) + (self._remover.finish() if is_end else "")
+        found = self._read_calls_first(text, is_end) if self._is_parser_first else self._split_first(text, is_end)
+        for one in found:
+            if isinstance(one, ToolCallDelta):
+                self.num_calls = max(self.num_calls, one.index + 1)
+        return found
+
+    def _read_calls_first(self, text: str, is_end: bool) -> list[AnswerPart]:
+        found: list[AnswerPart] = []
+        for one in self._parser.feed(text, is_end):
+            if self._splitter is None or not isinstance(one, Content):
+                found.append(one)
+            else:
+                found += [_part(kind, part) for kind, part in self._splitter.feed(one.text)]
+        if is_end and self._splitter is not None:
+            found += [_part(kind, part) for kind, part in self._splitter.finish()]
+        return found
+
+    def _split_first(self, text: str, is_end: bool) -> list[AnswerPart]:
+        if self._splitter is None:
+            return [*self._parser.feed(text, is_end)]
+        found: list[AnswerPart] = []
+        for kind, part in (*self._splitter.feed(text), *(self._splitter.finish() if is_end else ())):
+            found += [Reasoning(part)] if kind == "reasoning" else self._parser.feed(part, False)
+        return [*found, *self._parser.feed("", True)] if is_end else found
+
+
+def _part(kind: Kind, text: str) -> Reasoning | Content:
+    return Reasoning(text) if kind == "reasoning" else Content(text)
+
+
+def _function_tool(function: Callable[..., Any]) -> dict[str, Any]:
+    """A Python function as a tool, described by its signature and docstring. Raises ValueError."""
+    from jaxinfer.grammar.python_types import schema_of
+
+    return {"type": "function", "function": schema_of(function)}
