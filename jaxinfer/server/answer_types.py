@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 StopReason = int | str | None  # the token or the text that ended the answer
 
 
@@ -74,13 +75,29 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class Function(Answer):
+    """A tool by its name, and the JSON text of its arguments."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
 class ChatMessage(Answer):
-    """The answer of a chat."""
+    """The answer of a chat; null content is only beside calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Answer):
@@ -89,7 +106,7 @@ class ChatChoice(Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: StopReason
     token_ids: list[int] | UnsetType = UNSET
 
@@ -109,12 +126,29 @@ class ChatCompletion(Answer):
     prompt_logprobs: list[TokenLogprobs | None] | UnsetType = UNSET
 
 
+class FunctionDelta(Answer):
+    """The name, and a piece of the arguments."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Answer):
+    """What is new of a call; the first piece has its id, its type and its name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Answer):
     """What is new of a chat's answer."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Answer):
@@ -123,7 +157,7 @@ class ChatChunkChoice(Answer):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
 

@@ -100,7 +100,7 @@ class _CompletionEvents:
     def begin(self) -> bytes:
         return b""
 
-    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+    def add(self, delta: StreamDelta, reasoning: str = "", call: object = None) -> bytes:
         position, chunks, index, text, found = self._position, self._chunks, delta.index, delta.text, b""
         if delta.logprobs or self._has_ids:
             logprobs, ids = self._logprobs(delta), list(delta.token_ids) if self._has_ids else None

@@ -214,6 +214,7 @@ class Generation:
         if self.job.num_kept is not None:
             delta = replace(delta, text="", token_ids=[], logprobs=None)
         reader = readers.get(delta.index)
+        shown: list[Shown]
         if isinstance(reader, AnswerReader):
             shown = _parts(delta, reader)
         elif reader is not None:

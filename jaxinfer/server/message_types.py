@@ -1,6 +1,6 @@
 """Answers in Anthropic's form, for /openapi.json."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
@@ -33,6 +33,14 @@ class ThinkingBlock(Answer, tag_field="type", tag="thinking"):
     signature: Literal[""]
 
 
+class ToolUseBlock(Answer, tag_field="type", tag="tool_use"):
+    """A call of a tool."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class MessageUsage(Answer):
     """Numbers of tokens; those of the prompt are told apart by whether they were cached."""
 
@@ -48,8 +56,8 @@ class Message(Answer, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock | ThinkingBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
 
@@ -66,10 +74,16 @@ class ThinkingDelta(Answer, tag_field="type", tag="thinking_delta"):
     thinking: str
 
 
+class InputJsonDelta(Answer, tag_field="type", tag="input_json_delta"):
+    """A piece of the JSON text of a call's input."""
+
+    partial_json: str
+
+
 class MessageEnd(Answer):
     """Why a message ended."""
 
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
 
 
@@ -83,12 +97,12 @@ class Ping(Answer, tag_field="type", tag="ping"):
 
 class BlockStart(Answer, tag_field="type", tag="content_block_start"):
     index: int
-    content_block: TextBlock | ThinkingBlock
+    content_block: TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class BlockDelta(Answer, tag_field="type", tag="content_block_delta"):
     index: int
-    delta: TextDelta | ThinkingDelta
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class BlockStop(Answer, tag_field="type", tag="content_block_stop"):

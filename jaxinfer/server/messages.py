@@ -1,5 +1,6 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +14,12 @@ from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, while_connected
-from jaxinfer.server.params import Conversation, Job, check_model, make_job, read_messages
+from jaxinfer.server.params import Conversation, Job, check_model, make_job, offered_tools, read_messages
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import CountTokensRequest, MessagesRequest
 from jaxinfer.text.reasoning import Family
+from jaxinfer.tool_calls import ToolCallDelta, ToolOffer
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
 _PING = named_event("ping", {"type": "ping"})
@@ -28,7 +30,7 @@ async def messages(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, MessagesRequest, service)
     generation, position = await begin(
-        request, service, body, lambda: _job(body, service.llm, service.tags), tags=service.tags, can_resume=False
+        request, service, body, lambda: _job(body, service), tags=service.tags, can_resume=False
     )
     headers = answer_headers(service, position)
     if body.stream:
@@ -39,16 +41,18 @@ async def messages(request: Request, service: Service) -> Response:
     finally:
         generation.close()
     answer = output.outputs[0]
-    reasoning, content = generation.split(0, answer.text)
+    whole = generation.read(0, answer)
     blocks: list[dict[str, Any]] = []
-    if reasoning:
-        blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
-    if content or not reasoning:
-        blocks.append({"type": "text", "text": content})
+    if whole.reasoning:
+        blocks.append({"type": "thinking", "thinking": whole.reasoning, "signature": ""})
+    if whole.content or not (whole.reasoning or whole.calls):
+        blocks.append({"type": "text", "text": whole.content})
+    for call in whole.calls:
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
     about = {
         **_message(service, position),
         "content": blocks,
-        **_ending(answer.finish_reason, answer.stop_reason),
+        **_ending(whole.finish_reason, answer.stop_reason),
         "usage": _usage(output),
     }
     return json_response(about, headers)
@@ -62,7 +66,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
     llm = service.llm
 
     def read() -> int:
-        return len(_conversation(body, llm, service.tags).token_ids(llm))
+        return len(_conversation(body, service, _offer(body, service)).token_ids(llm))
 
     with client_errors("messages"):
         num_tokens = await in_thread(record_of(request.scope), read)
@@ -72,7 +76,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
 # From Anthropic's form.
 
 
-def _job(body: MessagesRequest, llm: LLM, tags: Family | None) -> Job:
+def _job(body: MessagesRequest, service: Service) -> Job:
     if body.service_tier not in (None, "auto", "standard_only"):
         raise refused("service_tier", f"service_tier={body.service_tier!r:.60} is not supported")
     if body.max_tokens < 1:
@@ -80,27 +84,42 @@ def _job(body: MessagesRequest, llm: LLM, tags: Family | None) -> Job:
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop_sequences:
         values["stop"] = body.stop_sequences
-    names = {"stop": "stop_sequences"}
-    return make_job((_conversation(body, llm, tags),), body, values, body.max_tokens, llm, 1, names=names)
+    names, offer = {"stop": "stop_sequences"}, _offer(body, service)
+    prompts = (_conversation(body, service, offer),)
+    return make_job(prompts, body, values, body.max_tokens, service.llm, 1, names=names, offer=offer)
 
 
-def _conversation(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> Conversation:
+def _offer(body: MessagesRequest | CountTokensRequest, service: Service) -> ToolOffer | None:
+    choice, wanted = body.tool_choice or {}, None
+    kind = choice.get("type", "auto")
+    if kind in ("auto", "none"):
+        wanted = kind
+    elif kind == "any":
+        wanted = "required"
+    elif kind == "tool":
+        wanted = {"type": "function", "function": {"name": choice.get("name")}}
+    else:
+        raise refused("tool_choice", f"tool_choice.type must be auto, any, tool or none, not {kind!r:.60}")
+    is_alone = choice.get("disable_parallel_tool_use")
+    if is_alone not in (None, True, False):
+        raise refused("tool_choice", f"disable_parallel_tool_use must be true or false, not {is_alone!r:.60}")
+    return offered_tools(service.answers, [_tool(tool) for tool in body.tools or ()], wanted, not is_alone)
+
+
+def _conversation(
+    body: MessagesRequest | CountTokensRequest, service: Service, offer: ToolOffer | None
+) -> Conversation:
     found: list[dict[str, Any]] = []
     if body.system:
         system = body.system if isinstance(body.system, str) else "\n".join(_texts(body.system, "system"))
         found.append({"role": "system", "content": system})
     for number, message in enumerate(body.messages):
         found += _turns(message, f"messages[{number}]")
-    choice = (body.tool_choice or {}).get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise refused("tool_choice", f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced")
-    if body.tools and (body.tool_choice or {}).get("disable_parallel_tool_use"):
-        raise refused("tool_choice", "disable_parallel_tool_use is not supported: calls cannot be limited")
-    tools = None if choice == "none" else [_tool(tool) for tool in body.tools or ()] or None
     # An answer that the client has begun is continued.
     continues = bool(found) and found[-1]["role"] == "assistant"
     kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
-    return Conversation(read_messages(found), tools, {**kwargs, **_thinking(body, llm, tags)})
+    kwargs |= _thinking(body, service.llm, service.tags)
+    return Conversation(read_messages(found), None if offer is None else offer.shown, kwargs)
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest, llm: LLM, tags: Family | None) -> dict[str, Any]:
@@ -123,6 +142,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
         "name": tool["name"],
         "description": tool.get("description") or "",
         "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+        **({"strict": tool["strict"]} if "strict" in tool else {}),
     }
     return {"type": "function", "function": function}
 
@@ -187,6 +207,8 @@ def _message(service: Service, position: StreamPosition) -> dict[str, Any]:
 def _ending(finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
     if finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if finish_reason == "tool_calls":
+        return {"stop_reason": "tool_use", "stop_sequence": None}
     if isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
     return {"stop_reason": "end_turn", "stop_sequence": None}
@@ -214,35 +236,47 @@ class _MessageEvents:
         usage = {"input_tokens": generation.requests[0].num_prompt, "output_tokens": 0}
         self._message = {**_message(service, position), "usage": usage}
         self._ending: dict[str, Any] = {}
-        self._kind: str | None = None  # of the open block
+        self._kind: str | int | None = None  # of the open block, or the index of its call
         self._index = -1
 
     def begin(self) -> bytes:
         return named_event("message_start", {"type": "message_start", "message": self._message}) + _PING
 
-    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+    def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         if delta.finish_reason is not None:
             self._ending = _ending(delta.finish_reason, delta.stop_reason)
+        if call is not None:
+            return self._add_call(call)
         found = self._add("thinking", reasoning) if reasoning else b""
         return found + self._add("text", delta.text) if delta.text else found
 
     def finish(self) -> bytes:
-        found = self._open("text") if self._kind is None else b""
+        found = self._open("text", {"type": "text", "text": ""}) if self._kind is None else b""
         (output,) = self._generation.outputs
         body = {"type": "message_delta", "delta": self._ending, "usage": _usage(output)}
         found += self._stop() + named_event("message_delta", body)
         return found + named_event("message_stop", {"type": "message_stop"})
 
     def _add(self, kind: str, text: str) -> bytes:
-        found = self._open(kind) if kind != self._kind else b""
-        delta = {"type": f"{kind}_delta", kind: text}
-        body = {"type": "content_block_delta", "index": self._index, "delta": delta}
-        return found + named_event("content_block_delta", body)
+        block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
+        found = self._open(kind, block) if kind != self._kind else b""
+        return found + self._delta({"type": f"{kind}_delta", kind: text})
 
-    def _open(self, kind: str) -> bytes:
+    def _add_call(self, call: ToolCallDelta) -> bytes:
+        found = b""
+        if call.name is not None:
+            found = self._open(call.index, {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+        if call.arguments:
+            found += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+        return found
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+        body = {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return named_event("content_block_delta", body)
+
+    def _open(self, kind: str | int, block: Mapping[str, Any]) -> bytes:
         found = b"" if self._kind is None else self._stop()
         self._index, self._kind = self._index + 1, kind
-        block = {"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})}
         body = {"type": "content_block_start", "index": self._index, "content_block": block}
         return found + named_event("content_block_start", body)
 

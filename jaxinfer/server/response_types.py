@@ -40,6 +40,16 @@ class Reasoning(Answer, tag_field="type", tag="reasoning"):
     content: list[ReasoningText]
 
 
+class FunctionCall(Answer, tag_field="type", tag="function_call"):
+    """A call of a tool; its arguments are the text of a JSON object."""
+
+    id: str
+    status: Literal["in_progress", "completed"]
+    call_id: str
+    name: str
+    arguments: str
+
+
 class InputDetails(Answer):
     """Of the prompt's tokens."""
 
@@ -82,7 +92,7 @@ class Response(Answer):
     max_output_tokens: int | None
     metadata: dict[str, Any]
     model: str
-    output: list[OutputMessage | Reasoning]
+    output: list[OutputMessage | Reasoning | FunctionCall]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: dict[str, Any]
@@ -125,12 +135,12 @@ class ResponseIncomplete(_Event, tag_field="type", tag="response.incomplete"):
 
 class ItemAdded(_Event, tag_field="type", tag="response.output_item.added"):
     output_index: int
-    item: OutputMessage | Reasoning
+    item: OutputMessage | Reasoning | FunctionCall
 
 
 class ItemDone(_Event, tag_field="type", tag="response.output_item.done"):
     output_index: int
-    item: OutputMessage | Reasoning
+    item: OutputMessage | Reasoning | FunctionCall
 
 
 class PartAdded(_PartEvent, tag_field="type", tag="response.content_part.added"):
@@ -159,6 +169,19 @@ class ReasoningTextDone(_PartEvent, tag_field="type", tag="response.reasoning_te
     text: str
 
 
+class ArgumentsDelta(_Event, tag_field="type", tag="response.function_call_arguments.delta"):
+    item_id: str
+    output_index: int
+    delta: str
+
+
+class ArgumentsDone(_Event, tag_field="type", tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int
+    name: str
+    arguments: str
+
+
 class ResponseError(_Event, tag_field="type", tag="error"):
     code: str
     message: str
@@ -178,5 +201,7 @@ ResponseEvent = (
     | OutputTextDone
     | ReasoningTextDelta
     | ReasoningTextDone
+    | ArgumentsDelta
+    | ArgumentsDone
     | ResponseError
 )

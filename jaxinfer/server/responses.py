@@ -12,12 +12,13 @@ from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
-from jaxinfer.server.generation import Generation
+from jaxinfer.server.generation import Generation, WholeAnswer
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
-from jaxinfer.server.params import Conversation, Job, chosen_tools, make_job, read_messages
+from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, read_messages
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import ResponsesRequest
+from jaxinfer.tool_calls import ToolCall, ToolCallDelta
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "stop")
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -29,6 +30,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "top_logprobs": (0,),
 }  # with the values that change nothing
+_PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of the ids of items
+_DELTAS = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 _STORED = ("previous_response_id", "conversation")
 
 
@@ -48,8 +51,7 @@ async def responses(request: Request, service: Service) -> Response:
         (output,) = await while_connected(request.receive, generation.run())
     finally:
         generation.close()
-    reasoning, content = generation.split(0, output.outputs[0].text)
-    return json_response(about.whole(reasoning, content, output), headers)
+    return json_response(about.whole(about.items(generation.read(0, output.outputs[0])), output), headers)
 
 
 # From the form of the responses API.
@@ -64,16 +66,16 @@ def _job(body: ResponsesRequest, service: Service) -> Job:
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
     service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
-    if body.parallel_tool_calls is False and tools:
-        raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")
+    offer = offered_tools(service.answers, tools, _choice(body.tool_choice), body.parallel_tool_calls)
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     with client_errors("text"):
         values |= structured_of({"response_format": (body.text or {}).get("format")})
     found = [{"role": "system", "content": body.instructions}] if body.instructions else []
     found += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
-    conversation = Conversation(read_messages(found), chosen_tools(tools, body.tool_choice), _effort(body, service.llm))
+    shown = None if offer is None else offer.shown
+    conversation = Conversation(read_messages(found), shown, _effort(body, service.llm))
     names = {"max_tokens": "max_output_tokens"}
-    return make_job((conversation,), body, values, body.max_output_tokens, service.llm, 1, names=names)
+    return make_job((conversation,), body, values, body.max_output_tokens, service.llm, 1, names=names, offer=offer)
 
 
 def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:
@@ -87,6 +89,19 @@ def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _choice(choice: Any) -> Any:
+    """A choice of tools as chat completions have it: there the name of a function is in an object of its own."""
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_choice(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+    return choice
 
 
 def _turns(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,7 +154,9 @@ class _About:
     def __init__(self, service: Service, body: ResponsesRequest, generation: Generation, position: StreamPosition):
         self._body, self._generation, self._id = body, generation, position.answer_id
         self._number = -1
-        self._thought, self._content, self._is_open = "", "", False  # what was streamed
+        # What was streamed: items that are complete, and the kind, the text and the call of the one that is not.
+        self._items: list[dict[str, Any]] = []
+        self._kind, self._text, self._call = "", "", ToolCall("", "", "")
         params = generation.job.params
         self._base: dict[str, Any] = {
             "id": f"resp_{self._id}",
@@ -153,7 +170,7 @@ class _About:
             "metadata": body.metadata or {},
             "model": service.name,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "store": False,
@@ -167,12 +184,19 @@ class _About:
         if body.user is not None:
             self._base["user"] = body.user
 
-    def whole(self, reasoning: str, content: str, output: RequestOutput) -> dict[str, Any]:
+    def items(self, whole: WholeAnswer) -> list[dict[str, Any]]:
+        """A whole answer as items."""
+        found = [self._item("reasoning", whole.reasoning, 0)] if whole.reasoning else []
+        if whole.content or not (whole.reasoning or whole.calls):
+            status = "incomplete" if whole.finish_reason == "length" else "completed"
+            found.append(self._item("message", whole.content, 0, status))
+        return found + [self._item("function_call", one.arguments, i, call=one) for i, one in enumerate(whole.calls)]
+
+    def whole(self, items: list[dict[str, Any]], output: RequestOutput) -> dict[str, Any]:
+        """The object of the response when it is complete."""
         is_cut = output.outputs[0].finish_reason == "length"
-        items = [self._reasoning(reasoning)] if reasoning else []
-        if content or not reasoning:
-            items.append(self._message(content, "incomplete" if is_cut else "completed"))
         counted = usage_of([output])
+        thought = "".join(part["text"] for item in items if item["type"] == "reasoning" for part in item["content"])
         return {
             **self._base,
             "status": "incomplete" if is_cut else "completed",
@@ -182,25 +206,25 @@ class _About:
                 "input_tokens": counted["prompt_tokens"],
                 "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._generation.count_tokens(reasoning)},
+                "output_tokens_details": {"reasoning_tokens": self._generation.count_tokens(thought)},
                 "total_tokens": counted["total_tokens"],
             },
         }
 
-    def _reasoning(self, text: str) -> dict[str, Any]:
-        return {"id": f"rs_{self._id}", "type": "reasoning", "summary": [], "content": [_reasoning_part(text)]}
+    def _item(
+        self, kind: str, text: str, number: int, status: str = "completed", call: ToolCall | None = None
+    ) -> dict[str, Any]:
+        """An item. `number`: how many of its kind are before it."""
+        item_id = f"{_PREFIXES[kind]}_{self._id}{f'_{number}' if number else ''}"
+        if call is not None:
+            about = {"call_id": call.id, "name": call.name, "arguments": text}
+            return {"id": item_id, "type": kind, "status": status, **about}
+        content = [_part(kind, text)] if text or status != "in_progress" else []
+        if kind == "reasoning":
+            return {"id": item_id, "type": kind, "summary": [], "content": content}
+        return {"id": item_id, "type": kind, "status": status, "role": "assistant", "content": content}
 
-    def _message(self, text: str, status: str) -> dict[str, Any]:
-        content = [_text_part(text)] if status != "in_progress" else []
-        return {
-            "id": f"msg_{self._id}",
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
-
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         self._number += 1
         return named_event(name, {"type": name, "sequence_number": self._number, **fields})
 
@@ -213,67 +237,69 @@ class _About:
         created = self._event("response.created", response=self._base)
         return created + self._event("response.in_progress", response=self._base)
 
-    def add(self, delta: StreamDelta, reasoning: str = "") -> bytes:
+    def add(self, delta: StreamDelta, reasoning: str = "", call: ToolCallDelta | None = None) -> bytes:
         found = b""
         if reasoning:
-            if not self._thought:
-                found += self._open_reasoning()
-            self._thought += reasoning
-            found += self._delta("reasoning_text", 0, reasoning, "rs")
+            found += self._extend("reasoning", reasoning)
         if delta.text:
-            if not self._is_open:
-                found += self._end_reasoning() + self._open()
-            self._content += delta.text
-            found += self._delta("output_text", self._index, delta.text, "msg")
+            found += self._extend("message", delta.text)
+        if call is not None:
+            if call.id is not None and call.name is not None:
+                found += self._open("function_call", ToolCall(call.id, call.name, ""))
+            if call.arguments:
+                found += self._extend("function_call", call.arguments)
         return found
 
     def finish(self) -> bytes:
         (output,) = self._generation.outputs
-        whole = self.whole(self._thought, self._content, output)
-        found = b""
-        if not self._is_open:
-            found += self._end_reasoning() if self._thought else self._open()
-        if self._is_open:
-            found += self._close(whole["output"][-1])
+        found = b"" if self._kind else self._open("message")
+        is_cut = output.outputs[0].finish_reason == "length"
+        found += self._close("incomplete" if is_cut and self._kind == "message" else "completed")
+        whole = self.whole(self._items, output)
         return found + self._event(f"response.{whole['status']}", response=whole)
 
-    @property
-    def _index(self) -> int:
-        """Of the message among the items."""
-        return int(bool(self._thought))
+    def _extend(self, kind: str, text: str) -> bytes:
+        """Adds text to the open item, or to a new one where that is of another kind."""
+        found = b"" if self._kind == kind else self._open(kind)
+        self._text += text
+        more = {"logprobs": []} if kind == "message" else {}
+        return found + self._event(f"response.{_DELTAS[kind]}.delta", **self._where(), delta=text, **more)
 
-    def _delta(self, kind: str, index: int, text: str, prefix: str) -> bytes:
-        more = {"logprobs": []} if kind == "output_text" else {}
-        fields = {"item_id": f"{prefix}_{self._id}", "output_index": index, "content_index": 0, "delta": text}
-        return self._event(f"response.{kind}.delta", **fields, **more)
+    def _open(self, kind: str, call: ToolCall | None = None) -> bytes:
+        found = self._close()
+        self._kind, self._text, self._call = kind, "", call or self._call
+        item = self._open_item("in_progress")
+        found += self._event("response.output_item.added", output_index=len(self._items), item=item)
+        if kind == "function_call":
+            return found
+        return found + self._event("response.content_part.added", **self._where(), part=_part(kind, ""))
 
-    def _open_reasoning(self) -> bytes:
-        where = {"item_id": f"rs_{self._id}", "output_index": 0, "content_index": 0}
-        added = self._event("response.output_item.added", output_index=0, item={**self._reasoning(""), "content": []})
-        return added + self._event("response.content_part.added", **where, part=_reasoning_part(""))
-
-    def _end_reasoning(self) -> bytes:
-        text = self._thought
-        if not text:
+    def _close(self, status: str = "completed") -> bytes:
+        """Ends the open item, if there is one."""
+        kind, text = self._kind, self._text
+        if not kind:
             return b""
-        where = {"item_id": f"rs_{self._id}", "output_index": 0, "content_index": 0}
-        done = self._event("response.reasoning_text.done", **where, text=text)
-        done += self._event("response.content_part.done", **where, part=_reasoning_part(text))
-        return done + self._event("response.output_item.done", output_index=0, item=self._reasoning(text))
+        if kind == "function_call":
+            done = self._event(
+                "response.function_call_arguments.done", **self._where(), name=self._call.name, arguments=text
+            )
+        else:
+            more = {"logprobs": []} if kind == "message" else {}
+            done = self._event(f"response.{_DELTAS[kind]}.done", **self._where(), text=text, **more)
+            done += self._event("response.content_part.done", **self._where(), part=_part(kind, text))
+        item = self._open_item(status)
+        done += self._event("response.output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        return done
 
-    def _open(self) -> bytes:
-        self._is_open = True
-        where = {"item_id": f"msg_{self._id}", "output_index": self._index, "content_index": 0}
-        item = self._message("", "in_progress")
-        added = self._event("response.output_item.added", output_index=self._index, item=item)
-        return added + self._event("response.content_part.added", **where, part=_text_part(""))
+    def _open_item(self, status: str) -> dict[str, Any]:
+        number = sum(item["type"] == self._kind for item in self._items)
+        call = self._call if self._kind == "function_call" else None
+        return self._item(self._kind, self._text, number, status, call)
 
-    def _close(self, item: Mapping[str, Any]) -> bytes:
-        text, index = self._content, self._index
-        where = {"item_id": f"msg_{self._id}", "output_index": index, "content_index": 0}
-        done = self._event("response.output_text.done", **where, text=text, logprobs=[])
-        done += self._event("response.content_part.done", **where, part=_text_part(text))
-        return done + self._event("response.output_item.done", output_index=index, item=item)
+    def _where(self) -> dict[str, Any]:
+        where = {"item_id": self._open_item("in_progress")["id"], "output_index": len(self._items)}
+        return where if self._kind == "function_call" else {**where, "content_index": 0}
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,9 +307,8 @@ def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return tool if tool.get("type") != "function" else {"strict": False, "parameters": None, **tool}
 
 
-def _reasoning_part(text: str) -> dict[str, Any]:
-    return {"type": "reasoning_text", "text": text}
-
-
-def _text_part(text: str) -> dict[str, Any]:
+def _part(kind: str, text: str) -> dict[str, Any]:
+    """The only part of a message or of the reasoning."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -85,9 +85,10 @@ class AnswerFormat:
         Raises:
           ValueError: with the place of what is wrong, too large, or cannot be served by this model.
         """
+        given: Any = tools
         if isinstance(tools, (list, tuple)):
-            tools = [_function_tool(one) if callable(one) else one for one in tools]
-        use = check_tools(tools, tool_choice, parallel_tool_calls)
+            given = [_function_tool(one) if callable(one) else one for one in tools]
+        use = check_tools(given, tool_choice, parallel_tool_calls)
         if use.mode == "none" or not tools:
             return None
         if self.form is None and use.needs_grammar:
@@ -97,7 +98,7 @@ class AnswerFormat:
             )
         names = {tool.name for tool in use.tools}
         # Tools that may not be called are left out where nothing else keeps the model from calling them.
-        shown = [one for one in tools if use.mode == "required" or one["function"]["name"] in names]
+        shown = [one for one in given if use.mode == "required" or one["function"]["name"] in names]
         return ToolOffer(self, use, shown)
 
 
