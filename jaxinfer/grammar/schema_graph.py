@@ -230,9 +230,7 @@ class Graph:
             least = node.get("minItems", 0)
             num_prefix = len(node.get("prefixItems", ()))
             for keyword, key, child in self._parts[id(node)]:
-                if (keyword == "prefixItems" and isinstance(key, int) and key < least) or (
-                    keyword == "items" and key is None and num_prefix < least
-                ):
+                if (keyword == "prefixItems" and isinstance(key, int) and key < least) or (keyword == "items" and key is None and num_prefix < least):
                     yield [child]
 
 
