@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from jaxinfer.batch.requests import Prompt
 from jaxinfer.files import Closable
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
+from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import RequestOutput
@@ -121,6 +123,11 @@ class RayPool(Closable):
         if not self._has_tokenizer:
             self._tokenizer_of, self._has_tokenizer = _tokenizer_of(self._model, self._options), True
         return self._tokenizer_of
+
+    @cached_property
+    def answer_format(self) -> AnswerFormat:
+        """As of `LLM`."""
+        return AnswerFormat(self.tokenizer, self._options.get("tool_parser", "auto"))
 
     def fingerprint(self) -> str:
         """As `LLM.fingerprint`."""

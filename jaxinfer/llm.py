@@ -26,7 +26,7 @@ from jaxinfer.engine.request import (
     SequenceState,
     StreamDelta,
 )
-from jaxinfer.engine.tool_calls import make_answer_format, read_calls
+from jaxinfer.engine.tool_calls import read_calls
 from jaxinfer.files import Closable
 from jaxinfer.llm_arguments import (
     as_conversations,
@@ -53,6 +53,7 @@ from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.speculative import ModelDraft, SpeculationStats
 from jaxinfer.text import Tokenizer
+from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
@@ -123,11 +124,11 @@ class LLM(Closable):
         )
         loaded, self.max_model_len = loaded.for_length(chosen.max_model_len)
         self.name, self.config, self.tokenizer = loaded.name, loaded.config, loaded.tokenizer
-        self.answer_format = make_answer_format(self.tokenizer, chosen.tool_parser)
+        self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self._owned_params = [loaded.params] if loaded.is_owned else []
-        self.default_params = loaded.default_params
+        self.default_params: SamplingParams = loaded.default_params
         self.ignored_generation_config, self.eos_token_ids = loaded.ignored_defaults, loaded.eos_token_ids
         run_params, self._copies = loaded.runnable()
         engine = self._make_engine(loaded, run_params, replace(chosen, max_model_len=self.max_model_len))
@@ -226,9 +227,8 @@ class LLM(Closable):
 
         The checkpoint's chat template renders them, with `template_kwargs` as further variables; what users write never
         becomes a control token. `tools` are Python functions, or dicts of OpenAI's form, as the other two; calls are in
-        an answer's `tool_calls`, and no more in its text (docs/tools.md).
-
-        Raises TypeError for what is no conversation, ValueError as `generate`, and for tools that cannot be served.
+        an answer's `tool_calls`, and no more in its text (docs/tools.md). Raises TypeError for what is no conversation,
+        ValueError as `generate`, and for tools that cannot be served.
         """
         conversations = as_conversations(messages)
         offer = self.answer_format.offer(tools, tool_choice, parallel_tool_calls)

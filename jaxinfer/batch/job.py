@@ -15,6 +15,7 @@ from jaxinfer.batch.responses import error_line, result_line, usage
 from jaxinfer.progress import Stage
 from jaxinfer.sampling.params import SamplingParams, our_names
 from jaxinfer.sampling.seeds import derive_seed
+from jaxinfer.tool_calls import AnswerFormat, ToolOffer
 
 if TYPE_CHECKING:
     from jaxinfer.engine.request import RequestOutput
@@ -33,6 +34,9 @@ class Model(Protocol):
 
     @property
     def tokenizer(self) -> "Tokenizer | None": ...
+
+    @property
+    def answer_format(self) -> AnswerFormat: ...
 
     def fingerprint(self) -> str: ...
 
@@ -109,6 +113,7 @@ class _Pending:
     params: SamplingParams
     outputs: list["RequestOutput | None"]
     num_left: int
+    offer: ToolOffer | None = None
     error: ValueError | None = None
 
 
@@ -202,22 +207,26 @@ class Job:
                 self._fail(row, row.error, stage)
                 continue
             try:
-                params, prompts = self._prompts(row)
+                params, offer, prompts = self._prompts(row)
+                asked = params if offer is None else offer.params(params)
             except ValueError as error:
                 self._fail(row, error, stage)
                 continue
-            self._pending[row.line] = _Pending(row, params, [None] * len(prompts), len(prompts))
+            self._pending[row.line] = _Pending(row, params, [None] * len(prompts), len(prompts), offer)
             for index, prompt in enumerate(prompts):
-                yield (row.line, index), prompt, _with_own_seed(row, params, index)
+                yield (row.line, index), prompt, _with_own_seed(row, asked, index)
 
-    def _prompts(self, row: BatchRow) -> tuple[SamplingParams, Sequence[Prompt]]:
+    def _prompts(self, row: BatchRow) -> tuple[SamplingParams, ToolOffer | None, Sequence[Prompt]]:
         request = row.request
         if request.model is not None and request.model != self.scan.model:
             raise RowError(f"model is {request.model!r:.80}, but the job has {self.scan.model!r:.80}", "model")
         params = self._defaults.params(row)
         if request.messages is None:
-            return params, request.prompts
-        return params, [self._model.chat_prompt(request.messages, tools=request.tools, **request.template_kwargs)]
+            return params, None, request.prompts
+        answers = self._model.answer_format
+        offer = answers.offer(request.tools, request.tool_choice, request.parallel_tool_calls)
+        tools = None if offer is None else offer.shown
+        return params, offer, [self._model.chat_prompt(request.messages, tools=tools, **request.template_kwargs)]
 
     def _take(self, line: int, index: int, result: "RequestOutput | ValueError", stage: Stage) -> None:
         """Takes the result of one prompt; the row is written with its last one."""
@@ -241,6 +250,10 @@ class Job:
                 error = RuntimeError(answer.error or f"the answer ended with {answer.finish_reason!r}")
                 self._fail(pending.row, error, stage, status_code=500)
                 return
+        if pending.offer is not None:
+            from jaxinfer.engine.tool_calls import read_calls
+
+            outputs = [read_calls(output, pending.params, pending.offer) for output in outputs]
         try:
             record = result_line(
                 pending.row,

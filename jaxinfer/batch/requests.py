@@ -10,6 +10,7 @@ from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.option_names import find
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
 from jaxinfer.text import read_token_ids
+from jaxinfer.tool_calls import check_tools
 
 Prompt = str | Sequence[int]
 Form = Literal["chat", "completions", "plain"]
@@ -18,8 +19,9 @@ FORMS_BY_URL: dict[str, Form] = {"/v1/chat/completions": "chat", "/v1/completion
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; chat has no limit
 
 _SAMPLING = tuple(one.name for one in fields(SamplingParams))
-_CHAT = ("messages", "tools", "chat_template_kwargs")
-_CHAT_BODY = (*_CHAT, "max_completion_tokens", "top_logprobs", "tool_choice")
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+_CHAT = ("messages", *_TOOLS, "chat_template_kwargs")
+_CHAT_BODY = (*_CHAT, "max_completion_tokens", "top_logprobs")
 _COMPLETIONS_BODY = ("prompt", "echo", "best_of")
 # What OpenAI and vLLM call `structured`.
 STRUCTURED_NAMES = (
@@ -35,7 +37,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": (),
     "metadata": ({},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "prediction": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
@@ -55,7 +56,8 @@ class BatchRequest:
     Attributes:
       form: the form of the answer. model: the name in the body.
       prompts: texts or token ids; empty if there are `messages`.
-      messages, tools, template_kwargs: for the chat template.
+      messages, template_kwargs: for the chat template.
+      tools, tool_choice, parallel_tool_calls: of OpenAI's chat completions.
       sampling: the fields of `SamplingParams` that the row gives.
       echo: the answer's text starts with the prompt's. return_token_ids: bodies list token ids too.
     """
@@ -64,6 +66,8 @@ class BatchRequest:
     prompts: tuple[Prompt, ...] = ()
     messages: list[Mapping[str, Any]] | None = None
     tools: list[Mapping[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
@@ -77,7 +81,7 @@ def read_chat(body: Mapping[str, Any]) -> BatchRequest:
     return BatchRequest(
         "chat",
         messages=_messages(body),
-        tools=_chosen_tools(body),
+        **_tools(body),
         template_kwargs=_template_kwargs(body),
         sampling={**_sampling(body), **_chat_max_tokens(body), **_chat_logprobs(body)},
         **_common(body),
@@ -106,7 +110,7 @@ def read_plain(record: Mapping[str, Any]) -> BatchRequest:
         return BatchRequest(
             "plain",
             messages=_messages(record),
-            tools=_tools(record),
+            **_tools(record),
             template_kwargs=_template_kwargs(record),
             sampling=_sampling(record),
         )
@@ -196,21 +200,14 @@ def _messages(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return messages
 
 
-def _tools(record: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    tools = record.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise RowError(f"tools must be a list, got {type(tools).__name__}", "tools")
-    return tools
-
-
-def _chosen_tools(body: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
-    """The tools for the chat template: none with "none"; with "auto", calls of tools are left in the text."""
-    tools, choice = _tools(body), body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise RowError(f"tool_choice={choice!r:.60} is not supported: a call cannot be enforced", "tool_choice")
-    if choice == "auto" and not tools:
-        raise RowError("tool_choice needs tools", "tool_choice")
-    return None if choice == "none" else tools
+def _tools(record: Mapping[str, Any]) -> dict[str, Any]:
+    given = {name: record.get(name) for name in _TOOLS}
+    try:
+        check_tools(**given)
+    except ValueError as error:
+        name = next((one for one in _TOOLS[1:] if str(error).startswith(one)), "tools")
+        raise RowError(str(error), name) from None
+    return given
 
 
 def _template_kwargs(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxinfer.engine.request import CompletionOutput, RequestOutput, TokenLogprob
     from jaxinfer.sampling import SamplingParams
     from jaxinfer.text import Tokenizer
+    from jaxinfer.tool_calls import ToolCall
 
 LOWEST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 
@@ -96,7 +97,9 @@ def _plain_line(row: BatchRow, output: "RequestOutput", params: "SamplingParams"
     source = {"prompt": request.prompts[0]} if request.messages is None else {"messages": request.messages}
     answers = []
     for one in output.outputs:
-        answer = {name: value for name, value in vars(one).items() if name not in ("logprobs", "error")}
+        answer = {name: value for name, value in vars(one).items() if name not in ("logprobs", "error", "tool_calls")}
+        if one.tool_calls is not None:
+            answer["tool_calls"] = [vars(call) for call in one.tool_calls]
         if one.logprobs is not None:
             answer["cumulative_logprob"] = _finite(one.cumulative_logprob or 0.0)
             answer["logprobs"] = [token_entry(entry, params.logprobs or 0) for entry in one.logprobs]
@@ -117,14 +120,24 @@ def _chat_choice(answer: "CompletionOutput", params: "SamplingParams", request: 
     if answer.logprobs is not None:
         entries = [token_entry(entry, params.logprobs or 0) for entry in answer.logprobs]
         logprobs = {"content": entries, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.tool_calls:
+        message |= {"content": answer.text or None, "tool_calls": call_entries(answer.tool_calls)}
     choice = {
         "index": answer.index,
-        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "message": message,
         "logprobs": logprobs,
-        "finish_reason": answer.finish_reason,
+        "finish_reason": "tool_calls" if answer.tool_calls and answer.finish_reason == "stop" else answer.finish_reason,
         "stop_reason": answer.stop_reason,
     }
     return {**choice, "token_ids": answer.token_ids} if request.return_token_ids else choice
+
+
+def call_entries(calls: Sequence["ToolCall"]) -> list[dict[str, Any]]:
+    """Calls of tools as in OpenAI's chat API."""
+    return [
+        {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}} for one in calls
+    ]
 
 
 def _completions_choices(

@@ -4,15 +4,7 @@ from dataclasses import replace
 
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.text import Tokenizer
-from jaxinfer.text.reasoning import family_of
-from jaxinfer.tool_calls import AnswerFormat, ToolOffer
-
-
-def make_answer_format(tokenizer: Tokenizer | None, parser: str) -> AnswerFormat:
-    """How a model writes answers, by its chat template and the option `tool_parser`."""
-    template = None if tokenizer is None else tokenizer.chat_template
-    return AnswerFormat(tokenizer, parser, family_of("auto", template))
+from jaxinfer.tool_calls import ToolOffer
 
 
 def read_calls(output: RequestOutput, params: SamplingParams, offer: ToolOffer | None) -> RequestOutput:

@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.batch.responses import prompt_entries, token_entry
+from jaxinfer.batch.responses import call_entries, prompt_entries, token_entry
 from jaxinfer.engine.request import CompletionOutput, StreamDelta, TokenLogprob
 from jaxinfer.server.answering import answer_headers, begin, respond, stream_error, usage_of, wants_usage
 from jaxinfer.server.chunks import DONE, ChatChunks
@@ -71,10 +71,7 @@ def _choice(answer: CompletionOutput, body: ChatRequest, generation: Generation)
     if whole.reasoning:
         message["reasoning_content"] = whole.reasoning
     if whole.calls:
-        message["tool_calls"] = [
-            {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
-            for one in whole.calls
-        ]
+        message["tool_calls"] = call_entries(whole.calls)
     logprobs = _logprobs(answer.logprobs, generation)
     choice: dict[str, Any] = {
         "index": answer.index,

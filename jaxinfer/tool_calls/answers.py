@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.sampling import SamplingParams
@@ -19,6 +19,7 @@ from jaxinfer.text.reasoning import (
     Family,
     Kind,
     Remover,
+    family_of,
     hidden_tokens,
     make_splitter,
     starts_inside,
@@ -47,15 +48,19 @@ class AnswerFormat:
     Args:
       tokenizer: None for a model of token ids, which can have no tools.
       parser: the form of its calls, one of `TOOL_FORMS`; "auto" for that of its chat template, "none" where calls are
-        to be left in the text. reasoning: the family of its reasoning, if it has one.
+        to be left in the text. reasoning: the family of its reasoning, None where it has none; "auto" for that of its
+        chat template.
 
     Raises:
       ValueError: an unknown `parser`.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, parser: str = "auto", reasoning: Family | None = None):
+    def __init__(
+        self, tokenizer: Tokenizer | None, parser: str = "auto", reasoning: Family | Literal["auto"] | None = "auto"
+    ):
         template = None if tokenizer is None else tokenizer.chat_template
-        self.tokenizer, self.parser, self.reasoning = tokenizer, parser, reasoning
+        self.tokenizer, self.parser = tokenizer, parser
+        self.reasoning = family_of("auto", template) if reasoning == "auto" else reasoning
         self.form = None if parser == "none" else form_of(template or "") if parser == "auto" else tool_form(parser)
 
     @cached_property

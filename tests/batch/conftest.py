@@ -13,6 +13,7 @@ from jaxinfer.batch import BatchSummary, open_job
 from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import sample_seed
+from jaxinfer.tool_calls import AnswerFormat
 
 MAX_MODEL_LEN = 64
 
@@ -21,6 +22,7 @@ class FakeLLM:
     """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come."""
 
     tokenizer = None
+    answer_format = AnswerFormat(None)
 
     def __init__(self, *, seed: int = 0, order: int = 0, weights: str = "a", num_slots: int = 8, **defaults: Any):
         self.name, self.seed, self.weights = "fake", seed, weights

@@ -48,10 +48,10 @@ def test_chat_has_names_of_its_own():
     assert read_chat({"messages": MESSAGES, "logprobs": False}).sampling == {"logprobs": None}
 
 
-def test_tools_are_rendered_unless_none_is_chosen():
-    assert read_chat({"messages": MESSAGES, "tools": TOOLS}).tools == TOOLS
-    assert read_chat({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "auto"}).tools == TOOLS
-    assert read_chat({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).tools is None
+def test_tools_are_checked_before_the_model_is_loaded():
+    read = read_chat({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False})
+    assert (read.tools, read.tool_choice, read.parallel_tool_calls) == (TOOLS, "required", False)
+    assert read_plain({"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).tool_choice == "none"
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,10 @@ def test_tools_are_rendered_unless_none_is_chosen():
     [
         (read_chat, {"stream": True}, "stream", "a batch does not stream"),
         (read_chat, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
-        (read_chat, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice", "cannot be enforced"),
-        (read_chat, {"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        (read_chat, {"tool_choice": "required"}, "tool_choice", "needs tools"),
+        (read_chat, {"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none'"),
+        (read_chat, {"tools": [*TOOLS, *TOOLS]}, "tools", "two tools"),
+        (read_chat, {"tools": TOOLS, "parallel_tool_calls": 2}, "parallel_tool_calls", "true or false"),
         (read_chat, {"functions": []}, "functions", "not supported"),
         (read_chat, {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
         (read_chat, {"logprobs": 3}, "logprobs", "true or false"),

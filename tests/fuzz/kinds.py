@@ -455,7 +455,7 @@ class _Answers:
         self.llm = LLM(folder, max_seqs=2)
         self.name, self.seed, self.default_params = "tiny", 0, self.llm.default_params
         self.tokenizer, self.chat_prompt = self.llm.tokenizer, self.llm.chat_prompt
-        self.fingerprint = self.llm.fingerprint
+        self.fingerprint, self.answer_format = self.llm.fingerprint, self.llm.answer_format
 
     def generate_each(self, requests: Any, *, max_queued: int | None = None) -> Iterator[tuple[Any, Any]]:
         from jaxinfer.engine.request import CompletionOutput, Logprob, RequestOutput

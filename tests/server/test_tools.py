@@ -38,7 +38,7 @@ BODIES = {
 }
 CALLS = [("read", {"path": "b/c", "lines": 2}), ("stop", {})]
 TEXT = "I look.\n" + "\n".join(
-    f'<tool_call>\n{json.dumps({"name": name, "arguments": arguments})}\n</tool_call>' for name, arguments in CALLS
+    f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>" for name, arguments in CALLS
 )
 
 
