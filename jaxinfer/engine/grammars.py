@@ -174,9 +174,11 @@ class Grammars:
         made = [token for token in tokens if token >= 0]
         kept = made[: self._num_kept(answer, made)]
         answer.rejected = made[len(kept) :]
-        if kept or not made:
-            return [*kept, *(tokens[len(made) :] if len(kept) == len(made) else ())], answer.matcher.error
-        return [], answer.matcher.error or f"its grammar refuses token {made[0]}, which its mask allowed"
+        if (error := answer.matcher.error) is not None:
+            return kept, error
+        if made and not kept:
+            return [], f"it refuses token {made[0]}, which its mask allowed"
+        return [*kept, *(tokens[len(made) :] if len(kept) == len(made) else ())], None
 
     def _num_kept(self, answer: AnswerGrammar, made: Sequence[int]) -> int:
         if answer.gate is None:
