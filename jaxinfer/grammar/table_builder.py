@@ -26,7 +26,7 @@ class TableLimits:
       max_states: Q, with the last one. max_classes: C. max_masks: M. max_bytes: of all arrays.
     """
 
-    max_states: int = 4097
+    max_states: int = 8193
     max_classes: int = 32767
     max_masks: int = 4096
     max_bytes: int = 256 * 2**20
