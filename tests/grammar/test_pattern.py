@@ -82,6 +82,85 @@ def test_the_same_texts_match_as_in_llguidance():
             assert accepts(written, text) == expected, (pattern, text)
 
 
+PIECES = (
+    *(
+        "a",
+        "b",
+        "é",
+        "-",
+        "]",
+        "[",
+        "[^",
+        "(",
+        "(?:",
+        "(?i)",
+        "(?s:",
+        ")",
+        "|",
+        "*",
+        "+",
+        "?",
+        "{2}",
+        "{1,}",
+        "{,3}",
+        "{",
+        "}",
+    ),
+    *(
+        ".",
+        "^",
+        "$",
+        "\\d",
+        "\\w",
+        "\\s",
+        "\\S",
+        "\\-",
+        "\\]",
+        "\\x61",
+        "\\b",
+        "&&",
+        "--",
+        "~~",
+        ":alpha:]",
+        "a-c",
+        "\\p{Lu}",
+        "\\",
+    ),
+)
+
+
+def check_random_pattern(seed: int) -> str:
+    """Compares with llguidance; returns what became of it."""
+    rng = random.Random(seed)
+    pattern = "".join(rng.choices(PIECES, k=rng.randint(1, 9)))
+    try:
+        automaton = build_automaton(parse_pattern(pattern))
+    except UnsupportedPattern:
+        return "unsupported"
+    except ValueError as error:
+        if "no text matches" in str(error) or "backslash ends" in str(error):
+            return "empty"
+        with pytest.raises(ValueError, match="regex"):
+            matcher(pattern)
+        return "refused"
+    for _ in range(12):
+        text = "".join(rng.choices("abcéA-]k \n1", k=rng.randint(0, 4)))
+        assert automaton.accepts(text.encode()) == accepts(pattern, text), (pattern, text)
+    return "compared"
+
+
+def test_random_patterns_mean_what_they_mean_in_llguidance():
+    found = [check_random_pattern(seed) for seed in range(100)]
+    assert found.count("compared") > 20
+    assert found.count("refused") > 20
+
+
+@pytest.mark.slow
+def test_more_random_patterns_mean_what_they_mean_in_llguidance():
+    for seed in range(100, 4_000):
+        check_random_pattern(seed)
+
+
 UNSUPPORTED = (
     ("ab(?=c)", 2),
     ("a(?<!b)", 1),

@@ -1,11 +1,11 @@
 """Vocabularies: the bytes of tokens are what the tokenizer decodes, and what llguidance reads."""
 
-import llguidance
 import pytest
 from tokenizers import AddedToken, decoders
 
 from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
 from jaxinfer.text import Tokenizer
+from tests.grammar.llguidance_oracle import llguidance
 from tests.text import conftest as toy
 
 # Tokenizers that llguidance cannot read, or reads otherwise than they decode.
