@@ -15,7 +15,8 @@ from jaxinfer.grammar.utf8 import unique_rows
 from jaxinfer.grammar.vocabulary import Vocabulary
 
 _MAX_CELLS = 2**24  # of one array at a time
-_MAX_FUNCTION_BYTES = 2**28
+_MAX_MAP_BYTES = 2**28
+_MAX_STEPS = 2**30  # states times distinct beginnings of tokens: seconds
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class TableLimits:
       max_states: Q, with the last one. max_classes: C. max_masks: M. max_bytes: of all arrays.
     """
 
-    max_states: int = 4097
+    max_states: int = 8193
     max_classes: int = 32767
     max_masks: int = 4096
     max_bytes: int = 256 * 2**20
@@ -88,6 +89,7 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
     # Wherever a token ends in a refused byte in every state it is refused: map 0 stays 0.
     map_of = np.array([1])  # of the nodes of a level
     classes = np.zeros(len(vocabulary), np.int32)
+    num_steps = 0
     for level in vocabulary.trie:
         keys = map_of[level.parents] * num_bytes + byte_class[level.bytes]
         keys[map_of[level.parents] == 0] = 0
@@ -102,8 +104,9 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
                 if number == len(maps):
                     maps.append(row)
                 found[low + index] = number
-            if len(maps) * num_states * 8 > _MAX_FUNCTION_BYTES:
-                raise TooLargeError(f"tokens lead from {num_states} states in more than {len(maps)} ways")
+            num_steps += rows.size
+            if len(maps) * num_states * 8 > _MAX_MAP_BYTES or num_steps > _MAX_STEPS:
+                raise TooLargeError(f"tokens lead from {num_states} states in {len(maps)} ways and more")
         map_of = found[pair_of]
         classes[level.tokens] = map_of[level.ends]
     used, classes = np.unique(np.concatenate([[0], classes]), return_inverse=True)
