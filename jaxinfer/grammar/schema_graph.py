@@ -132,13 +132,13 @@ class Graph:
             self._same_value[id(node)], self._parts[id(node)] = same, parts
 
     def check_circles(self) -> None:
-        """Raises ValueError for `$ref`s that lead back to themselves for the same value, or that no finite value ends."""
+        """Raises ValueError for `$ref`s that lead back to themselves for the same value, or that no value ends."""
         self._values_first()
         unended = self._unended()
         if unended is not None:
             raise ValueError(
-                f"{pointer_of(self._links[id(unended)])}: no finite value matches, as what it requires leads back to it "
-                "by `$ref`"
+                f"{pointer_of(self._links[id(unended)])}: no finite value matches, as what it requires leads back to "
+                "it by `$ref`"
             )
 
     def check_alternatives(self, most: int) -> None:
@@ -182,7 +182,7 @@ class Graph:
                     order.append(node)
                 elif id(child) in active:
                     raise ValueError(
-                        f"{pointer_of(self._links[id(child)])}: a circle of `$ref`s that reaches no property and no item"
+                        f"{pointer_of(self._links[id(child)])}: a circle of `$ref`s that reaches no property or item"
                     )
                 elif id(child) not in done:
                     active.add(id(child))
@@ -230,7 +230,8 @@ class Graph:
             least = node.get("minItems", 0)
             num_prefix = len(node.get("prefixItems", ()))
             for keyword, key, child in self._parts[id(node)]:
-                if (keyword == "prefixItems" and isinstance(key, int) and key < least) or (keyword == "items" and key is None and num_prefix < least):
+                is_needed_prefix = keyword == "prefixItems" and isinstance(key, int) and key < least
+                if is_needed_prefix or (keyword == "items" and key is None and num_prefix < least):
                     yield [child]
 
 
