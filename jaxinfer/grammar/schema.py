@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxinfer.grammar.schema_graph import Graph, pointer_of
+from jaxinfer.grammar.schema_limits import check_graph
 
 # The largest of 11,305 schemas of JSONSchemaBench that llguidance accepts has 938,058 bytes, 26 levels, 28,520 values,
 # an enum of 5,383, objects of 587 properties and a pattern of 5,153 characters.
@@ -21,8 +22,6 @@ MAX_PATTERN_LENGTH = 8_192
 MAX_PATTERNS_LENGTH = 65_536  # of all patterns together: 1.5 s per million characters
 MAX_COUNT = 2**31 - 1
 MAX_NUMBER_DIGITS = 400  # a float's largest value has 309
-# Ways to choose one branch of every anyOf and oneOf of one place; under allOf they multiply.
-MAX_ALTERNATIVES = 1_024
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -64,8 +63,7 @@ def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
             f"the patterns of the JSON schema have {patterns_length} characters; at most {MAX_PATTERNS_LENGTH} are "
             "accepted"
         )
-    graph.check_circles()
-    graph.check_alternatives(MAX_ALTERNATIVES)
+    check_graph(graph)
     return checked
 
 
