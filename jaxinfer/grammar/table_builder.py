@@ -39,11 +39,12 @@ def build_table(
 ) -> TokenTable:
     """The table of a language over a vocabulary, with one spelling of forced texts.
 
-    A state has a row if tokens lead to it and on to an end, so no row is without an allowed token.
+    A state has a row if tokens lead to it, and from each row they lead to an end.
 
     Raises:
       TooLargeError: names the limit.
-      ValueError: the vocabulary has no end-of-sequence id, or its tokens can write no text of the language.
+      ValueError: the vocabulary has no end-of-sequence id, or its tokens can begin a text of the language that they
+        cannot end.
     """
     limits = limits or TableLimits()
     if not vocabulary.eos_token_ids:
@@ -51,7 +52,7 @@ def build_table(
     classes, successors = _token_classes(automaton, vocabulary, limits)
     forced = _forced_texts(automaton)
     classes, successors = _with_spelling(classes, successors, forced, spelling)
-    kept = _useful_states(successors, automaton.is_accepting)
+    kept = _reached_states(successors, automaton.is_accepting)
     if len(kept) + 1 > limits.max_states:
         raise TooLargeError(f"the table has {len(kept) + 1} states; at most {limits.max_states} are allowed")
     number = np.full(automaton.num_states + 1, -1, np.int32)
@@ -120,12 +121,13 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
     return classes[1:].astype(np.int32), np.stack([maps[index] for index in used], axis=1)
 
 
-def _useful_states(successors: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
-    """The states to which tokens lead from state 0, and from which they lead to an end; state 0 first."""
-    is_useful = useful_states(successors, is_accepting)
-    if not is_useful[0]:
-        raise ValueError("the tokens of the vocabulary can write no text of the language")
-    return breadth_first(np.where(is_useful[successors], successors, -1), 0)
+def _reached_states(successors: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
+    """The states to which tokens lead from state 0, which is the first."""
+    reached = breadth_first(successors, 0)
+    if not useful_states(successors, is_accepting)[reached].all():
+        # Without the token that leads there its mask would not be llguidance's.
+        raise ValueError("the tokens of the vocabulary cannot end every text of the language that they can begin")
+    return reached
 
 
 def _with_end(

@@ -151,7 +151,7 @@ def check_random_pattern(seed: int) -> str:
 
 def test_random_patterns_mean_what_they_mean_in_llguidance():
     found = [check_random_pattern(seed) for seed in range(100)]
-    assert found.count("compared") > 20
+    assert found.count("compared") > 10
     assert found.count("refused") > 20
 
 
