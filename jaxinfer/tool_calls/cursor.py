@@ -87,8 +87,10 @@ class Cursor:
         parts: list[str] = []
         num_chars = 0
         while True:
-            found = [index for end in ends if (index := self.text.find(end, self.at)) >= 0]
             rest = max(map(len, ends)) - 1
+            # With a limit no more is searched than may be taken: a text may have many places where a reader starts.
+            search_end = len(self.text) if limit is None else self.at + limit - num_chars + rest + 1
+            found = [index for end in ends if (index := self.text.find(end, self.at, search_end)) >= 0]
             stop = min(found) if found else max(self.at, len(self.text) - rest)
             if limit is not None and num_chars + stop - self.at > limit:
                 return None
