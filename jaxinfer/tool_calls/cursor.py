@@ -47,6 +47,14 @@ class Cursor:
         self._taken.clear()
         return taken
 
+    def mark(self) -> int:
+        """A place to which `since` refers, until the taken text is forgotten."""
+        return len(self._taken)
+
+    def since(self, mark: int) -> str:
+        """The text taken since a place."""
+        return "".join(self._taken[mark:])
+
     def peek(self) -> Reader[str]:
         """The next character, not taken; "" at the end."""
         while self.at >= len(self.text):

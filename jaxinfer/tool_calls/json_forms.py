@@ -59,7 +59,11 @@ class JsonForm(ToolForm):
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         head = lark.tag(f'{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
-        return f"{head} {lark.json(arguments_schema(tool))} {lark.tag('}' + ('' if self.last else self.closing))}"
+        tail = f"{self._write_id()} {lark.tag('}' + ('' if self.last else self.closing))}"
+        return f"{head} {lark.json(arguments_schema(tool))} {tail}"
+
+    def _write_id(self) -> str:
+        return ""
 
 
 def _add_object(calls: CallSink, found: JsonText) -> bool:
@@ -202,5 +206,16 @@ class MistralForm(ToolForm):
         return " ".join(filter(None, parts))
 
 
-_MISTRAL_LIST = JsonForm("mistral", "", openings=("[TOOL_CALLS]",), first="[TOOL_CALLS][", last="]", between=", ")
+@dataclass(frozen=True)
+class _MistralListForm(JsonForm):
+    """A list whose objects may have an id."""
+
+    def _write_id(self) -> str:
+        head = quote(', "id": "')
+        return f"({head} /[A-Za-z0-9]{{9}}/ {quote(chr(34))})?"
+
+
+_MISTRAL_LIST = _MistralListForm(
+    "mistral", "", openings=("[TOOL_CALLS]",), first="[TOOL_CALLS][", last="]", between=", "
+)
 LLAMA_OBJECTS = JsonForm("llama3_json", "", arguments_key="parameters", separators=";,")

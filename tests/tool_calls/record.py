@@ -221,7 +221,7 @@ def _gemma(value: object) -> str:
     if isinstance(value, str):
         return f"<escape>{value}<escape>"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in sorted(value.items())) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_gemma, value)) + "]"
     return json.dumps(value)
