@@ -12,8 +12,12 @@ _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
+MAX_RULES = 10_000
+MAX_CHARS = 2_000_000
+
+
 class Lark:
-    """Rules of a grammar.
+    """Rules of a grammar, which has at most `MAX_RULES` with `MAX_CHARS` characters.
 
     Args:
       special_tokens: ids of the tokenizer's special tokens; they are tokens in the grammar, all else is text.
@@ -22,10 +26,20 @@ class Lark:
     def __init__(self, special_tokens: Mapping[str, int]):
         self._special = dict(special_tokens)
         self._rules: dict[str, str] = {}
+        self._num_chars = 0
 
     def rule(self, name: str, right: str) -> str:
-        """Adds a rule (a terminal if the name is in capitals); returns its name."""
+        """Adds a rule (a terminal if the name is in capitals); returns its name.
+
+        Raises:
+          ValueError: the grammar becomes too large: a schema refers to itself, or to large definitions very often.
+        """
         self._rules[name] = right
+        self._num_chars += len(name) + len(right)
+        if len(self._rules) > MAX_RULES or self._num_chars > MAX_CHARS:
+            raise ValueError(
+                f"the grammar of the tools' parameters has more than {MAX_RULES:,} rules or {MAX_CHARS:,} characters"
+            )
         return name.partition("[")[0]
 
     def text(self) -> str:

@@ -25,12 +25,12 @@ _TYPES = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _MAX_LEVELS = 8
 _STRING_LIMITS = ("minLength", "maxLength", "pattern")
 _NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ANNOTATIONS = ("title", "description", "default", "examples", "format", "$defs", "definitions")
 # What the grammar of Gemma's form keeps of a schema, and what says nothing about values.
 _KNOWN = frozenset(
     (
-        *("type", "enum", "const", "anyOf", "oneOf", "$defs", "definitions", *_STRING_LIMITS, *_NUMBER_LIMITS),
+        *("type", "enum", "const", "anyOf", "oneOf", *_STRING_LIMITS, *_NUMBER_LIMITS, *_ANNOTATIONS),
         *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
-        *("title", "description", "default", "examples", "format"),
     )
 )
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -195,6 +195,7 @@ class GemmaForm(ToolForm):
             return lark.rule(name, " | ".join(self._fixed(lark, one) for one in fixed))
         branches = schema.get("anyOf", schema.get("oneOf"))
         if isinstance(branches, list):
+            self._check_branches(schema, root, where)
             parts = [
                 self._write_value(lark, f"{name}_{number}", one, root, f"{where}.anyOf[{number}]", depth + 1)
                 for number, one in enumerate(branches)
@@ -203,6 +204,15 @@ class GemmaForm(ToolForm):
         types = types_of(schema, root) or _TYPES
         written = [self._write_type(lark, f"{name}_{kind}", kind, schema, root, where, depth) for kind in sorted(types)]
         return lark.rule(name, " | ".join(written))
+
+    def _check_branches(self, schema: Mapping[str, Any], root: Mapping[str, Any], where: str) -> None:
+        """Refuses alternatives of which a value may match several or has to match more than one of them."""
+        limits = [key for key in schema if key not in ("anyOf", "oneOf", *_ANNOTATIONS)]
+        types = [types_of(one, root) for one in schema.get("oneOf", []) if isinstance(one, Mapping)]
+        if limits or ("oneOf" in schema and len(frozenset().union(*types)) < sum(len(one) or 1 for one in types)):
+            raise ValueError(
+                f"{where}: these alternatives cannot be enforced in the form in which this model writes calls"
+            )
 
     def _write_type(
         self,

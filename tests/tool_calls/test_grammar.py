@@ -9,7 +9,6 @@ from typing import Any
 
 import jsonschema
 import numpy as np
-
 import pytest
 
 from jaxinfer.tool_calls import TOOL_FORMS, Tool, tool_form
