@@ -24,8 +24,8 @@ class ToolForm:
       openings: texts that may begin a call. line_openings: characters that may do so at the start of a line.
       special_texts: tags that are special tokens in the published tokenizers, and so have to be kept in the text.
       template_texts: a chat template that contains all of them writes calls in this form.
-      is_before_reasoning: calls are read from the whole text of the answer, and what is left is split into reasoning and
-        content; with other forms the content alone may have calls.
+      is_before_reasoning: calls are read from the whole text of the answer, and what is left is split into reasoning
+        and content; with other forms the content alone may have calls.
       first, last: texts around all calls of an answer, in a grammar. between: text between two calls.
       is_first_repeated: `first` stands before every call. optional_end: a special token that may end the calls.
     """

@@ -48,7 +48,7 @@ class HarmonyForm(ToolForm):
         is_parallel: bool = True,
         special_tokens: Mapping[str, int] | None = None,
     ) -> str:
-        """As `ToolForm.grammar`; reasoning and text before a call are allowed in both modes, and an answer has at most one
+        """As `ToolForm.grammar`; reasoning and text before a call are allowed in both modes. An answer has at most one
         call, which ends it: `<|call|>` is an end of sequence for this family."""
         missing = [one for one in self.special_texts if one not in (special_tokens or {})]
         if missing:

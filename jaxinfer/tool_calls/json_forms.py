@@ -165,8 +165,8 @@ class KimiForm(NamedForm):
 
 @dataclass(frozen=True)
 class MistralForm(ToolForm):
-    """`[TOOL_CALLS]` before a list of objects (to 2025), or before each call: `name[ARGS]{...}`, with `[CALL_ID]` and an
-    id behind the name in some versions. Ids have nine letters and digits."""
+    """`[TOOL_CALLS]` before a list of objects (to 2025), or before each call: `name[ARGS]{...}`, with `[CALL_ID]` and
+    an id behind the name in some versions. Ids have nine letters and digits."""
 
     def call_id(self, seed: str, index: int, name: str) -> str:
         return digest_text(seed, index, 9)

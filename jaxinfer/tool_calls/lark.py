@@ -13,7 +13,7 @@ _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 MAX_RULES = 10_000
-MAX_CHARS = 2_000_000
+MAX_CHARS = 3_000_000
 
 
 class Lark:
@@ -35,11 +35,7 @@ class Lark:
           ValueError: the grammar becomes too large: a schema refers to itself, or to large definitions very often.
         """
         self._rules[name] = right
-        self._num_chars += len(name) + len(right)
-        if len(self._rules) > MAX_RULES or self._num_chars > MAX_CHARS:
-            raise ValueError(
-                f"the grammar of the tools' parameters has more than {MAX_RULES:,} rules or {MAX_CHARS:,} characters"
-            )
+        self._count(len(name) + len(right))
         return name.partition("[")[0]
 
     def text(self) -> str:
@@ -58,8 +54,17 @@ class Lark:
         return text in self._special
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value that matches a schema."""
-        return f"%json {json.dumps({**schema, **_JSON_OPTIONS}, ensure_ascii=False)}"
+        """A JSON value that matches a schema. Raises as `rule`."""
+        text = f"%json {json.dumps({**schema, **_JSON_OPTIONS}, ensure_ascii=False)}"
+        self._count(len(text))
+        return text
+
+    def _count(self, num_chars: int) -> None:
+        self._num_chars += num_chars
+        if len(self._rules) > MAX_RULES or self._num_chars > MAX_CHARS:
+            raise ValueError(
+                f"the grammar of the tools' parameters has more than {MAX_RULES:,} rules or {MAX_CHARS:,} characters"
+            )
 
     def free_text(self, name: str, forbidden: Iterable[str], line_openings: str = "") -> str:
         """A terminal: any text without the forbidden ones, and without these characters at the start of a line."""

@@ -86,7 +86,8 @@ class PythonicForm(ToolForm):
 
 @dataclass(frozen=True)
 class GemmaForm(ToolForm):
-    """`call:name{key:value,...}` between tags. Strings stand between two `string_mark`s, as they are; keys have no quotes.
+    """`call:name{key:value,...}` between tags. Strings stand as they are between two `string_mark`s; keys have no
+    quotes.
 
     Attributes:
       closing: behind a call.
@@ -187,7 +188,7 @@ class GemmaForm(ToolForm):
         unknown = next((key for key in schema if key not in _KNOWN), None)
         if unknown is not None or depth > _MAX_LEVELS:
             what = f"more than {_MAX_LEVELS} levels" if unknown is None else repr(unknown)
-            raise ValueError(f"{where}: {what} cannot be enforced in the form in which this model writes calls")
+            raise ValueError(f"{where}: {what} cannot be enforced in this form")
         fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if fixed is not None:
             if not all(one is None or isinstance(one, (str, int, float)) for one in fixed):
@@ -210,9 +211,7 @@ class GemmaForm(ToolForm):
         limits = [key for key in schema if key not in ("anyOf", "oneOf", *_ANNOTATIONS)]
         types = [types_of(one, root) for one in schema.get("oneOf", []) if isinstance(one, Mapping)]
         if limits or ("oneOf" in schema and len(frozenset().union(*types)) < sum(len(one) or 1 for one in types)):
-            raise ValueError(
-                f"{where}: these alternatives cannot be enforced in the form in which this model writes calls"
-            )
+            raise ValueError(f"{where}: these alternatives cannot be enforced in this form")
 
     def _write_type(
         self,

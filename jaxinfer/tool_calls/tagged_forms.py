@@ -24,8 +24,8 @@ _SCALARS = {"string", "integer", "number", "boolean", "null"}
 
 @dataclass(frozen=True)
 class QwenCoderForm(ToolForm):
-    """`<function=name>`, then `<parameter=key>`, the value and `</parameter>` for each argument, then `</function>`. The
-    tags around a call, `begin` and `end`, are left out by some models.
+    """`<function=name>`, then `<parameter=key>`, the value and `</parameter>` for each argument, then `</function>`.
+    Some models leave out the tags around a call, `begin` and `end`.
 
     Attributes:
       line_break: before and behind each value.

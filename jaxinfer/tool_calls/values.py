@@ -122,7 +122,7 @@ def properties_for_grammar(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]
     where = f"the parameters of tool {tool.name!r}"
     found = next((key for key in _WHOLE_OBJECT if key in tool.parameters), None)
     if found is not None:
-        raise ValueError(f"{where}: {found!r} cannot be enforced in the form in which this model writes calls")
+        raise ValueError(f"{where}: {found!r} cannot be enforced in this form")
     properties = tool.parameters.get("properties") or {}
     required = tool.parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):

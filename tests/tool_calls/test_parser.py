@@ -8,6 +8,15 @@ import pytest
 from jaxinfer.tool_calls import TOOL_FORMS, Content, Tool, ToolCallDelta, collect, form_of, tool_form
 
 NAMES = sorted(TOOL_FORMS)
+
+
+def some(names: list[str]) -> pytest.MarkDecorator:
+    """Tests one family of each kind of form, and with --slow all."""
+    quick = {"hermes", "openai", "kimi_k2", "qwen3_coder", "pythonic", "gemma4"}
+    marked = [one if one in quick else pytest.param(one, marks=pytest.mark.slow) for one in names]
+    return pytest.mark.parametrize("name", marked)
+
+
 WEATHER = Tool(
     "get_weather",
     {
@@ -46,7 +55,7 @@ def pieces(name: str, text: str, size: int) -> list[Content | ToolCallDelta]:
         (" \n ", " \n ", 0),
         (CALL.replace("get_weather", "rm"), CALL.replace("get_weather", "rm"), 0),
         (CALL[:-20], CALL[:-20], 0),  # within the arguments
-        (CALL[:-3], "</tool_c", 1),  # the call is complete
+        (CALL[:-3], "</tool_ca", 1),  # the call is complete
         (CALL.replace("}}", "},}"), CALL.replace("}}", "},}"), 0),
         (CALL.replace('{"city"', "{city"), CALL.replace('{"city"', "{city"), 0),
         ("a <tool_cal b", "a <tool_cal b", 0),
@@ -151,24 +160,29 @@ def test_other_headers_of_harmony_are_left_for_the_reasoning():
     assert form.parse(browser, TOOLS) == (browser, [])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_hostile_texts_take_linear_time(name):
+def check_time(name: str, num_chars: int, limit: float) -> None:
     form = tool_form(name)
     heads = [*form.openings, *(f"\n{char}" for char in form.line_openings)]
-    units = [
-        *heads,
-        *(f'{head}{{"name": "now", "arguments": {{"x": "' for head in heads),
-        f"{heads[0]}now{{" + "[" * 200,
-    ]
-    for unit in units:
+    for unit in [*heads, f'{heads[0]}{{"name": "now", "arguments": {{"x": "', f"{heads[0]}now{{" + "[" * 200]:
         start = time.process_time()
-        text = (unit * (20_000 // len(unit)))[:20_000]
+        text = (unit * (num_chars // len(unit) + 1))[:num_chars]
         assert collect(pieces(name, text, 3)) == (text, [])
         assert collect(pieces(name, text, len(text))) == (text, [])
-        assert time.process_time() - start < 3  # 0.2 s each; quadratic time would be minutes
+        assert time.process_time() - start < limit
 
 
+@some(NAMES)
+def test_hostile_texts_take_linear_time(name):
+    check_time(name, 4_000, 1)  # 0.03 s
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
+def test_long_hostile_texts_take_linear_time(name):
+    check_time(name, 60_000, 8)  # 0.5 s; quadratic time would be many minutes
+
+
+@some(NAMES)
 def test_deep_nesting_is_no_call(name):
     depth = 100_000
     for text in (f"{{{chr(34)}a{chr(34)}:" * depth, "[" * depth + "]" * depth):
