@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.tools import Tool
-
-if TYPE_CHECKING:
-    from jaxinfer.tool_calls.form import ToolForm
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,26 @@ class ToolCall:
     arguments: str
 
 
+class CallReader(Protocol):
+    """What the parser uses of a form; `ToolForm` describes it."""
+
+    @property
+    def openings(self) -> tuple[str, ...]: ...
+
+    @property
+    def line_openings(self) -> str: ...
+
+    def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]: ...
+
+    def call_id(self, seed: str, index: int, name: str) -> str: ...
+
+    def accepts_id(self, call_id: str) -> bool: ...
+
+
 class CallSink:
     """Takes the calls that a form's reader finds."""
 
-    def __init__(self, form: ToolForm, tools: Sequence[Tool], seed: str, cursor: Cursor):
+    def __init__(self, form: CallReader, tools: Sequence[Tool], seed: str, cursor: Cursor):
         self.tools = {tool.name: tool for tool in tools}
         self.deltas: list[ToolCallDelta] = []
         self._form, self._seed, self._cursor = form, seed, cursor
@@ -79,7 +92,7 @@ class ToolCallParser:
     its length.
     """
 
-    def __init__(self, form: ToolForm, tools: Sequence[Tool], seed: str = ""):
+    def __init__(self, form: CallReader, tools: Sequence[Tool], seed: str = ""):
         self._form = form
         self._cursor = Cursor()
         self._sink = CallSink(form, tools, seed, self._cursor)
@@ -172,7 +185,7 @@ class ToolCallParser:
         self._is_after_call, self._has_content = False, True
 
 
-def parse(form: ToolForm, text: str, tools: Sequence[Tool], seed: str = "") -> tuple[str, list[ToolCall]]:
+def parse(form: CallReader, text: str, tools: Sequence[Tool], seed: str = "") -> tuple[str, list[ToolCall]]:
     """Content and calls of a whole answer."""
     return collect(ToolCallParser(form, tools, seed).feed(text, is_end=True))
 
