@@ -39,8 +39,9 @@ class Lark:
         return name.partition("[")[0]
 
     def text(self) -> str:
-        """The grammar."""
-        return "".join(f"{name}: {right}\n" for name, right in self._rules.items())
+        """The grammar. Forced text is left to the engine: llguidance would allow one spelling of it alone."""
+        options = '%llguidance {"no_forcing": true}\n'
+        return options + "".join(f"{name}: {right}\n" for name, right in self._rules.items())
 
     def tag(self, text: str) -> str:
         """A fixed text, with its special tokens as tokens."""
