@@ -111,7 +111,9 @@ class ToolForm:
             text = lark.free_text("TEXT", forbidden, self.line_openings) + " | " if mode == "auto" else ""
             lark.rule("start", text + calls)
         elif mode == "required":
-            lark.rule("start", f"{first} calls")
+            # Templates write a line break behind the reasoning, or before the first call.
+            space = r"/\n{1,2}/? " if self.between == "\n" else ""
+            lark.rule("start", f"{space}{first} calls")
         elif lark.is_special(opening):
             text = lark.free_text("TEXT", forbidden, self.line_openings)
             lark.rule("start", f"{text} ({first} calls)?")

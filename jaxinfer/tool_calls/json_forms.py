@@ -16,6 +16,7 @@ from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_CALL_KEYS = frozenset(("name", "arguments", "parameters", "id", "type"))
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 _NUMBER = re.compile(r"[0-9]*")
 
@@ -42,9 +43,11 @@ class JsonForm(ToolForm):
         yield from cursor.spaces()
         is_list = bool((yield from cursor.literal("[")))
         separators = ",;" if is_list else self.separators
+        # An answer in JSON is not to wait for its end: without a tag, the first other key tells that it is no call.
+        keys = None if opening else _CALL_KEYS
         while True:
             yield from cursor.spaces()
-            found = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
+            found = (yield from read_json(cursor, keys)) if (yield from cursor.peek()) == "{" else None
             if found is None or not _add_object(calls, found):
                 return
             yield from cursor.spaces()

@@ -274,5 +274,8 @@ class GemmaForm(ToolForm):
         return "any_object"
 
     def _fixed(self, lark: Lark, value: Any) -> str:
-        mark = self.string_mark
-        return lark.tag(f"{mark}{value}{mark}" if isinstance(value, str) else json.dumps(value))
+        if not isinstance(value, str):
+            return quote(json.dumps(value))
+        if self.string_mark in value:
+            raise ValueError(f"a value of an enum has the text {self.string_mark}, which ends a string in this form")
+        return " ".join(filter(None, [lark.tag(self.string_mark), value and quote(value), lark.tag(self.string_mark)]))

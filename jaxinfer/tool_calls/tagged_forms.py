@@ -120,7 +120,7 @@ class GlmForm(ToolForm):
                 f"{tool.name}.{key}",
                 lark.is_special("</arg_value>"),
             )
-            head = lark.tag(f"<arg_key>{key}</arg_key>{self.line_break}<arg_value>")
+            head = f"{lark.tag('<arg_key>')} {quote(key)} {lark.tag(f'</arg_key>{self.line_break}<arg_value>')}"
             close = lark.tag("</arg_value>") if lark.is_special("</arg_value>") else ""
             items.append((" ".join(filter(None, [head, value, close, lark.tag(self.line_break)])), is_required))
         arguments = lark.sequence(f"arguments_{index}", items, "")

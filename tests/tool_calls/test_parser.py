@@ -120,6 +120,17 @@ def test_plain_text_gets_the_type_of_the_schema(key, text, value):
     assert json.loads(call.arguments) == {key: value}
 
 
+def test_json_without_a_tag_streams_unless_it_is_a_call():
+    parser = tool_form("llama3_json").parser(TOOLS)
+    assert parser.feed('{"answer": ', False) == [Content('{"answer":')]
+    assert parser.feed('"now", "name": "now"}', True) == [Content(' "now", "name": "now"}')]
+    text = '{"name": "now", "parameters": {}}'
+    assert [call.name for call in tool_form("llama3_json").parse(f"{text}\n{text}; {text}", TOOLS)[1]] == ["now"] * 3
+    text = f"See:\n  {text} is a call, x {text} is none"
+    content, calls = tool_form("llama3_json").parse(text, TOOLS)
+    assert (content, len(calls)) == ('See:\nis a call, x {"name": "now", "parameters": {}} is none', 1)
+
+
 def test_ids_are_those_of_the_form_and_depend_on_the_seed():
     first, second = tool_form("hermes").parse(CALL + CALL, TOOLS, "a")[1]
     assert first.id.startswith("call_")
