@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 import os
-import stat
 import tempfile
 import threading
 import time
@@ -24,6 +23,8 @@ from jax import monitoring
 from jax._src import compilation_cache as jax_cache
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lru_cache import LRUCache
+
+from jaxinfer.files import cache_folder
 
 _LOG = logging.getLogger(__name__)
 _PART = ".part"  # ends the names of entries that are being written
@@ -46,23 +47,9 @@ def enable() -> Path | None:
     _replace_jax_functions()
     if (current := folder()) is not None:
         return current
-    setting = os.environ.get("JAXINFER_CACHE_DIR")
-    if setting == "":
+    path = cache_folder("xla")
+    if path is None:
         return None
-    root = Path(setting) if setting else Path.home() / ".cache" / "jaxinfer"
-    path = root / "xla"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = path.stat()
-    mode = status.st_mode
-    if status.st_uid not in (os.geteuid(), 0):
-        raise PermissionError(
-            f"{path} belongs to another user (number {status.st_uid}), who could put programs there: remove it or set "
-            "JAXINFER_CACHE_DIR"
-        )
-    if mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"{path} is writable by others (mode {stat.filemode(mode)}): chmod 700 it or set JAXINFER_CACHE_DIR"
-        )
     _remove_parts(path)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

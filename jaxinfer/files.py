@@ -25,6 +25,31 @@ class Closable:
         self.close()
 
 
+def cache_folder(name: str) -> Path | None:
+    """The folder of a kind of files that are kept between processes, made if missing, for this user only.
+
+    It is in `JAXINFER_CACHE_DIR` (empty: None, nothing is kept) or ~/.cache/jaxinfer. Raises PermissionError if another
+    user owns it or may write there; the owner may be root, who can change this process anyway. Raises OSError.
+    """
+    setting = os.environ.get("JAXINFER_CACHE_DIR")
+    if setting == "":
+        return None
+    path = (Path(setting) if setting else Path.home() / ".cache" / "jaxinfer") / name
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0):
+        raise PermissionError(
+            f"{path} belongs to another user (number {status.st_uid}), who could put programs there: remove it or set "
+            "JAXINFER_CACHE_DIR"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} is writable by others (mode {stat.filemode(status.st_mode)}): chmod 700 it or set "
+            "JAXINFER_CACHE_DIR"
+        )
+    return path
+
+
 def open_regular(path: Path) -> BufferedReader:
     """Opens a file for reading. Raises OSError, for pipes, sockets, devices and directories too, which it never waits
     for."""

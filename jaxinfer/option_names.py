@@ -86,6 +86,13 @@ def _opposite(ours: str) -> Callable[[Any], Values]:
     return read
 
 
+def _structured(name: str, engines: str, kind: str) -> OtherName:
+    ours = f'structured={{"{kind}": ...}}'
+    return OtherName(
+        "SamplingParams", name, engines, ours, lambda value: {"structured": {kind: value}}, is_renamed=True
+    )
+
+
 def _limit(value: Any) -> Values:
     """Ollama's and llama.cpp's number of tokens, where -1 and -2 mean as many as fit."""
     return {"max_tokens": None if value in (-1, -2) and not isinstance(value, bool) else value}
@@ -148,7 +155,7 @@ _PENALTY = (
 _BEAMS = "beam search is not supported: n= samples several answers, logprobs= ranks them"
 _CHAT = "`jaxinfer chat MODEL` talks with a model"
 _SERVER = "`jaxinfer serve MODEL` is the HTTP server, with --host, --port, --api-keys FILE and --served-model-name"
-_GRAMMAR = "constrained decoding is not supported; allowed_token_ids= and logit_bias= act on single tokens"
+_GRAMMAR = 'structured={"json": schema} and the like say what the answer must match'
 _PROCESSORS = "functions on logits are not supported; logit_bias=, allowed_token_ids= and bad_words= act on tokens"
 _FORMER, _STOP = "a former flag", "include_stop_str_in_output"
 _STREAM = "llm.stream(prompt, params) yields text as it comes"
@@ -233,11 +240,9 @@ _LLM = (
     OtherName("LLM", "device", f"{VLLM}, {HF}", f"JAX_PLATFORMS=cpu chooses the platform; {_MESH}", None, ("auto",)),
     OtherName("LLM", "device_map", HF, _MESH, None, ("auto",)),
     OtherName("LLM", "num_gpu", OLLAMA, _MESH),
-    OtherName("LLM", "n_gpu_layers", LLAMA, _MESH, None, (-1,)),
-    OtherName("LLM", "gpu_layers", LLAMA, _MESH, None, (-1,)),
+    *(OtherName("LLM", name, LLAMA, _MESH, None, (-1,)) for name in ("n_gpu_layers", "gpu_layers")),
     OtherName("LLM", "num_thread", OLLAMA, "XLA takes all cores: taskset limits them"),
-    OtherName("LLM", "n_threads", LLAMA, "XLA takes all cores: taskset limits them"),
-    OtherName("LLM", "threads", LLAMA, "XLA takes all cores: taskset limits them"),
+    *(OtherName("LLM", name, LLAMA, "XLA takes all cores: taskset limits them") for name in ("n_threads", "threads")),
     OtherName("LLM", "download_dir", VLLM, _FILES),
     OtherName("LLM", "cache_dir", HF, _FILES),
     OtherName("LLM", "hf_token", VLLM, "the environment variable HF_TOKEN holds the token"),
@@ -318,17 +323,12 @@ _SAMPLING = (
     OtherName("SamplingParams", "force_words_ids", HF, _GRAMMAR),
     OtherName("SamplingParams", "logits_processor", HF, _PROCESSORS),
     OtherName("SamplingParams", "logits_processors", f"{VLLM}, {MLX}", _PROCESSORS),
-    OtherName("SamplingParams", "structured_outputs", VLLM, _GRAMMAR),
-    OtherName("SamplingParams", "guided_decoding", VLLM, _GRAMMAR),
-    OtherName("SamplingParams", "guided_json", VLLM, _GRAMMAR),
-    OtherName("SamplingParams", "guided_regex", VLLM, _GRAMMAR),
-    OtherName("SamplingParams", "guided_choice", VLLM, _GRAMMAR),
-    OtherName("SamplingParams", "guided_grammar", VLLM, _GRAMMAR),
-    OtherName("SamplingParams", "response_format", OPENAI, _GRAMMAR, None, ({"type": "text"},)),
-    OtherName("SamplingParams", "format", OLLAMA, _GRAMMAR),
-    OtherName("SamplingParams", "grammar", LLAMA, _GRAMMAR),
-    OtherName("SamplingParams", "json_schema", SGLANG, _GRAMMAR),
-    OtherName("SamplingParams", "regex", SGLANG, _GRAMMAR),
+    *(_same("SamplingParams", name, VLLM, "structured") for name in ("structured_outputs", "guided_decoding")),
+    _same("SamplingParams", "response_format", OPENAI, "structured", harmless=({"type": "text"},)),
+    *(_structured(f"guided_{kind}", VLLM, kind) for kind in ("json", "regex", "choice", "grammar")),
+    _structured("json_schema", SGLANG, "json"),
+    _structured("regex", SGLANG, "regex"),
+    *(OtherName("SamplingParams", *one, _GRAMMAR) for one in (("format", OLLAMA), ("grammar", LLAMA))),
     OtherName("SamplingParams", "detokenize", VLLM, "token_ids of an answer are its tokens", None, (True,), True),
     OtherName("SamplingParams", "truncate_prompt_tokens", VLLM, "prompts are not cut: pass the token ids to keep"),
     OtherName("SamplingParams", "use_cache", HF, "the cache is always used, so leave it out", None, (True,)),

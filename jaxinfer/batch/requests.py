@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from jaxinfer.batch.errors import RowError
 from jaxinfer.checks import did_you_mean
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.option_names import find
 from jaxinfer.sampling.params import SamplingParams, SamplingParamsError, our_names
 from jaxinfer.text import read_token_ids
@@ -18,8 +19,13 @@ COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default; chat has no limit
 
 _SAMPLING = tuple(one.name for one in fields(SamplingParams))
 _CHAT = ("messages", "tools", "chat_template_kwargs")
-_CHAT_BODY = (*_CHAT, "max_completion_tokens", "top_logprobs", "tool_choice", "response_format")
+_CHAT_BODY = (*_CHAT, "max_completion_tokens", "top_logprobs", "tool_choice")
 _COMPLETIONS_BODY = ("prompt", "echo", "best_of")
+# What OpenAI and vLLM call `structured`.
+STRUCTURED_NAMES = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
 _EVERY_BODY = ("model", "user", "return_token_ids")
 
 # Fields of OpenAI's API that are not supported, with the values that have no effect, besides null.
@@ -67,8 +73,7 @@ class BatchRequest:
 
 def read_chat(body: Mapping[str, Any]) -> BatchRequest:
     """A body of /v1/chat/completions. Raises RowError, with the field."""
-    body = _known(body, (*_CHAT_BODY, *_EVERY_BODY, *_SAMPLING))
-    _check_format(body)
+    body = _known(body, (*_CHAT_BODY, *_EVERY_BODY, *_SAMPLING, *STRUCTURED_NAMES))
     return BatchRequest(
         "chat",
         messages=_messages(body),
@@ -81,7 +86,7 @@ def read_chat(body: Mapping[str, Any]) -> BatchRequest:
 
 def read_completions(body: Mapping[str, Any]) -> BatchRequest:
     """A body of /v1/completions; several prompts make one group of choices each. Raises RowError, with the field."""
-    body = _known(body, (*_COMPLETIONS_BODY, *_EVERY_BODY, *_SAMPLING))
+    body = _known(body, (*_COMPLETIONS_BODY, *_EVERY_BODY, *_SAMPLING, *STRUCTURED_NAMES))
     if body.get("best_of", 1) not in (1, body.get("n", 1)):
         raise RowError("best_of is not supported: n answers are generated and all are returned", "best_of")
     return BatchRequest(
@@ -157,7 +162,24 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: record[name] for name in _SAMPLING if name in record}
+    values = {name: record[name] for name in _SAMPLING if name in record}
+    return {**values, **structured_of(record)}
+
+
+def structured_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """`structured`, from whatever name it is given under; nothing where it is not. Raises RowError."""
+    forms = {name: value for name in STRUCTURED_NAMES if (value := record.get(name)) is not None}
+    if "structured" in record:
+        forms["structured"] = record["structured"]
+    if len(forms) > 1:
+        raise RowError(f"{' and '.join(forms)} say the same: give one of them", list(forms)[1])
+    for name, value in forms.items():
+        try:
+            found = our_names({name: value}).get("structured")
+            return {} if found is None else {"structured": StructuredOutputs.of(found)}
+        except ValueError as error:
+            raise RowError(f"{name}: {error}", name) from None
+    return {}
 
 
 def _flag(body: Mapping[str, Any], name: str) -> bool:
@@ -199,12 +221,6 @@ def _template_kwargs(record: Mapping[str, Any]) -> dict[str, Any]:
         if name in kwargs:
             raise RowError(f"{name} is a field of its own, not one of chat_template_kwargs", "chat_template_kwargs")
     return kwargs
-
-
-def _check_format(body: Mapping[str, Any]) -> None:
-    wanted = body.get("response_format")
-    if wanted not in (None, {"type": "text"}):
-        raise RowError(f"response_format={wanted!r:.60} is not supported, only {{'type': 'text'}}", "response_format")
 
 
 def _chat_max_tokens(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +26,14 @@ from jaxinfer.engine.request import (
     TokenLogprob,
 )
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
+from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
+from jaxinfer.grammar.gate import Gate
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
-from jaxinfer.sampling import SamplingParams, derive_seed, make_batch, tokenize_bad_words
+from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
 
+NUM_PROMPT_END = 32  # tokens that may hold a tag of reasoning and white space
 Key = TypeVar("Key")
 
 
@@ -58,6 +63,8 @@ class Client:
         self.eos_token_ids, self.max_model_len, self.seed = eos_token_ids, engine.spec.max_model_len, seed
         self._numbers = itertools.count()
         self._request_ids = itertools.count()
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         self._progressed: dict[SequenceState, None] = {}  # of submitted answers, until `take_progress` returns them
 
     @property
@@ -70,6 +77,8 @@ class Client:
     def close(self) -> None:
         """Aborts unfinished requests and frees the engine's memory. A second call does nothing."""
         engine, self._engine = self._engine, None
+        if self._compiler is not None:
+            self._compiler.close()
         if engine is not None:
             engine.close()
 
@@ -100,6 +109,7 @@ class Client:
                 f"take together"
             )
         bad_words = self._check_params(params)
+        grammar, gate = (None, None) if params.structured is None else self._compile(params.structured, ids)
         seed = params.seed
         if seed is None:
             seed = 0 if params.is_greedy else derive_seed(self.seed, next(self._numbers))
@@ -111,9 +121,29 @@ class Client:
             text=text,
             eos_token_ids=self.eos_token_ids,
             bad_words=bad_words,
+            grammar=grammar,
+            gate=gate,
             options=options,
             deadline=None if options.timeout is None else time.monotonic() + options.timeout,
         )
+
+    def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
+        """What the answers to a prompt must match, and where in them that begins; raises SamplingParamsError, with the
+        place, for what cannot be served."""
+        tokenizer = self.need_tokenizer("structured output")
+        if not self.eos_token_ids:
+            raise SamplingParamsError(
+                "structured", f"structured output needs an end-of-sequence id, and {self.name} has none"
+            )
+        try:
+            with self._compiler_lock:
+                if self._compiler is None:
+                    self._compiler = make_compiler(tokenizer, self.config.vocab_size, self.eos_token_ids)
+            grammar = self._compiler.compile(structured)
+        except ValueError as error:
+            raise SamplingParamsError("structured", f"structured: {error}") from None
+        prompt_end = tokenizer.decode(list(prompt[-NUM_PROMPT_END:]), skip_special_tokens=False)
+        return grammar, self._compiler.gate(structured, prompt_end)
 
     def prepare_score(self, prompt: Prompt, continuation: Prompt, params: SamplingParams, *, what: str) -> Request:
         """A request that scores `continuation` after `prompt`; they are tokenized apart."""
@@ -121,6 +151,8 @@ class Client:
         _, more = self.tokenize(continuation, add_special_tokens=False, what=f"the continuation of {what}")
         if not ids or not more:
             raise ValueError(f"{what}: {len(ids)} prompt and {len(more)} continuation tokens; both need one")
+        if params.structured is not None:
+            raise SamplingParamsError("structured", f"{what}: a score is not taken under structured output")
         params = replace(params, n=1, max_tokens=1, prompt_logprobs=1, stop=(), logprobs=None)
         self._check_fits(what, len(ids) + len(more), 1)
         bad_words = self._check_params(params)

@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxinfer.engine import results
 from jaxinfer.engine.compiling import Report, default_jobs
 from jaxinfer.engine.events import Dispatch, Observer, Observers, SlotWork, Snapshot
 from jaxinfer.engine.flight import Flight, FlightResults
+from jaxinfer.engine.grammars import Grammars
 from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs.paged import INVALID_LOGITS
@@ -61,6 +63,7 @@ class Engine:
         self.runner = ModelRunner(spec, params, draft, kv_scales=kv_scales, available=available)
         self.spec = self.runner.spec
         self.speculation = None if draft is None else Speculation(self.spec)
+        self.grammars = Grammars(self.spec)
         self.scheduler = Scheduler(
             SchedulerOptions(
                 num_pages=self.spec.num_pages,
@@ -97,6 +100,7 @@ class Engine:
         self.scheduler.add(sequence)
         if sequence.leader not in self._sequences:
             sequence.leader = None
+        self.grammars.add(sequence)
         sequence.rounds = None if self.speculation is None else Counter()
         sequence.arrived = sequence.arrived or time.monotonic()
         if not self._sequences:
@@ -114,6 +118,7 @@ class Engine:
         self.scheduler.finish(sequence, reason, stop_reason)
         if self.speculation is not None:
             self.speculation.end(sequence)
+        self.grammars.end(sequence)
         self._num_with_logprobs -= sequence.params.logprobs is not None
         self.runner.stop_scoring(sequence)
         sequence.finished = time.monotonic()
@@ -151,7 +156,7 @@ class Engine:
         """The next dispatch and its draft; None if pages are short and no sequence may be preempted."""
         if self.speculation is None:
             return self.scheduler.schedule(max_steps, can_preempt=can_preempt)
-        decodes = [one for one in self.scheduler.running if one.is_decoding and one.num_left > 0]
+        decodes = [one for one in self.scheduler.running if one.can_decode]
         draft = self.speculation.choose(decodes)
         if draft is None:
             plan = self.scheduler.schedule(max_steps, can_preempt=can_preempt)
@@ -167,7 +172,7 @@ class Engine:
     def _run(self, plan: DispatchPlan) -> Flight | None:
         for sequence in plan.admitted:
             sequence.admitted = sequence.admitted or time.monotonic()
-        flight = self.runner.run(plan)
+        flight = self.runner.run(replace(plan, grammar=self.grammars.plan(plan)))
         if flight is not None:
             self._in_flight.append(flight)
             if self._observers:
@@ -210,6 +215,19 @@ class Engine:
 
     def _append(self, sequence: SequenceState, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         """A slot's tokens of a dispatch, one each step; INVALID_LOGITS and NO_TOKEN stand after the last one."""
+        error = None
+        if sequence.grammar is not None:
+            tokens, error = self.grammars.accept(sequence, tokens)
+        self._append_each(sequence, slot, tokens, samples)
+        if sequence.is_finished or sequence.grammar is None:
+            return
+        if error is not None:
+            sequence.error = f"its grammar cannot go on after {sequence.num_output} tokens: {error}"
+            self.finish(sequence, "error")
+        elif sequence.grammar.rejected:
+            self.scheduler.rewind(sequence)
+
+    def _append_each(self, sequence: SequenceState, slot: int, tokens: list[int], samples: SampleOutput | None) -> None:
         for step, token in enumerate(tokens):
             if token < 0:
                 if token == INVALID_LOGITS:

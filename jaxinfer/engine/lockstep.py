@@ -13,6 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import jax
 
+from jaxinfer.engine.programs.grammar import GrammarRows, TableBlock
 from jaxinfer.engine.request import CompletionOutput, Logprob, Prompt, RequestOutput, RequestTimings, Score, StreamDelta
 from jaxinfer.engine.scoring import ScoreWork
 from jaxinfer.parallel.hosts import Hosts
@@ -22,6 +23,7 @@ from jaxinfer.speculative import SpeculationStats
 
 CLASSES = (
     CompletionOutput,
+    GrammarRows,
     Logprob,
     RequestOutput,
     RequestTimings,
@@ -31,6 +33,7 @@ CLASSES = (
     ScoreWork,
     SpeculationStats,
     StreamDelta,
+    TableBlock,
 )
 _RAISED = (ValueError, TypeError, RuntimeError, FloatingPointError, FileNotFoundError, OSError, KeyboardInterrupt)
 P = ParamSpec("P")

@@ -50,7 +50,8 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     """
     max_seqs, vocab_size, page_size, page_bytes = spec.max_seqs, spec.config.vocab_size, spec.page_size, spec.page_bytes
     num_pages, per_sequence = spec.options.num_pages, spec.pages_per_sequence
-    sampler = max_seqs * vocab_size * 9  # bias and counts of 4 bytes, a mask of 1
+    # Of each slot and token: bias and counts of 4 bytes, a mask of 1. Beside them grammars.
+    sampler = max_seqs * vocab_size * 9 + spec.table_sizes.num_bytes
     activations = activation_bytes(spec)
     wanted = max_seqs * per_sequence + 1
     parts = {"weights": weights, "sampler": sampler, "activations": activations}

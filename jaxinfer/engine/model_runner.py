@@ -21,12 +21,21 @@ from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
+from jaxinfer.engine.programs.grammar import (
+    GrammarRows,
+    TableBlock,
+    empty_block,
+    empty_rows,
+    set_rows,
+    write_table,
+)
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
-from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, speculate
+from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import Chunk, DispatchPlan
 from jaxinfer.engine.scoring import DeviceScorer, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
+from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
@@ -85,6 +94,7 @@ class ModelRunner:
             self._draft_cache = self._init_cache(draft.config, spec.draft_kv_dtype, scales)
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
+        self._tables = self.placement.put(empty_tables(spec.table_sizes))
         self._table = np.zeros((spec.max_seqs, spec.pages_per_sequence), np.int32)
         self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
         self._scorer = PromptScorer(spec.config.vocab_size, self)
@@ -110,7 +120,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
-        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch, self._draft_cache)):
+        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch, self._draft_cache, self._tables)):
             leaf.delete()
 
     @property
@@ -130,13 +140,15 @@ class ModelRunner:
         decodes = [(_slot(sequence), sequence) for sequence in plan.decodes]
         is_step = bool(chunks) or (self.spec.options.deterministic and plan.draft is None)
         highest = max(slot for slot, _ in (*chunks, *decodes))
-        sizes = self.spec.step_slots if is_step else self.spec.round_slots
+        num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
+        num_tokens = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
+        sizes = self.spec.step_slots_of(num_tokens) if is_step else self.spec.round_slots
         num_slots = next(size for size in sizes if size > highest)
         self._update_table(plan, num_slots)
         sent = partial(Flight, plan, chunks, decodes, num_slots=num_slots, sent_at=time.perf_counter())
         self._has_decoded |= not chunks
         if is_step:
-            return self._send_step(sent, chunks, decodes, num_slots)
+            return self._send_step(sent, chunks, decodes, num_tokens, num_slots)
         is_scheduled = np.zeros(num_slots, np.bool_)
         slots = [slot for slot, _ in decodes]
         is_scheduled[slots] = True
@@ -182,6 +194,8 @@ class ModelRunner:
             self._write_slot(sequence)
         for start in range(0, len(plan.copies), COPIES):
             self._copy(plan.copies[start : start + COPIES])
+        for part in plan.grammar:
+            self._write_table(part) if isinstance(part, TableBlock) else self._set_rows(part)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         destinations = np.full(COPIES, self.spec.num_pages, np.int32)
@@ -225,12 +239,11 @@ class ModelRunner:
         sent: Callable[..., Flight],
         chunks: list[tuple[int, Chunk]],
         decodes: list[tuple[int, SequenceState]],
+        num_tokens: int,
         num_slots: int,
     ) -> Flight:
         """One step: first the rows of the decoding slots, then the prompts' tokens."""
-        num_rows = len(decodes) + sum(chunk.length for _, chunk in chunks)
-        size = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
-        work = _empty_work(size, num_slots)
+        work = programs.empty_work(num_tokens, num_slots)
         slots = [slot for slot, _ in decodes]
         work["token_slots"][: len(slots)] = slots
         work["query_starts"][slots] = np.arange(len(slots))
@@ -249,8 +262,8 @@ class ModelRunner:
         is_scored = any(piece.sequence.request.scores_prompt for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
         if is_scored and self._hidden is not None:
-            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, num_rows), None
-        return sent(output=output, num_rows=size, scores=scores)
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, row), None
+        return sent(output=output, num_rows=num_tokens, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
 
@@ -282,6 +295,15 @@ class ModelRunner:
         self._slots = programs.write_draft_slot(self.placement.mesh, self._slots, *arguments)
 
     @operation
+    def _write_table(self, block: TableBlock) -> None:
+        self._tables = write_table(self.placement.mesh, self._tables, self.placement.put(block))
+
+    @operation
+    def _set_rows(self, rows: GrammarRows) -> None:
+        arguments = self._slots, self._batch, self._tables, self.placement.put(rows)
+        self._slots, self._batch, self._tables = set_rows(self.placement.mesh, *arguments)
+
+    @operation
     def _send_table(self, table: np.ndarray) -> None:
         self._sent_table = self.placement.put(table)
 
@@ -305,7 +327,8 @@ class ModelRunner:
         step = self._step_work(work, self._page_table)
         self._compile_step(step)
         self._cache, logits, hidden = programs.step(*self._step_arguments(step))
-        self._slots, output = programs.sample_step(self.placement.mesh, self._slots, self._batch, step.slots, logits)
+        arguments = self._slots, self._batch, step.slots, logits, self._tables
+        self._slots, output = programs.sample_step(self.placement.mesh, *arguments)
         self._hidden = hidden if is_scored else None
         return output
 
@@ -321,7 +344,7 @@ class ModelRunner:
     def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_table: jax.Array) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
         arrays = (self.model, self.weights, self._cache, self._slots, self._batch)
-        return *arrays, DecodeWork(scheduled, page_table, steps), self.spec.steps_per_dispatch
+        return *arrays, DecodeWork(scheduled, page_table, steps), self.spec.steps_per_dispatch, self._tables
 
     @operation
     def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
@@ -333,7 +356,7 @@ class ModelRunner:
         device_work = SpeculativeWork(**self.placement.put(work), page_table=page_table)
         models = (self.model, self.weights, list(self.drafters.values())[tree], self.draft_weights)
         rows = (self._cache, self._draft_cache, self._slots, self._batch)
-        return *models, *rows, device_work, self.spec.max_rounds
+        return *models, *rows, device_work, self.spec.max_rounds, self._tables
 
     @operation
     def _run_rounds(self, work: dict[str, Any], tree: int) -> tuple[StepOutput, RoundCounts]:
@@ -373,9 +396,9 @@ class ModelRunner:
         spec, found = self.spec, []
         for num_slots in spec.step_slots:
             found.append(Program(f"sampling of {num_slots} slots", partial(self._lower_sampling, num_slots)))
-            for size in spec.token_buckets:
-                name, sizes = f"step of {size} tokens, {num_slots} slots", (size, num_slots)
-                found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
+        for sizes in [(size, num_slots) for size in spec.token_buckets for num_slots in spec.step_slots_of(size)]:
+            name = "step of {} tokens, {} slots".format(*sizes)
+            found.append(Program(name, partial(self._lower_step, *sizes), partial(self._warm_up_step, *sizes)))
         for num_slots in () if spec.options.deterministic else spec.decode_slots:
             calls = partial(self._lower_decode, num_slots), partial(self._warm_up_decode, num_slots)
             found.append(Program(f"decode of {num_slots} slots", *calls))
@@ -401,7 +424,7 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
-        return len(self.all_programs) + 4 + has_draft + has_draft_cache
+        return len(self.all_programs) + 6 + has_draft + has_draft_cache
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
         """Compiles every program, one after another, and runs none: in another thread, while requests run."""
@@ -417,7 +440,7 @@ class ModelRunner:
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))
-        work = self._step_work(_empty_work(size, num_slots), self._empty_table(num_slots))
+        work = self._step_work(programs.empty_work(size, num_slots), self._empty_table(num_slots))
         return programs.step.lower(*self._step_arguments(work))
 
     def _lower_sampling(self, num_slots: int) -> Lowered:
@@ -425,22 +448,22 @@ class ModelRunner:
         logits = jax.ShapeDtypeStruct(shape, np.float32)
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
-        work = self._step_work(_empty_work(1, num_slots), self._empty_table(num_slots))
-        return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits)
+        work = self._step_work(programs.empty_work(1, num_slots), self._empty_table(num_slots))
+        return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits, self._tables)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
         idle = np.zeros(num_slots, np.bool_)
         return programs.decode.lower(*self._decode_arguments(idle, 0, self._empty_table(num_slots)))
 
     def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
-        return speculate.lower(*self._rounds_arguments(_empty_rounds(num_slots), tree, self._empty_table(num_slots)))
+        return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_table(num_slots)))
 
     def _empty_table(self, num_slots: int) -> jax.Array:
         return self.placement.put(np.zeros_like(self._table[:num_slots]))
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
         self._update_table(None, num_slots)
-        self._run_step(_empty_work(size, num_slots), False)
+        self._run_step(programs.empty_work(size, num_slots), False)
 
     def _warm_up_decode(self, num_slots: int) -> None:
         self._update_table(None, num_slots)
@@ -448,15 +471,17 @@ class ModelRunner:
 
     def _warm_up_rounds(self, num_slots: int, tree: int) -> None:
         self._update_table(None, num_slots)
-        self._run_rounds(_empty_rounds(num_slots), tree)
+        self._run_rounds(empty_rounds(num_slots), tree)
 
     def _warm_up_small(self) -> None:
-        """Compiles what writes and moves slots, and copies pages."""
+        """Compiles what writes and moves slots, copies pages, and writes grammars."""
         compilation_cache.fix_trace_context()
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
         self._copy([])
+        self._write_table(empty_block(self.spec.table_sizes))
+        self._set_rows(empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch))
 
     def _warm_up_scores(self) -> None:
         request = Request([0], SamplingParams(seed=0, prompt_logprobs=0), max_tokens=1, score_from=0)
@@ -474,21 +499,3 @@ def _slot(sequence: SequenceState) -> int:
     if sequence.slot is None:
         raise RuntimeError("a sequence without a slot was planned")
     return sequence.slot
-
-
-def _empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
-    """The arrays of a step in which nothing takes part, without the page table."""
-    counts = ("query_starts", "query_lengths", "starts", "remaining")
-    return {
-        "tokens": np.zeros(num_tokens, np.int32),
-        "token_slots": np.full(num_tokens, num_slots, np.int32),
-        **{name: np.zeros(num_slots, np.int32) for name in counts},
-        "is_prompt": np.zeros(num_slots, np.bool_),
-        "is_last": np.zeros(num_slots, np.bool_),
-    }
-
-
-def _empty_rounds(num_slots: int) -> dict[str, Any]:
-    """The same of speculative rounds."""
-    work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
-    return {**work, "num_drafts": np.zeros(num_slots, np.int32)}

@@ -68,6 +68,8 @@ class Request:
       eos_token_ids: the model's end-of-sequence ids. bad_words: token sequences of `params.bad_words`.
       score_from: index into the prompt from which log-probabilities under the sampling parameters are computed; None
         for none.
+      grammar: what the answers must match, compiled; None for anything. gate: where in an answer it begins; None for
+        its first token.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
     """
 
@@ -79,6 +81,8 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     score_from: int | None = None
+    grammar: Any = None
+    gate: Any = None
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
     deadline: float | None = None
 
@@ -130,6 +134,7 @@ class SequenceState:
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
       num_listed: leading pages that the device's table has; the runner raises it, the scheduler lowers it.
       num_drafted: leading tokens that the draft had stored when it was admitted.
+      grammar: its place in its request's grammar, which the engine keeps; None without one.
       target: tokens to store before it decodes. num_preemptions: times it was preempted.
 
     Text, which the client writes:
@@ -163,6 +168,7 @@ class SequenceState:
     num_reused: int = 0
     num_listed: int = 0
     num_drafted: int = 0
+    grammar: Any = field(default=None, repr=False)
     target: int = 0
     num_preemptions: int = 0
     _keys: list[bytes] = field(default_factory=list, repr=False)
@@ -207,6 +213,13 @@ class SequenceState:
     def is_decoding(self) -> bool:
         """Whether all of its known tokens but the newest are stored, or planned to be."""
         return self.slot is not None and self.num_stored >= self.target
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether a dispatch may decode it now: under masks from the host, not before all of its tokens are known."""
+        if not self.is_decoding or self.num_left <= 0:
+            return False
+        return self.grammar is None or not self.grammar.is_on_host or self.num_stored == len(self.tokens) - 1
 
     @property
     def num_storable(self) -> int:

@@ -19,6 +19,7 @@ from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.request import SequenceState
 
 MAX_LOOKED_AT = 256  # waiting requests that one step looks at
+HOST_STEPS = 0.25  # a dispatch under masks from the host takes about so many steps longer
 MAX_SCANNED = 16 * MAX_LOOKED_AT  # waiting answers of these requests
 
 
@@ -78,6 +79,7 @@ class DispatchPlan:
       chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
         makes a token, or up to `tokens_per_step`.
       draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
+      grammar: what the device is told of grammars first (by `Grammars.plan`, which the engine adds).
     """
 
     admitted: list[SequenceState]
@@ -88,6 +90,7 @@ class DispatchPlan:
     num_steps: int
     tokens_per_step: int = 1
     draft: Any = None
+    grammar: Sequence[Any] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -182,7 +185,7 @@ class Scheduler:
         """
         while True:
             width = tokens_per_step
-            decodes = [one for one in self.running if one.is_decoding and one.num_left > 0]
+            decodes = [one for one in self.running if one.can_decode]
             is_busy = any(not one.is_decoding for one in self.running) or self._can_admit()
             steps = 1 if is_busy else self._num_steps(decodes, max_steps)
             if is_busy or not self._allocate_pages(decodes, steps * width + num_scratch):
@@ -228,6 +231,10 @@ class Scheduler:
             sequence.num_stored = min(sequence.num_stored + num_made - num_steps, sequence.num_storable)
             sequence.num_reserved -= num_steps * tokens_per_step - num_made
 
+    def rewind(self, sequence: SequenceState) -> None:
+        """Tokens of a sequence were taken back, of which nothing is planned: what is stored is what is known."""
+        sequence.num_stored = sequence.num_reserved = len(sequence.tokens) - 1
+
     def finish(self, sequence: SequenceState, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, wherever it is; its slot and pages are free at once."""
         if sequence.is_finished:
@@ -270,6 +277,8 @@ class Scheduler:
         steps = min(max_steps or self.options.steps_per_dispatch, self.options.steps_per_dispatch)
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
+        if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
+            steps = max(range(1, steps + 1), key=lambda count: _num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 
     def _can_admit(self) -> bool:
@@ -431,6 +440,11 @@ class Scheduler:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.options.page_size)
+
+
+def _num_expected(sequences: list[SequenceState], num_steps: int) -> float:
+    """Tokens that will count of so many decode steps."""
+    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)
 
 
 def _rank(sequence: SequenceState) -> tuple[bool, int, int]:

@@ -19,6 +19,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepSlots, StepWork, init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import Drafter, SpeculativeWork
+from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
 from jaxinfer.quantization.tree import is_quantized, num_bytes
@@ -156,6 +157,11 @@ class EngineSpec:
         windows = (self.config.window(layer) for layer in range(self.config.num_layers))
         return tuple(LayerCache("full" if window is None else "window", window) for window in windows)
 
+    @cached_property
+    def table_sizes(self) -> TableSizes:
+        """Room for grammars on the device."""
+        return TableSizes.of_bytes(self.options.grammar_memory * 2**20, self.max_seqs, self.config.vocab_size)
+
     # Buckets: the numbers of tokens and slots that programs are compiled for.
 
     @cached_property
@@ -175,6 +181,11 @@ class EngineSpec:
     def step_slots(self) -> tuple[int, ...]:
         """Numbers of slots of steps, where only the sampler's work depends on it."""
         return (self.max_seqs,) if self.options.deterministic else _buckets((1,), self.max_seqs)
+
+    def step_slots_of(self, num_tokens: int) -> tuple[int, ...]:
+        """Those of steps of one of the `token_buckets`. Beside more than the fewest tokens, rows of logits that nobody
+        reads cost little, and one program less is compiled."""
+        return self.step_slots if num_tokens == self.token_buckets[0] else self.step_slots[-1:]
 
     @property
     def round_slots(self) -> tuple[int, ...]:
@@ -205,6 +216,12 @@ class EngineSpec:
     def trees(self) -> tuple[TokenTree, ...]:
         """What rounds are compiled for, the smallest first."""
         return self.options.trees(NGRAM_LENGTHS if isinstance(self.draft, NgramDraft) else DRAFT_LENGTHS)
+
+    @property
+    def max_tokens_per_dispatch(self) -> int:
+        """Tokens of an answer that one dispatch makes, at most."""
+        depths = [] if self.draft is None else [tree.depth for tree in self.trees]
+        return max(self.steps_per_dispatch, *(self.max_rounds * (depth + 1) for depth in depths), 1)
 
     @property
     def max_rounds(self) -> int:
@@ -303,6 +320,15 @@ class EngineSpec:
         return abstract_slots(self.max_seqs, self.config.vocab_size, self.program_mesh, self.draft_length)
 
     @cached_property
+    def tables(self) -> GrammarTables:
+        """Masks and tables of grammars, whole on every device."""
+        tables = shapes_of(self.table_sizes.abstract())
+        if self.program_mesh is None:
+            return tables
+        everywhere = NamedSharding(self.program_mesh, PartitionSpec())
+        return placed(tables, jax.tree.map(lambda leaf: everywhere, tables))
+
+    @cached_property
     def parts(self) -> dict[str, int]:
         """Bytes of one device that stay allocated, without the padding of a layout."""
         parts = {"weights": num_bytes(self.placed_params)}
@@ -311,7 +337,7 @@ class EngineSpec:
         parts["cache"] = num_bytes(self.cache)
         if self.draft_cache is not None:
             parts["draft cache"] = num_bytes(self.draft_cache)
-        return {**parts, "slots": num_bytes(self.slots)}
+        return {**parts, "slots": num_bytes(self.slots), "grammars": num_bytes(self.tables)}
 
     @cached_property
     def page_bytes(self) -> int:

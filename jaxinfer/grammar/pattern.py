@@ -13,7 +13,7 @@ __all__ = ["UnsupportedPattern", "parse_pattern", "pattern_of"]
 
 MAX_PATTERN = 16384
 """Characters of a pattern."""
-MAX_WRITTEN = 2_000_000
+MAX_WRITTEN = 500_000
 """Characters of the pattern that a tree is written as."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,3 +32,12 @@ class TokenTable:
     @property
     def num_bytes(self) -> int:
         return sum(array.nbytes for array in vars(self).values())
+
+    def state_after(self, tokens: Sequence[int]) -> int:
+        """The state after these tokens from the first one on, which must be allowed."""
+        state = 0
+        for token in tokens:
+            state = int(self.successors[state, self.classes[token]])
+            if state < 0:
+                raise ValueError(f"token {token} is refused by the grammar's table")
+        return state

@@ -15,7 +15,8 @@ from jaxinfer.grammar.utf8 import unique_rows
 from jaxinfer.grammar.vocabulary import Vocabulary
 
 _MAX_CELLS = 2**24  # of one array at a time
-_MAX_FUNCTION_BYTES = 2**28
+_MAX_MAP_BYTES = 2**28
+_MAX_STEPS = 2**30  # states times distinct beginnings of tokens: seconds
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class TableLimits:
       max_states: Q, with the last one. max_classes: C. max_masks: M. max_bytes: of all arrays.
     """
 
-    max_states: int = 4097
+    max_states: int = 8193
     max_classes: int = 32767
     max_masks: int = 4096
     max_bytes: int = 256 * 2**20
@@ -35,17 +36,18 @@ class TableLimits:
 def build_table(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimits | None = None) -> TokenTable:
     """The table of a language over a vocabulary.
 
-    A state has a row if tokens lead to it and on to an end, so no row is without an allowed token.
+    A state has a row if tokens lead to it, and from each row they lead to an end.
 
     Raises:
       TooLargeError: names the limit.
-      ValueError: the vocabulary has no end-of-sequence id, or its tokens can write no text of the language.
+      ValueError: the vocabulary has no end-of-sequence id, or its tokens can begin a text of the language that they
+        cannot end.
     """
     limits = limits or TableLimits()
     if not vocabulary.eos_token_ids:
         raise ValueError("the vocabulary has no end-of-sequence id, so an answer could not end")
     classes, successors = _token_classes(automaton, vocabulary, limits)
-    kept = _useful_states(successors, automaton.is_accepting)
+    kept = _reached_states(successors, automaton.is_accepting)
     if len(kept) + 1 > limits.max_states:
         raise TooLargeError(f"the table has {len(kept) + 1} states; at most {limits.max_states} are allowed")
     number = np.full(automaton.num_states + 1, -1, np.int32)
@@ -88,6 +90,7 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
     # Wherever a token ends in a refused byte in every state it is refused: map 0 stays 0.
     map_of = np.array([1])  # of the nodes of a level
     classes = np.zeros(len(vocabulary), np.int32)
+    num_steps = 0
     for level in vocabulary.trie:
         keys = map_of[level.parents] * num_bytes + byte_class[level.bytes]
         keys[map_of[level.parents] == 0] = 0
@@ -102,20 +105,22 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
                 if number == len(maps):
                     maps.append(row)
                 found[low + index] = number
-            if len(maps) * num_states * 8 > _MAX_FUNCTION_BYTES:
-                raise TooLargeError(f"tokens lead from {num_states} states in more than {len(maps)} ways")
+            num_steps += rows.size
+            if len(maps) * num_states * 8 > _MAX_MAP_BYTES or num_steps > _MAX_STEPS:
+                raise TooLargeError(f"tokens lead from {num_states} states in {len(maps)} ways and more")
         map_of = found[pair_of]
         classes[level.tokens] = map_of[level.ends]
     used, classes = np.unique(np.concatenate([[0], classes]), return_inverse=True)
     return classes[1:].astype(np.int32), np.stack([maps[index] for index in used], axis=1)
 
 
-def _useful_states(successors: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
-    """The states to which tokens lead from state 0, and from which they lead to an end; state 0 first."""
-    is_useful = useful_states(successors, is_accepting)
-    if not is_useful[0]:
-        raise ValueError("the tokens of the vocabulary can write no text of the language")
-    return breadth_first(np.where(is_useful[successors], successors, -1), 0)
+def _reached_states(successors: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
+    """The states to which tokens lead from state 0, which is the first."""
+    reached = breadth_first(successors, 0)
+    if not useful_states(successors, is_accepting)[reached].all():
+        # Without the token that leads there its mask would not be llguidance's.
+        raise ValueError("the tokens of the vocabulary cannot end every text of the language that they can begin")
+    return reached
 
 
 def _with_end(

@@ -377,7 +377,7 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     found = [Planned(PREFILL, paged.step, step, resident)]
     if not spec.options.deterministic:
         decoding = abstract_decode_work(spec.decode_slots[-1], pages)
-        found.append(Planned(DECODE, paged.decode, (*common, decoding, spec.steps_per_dispatch), resident))
+        found.append(Planned(DECODE, paged.decode, (*common, decoding, spec.steps_per_dispatch, spec.tables), resident))
     if spec.draft is not None:
         is_shared = isinstance(spec.draft, LayersDraft)
         twice = -num_bytes(spec.placed_draft) if is_shared else 0
@@ -391,4 +391,5 @@ def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
         kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
     drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
     work = abstract_rounds(spec.round_slots[-1], spec.pages_per_sequence)
-    return model, weights, drafter, draft_weights, spec.cache, spec.draft_cache, *spec.slots, work, spec.max_rounds
+    arrays = spec.cache, spec.draft_cache, *spec.slots
+    return model, weights, drafter, draft_weights, *arrays, work, spec.max_rounds, spec.tables

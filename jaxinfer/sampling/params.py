@@ -10,6 +10,7 @@ from functools import partial
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
 from jaxinfer.option_names import OptionNameError, check_do_sample, translated
 from jaxinfer.options import option
 
@@ -97,7 +98,10 @@ class SamplingParams:
     Equivalent values are normalized: `top_k=-1` to 0, one `stop` string and every list to a tuple without duplicates,
     None in place of an empty list to ().
 
-    Each field is described where it is declared, and in docs/options.md.
+    `structured` is what the answer must match: `StructuredOutputs`, a mapping of its fields such as
+    {"json": schema}, or a pydantic or msgspec type; needs `pip install "jaxinfer[structured]"`.
+
+    The other fields are described where they are declared, and in docs/options.md.
     """
 
     n: int = _sampling(1, f"Number of answers for each prompt, 1..{MAX_N}.", "N", "--n -n")
@@ -154,6 +158,7 @@ class SamplingParams:
         "Keep the stop text in the answer.",
         flag="--include-stop-str-in-output",
     )
+    structured: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -161,6 +166,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
                 "min_tokens", f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}"
+            )
+        if self.structured is not None and self.ignore_eos:
+            raise SamplingParamsError(
+                "ignore_eos", "ignore_eos=True cannot be combined with structured: an answer that matches has to end"
             )
         if self.is_greedy and self.n > 1:
             raise SamplingParamsError(
@@ -345,7 +354,17 @@ def _logit_bias(name: str, value: Any) -> dict[int, float] | None:
     return {int(token): bias(name, number) for token, number in value.items()}
 
 
+def _structured(name: str, value: Any) -> StructuredOutputs | None:
+    if value is None:
+        return None
+    try:
+        return StructuredOutputs.of(value)
+    except GrammarError as error:
+        raise SamplingParamsError(name, f"{name}: {error}") from None
+
+
 _CHECKS = {
+    "structured": _structured,
     "n": _integer(1, MAX_N),
     "temperature": _temperature,
     "top_p": _real(0, 1, includes_low=False),

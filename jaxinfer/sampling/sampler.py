@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.sampling import exact
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.keys import gumbel_noise
@@ -50,20 +51,21 @@ def sample(
     positions: Int32[Array, " S"],
     batch: SamplingBatch,
     state: SamplingState,
+    tables: GrammarTables | None = None,
     draw: Draw | None = None,
 ) -> SampleOutput:
     """Samples a token of each row from logits float32[S, V].
 
     `positions` int32[S] is the absolute index, in prompt plus answer, of the token being sampled. A token is a function
     of its row's logits, parameters, history, seed and position, and of nothing else. The caller advances the state with
-    `advance(state, output.tokens, is_active & output.ok)`.
+    `advance(state, output.tokens, is_active & output.ok, tables)`.
 
     `draw` replaces the choice of tokens in sampled rows; it gets the transformed logits.
     """
     # No [S, V] array leaves the branches: a step in which no row needs a transform does not copy the logits.
     tokens, best = lax.cond(
         jnp.any(is_transformed(batch, state)),
-        lambda: _choose(transform(logits, batch, state), positions, batch, draw),
+        lambda: _choose(transform(logits, batch, state, tables), positions, batch, draw),
         lambda: exact.largest(logits),
     )
     ok = jnp.all(logits < jnp.inf, axis=-1) & (best > -jnp.inf)

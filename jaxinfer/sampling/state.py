@@ -1,4 +1,4 @@
-"""Token history for penalties, min_tokens and bad words, carried on the device from step to step."""
+"""Token history for penalties, min_tokens, bad words and grammars, carried on the device from step to step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxinfer.grammar.device import GrammarTables, next_states
 from jaxinfer.sampling.batch import BAD_WORD_TOKENS
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ class SamplingState:
       prompt_mask: bool[S, V], tokens of the prompt.
       num_output: int32[S], tokens generated.
       recent: int32[S, 15], the last generated tokens, newest on the right, padded with V.
+      grammar: int32[S], the state of the row in `GrammarTables`, 0 without a grammar.
     """
 
     output_counts: jax.Array
     prompt_mask: jax.Array
     num_output: jax.Array
     recent: jax.Array
+    grammar: jax.Array
 
 
 def make_state(
@@ -55,6 +58,7 @@ def make_state(
         "prompt_mask": np.zeros((num_slots, vocab_size), np.bool_),
         "num_output": np.array([len(output) for output in outputs], np.int32),
         "recent": np.full((num_slots, NUM_RECENT), vocab_size, np.int32),
+        "grammar": np.zeros((num_slots,), np.int32),
     }
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         for tokens in (prompt or (), output):
@@ -68,7 +72,12 @@ def make_state(
     return SamplingState(**arrays)
 
 
-def advance(state: SamplingState, tokens: Int32[Array, " S"], is_active: Bool[Array, " S"]) -> SamplingState:
+def advance(
+    state: SamplingState,
+    tokens: Int32[Array, " S"],
+    is_active: Bool[Array, " S"],
+    tables: GrammarTables | None = None,
+) -> SamplingState:
     """The state after the rows in `is_active` bool[S] generated `tokens` int32[S]; other rows are unchanged.
 
     Donate `state`: S counts are written in place.
@@ -80,11 +89,16 @@ def advance(state: SamplingState, tokens: Int32[Array, " S"], is_active: Bool[Ar
         output_counts=_add(state.output_counts, columns[:, None], 1),
         num_output=state.num_output + is_active.astype(jnp.int32),
         recent=jnp.where(is_active[:, None], recent, state.recent),
+        grammar=_follow(state.grammar, tokens, is_active, tables),
     )
 
 
 def rewind(
-    state: SamplingState, earlier: SamplingState, tokens: Int32[Array, "S K"], num_kept: Int32[Array, " S"]
+    state: SamplingState,
+    earlier: SamplingState,
+    tokens: Int32[Array, "S K"],
+    num_kept: Int32[Array, " S"],
+    tables: GrammarTables | None = None,
 ) -> SamplingState:
     """Removes rejected tokens from the history.
 
@@ -97,12 +111,21 @@ def rewind(
     vocab_size = state.output_counts.shape[1]
     rejected = jnp.where(columns >= num_kept[:, None], tokens, vocab_size)
     history = jnp.concatenate([earlier.recent, tokens], axis=1)
+    grammar = earlier.grammar
+    for column in range(tokens.shape[1]):
+        is_kept = (column < num_kept) & (tokens[:, column] < vocab_size)
+        grammar = _follow(grammar, tokens[:, column], is_kept, tables)
     return dataclasses.replace(
         state,
         output_counts=_add(state.output_counts, rejected, -1),
         num_output=earlier.num_output + num_kept,
         recent=jnp.take_along_axis(history, num_kept[:, None] + jnp.arange(NUM_RECENT)[None, :], axis=1),
+        grammar=grammar,
     )
+
+
+def _follow(grammar: jax.Array, tokens: jax.Array, is_active: jax.Array, tables: GrammarTables | None) -> jax.Array:
+    return grammar if tables is None else jnp.where(is_active, next_states(tables, grammar, tokens), grammar)
 
 
 def _add(counts: jax.Array, columns: jax.Array, amount: int) -> jax.Array:

@@ -1,7 +1,8 @@
 """The chain of logit transforms, from the model's logits to those that are sampled: the same for every caller.
 
 The order is vLLM V1's (`vllm/v1/sample/sampler.py`): allowed ids, bad words, min_tokens, logit bias, repetition,
-frequency and presence penalties; then, for sampled rows, temperature, min-p, top-k, top-p.
+frequency and presence penalties; temperature of sampled rows; the grammar's mask; min-p, top-k, top-p of sampled rows.
+A mask changes no other logit, not by rounding either: a token that wins without it and is allowed wins with it.
 
 Top-k and top-p do not sort the vocabulary. Both keep the tokens whose logit reaches a threshold. Two methods find the
 same threshold, bit for bit: a binary search over the bits of the float (32 passes of counting) and, on a CPU, the 128
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxinfer.grammar.device import GrammarTables, apply_masks
 from jaxinfer.sampling import exact
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.state import SamplingState
@@ -25,22 +27,29 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32
 
 
-def transform(logits: Float32[Array, "S V"], batch: SamplingBatch, state: SamplingState) -> Float32[Array, "S V"]:
+def transform(
+    logits: Float32[Array, "S V"], batch: SamplingBatch, state: SamplingState, tables: GrammarTables | None = None
+) -> Float32[Array, "S V"]:
     """Applies all processors and filters to logits float32[S, V]; each row samples from the softmax of the result.
 
-    A greedy row gets only the processors before temperature; its token is the argmax. Rows are independent, bit for
-    bit. A step that no row needs is skipped at run time, in the same program. Impossible tokens have -inf; `sample`
-    reports a row in which all have. Raises ValueError while tracing if dtype or shape do not match the batch.
+    A greedy row gets the processors before temperature and the grammar's mask; its token is the argmax. Rows are
+    independent, bit for bit. A step that no row needs is skipped at run time, in the same program. Impossible tokens
+    have -inf; `sample` reports a row in which all have. Raises ValueError while tracing if dtype or shape do not match
+    the batch.
     """
     if logits.dtype != jnp.float32 or logits.shape != batch.bias.shape:
         raise ValueError(f"logits must be float32{list(batch.bias.shape)}, got {logits.dtype}{list(logits.shape)}")
     logits = _where_any(_has_processors(batch, state), lambda x: _process(x, batch, state), logits)
+    has_temperature = batch.is_sampled & (batch.temperature != 1)
+    logits = _where_any(has_temperature, lambda x: _scale(x, batch.temperature, has_temperature), logits)
+    if tables is not None:
+        logits = _where_any(state.grammar > 0, lambda x: apply_masks(x, state.grammar, tables), logits)
     return _where_any(batch.is_sampled, lambda x: _filter(x, batch), logits)
 
 
 def is_transformed(batch: SamplingBatch, state: SamplingState) -> jax.Array:
     """bool[S]: whether `transform` may change a row."""
-    return _has_processors(batch, state) | batch.is_sampled
+    return _has_processors(batch, state) | batch.is_sampled | (state.grammar > 0)
 
 
 def _has_processors(batch: SamplingBatch, state: SamplingState) -> jax.Array:
@@ -58,8 +67,6 @@ def _process(logits: jax.Array, batch: SamplingBatch, state: SamplingState) -> j
 
 
 def _filter(logits: jax.Array, batch: SamplingBatch) -> jax.Array:
-    has_temperature = batch.is_sampled & (batch.temperature != 1)
-    logits = _where_any(has_temperature, lambda x: _scale(x, batch.temperature, has_temperature), logits)
     logits = _where_any(batch.min_p > 0, lambda x: _min_p(x, batch.min_p), logits)
     has_top = (batch.top_k > 0) | (batch.top_p < 1)
     return _where_any(has_top, lambda x: top_k_top_p(x, batch.top_k, batch.top_p), logits)

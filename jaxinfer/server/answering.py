@@ -14,9 +14,9 @@ from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import json_response, record_of, while_connected, work_for
 from jaxinfer.server.params import Job, check_model
-from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
+from jaxinfer.text.reasoning import Family
 
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 

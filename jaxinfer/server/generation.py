@@ -17,11 +17,11 @@ from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.params import Job
-from jaxinfer.server.reasoning import AnswerSplitter, Family, split, starts_inside
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
+from jaxinfer.text.reasoning import AnswerSplitter, Family, split, starts_inside
 
 _NUM_PROMPT_END = 16  # tokens of a prompt's end that are looked at for an opening tag
 

@@ -14,10 +14,10 @@ from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, while_connected
 from jaxinfer.server.params import Conversation, Job, check_model, make_job, read_messages
-from jaxinfer.server.reasoning import Family
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import CountTokensRequest, MessagesRequest
+from jaxinfer.text.reasoning import Family
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed")
 _PING = named_event("ping", {"type": "ping"})

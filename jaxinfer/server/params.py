@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS
+from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, structured_of
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
@@ -29,8 +29,6 @@ CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked befor
 
 # What is not supported, with the values that change nothing, besides null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
@@ -234,8 +232,8 @@ def _check_neutral(request: Any) -> None:
 
 
 def _sampling(request: SamplingFields) -> dict[str, Any]:
-    given = ((name, getattr(request, name)) for name in _SAMPLING)
-    return {name: value for name, value in given if value is not None}
+    values = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
+    return values | structured_of({name: getattr(request, name, None) for name in STRUCTURED_NAMES})
 
 
 def _truncation(wanted: int | None, max_model_len: int) -> int | None:

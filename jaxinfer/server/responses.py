@@ -6,11 +6,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from jaxinfer.batch.requests import structured_of
 from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.llm import LLM
 from jaxinfer.server.answering import answer_headers, begin, usage_of
 from jaxinfer.server.chunks import named_event
-from jaxinfer.server.errors import APIError, refused
+from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
 from jaxinfer.server.params import Conversation, Job, chosen_tools, make_job, read_messages
@@ -60,15 +61,14 @@ def _job(body: ResponsesRequest, service: Service) -> Job:
         if value is not None and value not in neutral:
             why = ": nothing is stored, send the whole conversation" if name in _STORED else ""
             raise refused(name, f"{name}={value!r:.60} is not supported{why}")
-    wanted = (body.text or {}).get("format")
-    if wanted not in (None, {"type": "text"}):
-        raise refused("text", f"text.format={wanted!r:.60} is not supported, only {{'type': 'text'}}")
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
     service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
     if body.parallel_tool_calls is False and tools:
         raise refused("parallel_tool_calls", "parallel_tool_calls=false is not supported: calls cannot be limited")
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+    with client_errors("text"):
+        values |= structured_of({"response_format": (body.text or {}).get("format")})
     found = [{"role": "system", "content": body.instructions}] if body.instructions else []
     found += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
     conversation = Conversation(read_messages(found), chosen_tools(tools, body.tool_choice), _effort(body, service.llm))
@@ -158,7 +158,7 @@ class _About:
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": {"type": "text"}, **(body.text or {})},
             "tool_choice": body.tool_choice or "auto",
             "tools": [_shown(tool) for tool in body.tools or ()],
             "top_p": params.top_p,

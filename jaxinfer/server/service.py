@@ -16,8 +16,8 @@ from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import unavailable
 from jaxinfer.server.metrics import Metrics
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.reasoning import Family, family_of, hidden_tokens
 from jaxinfer.server.record import Record
+from jaxinfer.text.reasoning import Family, family_of, hidden_tokens
 
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")

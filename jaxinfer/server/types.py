@@ -141,7 +141,11 @@ class SamplingFields(Struct, kw_only=True):
     service_tier: Any = None
     store: Any = None
     response_format: Any = None
-    structured_outputs: Any = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     best_of: Any = None
 
 

@@ -78,7 +78,7 @@ def walk(
         positions = rows.positions + depth + 1
         batch = mask_inactive_rows(rows.batch, state.is_walking)
         draw = _draw(proposal, state.node, tokens, is_child, batch, positions) if is_maximal else None
-        samples = sample(logits_at(state.node), positions, batch, state.history, draw)
+        samples = sample(logits_at(state.node), positions, batch, state.history, rows.tables, draw)
         is_valid = state.is_walking & samples.ok
         kept = keep(kept, samples, state.is_walking, is_valid, state.num_tokens)
         is_same = is_child & (tokens == samples.tokens[:, None])
@@ -95,7 +95,7 @@ def walk(
             path=state.path.at[row, jnp.where(is_accepted, depth + 1, tree.depth + 1)].set(node, mode="drop"),
             remaining=remaining,
             is_active=jnp.where(state.is_walking, is_active, state.is_active),
-            history=advance(state.history, samples.tokens, is_valid),
+            history=advance(state.history, samples.tokens, is_valid, rows.tables),
         )
         return depth + 1, state, kept
 

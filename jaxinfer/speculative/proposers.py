@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxinfer.cache import PagedAttention, PagedCache, move_tokens
+from jaxinfer.grammar.device import GrammarTables, draft_tokens, next_states
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -68,7 +69,7 @@ class DraftRows(NamedTuple):
     Attributes:
       positions: int32[S], position of the root, which equals the number of tokens in the target's cache.
       is_active: bool[S]. num_nodes: int32[S], leading nodes of the tree that the row may use, the root included.
-      page_table: int32[S, P]. batch: sampling parameters. history: sampling state, up to the root.
+      page_table: int32[S, P]. batch: sampling parameters. history: sampling state, up to the root. tables: of grammars.
     """
 
     positions: jax.Array
@@ -77,6 +78,7 @@ class DraftRows(NamedTuple):
     page_table: jax.Array
     batch: SamplingBatch
     history: SamplingState
+    tables: GrammarTables | None = None
 
 
 class Proposal(NamedTuple):
@@ -112,7 +114,8 @@ class DraftDecoder:
 
 def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: DraftRows, tree: TokenTree) -> Proposal:
     """Drafts the continuation of the longest earlier match. Where that reaches the end of the sequence it continues
-    with the draft itself, so that a short period is repeated up to the length of the draft."""
+    with the draft itself, so that a short period is repeated up to the length of the draft. Tokens that a grammar
+    forces are drafted whether there is a match or not."""
     sequence, count = draft.sequence, tree.num_nodes - 1
     num_slots, length = sequence.shape
     indices = jnp.arange(length)
@@ -129,8 +132,27 @@ def propose_ngram(settings: NgramDraft, draft: DraftSlots, rows: DraftRows, tree
     following = place[:, None] + 1 + jnp.arange(count) % period[:, None]
     tokens = jnp.take_along_axis(sequence, jnp.minimum(following, length - 1), axis=1)
     root = jnp.take_along_axis(sequence, rows.positions[:, None], axis=1)
-    num_nodes = jnp.where(best >= settings.min_match, rows.num_nodes, 1)
+    num_found = jnp.where(best >= settings.min_match, count, 0)
+    tokens, num_forced = _force(tokens, rows)
+    num_nodes = jnp.minimum(rows.num_nodes, 1 + jnp.maximum(num_found, num_forced))
     return Proposal(jnp.concatenate([root, tokens], axis=1), num_nodes)
+
+
+def _force(tokens: jax.Array, rows: DraftRows) -> tuple[jax.Array, jax.Array]:
+    """Draft tokens int32[S, K] with those that the rows' grammars force in their places, and how many of each row are
+    forced from the first on."""
+    num_slots, count = tokens.shape
+    num_forced, is_forced = jnp.zeros((num_slots,), jnp.int32), jnp.ones((num_slots,), bool)
+    if rows.tables is None:
+        return tokens, num_forced
+    state, columns = rows.history.grammar, []
+    for column in range(count):
+        forced = draft_tokens(rows.tables, state)
+        columns.append(jnp.where(forced >= 0, forced, tokens[:, column]))
+        is_forced &= forced >= 0
+        num_forced += is_forced
+        state = next_states(rows.tables, state, columns[-1])
+    return jnp.stack(columns, axis=1), num_forced
 
 
 def catch_up(
@@ -189,9 +211,8 @@ def propose_chain(
         is_drafting = is_running & (position >= rows.positions) & (rows.num_nodes > 1)
 
         def choose(scores):
-            tokens, found = _children(
-                model, hidden, position + 1, mask_inactive_rows(rows.batch, is_drafting), history, 1
-            )
+            drafting = rows._replace(batch=mask_inactive_rows(rows.batch, is_drafting), history=history)
+            tokens, found = _children(model, hidden, position + 1, drafting, 1)
             if scores is not None:
                 node = jnp.where(is_drafting, position - rows.positions, tree.num_nodes)
                 scores = scores.at[row, node].set(found, mode="drop")
@@ -204,7 +225,7 @@ def propose_chain(
         column = jnp.where(is_drafting, position + 1, length)
         sequence = draft.sequence.at[row, column].set(tokens, mode="drop")
         draft = DraftSlots(sequence, position + lengths)
-        return attend.cache, draft, advance(history, tokens, is_drafting), scores
+        return attend.cache, draft, advance(history, tokens, is_drafting, rows.tables), scores
 
     cache, draft, _, scores = lax.while_loop(
         lambda carry: jnp.any(is_feeding(carry[1])), feed, (cache, draft, rows.history, scores)
@@ -252,9 +273,9 @@ def propose_tree(
             # The node's history is the root's plus the tokens on the path; `rewind` removes these afterwards.
             path = _path(tree, node)
             for ancestor in path:
-                history = advance(history, tokens[:, ancestor], is_drafting)
-            batch = mask_inactive_rows(rows.batch, is_drafting)
-            chosen, found = _children(model, hidden[:, node], rows.positions + depth + 1, batch, history, len(children))
+                history = advance(history, tokens[:, ancestor], is_drafting, rows.tables)
+            drafting = rows._replace(batch=mask_inactive_rows(rows.batch, is_drafting), history=history)
+            chosen, found = _children(model, hidden[:, node], rows.positions + depth + 1, drafting, len(children))
             if path:
                 drafted = jnp.where(is_drafting[:, None], tokens[:, jnp.array(path)], rows.batch.vocab_size)
                 history = rewind(history, rows.history, drafted, jnp.zeros((num_slots,), jnp.int32))
@@ -298,19 +319,14 @@ def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows:
 
 
 def _children(
-    model: DraftDecoder,
-    hidden: jax.Array,
-    positions: jax.Array,
-    batch: SamplingBatch,
-    history: SamplingState,
-    width: int,
+    model: DraftDecoder, hidden: jax.Array, positions: jax.Array, rows: DraftRows, width: int
 ) -> tuple[jax.Array, jax.Array]:
     """The `width` best tokens int32[S, width] at one node of each row, best first, and the transformed logits
     float32[S, V]. Sampled rows add the noise of their position: the target's own in exact mode, an independent one in
     maximal mode, which draws without replacement (Kool et al. 2019)."""
-    transformed = transform(model.logits(hidden), batch, history)
+    transformed = transform(model.logits(hidden), rows.batch, rows.history, rows.tables)
     stream = DRAFT_STREAM if model.is_maximal else None
-    return choose_several(transformed, positions, batch, width, stream=stream), transformed
+    return choose_several(transformed, positions, rows.batch, width, stream=stream), transformed
 
 
 def _path(tree: TokenTree, node: int) -> list[int]:

@@ -4,6 +4,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
 from jaxinfer import compilation_cache
@@ -53,6 +54,7 @@ def test_there_is_a_job_for_each_core(monkeypatch, num_cores, num_jobs):
 
 def test_warm_up_compiles_each_program_once(tiny):
     """What is traced and compiled ahead is what calls then find: for the sizes of every kind of program."""
+    jax.clear_caches()  # of what earlier tests compiled
     engine = Engine(*tiny, EngineOptions(**OPTIONS))
     names: list[str] = []
     with compilation_cache.counting() as counts:

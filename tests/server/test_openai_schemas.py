@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jaxinfer.server.app import make_app
-from jaxinfer.server.reasoning import Tags
+from jaxinfer.text.reasoning import Tags
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 from tests.server.openai_schemas.components import errors

@@ -11,7 +11,7 @@ from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.metrics import STATUSES
 from jaxinfer.server.openapi import openapi
-from jaxinfer.server.reasoning import Tags
+from jaxinfer.text.reasoning import Tags
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 

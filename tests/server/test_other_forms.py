@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from jaxinfer.server.app import make_app
-from jaxinfer.server.reasoning import FAMILIES
+from jaxinfer.text.reasoning import FAMILIES, Tags, hidden_tokens
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 
@@ -174,3 +174,30 @@ def test_reasoning_is_told_apart_on_every_route(make_service, engine):
     assert starts == ["thinking", "text"]
     assert [one["content"][0]["text"] for one in items] == list(expected.values())
     assert [one["content"] for one in streamed_items] == [one["content"] for one in items]
+
+
+def test_tags_that_are_special_tokens(engine, make_service):
+    """The text has special tokens then, to tell the reasoning; the client sees none of them."""
+    tokenizer = engine.llm.tokenizer
+    one, other = (tokenizer.decode([token], skip_special_tokens=False) for token in sorted(tokenizer.special_ids)[:2])
+    family = Tags(one, other)
+    hidden = hidden_tokens(family, tokenizer)
+    assert hidden is not None
+    assert not {one, other} & set(hidden)
+    assert hidden_tokens(FAMILIES["think"], tokenizer) is None
+    service = make_service()
+    service.tags, service.hidden = family, hidden
+    client = Client(make_app(service))
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "seed": 1, "ignore_eos": True}
+    body["logit_bias"] = {str(sorted(tokenizer.special_ids)[0]): 100}  # only opening tags
+
+    async def ask():
+        whole = await client.post("/v1/chat/completions", body)
+        events = await client.stream("/v1/chat/completions", body)
+        return whole.json["choices"][0]["message"], events
+
+    message, events = asyncio.run(ask())
+    assert message["content"] == ""
+    assert message["reasoning_content"] == one * 5  # the first one is the tag
+    deltas = [choice["delta"] for event in events for choice in (event.data or {}).get("choices", ())]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == one * 5

@@ -19,6 +19,7 @@ from jaxinfer import parallel
 from jaxinfer.cache import PagedAttention, PagedCache
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
+from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.sampling import (
     SampleOutput,
     SamplingBatch,
@@ -148,6 +149,18 @@ def init_slots(num_slots: int, vocab_size: int, draft_length: int | None = None)
     return jax.device_put((slots, make_batch([None] * num_slots, vocab_size)), may_alias=False)
 
 
+def empty_work(num_tokens: int, num_slots: int) -> dict[str, np.ndarray]:
+    """The arrays of a step in which nothing takes part, without the page table."""
+    counts = ("query_starts", "query_lengths", "starts", "remaining")
+    return {
+        "tokens": np.zeros(num_tokens, np.int32),
+        "token_slots": np.full(num_tokens, num_slots, np.int32),
+        **{name: np.zeros(num_slots, np.int32) for name in counts},
+        "is_prompt": np.zeros(num_slots, np.bool_),
+        "is_last": np.zeros(num_slots, np.bool_),
+    }
+
+
 def slot_axes(slots: Slots, batch: SamplingBatch) -> tuple[Slots, SamplingBatch]:
     """The logical name of each dimension of `init_slots`' arrays, for `jaxinfer.parallel`: rows over the vocabulary
     lie where its logits are, all else is whole on every device."""
@@ -211,7 +224,12 @@ _sample = jax.jit(sample, inline=True)  # traced once for `sample_step` and `dec
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 def sample_step(
-    mesh: Mesh | None, slots: Slots, batch: SamplingBatch, rows: StepSlots, logits: jax.Array
+    mesh: Mesh | None,
+    slots: Slots,
+    batch: SamplingBatch,
+    rows: StepSlots,
+    logits: jax.Array,
+    tables: GrammarTables | None = None,
 ) -> tuple[Slots, StepOutput]:
     """The tokens of a step from its logits float32 [B, V], and the slots after it. Donates the slots.
 
@@ -221,7 +239,7 @@ def sample_step(
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     is_decoding, ends = rows.is_decoding(slots), rows.ends(slots)
     takes_part = is_decoding | rows.is_prompt
-    samples = _sample(logits, ends, mask_inactive_rows(batch, takes_part), slots.history)
+    samples = _sample(logits, ends, mask_inactive_rows(batch, takes_part), slots.history, tables)
 
     is_produced = is_decoding | (rows.is_prompt & rows.is_last)
     took_part = is_produced & samples.ok
@@ -234,7 +252,7 @@ def sample_step(
         is_active=jnp.where(
             is_produced, took_part & ~is_stop(samples.tokens, batch) & (remaining > 0), slots.is_active
         ),
-        history=advance(slots.history, samples.tokens, took_part),
+        history=advance(slots.history, samples.tokens, took_part, tables),
         draft=record(slots.draft, ends, samples.tokens, took_part),
     )
     tokens = encode_tokens(samples, is_produced, takes_part)
@@ -251,6 +269,7 @@ def decode(
     batch: SamplingBatch,
     work: DecodeWork,
     max_steps: int,
+    tables: GrammarTables | None = None,
 ) -> tuple[PagedCache, Slots, StepOutput]:
     """Up to `work.num_steps` (at most the static `max_steps`) tokens for every held, active slot, in one loop on the
     device that ends early when none is left. Donates the cache and the slots; nothing passes through the host."""
@@ -267,7 +286,7 @@ def decode(
         attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
-            decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history
+            decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
         )
         took_part = is_decoding & samples.ok
         remaining = slots.remaining - took_part
@@ -277,7 +296,7 @@ def decode(
             positions=slots.positions + took_part,
             remaining=remaining,
             is_active=jnp.where(is_decoding, is_going_on, slots.is_active),
-            history=advance(slots.history, samples.tokens, took_part),
+            history=advance(slots.history, samples.tokens, took_part, tables),
             draft=record(slots.draft, slots.positions + 1, samples.tokens, took_part),
         )
         output = StepOutput(encode_tokens(samples, is_decoding, is_decoding), samples)

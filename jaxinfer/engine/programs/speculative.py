@@ -7,9 +7,11 @@ table; rolling back is not counting what was stored too much, since the next rou
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxinfer.cache import PagedAttention, PagedCache
@@ -25,6 +27,7 @@ from jaxinfer.engine.programs.paged import (
     take_rows,
     write_rows,
 )
+from jaxinfer.grammar.device import GrammarTables
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import SampleOutput, SamplingBatch
 from jaxinfer.sampling.params import MAX_LOGPROBS
@@ -85,6 +88,12 @@ class RoundCounts:
     accepted: jax.Array
 
 
+def empty_rounds(num_slots: int) -> dict[str, Any]:
+    """The arrays of rounds in which nothing takes part, without the page table."""
+    work = {"is_scheduled": np.zeros(num_slots, np.bool_), "num_rounds": np.int32(0)}
+    return {**work, "num_drafts": np.zeros(num_slots, np.int32)}
+
+
 @partial(jax.jit, static_argnums=(0, 2, 9), donate_argnums=(4, 5, 6), compiler_options=COMPILER_OPTIONS)
 def speculate(
     model: ProgramModel,
@@ -97,6 +106,7 @@ def speculate(
     batch: SamplingBatch,
     work: SpeculativeWork,
     max_rounds: int,
+    tables: GrammarTables | None = None,
 ) -> tuple[PagedCache, PagedCache | None, Slots, StepOutput, RoundCounts]:
     """Up to `work.num_rounds` (at most the static `max_rounds`) rounds for every held, active slot; each makes one
     token to as many as the tree is deep and one. Donates the caches and the slots.
@@ -106,7 +116,7 @@ def speculate(
     num_slots = work.is_scheduled.shape[0]
     all_slots, slots, batch = slots, take_rows(slots, num_slots), take_rows(batch, num_slots)
     draft = drafter.kind.bind(draft_weights) if isinstance(drafter.kind, ProgramModel) else None
-    one_round = _Round(model, model.bind(weights), drafter, draft, batch, work)
+    one_round = _Round(model, model.bind(weights), drafter, draft, batch, work, tables)
 
     def keep_going(carry):
         count, _, slots, *_ = carry
@@ -136,6 +146,7 @@ class _Round:
     draft: Decoder | None
     batch: SamplingBatch
     work: SpeculativeWork
+    tables: GrammarTables | None
 
     def __call__(self, carry):
         count, (cache, draft_cache), slots, outputs, num_tokens, counts = carry
@@ -143,9 +154,8 @@ class _Round:
         is_active = slots.is_active & work.is_scheduled
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
-        rows = DraftRows(
-            slots.positions, is_active, jnp.where(is_active, num_nodes, 0), work.page_table, batch, slots.history
-        )
+        num_nodes = jnp.where(is_active, num_nodes, 0)
+        rows = DraftRows(slots.positions, is_active, num_nodes, work.page_table, batch, slots.history, self.tables)
         cache, draft_cache, draft_slots, proposal = _propose(
             self.drafter, self.draft, self.model, cache, draft_cache, slots.draft, rows
         )

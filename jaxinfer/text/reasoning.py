@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxinfer.text import Tokenizer
+from jaxinfer.text.tokenizer import Tokenizer
 
 Kind = Literal["reasoning", "content"]
 

@@ -1,22 +1,17 @@
 """Reasoning is told from content, wherever the stream is cut."""
 
-import asyncio
 import random
 
 import pytest
 
-from jaxinfer.server.app import make_app
-from jaxinfer.server.reasoning import (
+from jaxinfer.text.reasoning import (
     FAMILIES,
     Remover,
-    Tags,
     family_of,
-    hidden_tokens,
     make_splitter,
     split,
     starts_inside,
 )
-from tests.server.asgi import Client
 
 CHANNELS, THINK = FAMILIES["gpt-oss"], FAMILIES["think"]
 CASES = [
@@ -89,30 +84,3 @@ def test_special_tokens_are_removed_wherever_the_stream_is_cut():
             step = generator.randint(1, 3)
             found, at = found + remover.feed(text[at : at + step]), at + step
         assert found + remover.finish() == "ab <ec<pad"
-
-
-def test_tags_that_are_special_tokens(engine, make_service):
-    """The text has special tokens then, to tell the reasoning; the client sees none of them."""
-    tokenizer = engine.llm.tokenizer
-    one, other = (tokenizer.decode([token], skip_special_tokens=False) for token in sorted(tokenizer.special_ids)[:2])
-    family = Tags(one, other)
-    hidden = hidden_tokens(family, tokenizer)
-    assert hidden is not None
-    assert not {one, other} & set(hidden)
-    assert hidden_tokens(THINK, tokenizer) is None
-    service = make_service()
-    service.tags, service.hidden = family, hidden
-    client = Client(make_app(service))
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "seed": 1, "ignore_eos": True}
-    body["logit_bias"] = {str(sorted(tokenizer.special_ids)[0]): 100}  # only opening tags
-
-    async def ask():
-        whole = await client.post("/v1/chat/completions", body)
-        events = await client.stream("/v1/chat/completions", body)
-        return whole.json["choices"][0]["message"], events
-
-    message, events = asyncio.run(ask())
-    assert message["content"] == ""
-    assert message["reasoning_content"] == one * 5  # the first one is the tag
-    deltas = [choice["delta"] for event in events for choice in (event.data or {}).get("choices", ())]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == one * 5

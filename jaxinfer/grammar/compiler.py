@@ -1,0 +1,163 @@
+"""From what a request asks for to a grammar that answers are matched against, and its table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+
+from jaxinfer.files import cache_folder
+from jaxinfer.grammar import nodes
+from jaxinfer.grammar.automaton import build_automaton
+from jaxinfer.grammar.gate import Gate, gate_of
+from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
+from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
+from jaxinfer.grammar.schema import check_schema, schema_grammar
+from jaxinfer.grammar.schema_language import language_of
+from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
+from jaxinfer.grammar.table import TokenTable
+from jaxinfer.grammar.table_builder import TableLimits, build_table
+from jaxinfer.grammar.table_cache import TableCache
+from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
+from jaxinfer.text import Tokenizer
+from jaxinfer.text.reasoning import FAMILIES
+
+MAX_KEPT = 256  # compiled grammars
+
+
+class Grammar:
+    """A compiled grammar, shared by all answers that have it.
+
+    Attributes:
+      key: names it, among those of one vocabulary.
+    """
+
+    def __init__(self, key: str, first: Matcher, table: Future[TokenTable | None] | None):
+        self.key, self._first, self._table = key, first, table
+        self._lock = threading.Lock()
+
+    def start(self) -> Matcher:
+        """The place before an answer's first token."""
+        with self._lock:  # a matcher belongs to one thread at a time
+            return self._first.copy()
+
+    @property
+    def table(self) -> TokenTable | None:
+        """Its table, None while that is built, and where there is none."""
+        return self._table.result() if self._table is not None and self._table.done() else None
+
+    def wait(self) -> TokenTable | None:
+        """The same, when it is known."""
+        return None if self._table is None else self._table.result()
+
+
+class GrammarCompiler:
+    """Compiles what requests ask for, and builds tables in a thread of its own. Threads may share it.
+
+    Args:
+      vocabulary: of the model. encode: as of `MatcherLibrary`. special_texts: of tokens that have none in it. build: makes the table of a language, None where it is
+        too large; without it there are no tables.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        encode: Callable[[str], Sequence[int]],
+        special_texts: Mapping[int, bytes],
+        build: Callable[[nodes.Node], TokenTable | None] | None = None,
+    ):
+        self._vocabulary, self._special_texts = vocabulary, special_texts
+        self.library = MatcherLibrary(vocabulary, encode)
+        self._build = build
+        self._builder = ThreadPoolExecutor(1, "grammar-tables")
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, structured: StructuredOutputs) -> Grammar:
+        """The grammar of a request. Raises GrammarError, with the place, where it cannot be served."""
+        key = hashlib.blake2b(repr(replace(structured, reasoning=None)).encode(), digest_size=16).hexdigest()
+        with self._lock:
+            if (found := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return found
+        try:
+            language, text = read(structured)
+        except ValueError as error:
+            raise GrammarError(str(error)) from None
+        first = self.library.matcher(text)
+        table = None
+        if language is not None and self._build is not None:
+            table = self._builder.submit(self._build, language)
+        found = Grammar(key, first, table)
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def gate(self, structured: StructuredOutputs, prompt_end: str) -> Gate | None:
+        """Where the grammar begins in an answer to a prompt that ends with this text; None for its first token."""
+        family = FAMILIES.get(structured.reasoning or "none")
+        return None if family is None else gate_of(family, prompt_end, self._vocabulary, self._special_texts)
+
+    def close(self) -> None:
+        """Builds no more tables."""
+        self._builder.shutdown(wait=False, cancel_futures=True)
+
+
+def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
+    """The language, where it is finite-state, and the grammar for llguidance; both mean the same. Raises ValueError."""
+    import llguidance
+
+    language: nodes.Node | None = None
+    if structured.kind == "grammar":
+        text = structured.grammar or ""
+    elif structured.kind in ("json", "json_object"):
+        language, text = _read_schema(structured)
+    elif structured.kind == "choice":
+        language, text = nodes.choice([nodes.Text(text) for text in structured.choice or ()]), ""
+    else:
+        language = _read_pattern(structured.regex or "")
+        text = f"start: /{llguidance.regex_to_lark(structured.regex or '', use_ascii='')}/"
+    if language is not None:
+        text = f"start: /{pattern_of(language).replace('/', chr(92) + '/')}/"
+    # Else it would allow one spelling of a forced text only, which depends on the tokens before.
+    return language, llguidance.LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
+
+
+def _read_schema(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
+    schema = check_schema({"type": "object"} if structured.json_object else structured.json)
+    if structured.whitespace_pattern is None and (language := language_of(schema)) is not None:
+        return language, ""
+    grammar = json.loads(schema_grammar(schema, structured.whitespace_pattern))
+    return None, "start: %json " + json.dumps(grammar["grammars"][0]["json_schema"])
+
+
+def _read_pattern(pattern: str) -> nodes.Node | None:
+    try:
+        return parse_pattern(pattern)
+    except UnsupportedPattern:
+        return None  # llguidance says what is wrong with it, if it cannot read it either
+
+
+def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
+    """The compiler of a model with this tokenizer and V tokens. Raises ValueError for a tokenizer whose tokens have no
+    texts of their own."""
+    vocabulary, limits = vocabulary_of(tokenizer, eos_token_ids, vocab_size), TableLimits()
+    cache = TableCache(cache_folder("grammars"))
+
+    def build(language: nodes.Node) -> TokenTable | None:
+        def make() -> TokenTable:
+            return build_table(build_automaton(language), vocabulary, limits)
+
+        try:
+            return cache.get_or_build(language, vocabulary, limits, make)
+        except nodes.TooLargeError:
+            return None
+
+    special = {token: tokenizer.decode([token], skip_special_tokens=False).encode() for token in tokenizer.special_ids}
+    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), special, build)

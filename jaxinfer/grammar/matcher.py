@@ -1,0 +1,122 @@
+"""An answer's place in its grammar, by llguidance (https://github.com/guidance-ai/llguidance): right for every grammar.
+
+llguidance never raises: a matcher that hits a limit or gets a wrong token stays in an error state, which is asked for
+here after each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxinfer.grammar.structured import GrammarError
+from jaxinfer.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import llguidance
+
+# About half a second of one core each, at most; a mask takes 25 us in the median.
+LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 500_000,
+    "verbose_errors": False,
+}
+
+
+class MatcherLibrary:
+    """llguidance for one vocabulary. Raises ImportError, with what to install, where it is not there.
+
+    Args:
+      encode: turns a text into token ids as the model's tokenizer does, without special tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]):
+        try:
+            import llguidance
+        except ImportError:
+            raise ImportError("structured output needs llguidance: pip install 'jaxinfer[structured]'") from None
+        self._library, self.vocabulary, self._encode = llguidance, vocabulary, encode
+
+    @cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        """Takes 2.6 s for 131,072 tokens."""
+        wrapper = self._library.TokenizerWrapper(_Tokens(self.vocabulary, self._encode))
+        return self._library.LLTokenizer(
+            wrapper, n_vocab=len(self.vocabulary), eos_token=list(self.vocabulary.eos_token_ids)
+        )
+
+    @cached_property
+    def _limits(self) -> llguidance.LLParserLimits:
+        return self._library.LLParserLimits(**LIMITS)
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        return self._library.LLExecutor()
+
+    def matcher(self, grammar: str) -> Matcher:
+        """At the beginning of a grammar, which is what `LLMatcher.grammar_from_*` returns. Raises GrammarError."""
+        found = self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if found.is_error():
+            raise GrammarError(found.get_error().strip())
+        return Matcher(self, found)
+
+    def fill(self, matchers: Sequence[Matcher], masks: np.ndarray) -> None:
+        """Writes the masks of what may follow to the rows of uint32[len(matchers), ceil(V / 32)], in llguidance's own
+        threads. A row is zero where its matcher has failed."""
+        jobs = [(matcher.of_library, row) for row, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(jobs, masks.ctypes.data, masks.shape[1] * 4, masks.shape[0])
+        for row, matcher in enumerate(matchers):
+            if matcher.error is not None:
+                masks[row] = 0
+
+
+class Matcher:
+    """An answer's place in its grammar."""
+
+    def __init__(self, library: MatcherLibrary, of_library: llguidance.LLMatcher):
+        self.library, self.of_library = library, of_library
+
+    def copy(self) -> Matcher:
+        """The same place, for another answer."""
+        return Matcher(self.library, self.of_library.deep_copy())
+
+    def accept(self, tokens: Sequence[int]) -> int:
+        """Goes on with the leading tokens that are allowed, and returns how many. After an end-of-sequence id, which is
+        allowed where the answer may end, nothing is."""
+        ending = self.library.vocabulary.eos_token_ids
+        eos = next((place for place, token in enumerate(tokens) if token in ending), None)
+        text = list(tokens[:eos])
+        # `try_consume_tokens` leaves an error behind a wrong token, `validate_tokens` does not.
+        count = self.of_library.validate_tokens(text) if text else 0
+        if count and not self.of_library.consume_tokens(text[:count]):
+            return 0
+        is_end = eos is not None and count == eos and self.of_library.is_accepting()
+        return count + is_end
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on: a limit of time or size."""
+        return self.of_library.get_error().strip() if self.of_library.is_error() else None
+
+
+class _Tokens:
+    """A vocabulary as llguidance wants it."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]):
+        self._encode = encode
+        self.eos_token_id, self.bos_token_id = vocabulary.eos_token_ids[0], None
+        # A special token is told by its first byte, which no text has; these need different texts.
+        self.tokens = [
+            b"\xff<%d>" % number if token is None else token for number, token in enumerate(vocabulary.tokens)
+        ]
+        self.special_token_ids = [number for number, token in enumerate(vocabulary.tokens) if token is None]
+
+    def __call__(self, text: Any) -> list[int]:
+        return list(self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace")))

@@ -1,0 +1,125 @@
+"""Reads a JSON value out of a text that arrives in pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from jaxinfer.tool_calls.cursor import Cursor, Reader
+
+MAX_DEPTH = 100
+"""Objects and arrays within one another."""
+_MAX_NUMBER_CHARS = 400
+
+_WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+_PLAIN = re.compile(r'[^"\\]*')
+_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_NUMBER_CHARS = re.compile(r"[-+0-9.eE]*")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+@dataclass(frozen=True)
+class JsonText:
+    """A JSON value as it stands in the text; of an object also the texts of its members.
+
+    Control characters in strings, which models write unescaped, are escaped.
+    """
+
+    text: str
+    members: dict[str, str]
+
+    @property
+    def is_object(self) -> bool:
+        return self.text.startswith("{")
+
+
+def read_json(cursor: Cursor) -> Reader[JsonText | None]:
+    """Takes a JSON object or array; None at the first character that does not fit."""
+    parts: list[str] = []
+    members: dict[str, str] = {}
+    key, start = "", 0  # of the outermost object's member, and its first part
+    stack: list[str] = []
+    state = "value"
+    while True:
+        parts.append((yield from cursor.match(_WHITE_SPACE)))
+        char = yield from cursor.peek()
+        if state in ("first", "next") and stack and char == {"{": "}", "[": "]"}[stack[-1]]:
+            if state == "next" and stack == ["{"]:
+                members[key] = "".join(parts[start:]).strip()
+            stack.pop()
+            parts.append(cursor.take(cursor.at + 1))
+        elif state == "next":
+            if char != ",":
+                return None
+            if stack == ["{"]:
+                members[key] = "".join(parts[start:]).strip()
+            parts.append(cursor.take(cursor.at + 1))
+            state = "key" if stack[-1] == "{" else "value"
+            continue
+        elif state == "key" or (state == "first" and stack[-1] == "{"):
+            text = (yield from _read_string(cursor)) if char == '"' else None
+            if text is None or not (yield from _read_colon(cursor)):
+                return None
+            parts += [text, ":"]
+            if len(stack) == 1:
+                key, start = json.loads(text), len(parts)
+            state = "value"
+            continue
+        elif char in ("{", "["):
+            if len(stack) >= MAX_DEPTH:
+                return None
+            stack.append(char)
+            parts.append(cursor.take(cursor.at + 1))
+            state = "first"
+            continue
+        else:
+            text = (yield from read_scalar(cursor)) if stack else None
+            if text is None:
+                return None
+            parts.append(text)
+        if not stack:
+            return JsonText("".join(parts).strip(), members)
+        state = "next"
+
+
+def read_scalar(cursor: Cursor) -> Reader[str | None]:
+    """Takes a JSON string, number, true, false or null; None where none follows."""
+    char = yield from cursor.peek()
+    if char == '"':
+        return (yield from _read_string(cursor))
+    if char and char in "tfn":
+        return (yield from cursor.literal("true", "false", "null")) or None
+    text = yield from cursor.match(_NUMBER_CHARS)
+    return text if len(text) <= _MAX_NUMBER_CHARS and _NUMBER.fullmatch(text) else None
+
+
+def _read_colon(cursor: Cursor) -> Reader[bool]:
+    yield from cursor.match(_WHITE_SPACE)
+    return bool((yield from cursor.literal(":")))
+
+
+def _read_string(cursor: Cursor) -> Reader[str | None]:
+    parts = [cursor.take(cursor.at + 1)]
+    while True:
+        plain = yield from cursor.match(_PLAIN)
+        parts.append(_CONTROL.sub(_escaped, plain))
+        char = yield from cursor.peek()
+        if char == '"':
+            parts.append(cursor.take(cursor.at + 1))
+            return "".join(parts)
+        escape = yield from cursor.literal(*(f"\\{one}" for one in '"\\/bfnrtu'))
+        if not escape:
+            return None
+        parts.append(escape)
+        if escape == "\\u":
+            while len(cursor.text) - cursor.at < 4 and not cursor.is_end:
+                yield
+            if _HEX.match(cursor.text, cursor.at) is None:
+                return None
+            parts.append(cursor.take(cursor.at + 4))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return json.dumps(found[0])[1:-1]

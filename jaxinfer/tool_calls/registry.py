@@ -1,0 +1,227 @@
+"""All forms, by name and by chat template."""
+
+from __future__ import annotations
+
+from jaxinfer.checks import did_you_mean
+from jaxinfer.tool_calls.form import ToolForm
+from jaxinfer.tool_calls.harmony import HarmonyForm
+from jaxinfer.tool_calls.json_forms import JsonForm, KimiForm, MistralForm, NamedForm
+from jaxinfer.tool_calls.literal_forms import GemmaForm, PythonicForm
+from jaxinfer.tool_calls.tagged_forms import GlmForm, QwenCoderForm
+
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_KIMI = (
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    "<|tool_calls_section_end|>",
+)
+_GLM_TAGS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>")
+
+# In the order in which a template is compared: the tags of some are also those of later ones.
+_FORMS: tuple[ToolForm, ...] = (
+    HarmonyForm(
+        "openai",
+        "gpt-oss",
+        openings=("<|start|>", "<|channel|>"),
+        line_openings="t",
+        special_texts=_HARMONY,
+        template_texts=("<|channel|>", "<|call|>"),
+        is_before_reasoning=True,
+    ),
+    KimiForm(
+        "kimi_k2",
+        "Kimi K2",
+        openings=_KIMI[:2],
+        special_texts=_KIMI,
+        template_texts=("<|tool_calls_section_begin|>",),
+        first=_KIMI[0],
+        begin=_KIMI[1],
+        prefix="functions.",
+        middle=_KIMI[2],
+        end=_KIMI[3],
+        last=_KIMI[4],
+    ),
+    NamedForm(
+        "deepseek_v3",
+        "DeepSeek V3 and R1",
+        openings=_DEEPSEEK[:2],
+        special_texts=_DEEPSEEK,
+        template_texts=(_DEEPSEEK[0], "```json"),
+        first=_DEEPSEEK[0],
+        begin=_DEEPSEEK[1],
+        prefix="function<｜tool▁sep｜>",
+        middle="\n```json\n",
+        tail="\n```",
+        end=_DEEPSEEK[3],
+        between="\n",
+        last=_DEEPSEEK[4],
+    ),
+    NamedForm(
+        "deepseek_v31",
+        "DeepSeek V3.1",
+        openings=_DEEPSEEK[:2],
+        special_texts=_DEEPSEEK,
+        template_texts=_DEEPSEEK[:1],
+        first=_DEEPSEEK[0],
+        begin=_DEEPSEEK[1],
+        middle=_DEEPSEEK[2],
+        end=_DEEPSEEK[3],
+        last=_DEEPSEEK[4],
+    ),
+    GlmForm(
+        "glm45",
+        "GLM-4.5 and GLM-4.6",
+        openings=("<tool_call>",),
+        special_texts=_GLM_TAGS,
+        template_texts=("<arg_key>", "{function-name}\n"),
+        first="<tool_call>",
+        is_first_repeated=True,
+        between="\n",
+    ),
+    GlmForm(
+        "glm47",
+        "GLM-4.7 and later",
+        openings=("<tool_call>",),
+        special_texts=_GLM_TAGS,
+        template_texts=("<arg_key>",),
+        first="<tool_call>",
+        is_first_repeated=True,
+        line_break="",
+    ),
+    QwenCoderForm(
+        "seed_oss",
+        "Seed-OSS",
+        openings=("<seed:tool_call>", "<function="),
+        special_texts=("<seed:tool_call>", "</seed:tool_call>"),
+        template_texts=("<seed:tool_call>", "<parameter="),
+        first="<seed:tool_call>\n",
+        is_first_repeated=True,
+        between="\n",
+        begin="<seed:tool_call>",
+        end="</seed:tool_call>",
+        line_break="",
+    ),
+    QwenCoderForm(
+        "qwen3_coder",
+        "Qwen3-Coder, Qwen3.5, Nemotron 3",
+        openings=("<tool_call>", "<function="),
+        special_texts=("<tool_call>", "</tool_call>"),
+        template_texts=("<function=", "<parameter="),
+        first="<tool_call>\n",
+        is_first_repeated=True,
+        between="\n",
+    ),
+    GemmaForm(
+        "gemma4",
+        "Gemma 4",
+        openings=("<|tool_call>",),
+        special_texts=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        template_texts=("<|tool_call>",),
+        first="<|tool_call>",
+        is_first_repeated=True,
+        string_mark='<|"|>',
+        closing="<tool_call|>",
+    ),
+    GemmaForm(
+        "functiongemma",
+        "FunctionGemma",
+        openings=("<start_function_call>",),
+        special_texts=("<start_function_call>", "<end_function_call>", "<escape>"),
+        template_texts=("<start_function_call>",),
+        first="<start_function_call>",
+        is_first_repeated=True,
+        string_mark="<escape>",
+        closing="<end_function_call>",
+    ),
+    MistralForm(
+        "mistral",
+        "Mistral, Ministral, Devstral, Magistral",
+        openings=("[TOOL_CALLS]",),
+        special_texts=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        template_texts=("[TOOL_CALLS]",),
+        first="[TOOL_CALLS]",
+        is_first_repeated=True,
+    ),
+    JsonForm(
+        "granite",
+        "Granite 3, Phi-4 mini",
+        openings=("<|tool_call|>",),
+        special_texts=("<|tool_call|>", "<|/tool_call|>"),
+        template_texts=("<|tool_call|>",),
+        first="<|tool_call|>[",
+        between=", ",
+        last="]",
+        closing="<|/tool_call|>",
+    ),
+    JsonForm(
+        "hermes",
+        "Qwen2.5, Qwen3, Hermes, Granite 4, SmolLM3",
+        openings=("<tool_call>",),
+        special_texts=("<tool_call>", "</tool_call>"),
+        template_texts=("<tool_call>",),
+        first="<tool_call>\n",
+        is_first_repeated=True,
+        between="\n",
+        closing="\n</tool_call>",
+    ),
+    PythonicForm(
+        "llama4_pythonic",
+        "Llama 4",
+        openings=("<|python_start|>",),
+        line_openings="[",
+        special_texts=("<|python_start|>", "<|python_end|>"),
+        template_texts=("<|python_start|>",),
+        first="[",
+        between=", ",
+        last="]",
+        closing="<|python_end|>",
+    ),
+    JsonForm(
+        "llama3_json",
+        "Llama 3.1, 3.2 and 3.3",
+        openings=("<|python_tag|>",),
+        line_openings="{",
+        special_texts=("<|python_tag|>",),
+        template_texts=('"parameters": dictionary of argument name and its value',),
+        between="; ",
+        arguments_key="parameters",
+        separators=";,",
+    ),
+    PythonicForm(
+        "pythonic",
+        "Gemma 3, Llama 3.2 and others told to write Python calls",
+        openings=("```tool_code",),
+        line_openings="[",
+        template_texts=("[func_name",),
+        first="[",
+        between=", ",
+        last="]",
+        closing="```",
+    ),
+)
+
+TOOL_FORMS: dict[str, str] = {form.name: form.models for form in _FORMS}
+"""Names of the forms, and the models that write them."""
+
+
+def tool_form(name: str) -> ToolForm:
+    """The form with this name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = next((form for form in _FORMS if form.name == name), None)
+    if found is None:
+        raise ValueError(f"unknown form of tool calls {name!r:.80}{did_you_mean(name, TOOL_FORMS)}")
+    return found
+
+
+def form_of(template: str) -> ToolForm | None:
+    """The form that a chat template writes calls in; None where it writes none that is known."""
+    return next((form for form in _FORMS if all(text in template for text in form.template_texts)), None)

@@ -1,0 +1,184 @@
+"""Forms that write each argument between tags, as plain text, whose type the tool's schema tells."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxinfer.tool_calls.cursor import Cursor, Reader
+from jaxinfer.tool_calls.form import ToolForm
+from jaxinfer.tool_calls.lark import Lark, escape, quote
+from jaxinfer.tool_calls.parser import CallSink
+from jaxinfer.tool_calls.tools import Tool
+from jaxinfer.tool_calls.values import json_of_text, properties_for_grammar, property_schema, resolve, types_of
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_MAX_KEY_CHARS = 1_000
+_ANCHORED = re.compile(r"\^?(?P<body>(?:[^^$\\]|\\.)*)\$?")
+_SCALARS = {"string", "integer", "number", "boolean", "null"}
+
+
+@dataclass(frozen=True)
+class QwenCoderForm(ToolForm):
+    """`<function=name>`, then `<parameter=key>`, the value and `</parameter>` for each argument, then `</function>`. The
+    tags around a call, `begin` and `end`, are left out by some models.
+
+    Attributes:
+      line_break: before and behind each value.
+    """
+
+    begin: str = "<tool_call>"
+    end: str = "</tool_call>"
+    line_break: str = "\n"
+
+    def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]:
+        if opening == self.begin:
+            yield from cursor.spaces()
+            if not (yield from cursor.literal("<function=")):
+                return
+        name = yield from cursor.match(_NAME)
+        tool = calls.tools.get(name)
+        if tool is None or not (yield from cursor.literal(">")):
+            return
+        values: list[tuple[str, str]] = []
+        while True:
+            yield from cursor.spaces()
+            tag = yield from cursor.literal("<parameter=", "</function>")
+            if tag != "<parameter=":
+                break
+            key = yield from cursor.until(">", limit=_MAX_KEY_CHARS)
+            value = None
+            if key is not None and (yield from cursor.literal(">")):
+                value = yield from cursor.until("</parameter>")
+            if key is None or value is None or not (yield from cursor.literal("</parameter>")):
+                return
+            values.append((key, value.removeprefix(self.line_break).removesuffix(self.line_break)))
+        if not tag:
+            return
+        calls.add(name, arguments_text(tool, values))
+        yield from cursor.spaces()
+        if (yield from cursor.literal(self.end)):
+            cursor.forget_taken()
+
+    def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
+        items = []
+        for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
+            value = write_value(
+                lark, f"value_{index}_{number}", schema, f"{self.line_break}</parameter>", f"{tool.name}.{key}"
+            )
+            items.append((f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}", is_required))
+        arguments = lark.sequence(f"arguments_{index}", items, "")
+        return (
+            f"{quote(f'<function={tool.name}>' + chr(10))} {arguments} {lark.tag('</function>' + chr(10) + self.end)}"
+        )
+
+
+@dataclass(frozen=True)
+class GlmForm(ToolForm):
+    """`<tool_call>name`, then `<arg_key>key</arg_key>` and `<arg_value>value</arg_value>` for each argument, then
+    `</tool_call>`; with a line break behind each in GLM-4.5 and 4.6, without from 4.7 on."""
+
+    line_break: str = "\n"
+
+    def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]:
+        yield from cursor.spaces()
+        name = yield from cursor.match(_NAME)
+        tool = calls.tools.get(name)
+        if tool is None:
+            return
+        values: list[tuple[str, str]] = []
+        while True:
+            yield from cursor.spaces()
+            tag = yield from cursor.literal("<arg_key>", "</tool_call>")
+            if tag != "<arg_key>":
+                break
+            key = yield from cursor.until("</arg_key>", limit=_MAX_KEY_CHARS)
+            if key is None or not (yield from cursor.literal("</arg_key>")):
+                return
+            yield from cursor.spaces()
+            if not (yield from cursor.literal("<arg_value>")):
+                return
+            value = yield from cursor.until("</arg_value>")
+            if value is None or not (yield from cursor.literal("</arg_value>")):
+                return
+            values.append((key.strip(), value))
+        if tag:
+            calls.add(name, arguments_text(tool, values))
+
+    def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
+        items = []
+        for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
+            value = write_value(
+                lark,
+                f"value_{index}_{number}",
+                schema,
+                "</arg_value>",
+                f"{tool.name}.{key}",
+                lark.is_special("</arg_value>"),
+            )
+            head = lark.tag(f"<arg_key>{key}</arg_key>{self.line_break}<arg_value>")
+            close = lark.tag("</arg_value>") if lark.is_special("</arg_value>") else ""
+            items.append((" ".join(filter(None, [head, value, close, lark.tag(self.line_break)])), is_required))
+        arguments = lark.sequence(f"arguments_{index}", items, "")
+        return f"{lark.tag(tool.name + self.line_break)} {arguments} {lark.tag('</tool_call>')}"
+
+
+def arguments_text(tool: Tool, values: Sequence[tuple[str, str]]) -> str:
+    """The JSON text of arguments that were written as plain text; of two with one name the later one counts."""
+    found = {key: json_of_text(value, property_schema(tool, key), tool.parameters) for key, value in values}
+    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items()) + "}"
+
+
+def write_value(
+    lark: Lark, name: str, schema: Mapping[str, Any], end: str, where: str, is_end_special: bool = False
+) -> str:
+    """A rule for a value as plain text, and for its end where that is no special token.
+
+    Raises:
+      ValueError: the schema cannot be enforced for plain text; `where` names the value.
+    """
+    root, schema = schema, resolve(schema, schema)
+    types = types_of(schema, root)
+    close = "" if is_end_special else f" {quote(end)}"
+    if types and "string" not in types:
+        return lark.rule(name, f"{lark.json({**root, **schema})}{close}")
+    fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if fixed is not None:
+        if not all(isinstance(one, str) and end not in one for one in fixed):
+            raise ValueError(f"{where}: an enum of strings and other values cannot be enforced in this form")
+        return lark.rule(name, f"({' | '.join(map(quote, fixed))}){close}")
+    if types != {"string"} and (not types <= _SCALARS or _is_limited(schema)):
+        raise ValueError(f"{where}: a string or another value with limits cannot be enforced in this form")
+    base = [_length_pattern(schema), *([_search_pattern(schema["pattern"], where)] if "pattern" in schema else [])]
+    terminal = lark.rule(name.upper(), " & ".join([*base, f"~/(?s:.*){escape(end.strip())}(?s:.*)/"]))
+    return terminal if is_end_special else lark.rule(f"{name}[suffix={quote(end)}]", terminal)
+
+
+def _is_limited(schema: Any) -> bool:
+    """Whether a schema of several types says more than the types."""
+    if isinstance(schema, Mapping):
+        return any(
+            _is_limited(value)
+            for key, value in schema.items()
+            if key not in ("type", "title", "description", "default", "examples", "$defs", "definitions")
+        )
+    return any(map(_is_limited, schema)) if isinstance(schema, list) else True
+
+
+def _length_pattern(schema: Mapping[str, Any]) -> str:
+    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"/(?s:.{{{low},{high}}})/" if low or high != "" else "/(?s:.*)/"
+
+
+def _search_pattern(pattern: Any, where: str) -> str:
+    """A JSON schema's pattern, which may match anywhere, as one that matches the whole text."""
+    found = _ANCHORED.fullmatch(pattern) if isinstance(pattern, str) else None
+    if found is None or "|" in pattern or "\n" in pattern:
+        raise ValueError(f"{where}: the pattern {pattern!r:.80} cannot be enforced in this form")
+    head = "" if pattern.startswith("^") else "(?s:.*)"
+    tail = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    body = re.sub(r"(?<!\\)/", r"\\/", found["body"])
+    return f"/{head}({body}){tail}/"

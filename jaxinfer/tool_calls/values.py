@@ -1,0 +1,148 @@
+"""Values of arguments that are written as plain text: which type they have, by the tool's schema."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxinfer.tool_calls.cursor import Cursor, finish
+from jaxinfer.tool_calls.json_text import read_json, read_scalar
+from jaxinfer.tool_calls.python_text import json_of_literal
+from jaxinfer.tool_calls.tools import Tool
+
+_MAX_REFERENCES = 16
+_WHOLE_NUMBER = re.compile(r"-?[0-9]+(\.0+)?")
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+# What is said of all arguments together cannot be kept by a grammar that has a rule for each of them.
+_WHOLE_OBJECT = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "minProperties",
+    "dependentRequired",
+    "dependentSchemas",
+    "$ref",
+)
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def property_schema(tool: Tool, name: str) -> Mapping[str, Any]:
+    """The schema of an argument; {} where the tool has none."""
+    properties = tool.parameters.get("properties")
+    found = properties.get(name) if isinstance(properties, Mapping) else None
+    return resolve(found, tool.parameters) if isinstance(found, Mapping) else {}
+
+
+def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Follows `$ref` within the schema; {} where it leads nowhere."""
+    for _ in range(_MAX_REFERENCES):
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return schema
+        found: Any = root
+        for key in reference.split("/")[1:] if reference.startswith("#/") else ("",):
+            found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        if not isinstance(found, Mapping):
+            return {}
+        schema = found
+    return {}
+
+
+def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """JSON types that a schema allows; empty where it does not say."""
+    schema = resolve(schema, root)
+    given = schema.get("type")
+    if isinstance(given, str):
+        return frozenset((given,))
+    if isinstance(given, list):
+        return frozenset(one for one in given if isinstance(one, str))
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    if values:
+        return frozenset(_type_of(json.dumps(value)) for value in values)
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        if isinstance(branches, list) and depth < _MAX_REFERENCES:
+            types = [types_of(one, root, depth + 1) for one in branches if isinstance(one, Mapping)]
+            return frozenset().union(*types) if all(types) else frozenset()
+    return frozenset()
+
+
+def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    """The JSON text of a value that was written as plain text.
+
+    What the schema says is a string stays as it is. Other values are JSON already, or the names of Python's constants;
+    lists and dicts may be Python's. What is neither becomes a string.
+    """
+    types = types_of(schema, root)
+    if types != {"string"}:
+        value = text.strip()
+        value = _PYTHON_NAMES.get(value, value) if types & {"boolean", "null"} else value
+        if value[:1] in ("{", "[") and types & {"object", "array"} and not _is_json(value):
+            value = json_of_literal(value) or value
+        if _is_json(value):
+            kind = _type_of(value)
+            kinds = {kind, "number"} if kind == "integer" else {kind}
+            if kinds & types or (not types and kind != "string"):
+                return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is one JSON value and nothing else. Python's own parser would recurse as deep as the text says."""
+    cursor = Cursor()
+    cursor.add(text, is_end=True)
+    found = finish(read_json(cursor) if text[:1] in ("{", "[") else read_scalar(cursor))
+    return found is not None and cursor.at == len(text)
+
+
+def _type_of(value: str) -> str:
+    """The type of a JSON text."""
+    if value[:1] in '{["tfn':
+        return {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}[value[:1]]
+    return "integer" if _WHOLE_NUMBER.fullmatch(value) else "number"
+
+
+def properties_for_grammar(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
+    """Name and schema of each argument, and whether it is required, for forms that write each argument by itself.
+
+    Raises:
+      ValueError: the schema says something of all arguments together.
+    """
+    where = f"the parameters of tool {tool.name!r}"
+    found = next((key for key in _WHOLE_OBJECT if key in tool.parameters), None)
+    if found is not None:
+        raise ValueError(f"{where}: {found!r} cannot be enforced in the form in which this model writes calls")
+    properties = tool.parameters.get("properties") or {}
+    required = tool.parameters.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise ValueError(f"{where}: 'properties' must be an object and 'required' a list")
+    missing = [name for name in required if name not in properties]
+    if missing:
+        raise ValueError(f"{where}: the required {missing[0]!r:.80} is not among the properties")
+    definitions = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
+    result = []
+    for name, schema in properties.items():
+        schema = {} if schema is True else schema
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"{where}: properties.{name:.80} must be an object")
+        _check_references(schema, f"{where}: properties.{name:.80}")
+        result.append((name, {**schema, **definitions}, name in required))
+    return result
+
+
+def _check_references(value: Any, path: str) -> None:
+    """Refuses references that a property's schema alone cannot follow. Schemas have a bounded depth (`check_tools`)."""
+    if isinstance(value, Mapping):
+        reference = value.get("$ref")
+        if isinstance(reference, str) and not reference.startswith(tuple(f"#/{key}/" for key in _DEFINITIONS)):
+            raise ValueError(f"{path}: $ref {reference!r:.80} does not lead to '$defs' or 'definitions'")
+        for item in value.values():
+            _check_references(item, path)
+    elif isinstance(value, list):
+        for item in value:
+            _check_references(item, path)
