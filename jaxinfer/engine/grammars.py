@@ -38,6 +38,7 @@ from jaxinfer.grammar.matcher import Matcher
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.sampling.state import NUM_RECENT
 
+RATE_STEP = 0.1  # how much one token changes `AnswerGrammar.rate`
 NO_END = 2**30  # min_tokens of an answer that may not end yet
 
 
@@ -50,6 +51,7 @@ class AnswerGrammar:
         count then.
       gate: where the grammar begins, None for the answer's first token. num_before: tokens of the answer before that.
       state: of the device's tables, None under masks from the host. is_sent: whether the device has it.
+      rate: of the tokens that were free and checked by the host, the share that was allowed, lately.
       rejected: tokens that the device chose and that do not count; it is told with the next dispatch.
     """
 
@@ -60,6 +62,7 @@ class AnswerGrammar:
     num_before: int = 0
     state: int | None = None
     is_sent: bool = False
+    rate: float = 0.5
     rejected: list[int] = field(default_factory=list)
 
     @property
@@ -71,6 +74,12 @@ class AnswerGrammar:
     def keeps_one(self) -> bool:
         """Whether only the first token of a dispatch counts."""
         return self.is_on_host and not self.is_reasoning and (self.gate is not None or not self.is_exact)
+
+    def num_expected(self, num_steps: int) -> float:
+        """Tokens that will count of so many decode steps."""
+        if not self.is_on_host or self.is_reasoning:
+            return num_steps
+        return 1 if self.keeps_one else (1 - self.rate**num_steps) / (1 - self.rate)
 
     @property
     def is_reasoning(self) -> bool:
@@ -173,10 +182,15 @@ class Grammars:
             return list(tokens), None
         made = [token for token in tokens if token >= 0]
         kept = made[: self._num_kept(answer, made)]
+        if not answer.keeps_one:
+            for was_allowed in (*(True for _ in kept[1:]), *(False for _ in made[len(kept) : len(kept) + 1])):
+                answer.rate += RATE_STEP * (0.99 * was_allowed - answer.rate)
         answer.rejected = made[len(kept) :]
-        if kept or not made:
-            return [*kept, *(tokens[len(made) :] if len(kept) == len(made) else ())], answer.matcher.error
-        return [], answer.matcher.error or f"its grammar refuses token {made[0]}, which its mask allowed"
+        if (error := answer.matcher.error) is not None:
+            return kept, error
+        if made and not kept:
+            return [], f"it refuses token {made[0]}, which its mask allowed"
+        return [*kept, *(tokens[len(made) :] if len(kept) == len(made) else ())], None
 
     def _num_kept(self, answer: AnswerGrammar, made: Sequence[int]) -> int:
         if answer.gate is None:

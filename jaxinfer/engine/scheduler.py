@@ -19,6 +19,7 @@ from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.request import SequenceState
 
 MAX_LOOKED_AT = 256  # waiting requests that one step looks at
+HOST_STEPS = 0.25  # a dispatch under masks from the host takes about so many steps longer
 MAX_SCANNED = 16 * MAX_LOOKED_AT  # waiting answers of these requests
 
 
@@ -276,8 +277,8 @@ class Scheduler:
         steps = min(max_steps or self.options.steps_per_dispatch, self.options.steps_per_dispatch)
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
-        if decodes and all(one.grammar is not None and one.grammar.keeps_one for one in decodes):
-            steps = 1
+        if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
+            steps = max(range(1, steps + 1), key=lambda count: _num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 
     def _can_admit(self) -> bool:
@@ -439,6 +440,11 @@ class Scheduler:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.options.page_size)
+
+
+def _num_expected(sequences: list[SequenceState], num_steps: int) -> float:
+    """Tokens that will count of so many decode steps."""
+    return sum(num_steps if one.grammar is None else one.grammar.num_expected(num_steps) for one in sequences)
 
 
 def _rank(sequence: SequenceState) -> tuple[bool, int, int]:

@@ -42,7 +42,7 @@ class Alphabet:
         bounds = np.concatenate([[0], np.cumsum([len(ranges) for ranges in sets])])
         for index, ranges in enumerate(sets):
             spans = [classes[first[i] : last[i]] for i in range(bounds[index], bounds[index + 1])]
-            own = np.unique(np.concatenate(spans))
+            own = np.unique(np.concatenate(spans)) if spans else np.zeros(0, np.int32)
             if self._class_sizes[own].sum() != sum(end - start + 1 for start, end in ranges):
                 raise RuntimeError("internal error: two sets of characters have one signature")
             self._classes_of[ranges] = tuple(own.tolist())
@@ -58,6 +58,6 @@ class Alphabet:
                 self._by_id[id(ranges)] = found
         return found
 
-    def of_code_points(self) -> np.ndarray:
-        """int32[0x110000], the class of each code point, -1 for those in no set."""
-        return np.repeat(self.of_interval, np.diff(self.starts, append=0x110000))
+    def interval_at(self, code_points: np.ndarray) -> np.ndarray:
+        """The interval of each code point."""
+        return np.searchsorted(self.starts, code_points, side="right") - 1

@@ -15,14 +15,15 @@ from jaxinfer.grammar.minimize import minimize
 from jaxinfer.grammar.nodes import Chars, Choice, Node, Repeat, Sequence, Text, TooLargeError
 from jaxinfer.grammar.utf8 import to_bytes
 
-MAX_STATES = 4096
+MAX_STATES = 8192
 """States over bytes, unless the caller says otherwise."""
 MAX_SIZE = 100_000
 """Characters and groups of a tree with its counted repetitions written out."""
 MAX_DEPTH = 250
 """Nodes within one another."""
-MAX_STEPS = 3_000_000
+MAX_STEPS = 2_000_000
 """Steps that make an automaton deterministic: about a second."""
+_MAX_CELLS = 2**24  # states times classes of characters
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ def build_automaton(node: Node, max_states: int = MAX_STATES) -> Automaton:
     """
     _check_size(node)
     alphabet = Alphabet(_character_sets(node))
-    following, is_accepting = _determinize(_Positions(node, alphabet), alphabet.num_classes, 4 * max_states)
+    following, is_accepting = _determinize(_Positions(node, alphabet), alphabet.num_classes, 2 * max_states)
     following, is_accepting = minimize(following, is_accepting)
     following, is_accepting = to_bytes(following, is_accepting, alphabet, max_states)
     return Automaton(following, is_accepting)
@@ -212,6 +213,7 @@ class _Positions:
 def _determinize(positions: _Positions, num_classes: int, max_states: int) -> tuple[np.ndarray, np.ndarray]:
     """The subset construction: int32[Q, classes] and bool[Q]. A state is the set of positions that may be read next, so
     that those with the same future are often one already."""
+    max_states = min(max_states, _MAX_CELLS // max(1, num_classes))
     numbers = {positions.first: 0}
     states = [positions.first]
     rows: list[np.ndarray] = []

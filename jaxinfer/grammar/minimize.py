@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 
@@ -25,8 +27,6 @@ def minimize(following: np.ndarray, is_accepting: np.ndarray) -> tuple[np.ndarra
     labels = _blocks(following, is_accepting)
     _, first, labels = np.unique(labels, return_index=True, return_inverse=True)
     merged = np.where(following[first] >= 0, labels[following[first]], -1).astype(np.int32)
-    if not np.array_equal(merged[labels], np.where(following >= 0, labels[following], -1)):
-        raise RuntimeError("internal error: two blocks of states have one signature")
     return number_breadth_first(merged, is_accepting[first], int(labels[0]))
 
 
@@ -57,47 +57,31 @@ def _gather(starts: np.ndarray, sources: np.ndarray, states: np.ndarray) -> np.n
 
 
 def _blocks(following: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
-    """int64[Q], equal for equivalent states."""
-    num_states, num_classes = following.shape
-    generator = np.random.default_rng(1)
-    factors = generator.integers(1, 2**63, num_classes, dtype=np.uint64) | np.uint64(1)
-    randoms = generator.integers(1, 2**63, num_states + 3, dtype=np.uint64)  # one a block; the last: refused
-    labels = is_accepting.astype(np.int64)
-    num_blocks = 2
-    signatures = np.zeros(num_states, np.uint64)
-    block_signatures = np.zeros(num_states + 2, np.uint64)  # of all states of a block, after each round
-    sizes = np.zeros(num_states + 2, np.int64)
-    sizes[:2] = np.bincount(labels, minlength=2)
+    """int32[Q], equal for equivalent states."""
     starts, sources = _predecessors(following)
-    affected = np.arange(num_states)
-    while len(affected):
-        for chunk in np.array_split(affected, 1 + len(affected) * num_classes // 2**22):
-            known = np.where(following[chunk] >= 0, labels[following[chunk]], -1)
-            signatures[chunk] = (randoms[known] * factors).sum(axis=1, dtype=np.uint64)
-        # Groups of affected states of one block and signature.
-        order = affected[np.lexsort((signatures[affected], labels[affected]))]
-        block, signature = labels[order], signatures[order]
-        is_new = np.concatenate([[True], (block[1:] != block[:-1]) | (signature[1:] != signature[:-1])])
-        heads = np.flatnonzero(is_new)
-        counts = np.diff(heads, append=len(order))
-        owner = block[heads]
-        # A block keeps its number for states that did not change; else for its largest group.
-        num_affected = np.bincount(owner, counts, num_blocks)[owner]
-        is_whole = num_affected == sizes[owner]
-        by_size = np.lexsort((-counts, owner))
-        is_largest = np.zeros(len(heads), bool)
-        is_largest[by_size[np.concatenate([[True], owner[by_size][1:] != owner[by_size][:-1]])]] = True
-        keeps = np.where(is_whole, is_largest, signature[heads] == block_signatures[owner])
-        block_signatures[owner[keeps]] = signature[heads][keeps]
-        fresh = num_blocks + np.cumsum(~keeps) - 1
-        num_blocks += int((~keeps).sum())
-        block_signatures[fresh[~keeps]] = signature[heads][~keeps]
-        np.subtract.at(sizes, owner[~keeps], counts[~keeps])
-        sizes[fresh[~keeps]] = counts[~keeps]
-        is_moved = np.repeat(~keeps, counts)
-        labels[order[is_moved]] = np.repeat(fresh, counts)[is_moved]
-        affected = np.unique(_gather(starts, sources, order[is_moved]))
-    return labels
+    labels = np.append(is_accepting, -1).astype(np.int32)  # the last: refused
+    sizes = [int((~is_accepting).sum()), int(is_accepting.sum())]
+    rows: list[bytes] = [b"", b""]  # the labels after each of a block's states, which are equal after each round
+    affected: Iterable[int] = range(len(following))
+    while affected:
+        blocks: dict[int, dict[bytes, list[int]]] = {}
+        for state in affected:
+            block, row = int(labels[state]), labels[following[state]].tobytes()
+            blocks.setdefault(block, {}).setdefault(row, []).append(state)
+        moved: list[int] = []
+        for block, groups in blocks.items():
+            # A block keeps its number for the states that did not change, or else for its largest group.
+            if sum(map(len, groups.values())) == sizes[block]:
+                rows[block] = max(groups, key=lambda row: len(groups[row]))
+            for row, states in groups.items():
+                if row != rows[block]:
+                    labels[states] = len(rows)
+                    sizes[block] -= len(states)
+                    sizes.append(len(states))
+                    rows.append(row)
+                    moved += states
+        affected = {source for state in moved for source in sources[starts[state] : starts[state + 1]].tolist()}
+    return labels[:-1]
 
 
 def number_breadth_first(following: np.ndarray, is_accepting: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:

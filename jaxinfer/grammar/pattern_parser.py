@@ -13,7 +13,7 @@ MAX_GROUPS = 100
 """Groups within one another."""
 MAX_CLASSES = 32
 """Classes in brackets within one another."""
-MAX_RANGES = 500_000
+MAX_RANGES = 250_000
 """Ranges of characters that the classes of a pattern are computed from, in all."""
 MAX_COUNT = 2**32 - 1
 

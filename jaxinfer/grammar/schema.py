@@ -1,4 +1,4 @@
-"""JSON schemas that users send: limits and errors that name the place, and what llguidance is given of them."""
+"""JSON schemas that users send: limits, and errors that name the place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxinfer.grammar.schema_graph import Graph, pointer_of
-from jaxinfer.grammar.schema_parts import with_one_of_as_any_of
+from jaxinfer.grammar.schema_limits import check_graph
 
 # The largest of 11,305 schemas of JSONSchemaBench that llguidance accepts has 938,058 bytes, 26 levels, 28,520 values,
 # an enum of 5,383, objects of 587 properties and a pattern of 5,153 characters.
@@ -22,16 +22,10 @@ MAX_PATTERN_LENGTH = 8_192
 MAX_PATTERNS_LENGTH = 65_536  # of all patterns together: 1.5 s per million characters
 MAX_COUNT = 2**31 - 1
 MAX_NUMBER_DIGITS = 400  # a float's largest value has 309
-# Ways to choose one branch of every anyOf and oneOf of one place; under allOf they multiply.
-MAX_ALTERNATIVES = 1_024
 
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _OBJECTS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("anyOf", "oneOf", "allOf", "enum", "prefixItems")
-_WHITESPACE_PATTERN = re.compile(
-    r"(?:\[(?: |\\[nrt]|\\x(?:20|0[9aAdD]))+\]|[ ]|\\[nrt])(?:\?|\{(\d{1,3})(?:,(\d{1,3}))?\})?"
-)
-MAX_WHITESPACE = 256
 
 
 def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
@@ -40,8 +34,8 @@ def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
     Nothing is ever fetched. A `$ref` may name any place of the schema itself, and may be recursive.
 
     Raises:
-      ValueError: it is not a JSON object, it is larger than a limit of this module, a `$ref` leads elsewhere or nowhere,
-        or its `$ref`s form a circle that no value ends. Names the place as a JSON pointer, and the number.
+      ValueError: it is not a JSON object, it is larger than a limit of this module, a `$ref` leads elsewhere or
+        nowhere, or its `$ref`s form a circle that no value ends. Names the place as a JSON pointer, and the number.
     """
     if not isinstance(schema, str):
         _check_values(schema)  # before it is written as text: that would recurse
@@ -66,64 +60,11 @@ def check_schema(schema: Mapping[str, Any] | str) -> Mapping[str, Any]:
         patterns_length += sum(len(pattern) for pattern in _patterns(node))
     if patterns_length > MAX_PATTERNS_LENGTH:
         raise ValueError(
-            f"the patterns of the JSON schema have {patterns_length} characters; at most {MAX_PATTERNS_LENGTH} are accepted"
+            f"the patterns of the JSON schema have {patterns_length} characters; at most {MAX_PATTERNS_LENGTH} are "
+            "accepted"
         )
-    graph.check_circles()
-    graph.check_alternatives(MAX_ALTERNATIVES)
+    check_graph(graph)
     return checked
-
-
-def schema_grammar(schema: Mapping[str, Any], whitespace_pattern: str | None = None) -> str:
-    """A grammar for `llguidance.LLMatcher` of the JSON texts that match a schema, objects in the schema's order.
-
-    Options in the schema (`x-guidance`) are ignored, and a keyword that llguidance lacks is its error, never left out.
-
-    Args:
-      schema: checked by `check_schema`; `{"type": "object"}` is any JSON object.
-      whitespace_pattern: None for compact JSON, without whitespace. Otherwise a regular expression for the whitespace
-        between tokens: one character or one class of whitespace characters, with a bounded count (`[ \\n]{1,8}`), as a
-        model that may write whitespace for ever can do so.
-
-    Raises ValueError for another whitespace_pattern, for `minProperties` that llguidance counts wrongly, and without
-    llguidance.
-    """
-    if whitespace_pattern is not None:
-        match = _WHITESPACE_PATTERN.fullmatch(whitespace_pattern)
-        if match is None or any(int(count) > MAX_WHITESPACE for count in match.groups() if count):
-            raise ValueError(
-                f"whitespace_pattern must be one class of whitespace characters with a count of at most {MAX_WHITESPACE}, "
-                f"such as '[ \\n]{{0,8}}', not {whitespace_pattern!r}"
-            )
-    try:
-        from llguidance import LLMatcher
-    except ImportError as error:
-        raise ValueError("JSON schemas need llguidance: pip install jaxinfer[structured]") from error
-    for link, node in Graph(schema).schemas():
-        _check_unique_names(link, node)
-    schema = with_one_of_as_any_of(schema)
-    # Defaults of llguidance are named too: they must not be taken from the schema's own `x-guidance`.
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps({key: value for key, value in schema.items() if key != "x-guidance"}, ensure_ascii=False),
-        overrides={
-            "item_separator": ",",
-            "key_separator": ":",
-            "whitespace_flexible": False,
-            "whitespace_pattern": whitespace_pattern,
-            "coerce_one_of": False,
-            "lenient": False,
-        },
-    )
-
-
-def _check_unique_names(link: Any, node: Mapping[str, Any]) -> None:
-    """llguidance lets an undeclared name come twice, and counts it twice: only the first of them is certain to differ."""
-    least, required = node.get("minProperties", 0), node.get("required", ())
-    num_required = len(set(required)) if isinstance(required, list) else 0
-    if least > num_required + 1:
-        raise ValueError(
-            f"{pointer_of(link)}/minProperties: {least} is more than the {num_required} required properties and one; "
-            "names of further ones could repeat. Name more properties in `required`"
-        )
 
 
 def _check_values(root: Any) -> None:
@@ -171,6 +112,15 @@ def _check_keywords(link: Any, node: Mapping[str, Any]) -> None:
             refuse(key, f"{count!r} is not a count")
         if count > MAX_COUNT:
             refuse(key, f"{count} is more than {MAX_COUNT}")
+    for key in ("pattern", "format"):
+        if not isinstance(node.get(key, ""), str):
+            refuse(key, f"must be text, not {node[key]!r:.40}")
+    required = node.get("required", [])
+    if isinstance(required, list) and not all(isinstance(name, str) for name in required):
+        refuse("required", "must be a list of names")
+    kind = node.get("type", "null")
+    if not isinstance(kind, str) and not (isinstance(kind, list) and all(isinstance(one, str) for one in kind)):
+        refuse("type", f"must be a type or a list of types, not {kind!r:.40}")
     for key in _OBJECTS:
         if not isinstance(node.get(key, {}), Mapping):
             refuse(key, f"must be an object, not {node[key]!r:.40}")

@@ -40,22 +40,22 @@ class Graph:
         self._resources: dict[str, Mapping[str, Any]] = {"": root}
         self._anchors: dict[tuple[str, str], Any] = {}
         self._bases: dict[int, str] = {}
-        self._links: dict[int, Link] = {}
-        self._order: list[Any] = []  # schemas that the root reaches, each once
-        self._same_value: dict[int, list[tuple[str, Any]]] = {}
-        self._parts: dict[int, list[tuple[str, str | int | None, Any]]] = {}
+        self.links: dict[int, Link] = {}
+        self.order: list[Any] = []  # schemas that the root reaches, each once
+        self.same_value: dict[int, list[tuple[str, Any]]] = {}
+        self.parts: dict[int, list[tuple[str, str | int | None, Any]]] = {}
         self._find_resources()
         self._find_schemas()
 
     def schemas(self) -> Iterator[tuple[Link, dict[str, Any]]]:
         """Every schema that the root reaches, with its place."""
-        for node in self._order:
-            yield self._links[id(node)], node
+        for node in self.order:
+            yield self.links[id(node)], node
 
     def resolve(self, node: Mapping[str, Any]) -> Any:
         """What the `$ref` of a schema names."""
         reference = node["$ref"]
-        link = self._links.get(id(node))
+        link = self.links.get(id(node))
         if not isinstance(reference, str):
             raise ValueError(f"{pointer_of(link)}/$ref: must be text, not {reference!r:.40}")
         base = self._bases.get(id(node), "")
@@ -100,7 +100,7 @@ class Graph:
             for anchor in (node.get("$anchor"), node.get("$dynamicAnchor")):
                 if isinstance(anchor, str):
                     self._anchors[base, anchor] = node
-            self._bases[id(node)], self._links[id(node)] = base, link
+            self._bases[id(node)], self.links[id(node)] = base, link
             stack += [(child, _extend(link, keyword, key), base) for keyword, key, child in _children(node)]
 
     def _find_schemas(self) -> None:
@@ -112,9 +112,9 @@ class Graph:
             if not isinstance(node, dict) or id(node) in seen:
                 continue
             seen.add(id(node))
-            self._links.setdefault(id(node), link)
-            link = self._links[id(node)]
-            self._order.append(node)
+            self.links.setdefault(id(node), link)
+            link = self.links[id(node)]
+            self.order.append(node)
             same: list[tuple[str, Any]] = []
             parts: list[tuple[str, str | int | None, Any]] = []
             if "$ref" in node:
@@ -129,48 +129,55 @@ class Graph:
                 else:
                     parts.append((keyword, key, child))
                 stack.append((child, _extend(link, keyword, key)))
-            self._same_value[id(node)], self._parts[id(node)] = same, parts
+            self.same_value[id(node)], self.parts[id(node)] = same, parts
 
-    def check_circles(self) -> None:
-        """Raises ValueError for `$ref`s that lead back to themselves for the same value, or that no finite value ends."""
-        self._values_first()
-        unended = self._unended()
-        if unended is not None:
-            raise ValueError(
-                f"{pointer_of(self._links[id(unended)])}: no finite value matches, as what it requires leads back to it "
-                "by `$ref`"
-            )
+    def inner(self, node: Mapping[str, Any]) -> list[dict[str, Any]]:
+        same = (child for _, child in self.same_value[id(node)])
+        parts = (child for _, _, child in self.parts[id(node)])
+        return [child for child in (*same, *parts) if isinstance(child, dict)]
 
-    def check_alternatives(self, most: int) -> None:
-        """Raises ValueError where the choices of anyOf and oneOf at one place multiply to more than `most`."""
-        counts: dict[int, int] = {}
-        for node in self._values_first():
-            count = 1
-            sums: dict[str, int] = {}
-            for keyword, child in self._same_value[id(node)]:
-                child_count = counts.get(id(child), 1)
-                if keyword in ("anyOf", "oneOf"):
-                    sums[keyword] = sums.get(keyword, 0) + child_count
-                else:
-                    count *= child_count
-                if count > most:
+    def groups(self) -> Iterator[list[Any]]:
+        """Groups of schemas that contain one another, each after those within it (Tarjan's components)."""
+        numbers: dict[int, int] = {}
+        lowest: dict[int, int] = {}
+        waiting: list[Any] = []
+        is_waiting: set[int] = set()
+        stack: list[tuple[Any, Iterator[Any]]] = []
+
+        def enter(node: Any) -> None:
+            numbers[id(node)] = lowest[id(node)] = len(numbers)
+            waiting.append(node)
+            is_waiting.add(id(node))
+            stack.append((node, iter(self.inner(node))))
+
+        enter(self.root)  # every schema here is reached from the root
+        while stack:
+            node, children = stack[-1]
+            for child in children:
+                if id(child) not in numbers:
+                    enter(child)
                     break
-            for branches in sums.values():
-                count *= max(branches, 1)
-            if count > most:
-                raise ValueError(
-                    f"{pointer_of(self._links[id(node)])}: {count} alternatives of anyOf and oneOf together; at most "
-                    f"{most} are accepted"
-                )
-            counts[id(node)] = count
+                if id(child) in is_waiting:
+                    lowest[id(node)] = min(lowest[id(node)], numbers[id(child)])
+            else:
+                stack.pop()
+                if stack:
+                    outer = id(stack[-1][0])
+                    lowest[outer] = min(lowest[outer], lowest[id(node)])
+                if lowest[id(node)] == numbers[id(node)]:
+                    start = next(index for index in range(len(waiting) - 1, -1, -1) if waiting[index] is node)
+                    group = waiting[start:]
+                    del waiting[start:]
+                    is_waiting.difference_update(map(id, group))
+                    yield group
 
-    def _values_first(self) -> list[Any]:
+    def values_first(self) -> list[Any]:
         """The schemas, each after those that apply to the same value. Raises ValueError for a circle."""
         done: set[int] = set()
         active: set[int] = set()
         order: list[Any] = []
-        for start in self._order:
-            stack = [] if id(start) in done else [(start, iter(self._same_value[id(start)]))]
+        for start in self.order:
+            stack = [] if id(start) in done else [(start, iter(self.same_value[id(start)]))]
             active.update(id(node) for node, _ in stack)
             while stack:
                 node, children = stack[-1]
@@ -182,60 +189,12 @@ class Graph:
                     order.append(node)
                 elif id(child) in active:
                     raise ValueError(
-                        f"{pointer_of(self._links[id(child)])}: a circle of `$ref`s that reaches no property and no item"
+                        f"{pointer_of(self.links[id(child)])}: a circle of `$ref`s that reaches no property or item"
                     )
                 elif id(child) not in done:
                     active.add(id(child))
-                    stack.append((child, iter(self._same_value[id(child)])))
+                    stack.append((child, iter(self.same_value[id(child)])))
         return order
-
-    def _unended(self) -> Any | None:
-        """A schema that no finite value matches because of recursion, if there is one.
-
-        The schemas that have a finite value are a least fixed point: those that need no other first, then those whose
-        needs are met. `false` counts as met, as it is not recursion.
-        """
-        waiting: dict[int, list[Any]] = {}
-        ended: set[int] = set()
-        work = list(self._order)
-        while work:
-            node = work.pop()
-            if id(node) in ended:
-                continue
-            unmet = next((need for need in self._needs(node) if not _is_met(need, ended)), None)
-            if unmet is None:
-                ended.add(id(node))
-                work += waiting.pop(id(node), ())
-            else:
-                for child in unmet:
-                    waiting.setdefault(id(child), []).append(node)
-        return next((node for node in self._order if id(node) not in ended), None)
-
-    def _needs(self, node: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """Lists of schemas; a finite value of `node` takes a finite value of one of each list."""
-        branches: dict[str, list[Any]] = {}
-        for keyword, child in self._same_value[id(node)]:
-            if keyword in ("anyOf", "oneOf"):
-                branches.setdefault(keyword, []).append(child)
-            elif keyword in ("allOf", "$ref"):
-                yield [child]
-        yield from branches.values()
-        if node.get("type") == "object":
-            required = node.get("required")
-            names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
-            yield from (
-                [child] for keyword, key, child in self._parts[id(node)] if keyword == "properties" and key in names
-            )
-        elif node.get("type") == "array":
-            least = node.get("minItems", 0)
-            num_prefix = len(node.get("prefixItems", ()))
-            for keyword, key, child in self._parts[id(node)]:
-                if (keyword == "prefixItems" and isinstance(key, int) and key < least) or (keyword == "items" and key is None and num_prefix < least):
-                    yield [child]
-
-
-def _is_met(need: list[Any], ended: set[int]) -> bool:
-    return any(not isinstance(child, dict) or id(child) in ended for child in need)
 
 
 def _children(node: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:

@@ -29,9 +29,9 @@ def language_of(schema: Mapping[str, Any]) -> Node | None:
     Args:
       schema: checked by `check_schema`.
 
-    Returns None where the language is not regular, too large, or needs what is not served here: objects or values of any
-    kind, recursion, `not`, `if`, `patternProperties`, `uniqueItems`, `multipleOf`, an unknown format, a `oneOf` whose
-    branches are not told apart by type, range, or a required property.
+    Returns None where the language is not regular, too large, or needs what is not served here: objects or values of
+    any kind, recursion, `not`, `if`, `patternProperties`, `uniqueItems`, `multipleOf`, an unknown format, a `oneOf`
+    whose branches are not told apart by type, range, or a required property.
 
     Raises ValueError if nothing matches the schema.
     """
@@ -76,7 +76,10 @@ class _Builder:
 
     def _texts(self, plain: Plain, depth: int) -> Iterator[Node | None]:
         if plain.values is not None:
-            yield choice([schema_strings.text_of(value) for value in plain.values if _fits(value, plain)])
+            fitting = [value for value in plain.values if _fits(value, plain)]
+            # 1.0 is the integer 1 too
+            fitting += [int(value) for value in fitting if isinstance(value, float) and value == int(value)]
+            yield choice([schema_strings.text_of(value) for value in fitting])
             return
         if plain.unsupported & plain.types:
             raise NotServedError("an unsupported keyword")
@@ -189,6 +192,10 @@ def _string(plain: Plain) -> Node | None:
         (name,) = plain.formats
         if name not in schema_strings.FORMATS:
             raise NotServedError("an unknown format")
+        if name in schema_strings.FORMAT_LENGTHS:
+            most = min(
+                schema_strings.FORMAT_LENGTHS[name], schema_strings.FORMAT_LENGTHS[name] if most is None else most
+            )
         return schema_strings.pattern_string(schema_strings.FORMATS[name], is_search=False, least=least, most=most)
     except ValueError as error:
         raise NotServedError(str(error)) from error

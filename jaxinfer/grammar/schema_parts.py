@@ -1,4 +1,4 @@
-"""JSON schemas as alternatives of plain keywords: references followed, `allOf` merged, `anyOf` and `oneOf` multiplied out."""
+"""JSON schemas as alternatives of plain keywords: `$ref` followed, `allOf` merged, `anyOf` and `oneOf` multiplied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from jaxinfer.grammar.schema_graph import Graph
 
 MAX_ALTERNATIVES = 256
-MAX_STEPS = 20_000
+MAX_STEPS = 10_000
+MAX_DEPTH = 40  # schemas within one another for one value; each takes up to nine levels of Python's stack
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 
 _ANNOTATIONS = {
@@ -75,15 +76,25 @@ class Parts:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.num_steps = 0
+        self._depth = 0
         self._is_old = any(draft in str(graph.root.get("$schema")) for draft in _OLD_DRAFTS)
 
     def alternatives(self, schema: Any) -> list[Plain]:
-        """Plain schemas, one of which a value must match; it may match several. [] for a schema that nothing matches."""
+        """Plain schemas; a value matches the schema if it matches one or more. [] where nothing matches."""
         self.num_steps += 1
-        if self.num_steps > MAX_STEPS:
-            raise NotServedError("too many steps")
+        if self.num_steps > MAX_STEPS or self._depth > MAX_DEPTH:
+            raise NotServedError("too many steps, or too deep")
+        self._depth += 1
+        try:
+            return self._alternatives(schema)
+        finally:
+            self._depth -= 1
+
+    def _alternatives(self, schema: Any) -> list[Plain]:
         if isinstance(schema, bool):
             return [Plain()] if schema else []
+        if not isinstance(schema, dict):
+            raise NotServedError("not a schema")
         if "$ref" in schema and self._is_old and schema.keys() - _ANNOTATIONS != {"$ref"}:
             raise NotServedError("keywords beside `$ref`, in a draft that ignores them")
         found = [Plain()]
@@ -107,6 +118,14 @@ class Parts:
                         raise NotServedError("oneOf of branches that may match the same value")
             found = [plain for branch in branches for plain in branch]
         return found
+
+    def is_one_of_disjoint(self, schema: Mapping[str, Any]) -> bool:
+        """No value matches two branches of the `oneOf` of a schema, for certain."""
+        try:
+            self.alternatives(schema)
+        except NotServedError:
+            return False
+        return True
 
     def _are_disjoint(self, one: Plain, two: Plain, depth: int = 0) -> bool:
         """No value matches both, for certain."""
@@ -145,45 +164,6 @@ class Parts:
         for schema in plain.properties.get(name, plain.additional):
             found = _multiply(found, self.alternatives(schema))
         return found
-
-
-def with_one_of_as_any_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema in which each `oneOf` whose branches exclude one another is an `anyOf`.
-
-    llguidance refuses a `oneOf` unless it sees that the branches exclude one another, and it does not look behind `$ref`.
-    """
-    graph = Graph(schema)
-    parts = Parts(graph)
-    disjoint: set[int] = set()
-    for _, node in graph.schemas():
-        if "/oneOf" in str(node.get("$ref")):  # the place would have another name
-            return schema
-        if "oneOf" in node:
-            try:
-                parts.alternatives(node)
-            except NotServedError:
-                continue
-            disjoint.add(id(node))
-    return _rewrite(schema, disjoint) if disjoint else schema
-
-
-def _rewrite(value: Any, disjoint: set[int]) -> Any:
-    if isinstance(value, list):
-        return [_rewrite(child, disjoint) for child in value]
-    if not isinstance(value, dict):
-        return value
-    found: dict[str, Any] = {}
-    for key, child in value.items():
-        child = _rewrite(child, disjoint)
-        if key != "oneOf" or id(value) not in disjoint:
-            found[key] = child
-        elif "anyOf" not in value:
-            found["anyOf"] = child
-        elif "allOf" not in value:
-            found["allOf"] = [{"anyOf": child}]
-        else:
-            found["oneOf"] = child
-    return found
 
 
 def identity(value: Any) -> Any:

@@ -66,7 +66,21 @@ _TIME = (
 _OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-# RFC 3339, RFC 4122, RFC 2673; RFC 5321 without quoted names and addresses in brackets.
+_HEXTET = "[0-9A-Fa-f]{1,4}"
+_LAST_HEXTETS = rf"(?:{_HEXTET}:{_HEXTET}|{_OCTET}(?:\.{_OCTET}){{3}})"
+_IPV6 = "|".join(
+    [
+        f"(?:{_HEXTET}:){{6}}{_LAST_HEXTETS}",
+        *(f"(?:(?:{_HEXTET}:){{0,{4 - n}}}{_HEXTET})?::(?:{_HEXTET}:){{{n}}}{_LAST_HEXTETS}" for n in range(5)),
+        f"::(?:{_HEXTET}:){{5}}{_LAST_HEXTETS}",
+        f"(?:(?:{_HEXTET}:){{0,5}}{_HEXTET})?::{_HEXTET}",
+        f"(?:(?:{_HEXTET}:){{0,6}}{_HEXTET})?::",
+    ]
+)
+# Without hyphens as third and fourth character: those of internationalized names need a dictionary.
+_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9]|[A-Za-z0-9-](?:{0}(?:[A-Za-z0-9-]{{0,59}}{0})?|-{0}(?:[A-Za-z0-9-]{{0,58}}{0})?))?"
+_NAME = _NAME.format("[A-Za-z0-9]")
+# RFC 3339, RFC 4122, RFC 2673, RFC 4291, RFC 1123; RFC 5321 without quoted names and addresses in brackets.
 FORMATS = {
     "date": _DATE,
     "time": _TIME,
@@ -74,7 +88,10 @@ FORMATS = {
     "uuid": "[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}",
     "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
     "email": rf"{_ATOM}(?:\.{_ATOM})*@{_LABEL}(?:\.{_LABEL})*",
+    "ipv6": _IPV6,
+    "hostname": rf"{_NAME}(?:\.{_NAME})*",
 }
+FORMAT_LENGTHS = {"hostname": 253}
 
 
 def text_of(value: object) -> Text:

@@ -10,12 +10,14 @@ import numpy as np
 from jaxinfer.grammar.automaton import Automaton
 from jaxinfer.grammar.minimize import breadth_first, useful_states
 from jaxinfer.grammar.nodes import TooLargeError
+from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.utf8 import unique_rows
 from jaxinfer.grammar.vocabulary import Vocabulary
 
 _MAX_CELLS = 2**24  # of one array at a time
-_MAX_FUNCTION_BYTES = 2**28
+_MAX_MAP_BYTES = 2**28
+_MAX_STEPS = 2**30  # states times distinct beginnings of tokens: seconds
 
 
 @dataclass(frozen=True)
@@ -26,26 +28,31 @@ class TableLimits:
       max_states: Q, with the last one. max_classes: C. max_masks: M. max_bytes: of all arrays.
     """
 
-    max_states: int = 4097
+    max_states: int = 8193
     max_classes: int = 32767
     max_masks: int = 4096
     max_bytes: int = 256 * 2**20
 
 
-def build_table(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimits | None = None) -> TokenTable:
-    """The table of a language over a vocabulary.
+def build_table(
+    automaton: Automaton, vocabulary: Vocabulary, spelling: Spelling, limits: TableLimits | None = None
+) -> TokenTable:
+    """The table of a language over a vocabulary, with one spelling of forced texts.
 
-    A state has a row if tokens lead to it and on to an end, so no row is without an allowed token.
+    A state has a row if tokens lead to it, and from each row they lead to an end.
 
     Raises:
       TooLargeError: names the limit.
-      ValueError: the vocabulary has no end-of-sequence id, or its tokens can write no text of the language.
+      ValueError: the vocabulary has no end-of-sequence id, or its tokens can begin a text of the language that they
+        cannot end.
     """
     limits = limits or TableLimits()
     if not vocabulary.eos_token_ids:
         raise ValueError("the vocabulary has no end-of-sequence id, so an answer could not end")
     classes, successors = _token_classes(automaton, vocabulary, limits)
-    kept = _useful_states(successors, automaton.is_accepting)
+    forced = _forced_texts(automaton)
+    classes, successors = _with_spelling(classes, successors, forced, spelling)
+    kept = _reached_states(successors, automaton.is_accepting)
     if len(kept) + 1 > limits.max_states:
         raise TooLargeError(f"the table has {len(kept) + 1} states; at most {limits.max_states} are allowed")
     number = np.full(automaton.num_states + 1, -1, np.int32)
@@ -69,7 +76,9 @@ def build_table(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimit
         successors=successors,
         masks=_pack(allowed, classes, vocabulary.num_words),
         mask_of=mask_of.astype(np.int32),
-        drafts=_drafts(automaton, vocabulary, kept, classes, successors),
+        drafts=np.array(
+            [*(spelling.first(text) if (text := forced.get(one)) else -1 for one in kept.tolist()), -1], np.int32
+        ),
     )
 
 
@@ -88,6 +97,7 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
     # Wherever a token ends in a refused byte in every state it is refused: map 0 stays 0.
     map_of = np.array([1])  # of the nodes of a level
     classes = np.zeros(len(vocabulary), np.int32)
+    num_steps = 0
     for level in vocabulary.trie:
         keys = map_of[level.parents] * num_bytes + byte_class[level.bytes]
         keys[map_of[level.parents] == 0] = 0
@@ -102,20 +112,22 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
                 if number == len(maps):
                     maps.append(row)
                 found[low + index] = number
-            if len(maps) * num_states * 8 > _MAX_FUNCTION_BYTES:
-                raise TooLargeError(f"tokens lead from {num_states} states in more than {len(maps)} ways")
+            num_steps += rows.size
+            if len(maps) * num_states * 8 > _MAX_MAP_BYTES or num_steps > _MAX_STEPS:
+                raise TooLargeError(f"tokens lead from {num_states} states in {len(maps)} ways and more")
         map_of = found[pair_of]
         classes[level.tokens] = map_of[level.ends]
     used, classes = np.unique(np.concatenate([[0], classes]), return_inverse=True)
     return classes[1:].astype(np.int32), np.stack([maps[index] for index in used], axis=1)
 
 
-def _useful_states(successors: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
-    """The states to which tokens lead from state 0, and from which they lead to an end; state 0 first."""
-    is_useful = useful_states(successors, is_accepting)
-    if not is_useful[0]:
-        raise ValueError("the tokens of the vocabulary can write no text of the language")
-    return breadth_first(np.where(is_useful[successors], successors, -1), 0)
+def _reached_states(successors: np.ndarray, is_accepting: np.ndarray) -> np.ndarray:
+    """The states to which tokens lead from state 0, which is the first."""
+    reached = breadth_first(successors, 0)
+    if not useful_states(successors, is_accepting)[reached].all():
+        # Without the token that leads there its mask would not be llguidance's.
+        raise ValueError("the tokens of the vocabulary cannot end every text of the language that they can begin")
+    return reached
 
 
 def _with_end(
@@ -146,24 +158,45 @@ def _pack(allowed: np.ndarray, classes: np.ndarray, num_words: int) -> np.ndarra
     return masks.view("<u4").astype(np.uint32)
 
 
-def _drafts(
-    automaton: Automaton, vocabulary: Vocabulary, kept: np.ndarray, classes: np.ndarray, successors: np.ndarray
-) -> np.ndarray:
-    """int32[Q + 1]: the longest token that the forced text of each state begins with, -1 if there is none."""
+def _forced_texts(automaton: Automaton) -> dict[int, bytes]:
+    """By state, the text that must follow, as far as there is no choice."""
     is_possible = automaton.next >= 0
     is_forced = (is_possible.sum(axis=1) == 1) & ~automaton.is_accepting
     byte = np.argmax(is_possible, axis=1)
-    after = automaton.next[np.arange(automaton.num_states), byte]
-    drafts = np.full(len(kept) + 1, -1, np.int32)
-    ids, longest = vocabulary.id_of, vocabulary.longest
-    for row, state in enumerate(kept.tolist()):
-        text = bytearray()
-        while is_forced[state] and len(text) < longest:
+    after = automaton.next[np.arange(automaton.num_states), byte].tolist()
+    texts = {}
+    for first in np.flatnonzero(is_forced).tolist():
+        text, state = bytearray(), first
+        while is_forced[state] and len(text) < MAX_FORCED:
             text.append(byte[state])
             state = after[state]
-        for length in range(len(text), 0, -1):
-            token = ids.get(bytes(text[:length]))
-            if token is not None and successors[row, classes[token]] >= 0:
-                drafts[row] = token
-                break
-    return drafts
+        texts[first] = bytes(text)
+    return texts
+
+
+def _with_spelling(
+    classes: np.ndarray, successors: np.ndarray, forced: dict[int, bytes], spelling: Spelling
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same with the tokens of `Spelling` alone in states whose text is forced: tokens that are allowed in some of
+    these have classes of their own."""
+    allowed_in: dict[int, list[int]] = {}  # states by token
+    restricted = []
+    for state, text in forced.items():
+        if tokens := spelling.tokens(text):
+            restricted.append(state)
+            for token in tokens:
+                if successors[state, classes[token]] >= 0:
+                    allowed_in.setdefault(token, []).append(state)
+    if not restricted:
+        return classes, successors
+    classes, kinds = classes.copy(), {}
+    columns = [np.where(np.isin(np.arange(len(successors)), restricted)[:, None], -1, successors)]
+    for token, states in allowed_in.items():
+        kind = (int(classes[token]), *states)
+        if kind not in kinds:
+            kinds[kind] = successors.shape[1] + len(kinds)
+            column = columns[0][:, kind[0]].copy()
+            column[states] = successors[states, kind[0]]
+            columns.append(column[:, None])
+        classes[token] = kinds[kind]
+    return classes, np.concatenate(columns, axis=1)

@@ -21,25 +21,20 @@ def to_bytes(
 
     Raises TooLargeError if there are more than `max_states` states.
     """
-    num_states = len(following)
-    classes = alphabet.of_code_points()
-    classes[0xD800:0xE000] = -1
+    num_states, num_classes = following.shape
+    blocks, block_of = _blocks(alphabet)
     # Rows that differ only in ASCII have the same states within characters.
-    wide = np.unique(classes[0x80:])
-    wide = wide[wide >= 0]
-    rows, row_of = unique_rows(following[:, wide])
-    lookup = np.full(alphabet.num_classes + 1, len(wide), np.int64)  # the last: in no set
-    lookup[wide] = np.arange(len(wide))
+    wide = np.unique(np.append(blocks[np.unique(block_of[2:])], num_classes))[:-1]
+    padded = np.concatenate([following, np.full((num_states, 1), -1, np.int32)], axis=1)
+    rows, row_of = unique_rows(padded[:, [*wide, num_classes]])
+    place = np.full(num_classes + 1, len(wide))
+    place[wide] = np.arange(len(wide))
     inner = _InnerStates(num_states, max_states)
-    targets = np.concatenate([rows, np.full((len(rows), 1), -1, np.int32)], axis=1)
-    blocks, block_of = unique_rows(lookup[classes].reshape(-1, 64))
-    one_left = inner.add(targets, blocks)  # [rows, blocks]: the state before the last byte
+    one_left = inner.add(rows, place[blocks])  # [rows, blocks]: the state before the last byte
     two_left, three_left = _outer_levels(inner, one_left, block_of)
 
     table = np.full((num_states + inner.count, 256), -1, np.int32)
-    ascii_classes = classes[:0x80]
-    padded = np.concatenate([following, np.full((num_states, 1), -1, np.int32)], axis=1)
-    table[:num_states, :0x80] = padded[:, ascii_classes]
+    table[:num_states, :0x80] = padded[:, blocks[block_of[:2]].ravel()]
     table[:num_states, 0xC2:0xE0] = one_left[:, block_of[2:32]][row_of]
     table[:num_states, 0xE0:0xF0] = two_left[row_of]
     table[:num_states, 0xF0:0xF5] = three_left[row_of]
@@ -47,6 +42,23 @@ def to_bytes(
         table[num_states:, 0x80:0xC0] = inner.rows()
     accepting = np.concatenate([is_accepting, np.zeros(inner.count, bool)])
     return number_breadth_first(table, accepting, 0)
+
+
+def _blocks(alphabet: Alphabet) -> tuple[np.ndarray, np.ndarray]:
+    """Characters in blocks of 64, those that differ in their last byte: the distinct ones, as classes [N, 64] with
+    `num_classes` for characters of no set, and which of them each block is, [17408]. Most are of one class."""
+    starts = np.arange(0, 0x110000, 64)
+    first, last = alphabet.interval_at(starts), alphabet.interval_at(starts + 63)
+    classes = np.where(alphabet.of_interval < 0, alphabet.num_classes, alphabet.of_interval)
+    block_of = classes[first].astype(np.int64)
+    block_of[0xD800 // 64 : 0xE000 // 64] = alphabet.num_classes  # surrogates
+    is_mixed = first != last
+    is_mixed[0xD800 // 64 : 0xE000 // 64] = False
+    mixed = starts[is_mixed][:, None] + np.arange(64)
+    kinds, kind_of = unique_rows(classes[alphabet.interval_at(mixed)])
+    block_of[is_mixed] = alphabet.num_classes + 1 + kind_of
+    uniform = np.repeat(np.arange(alphabet.num_classes + 1)[:, None], 64, axis=1)
+    return np.concatenate([uniform, kinds.reshape(-1, 64)]), block_of
 
 
 def _outer_levels(inner: _InnerStates, one_left: np.ndarray, block_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

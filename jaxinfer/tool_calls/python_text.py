@@ -13,6 +13,7 @@ from jaxinfer.tool_calls.json_text import MAX_DEPTH
 _CODE = re.compile(r"""[^()\[\]{}"'#]*""")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "\"'"}
+_ESCAPED = set("\\'\"abfnrtvx0123NuU\n")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
@@ -49,7 +50,9 @@ def _read_python_string(cursor: Cursor, quote: str) -> Reader[str | None]:
         if char == "\\":
             while len(cursor.text) - cursor.at < 2 and not cursor.is_end:
                 yield
-            parts.append(cursor.take(cursor.at + 2))
+            escape = cursor.take(cursor.at + 2)
+            # Python warns of the others, which it takes as two characters.
+            parts.append(escape if escape[1:] in _ESCAPED else f"\\{escape}")
             continue
         if not char:
             return None

@@ -53,23 +53,29 @@ def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, 
     return {}
 
 
-def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """JSON types that a schema allows; empty where it does not say."""
-    schema = resolve(schema, root)
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset((given,))
-    if isinstance(given, list):
-        return frozenset(one for one in given if isinstance(one, str))
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    if values:
-        return frozenset(_type_of(json.dumps(value)) for value in values)
-    for key in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(key)
-        if isinstance(branches, list) and depth < _MAX_REFERENCES:
-            types = [types_of(one, root, depth + 1) for one in branches if isinstance(one, Mapping)]
-            return frozenset().union(*types) if all(types) else frozenset()
-    return frozenset()
+def types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+    """JSON types that a schema allows; empty where it does not say. Each of its parts is looked at once."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left:
+        one = resolve(left.pop(), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        given = one.get("type")
+        given = [given] if isinstance(given, str) else given
+        values = one.get("enum", [one["const"]] if "const" in one else None)
+        branches = next((one[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(one.get(key), list)), None)
+        if isinstance(given, list):
+            found.update(kind for kind in given if isinstance(kind, str))
+        elif isinstance(values, list):
+            found.update(_type_of(json.dumps(value)) for value in values)
+        elif branches:
+            left += [branch if isinstance(branch, Mapping) else {} for branch in branches]
+        else:
+            return frozenset()
+    return frozenset(found)
 
 
 def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
@@ -116,7 +122,7 @@ def properties_for_grammar(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]
     where = f"the parameters of tool {tool.name!r}"
     found = next((key for key in _WHOLE_OBJECT if key in tool.parameters), None)
     if found is not None:
-        raise ValueError(f"{where}: {found!r} cannot be enforced in the form in which this model writes calls")
+        raise ValueError(f"{where}: {found!r} cannot be enforced in this form")
     properties = tool.parameters.get("properties") or {}
     required = tool.parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):

@@ -46,7 +46,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
 def matcher(pattern: str, vocabulary: Vocabulary = BYTES) -> llguidance.LLMatcher:
     """Raises ValueError if llguidance refuses the pattern.
 
-    By default it allows one token where text is forced, which depends on the token before it: `no_forcing` is needed for
+    By default it allows one token where text is forced, chosen by the token before it: `no_forcing` is needed for
     masks that are functions of the text so far.
     """
     lark = json.loads(llguidance.LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]

@@ -1,10 +1,11 @@
-"""Suites of JSON schemas that other projects keep, run against what serves schemas here; they are read, never kept here.
+"""Suites of JSON schemas of other projects, run against what serves schemas here; they are read, never kept here.
 
-JSON-Schema-Test-Suite (github.com/json-schema-org), draft 2020-12, in the folder that JSON_SCHEMA_TEST_SUITE names.
-JSONSchemaBench's maskbench (github.com/guidance-ai/jsonschemabench), in the folder `maskbench/data` that MASKBENCH names.
+JSON-Schema-Test-Suite (github.com/json-schema-org), draft 2020-12: JSON_SCHEMA_TEST_SUITE names its folder.
+JSONSchemaBench's maskbench (github.com/guidance-ai/jsonschemabench): MASKBENCH names its folder `maskbench/data`.
 
 `python -m tests.grammar.schema_suites` prints what the suites say; `--write` keeps the verdicts on the first one in
-schema_verdicts.json: the names of its cases and of its tests, each `pass`, `refused` (the schema, with an error) or `wrong`.
+schema_verdicts.json: the names of its cases and of its tests, each `pass`, `refused` (the schema, with an error),
+`narrower` (a value that matches is refused) or `wrong` (one that does not match is let through).
 """
 
 from __future__ import annotations
@@ -17,21 +18,23 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import llguidance
+from jsonschema.validators import validator_for
 
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.nodes import TooLargeError
-from jaxinfer.grammar.schema import check_schema, schema_grammar
+from jaxinfer.grammar.schema import check_schema
+from jaxinfer.grammar.schema_grammar import schema_grammar
 from jaxinfer.grammar.schema_language import language_of
 
 VERDICTS = Path(__file__).with_name("schema_verdicts.json")
-MAX_SPELLINGS = 300
+MAX_SPELLINGS = 200
 Accepts = Callable[[str], bool]
 
 
@@ -42,8 +45,8 @@ def byte_tokenizer() -> llguidance.LLTokenizer:
     class Wrapped:
         eos_token_id = 256
         bos_token_id = None
-        tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
-        special_token_ids = [256]
+        tokens = (*(bytes([byte]) for byte in range(256)), b"<eos>")
+        special_token_ids = (256,)
 
         def __call__(self, text: str | bytes) -> list[int]:
             return list(text.encode() if isinstance(text, str) else text)
@@ -87,35 +90,55 @@ def served(schema: Any) -> tuple[Accepts, bool]:
     return by_llguidance(schema_grammar(checked)), False
 
 
-def spellings(value: Any) -> Iterator[str]:
-    """Compact JSON texts of a value: its objects in every order, its numbers without exponents, integers as digits."""
-    yield from itertools.islice(dict.fromkeys(_spellings(value)), MAX_SPELLINGS)
+def spellings(value: Any, ranks: Mapping[str, int] | None = None) -> Iterator[str]:
+    """Compact JSON texts of a value: its numbers without exponents, integers as digits, its objects in every order.
+
+    With ranks of names: only in the given order, and in the order of the ranks.
+    """
+    return itertools.islice(_spellings(value, ranks), MAX_SPELLINGS)
 
 
-def _spellings(value: Any) -> Iterator[str]:
+def _spellings(value: Any, ranks: Mapping[str, int] | None) -> Iterator[str]:
     if isinstance(value, dict):
-        names = list(value)
-        orders = itertools.permutations(names) if len(names) <= 5 else [tuple(names)]
-        inner = {name: list(itertools.islice(_spellings(child), MAX_SPELLINGS)) for name, child in value.items()}
+        if ranks is not None:
+            orders = dict.fromkeys((tuple(value), tuple(sorted(value, key=lambda name: ranks.get(name, len(ranks))))))
+        else:
+            orders = itertools.permutations(value) if len(value) <= 5 else [tuple(value)]
+        inner = {name: list(spellings(child, ranks)) for name, child in value.items()}
         for order in orders:
             for texts in itertools.product(*(inner[name] for name in order)):
-                pairs = (f"{json.dumps(name, ensure_ascii=False)}:{text}" for name, text in zip(order, texts, strict=True))
-                yield "{" + ",".join(pairs) + "}"
+                names = (json.dumps(name, ensure_ascii=False) for name in order)
+                yield "{" + ",".join(f"{name}:{text}" for name, text in zip(names, texts, strict=True)) + "}"
     elif isinstance(value, list):
-        inner = [list(itertools.islice(_spellings(child), MAX_SPELLINGS)) for child in value]
-        for texts in itertools.product(*inner):
+        for texts in itertools.product(*(list(spellings(child, ranks)) for child in value)):
             yield "[" + ",".join(texts) + "]"
     else:
-        yield json.dumps(value, ensure_ascii=False)
         if isinstance(value, float):
             yield str(int(value)) if value == int(value) else f"{Decimal(repr(value)):f}"
+        yield json.dumps(value, ensure_ascii=False)
 
 
-def any_accepted(accepts: Accepts, value: Any) -> bool:
-    return any(accepts(text) for text in spellings(value))
+def ranks_of(schema: Any) -> dict[str, int]:
+    """The names of all properties of a schema, in order."""
+    names: dict[str, None] = {}
+    stack = [schema]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, dict):
+            properties = top.get("properties")
+            names |= dict.fromkeys(properties if isinstance(properties, dict) else ())
+        if isinstance(top, dict | list):
+            stack += reversed(list(top.values() if isinstance(top, dict) else top))
+    return {name: rank for rank, name in enumerate(names)}
 
 
-def test_suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
+def verdict(accepts: Accepts, value: Any, *, is_valid: bool, ranks: Mapping[str, int] | None = None) -> str:
+    if any(accepts(text) for text in spellings(value, ranks)) == is_valid:
+        return "pass"
+    return "narrower" if is_valid else "wrong"
+
+
+def suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
     """Verdicts by file, case and test. Formats are checked where the suite's own folder for that says so."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     root = folder / "tests/draft2020-12"
@@ -128,8 +151,7 @@ def test_suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
                 verdicts[case["description"]] = {test["description"]: "refused" for test in case["tests"]}
                 continue
             verdicts[case["description"]] = {
-                test["description"]: "pass" if any_accepted(accepts, test["data"]) == test["valid"] else "wrong"
-                for test in case["tests"]
+                test["description"]: verdict(accepts, test["data"], is_valid=test["valid"]) for test in case["tests"]
             }
     return found
 
@@ -159,19 +181,20 @@ def maskbench_report(folder: Path, count: int, seed: int) -> dict[str, Any]:
         report["slowest, CPU ms"] = max(report["slowest, CPU ms"], round((time.process_time() - start) * 1e3))
         report["accepted"] += 1
         report["served by a table"] += is_table
-        judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+        judge = validator_for(schema, jsonschema.Draft202012Validator)(schema)
         for index, test in enumerate(bench["tests"]):
             try:
                 if judge.is_valid(test["data"]) != test["valid"]:
                     report["tests that the judge disputes"] += 1
                     continue
-            except Exception:  # noqa: BLE001 - schemas of the bench that the judge cannot read
+            except Exception:
                 report["tests that the judge cannot read"] += 1
                 continue
-            is_accepted = any_accepted(accepts, test["data"])
-            report["valid accepted" if test["valid"] else "invalid refused"] += is_accepted == test["valid"]
-            if is_accepted != test["valid"]:
-                wrong.append(f"{name} test {index}: {'refused' if test['valid'] else 'let through'}, by {'table' if is_table else 'llguidance'}")
+            found = verdict(accepts, test["data"], is_valid=test["valid"], ranks=ranks_of(schema))
+            if found == "pass":
+                report["valid accepted" if test["valid"] else "invalid refused"] += 1
+            else:
+                wrong.append(f"{name} test {index}: {found}, by {'table' if is_table else 'llguidance'}")
     return {**report, "wrong": wrong}
 
 
@@ -182,11 +205,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20)
     options = parser.parse_args()
     if folder := os.environ.get("JSON_SCHEMA_TEST_SUITE"):
-        verdicts = test_suite_verdicts(Path(folder))
-        for place, kinds in _tests(verdicts):
-            if kinds == "wrong":
-                print("wrong:", *place, sep=" | ")
-        print(dict(collections.Counter(kind for _, kind in _tests(verdicts))))
+        verdicts = suite_verdicts(Path(folder))
+        for place, kinds in each_test(verdicts):
+            if kinds in ("wrong", "narrower"):
+                print(kinds, *place, sep=" | ")
+        print(dict(collections.Counter(kind for _, kind in each_test(verdicts))), flush=True)
         if options.write:
             VERDICTS.write_text(json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if folder := os.environ.get("MASKBENCH"):
@@ -195,7 +218,7 @@ def main() -> None:
         print(json.dumps(report, indent=1))
 
 
-def _tests(verdicts: dict[str, dict[str, dict[str, str]]]) -> Iterator[tuple[tuple[str, str, str], str]]:
+def each_test(verdicts: dict[str, dict[str, dict[str, str]]]) -> Iterator[tuple[tuple[str, str, str], str]]:
     for file, cases in verdicts.items():
         for case, tests in cases.items():
             for test, verdict in tests.items():

@@ -36,14 +36,12 @@ def table_of(pattern: str, vocabulary: Vocabulary, limits: TableLimits | None = 
     return build_table(build_automaton(parse_pattern(pattern)), vocabulary, limits)
 
 
-@pytest.mark.parametrize(
-    "pattern", [COMMON[0], "yes|no|très positif|", r"([ab]{2}c){1,3}", r".{1,6}", r"\{\"a\": *-?[0-9]+\}"]
-)
-def test_masks_are_llguidances(demo, pattern):
-    table = table_of(pattern, demo)
-    check_every_state(table, demo, explicit(pattern))
-    for seed in range(3):
-        check_walk(table, demo, explicit(pattern), seed)
+def test_masks_are_llguidances(demo):
+    for pattern in (COMMON[0], "yes|no|très positif|", r"([ab]{2}c){1,3}", r".{1,6}", r"\{\"a\": *-?[0-9]+\}"):
+        table = table_of(pattern, demo)
+        check_every_state(table, demo, explicit(pattern))
+        for seed in range(3):
+            check_walk(table, demo, explicit(pattern), seed)
 
 
 @pytest.mark.slow
@@ -80,16 +78,12 @@ def test_equal_tokens_are_one_class():
     assert len({table.classes[token] for token in (0, 1, 2, 3, 8)}) == 5
 
 
-def test_states_without_a_way_to_an_end_are_left_out():
-    """A pattern may go on with a character that no token can write."""
-    table = table_of("a(b|dc)|(ab)*d", ABC)
-    assert allowed_tokens(table, 0) == [0, 3, 7]
-    assert allowed_tokens(table, follow(table, [0])) == [1]
-    assert allowed_tokens(table, follow(table, [3])) == [8]
-    for state in range(len(table.successors)):
-        assert allowed_tokens(table, state)
-    with pytest.raises(ValueError, match="can write no text"):
-        table_of("ad", ABC)
+def test_a_text_that_could_not_be_ended_has_no_table():
+    """A pattern may go on with a character that no token can write: llguidance allows what leads there."""
+    for pattern in ("a(b|cd)", "(ab)*d", "ad", "d"):
+        with pytest.raises(ValueError, match="cannot end every text"):
+            table_of(pattern, ABC)
+    assert follow(table_of("ab|dc", ABC), [0, 1]) > 0  # what no token begins does no harm
     with pytest.raises(ValueError, match="no end-of-sequence id"):
         table_of("a", Vocabulary((b"a",), ()))
 
@@ -135,7 +129,7 @@ def test_tables_of_random_vocabularies_agree_with_their_bytes():
     """Every transition is that of the token's bytes, where it can still end."""
     rng = random.Random(5)
     automaton = build_automaton(parse_pattern("(a|b)*a(a|b){2}|cé{0,3}"))
-    for _ in range(10):
+    for _ in range(4):
         texts = ["".join(rng.choices("abcé", k=rng.randint(1, 5))).encode() for _ in range(40)]
         vocabulary = Vocabulary((*texts, b"\xc3", b"\xa9", b"a", b"b", b"c", b"\xa9\xc3", None), (46,))
         table = build_table(automaton, vocabulary)

@@ -1,0 +1,86 @@
+"""Faults in the finite-state languages of structured output: patterns, automata, vocabularies, tables."""
+
+from tests.faults.fault import Fault
+
+FAULTS = (
+    Fault(
+        "grammar/a-dot-matches-line-ends",
+        "jaxinfer/grammar/pattern_parser.py",
+        "ANY if flags.dot_all else",
+        "ANY if not flags.dot_all else",
+        ("tests/grammar/test_pattern.py::test_the_same_texts_match_as_in_llguidance",),
+        "an answer of one line has several",
+    ),
+    Fault(
+        "grammar/a-set-is-not-closed-under-case",
+        "jaxinfer/grammar/pattern_parser.py",
+        "return self._folded(ranges) if flags.ignore_case and ranges else ranges",
+        "return ranges",
+        ("tests/grammar/test_pattern.py::test_the_same_texts_match_as_in_llguidance",),
+        "(?i)[a-z] refuses capital letters",
+    ),
+    Fault(
+        "grammar/a-repetition-has-one-copy-less",
+        "jaxinfer/grammar/automaton.py",
+        "range(node.most - node.least)",
+        "range(node.most - node.least - 1)",
+        ("tests/grammar/test_automaton.py::test_random_trees_match_by_definition",),
+        "a string of the greatest allowed length is refused",
+    ),
+    Fault(
+        "grammar/overlong-bytes-are-characters",
+        "jaxinfer/grammar/utf8.py",
+        "pages[0, :32] = none",
+        "pages[0, :0] = none",
+        ("tests/grammar/test_automaton.py::test_every_code_point_is_one_character",),
+        "answers have bytes that are no UTF-8",
+    ),
+    Fault(
+        "grammar/a-refused-byte-leads-to-a-state",
+        "jaxinfer/grammar/minimize.py",
+        "np.append(is_accepting, -1)",
+        "np.append(is_accepting, 0)",
+        ("tests/grammar/test_automaton.py",),
+        "states that refuse different texts are merged",
+    ),
+    Fault(
+        "grammar/answers-may-end-anywhere",
+        "jaxinfer/grammar/table_builder.py",
+        "np.where(is_accepting, num_states, -1)",
+        "num_states",
+        ("tests/grammar/test_table_builder.py::test_masks_are_llguidances",),
+        "objects are cut off",
+    ),
+    Fault(
+        "grammar/bits-of-a-mask-are-reversed",
+        "jaxinfer/grammar/table_builder.py",
+        'axis=1, bitorder="little"',
+        'axis=1, bitorder="big"',
+        ("tests/grammar/test_table_builder.py::test_masks_are_llguidances",),
+        "other tokens are allowed than those that match",
+    ),
+    Fault(
+        "grammar/text-is-forced-where-it-may-end",
+        "jaxinfer/grammar/table_builder.py",
+        "== 1) & ~automaton.is_accepting",
+        "== 1)",
+        ("tests/grammar/test_table_builder.py::test_forced_text_is_drafted",),
+        "drafts go on behind the end of an answer",
+    ),
+    Fault(
+        "grammar/special-tokens-are-text",
+        "jaxinfer/grammar/vocabulary.py",
+        "token_id < len(tokens) and token_id not in tokenizer.special_ids",
+        "token_id < len(tokens)",
+        ("tests/grammar/test_vocabulary.py",),
+        "a string in an object may have <|im_end|>, which ends the answer",
+    ),
+    Fault(
+        "grammar/tables-are-kept-for-any-vocabulary",
+        "jaxinfer/grammar/table_cache.py",
+        "repr(limits), vocabulary.digest, ",
+        "repr(limits), ",
+        ("tests/grammar/test_table_cache.py",),
+        "a second model with as many tokens gets the masks of the first",
+    ),
+)
