@@ -130,8 +130,8 @@ class LLM(Closable):
         self._owned_params = [loaded.params] if loaded.is_owned else []
         self.default_params: SamplingParams = loaded.default_params
         self.ignored_generation_config, self.eos_token_ids = loaded.ignored_defaults, loaded.eos_token_ids
-        run_params, self._copies = loaded.runnable()
-        engine = self._make_engine(loaded, run_params, replace(chosen, max_model_len=self.max_model_len))
+        run, self._copies = loaded.runnable()
+        engine = self._make_engine(loaded, run, replace(chosen, max_model_len=self.max_model_len))
         self.client = Client(
             engine,
             name=self.name,
@@ -234,7 +234,7 @@ class LLM(Closable):
         offer = self.answer_format.offer(tools, tool_choice, parallel_tool_calls)
         prompts = [self.chat_prompt(one, tools=offer and offer.shown, **template_kwargs) for one in conversations]
         each = params_of_each(params, self.default_params, len(prompts))
-        outputs = self.generate(prompts, [offer.params(one) if offer else one for one in each], use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, [self.answer_format.params(one, offer) for one in each], use_tqdm=use_tqdm)
         return [read_calls(output, one, offer) for output, one in zip(outputs, each, strict=True)]
 
     def chat_prompt(

@@ -208,7 +208,8 @@ class Job:
                 continue
             try:
                 params, offer, prompts = self._prompts(row)
-                asked = params if offer is None else offer.params(params)
+                is_chat = row.request.messages is not None
+                asked = self._model.answer_format.params(params, offer) if is_chat else params
             except ValueError as error:
                 self._fail(row, error, stage)
                 continue

@@ -11,7 +11,7 @@ def read_calls(output: RequestOutput, params: SamplingParams, offer: ToolOffer |
     """The output with calls apart from the text of its answers.
 
     Args:
-      params: of the request, before `offer.params` changed them. offer: None for a request without tools.
+      params: of the request, before `AnswerFormat.params` changed them. offer: None for a request without tools.
     """
     if offer is None or not offer.is_read:
         return output

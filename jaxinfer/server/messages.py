@@ -86,7 +86,9 @@ def _job(body: MessagesRequest, service: Service) -> Job:
         values["stop"] = body.stop_sequences
     names, offer = {"stop": "stop_sequences"}, _offer(body, service)
     prompts = (_conversation(body, service, offer),)
-    return make_job(prompts, body, values, body.max_tokens, service.llm, 1, names=names, offer=offer)
+    return make_job(
+        prompts, body, values, body.max_tokens, service.llm, 1, names=names, answers=service.answers, offer=offer
+    )
 
 
 def _offer(body: MessagesRequest | CountTokensRequest, service: Service) -> ToolOffer | None:

@@ -128,7 +128,7 @@ def chat_job(request: ChatRequest, llm: LLM, answers: AnswerFormat, max_n: int) 
     names = {"logprobs": "top_logprobs"}
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    return make_job((conversation,), request, values, limit, llm, max_n, names=names, offer=offer)
+    return make_job((conversation,), request, values, limit, llm, max_n, names=names, answers=answers, offer=offer)
 
 
 def completion_job(request: CompletionRequest, llm: LLM, max_n: int) -> Job:
@@ -147,9 +147,7 @@ def completion_job(request: CompletionRequest, llm: LLM, max_n: int) -> Job:
     if limit == 0:  # only the prompt is scored: one token is made, and dropped
         limit = num_kept = 0
         values["min_tokens"] = 0
-    job = make_job(
-        _prompts(request.prompt, max_n), request, values, 1 if limit == 0 else limit, llm, max_n, is_chat=False
-    )
+    job = make_job(_prompts(request.prompt, max_n), request, values, 1 if limit == 0 else limit, llm, max_n)
     return replace(job, num_kept=num_kept, adds_special_tokens=request.add_special_tokens is not False)
 
 
@@ -161,19 +159,20 @@ def make_job(
     llm: LLM,
     max_n: int,
     *,
-    is_chat: bool = True,
     names: Mapping[str, str] | None = None,
+    answers: AnswerFormat | None = None,
     offer: ToolOffer | None = None,
 ) -> Job:
     """A job of these sampling parameters over the checkpoint's defaults; without a seed it is given one. `names`: what
-    the client calls parameters, for errors."""
+    the client calls parameters, for errors. `answers`: of a chat."""
     defaults = {one.name: getattr(llm.default_params, one.name) for one in fields(SamplingParams)}
-    if is_chat and defaults["max_tokens"] == SamplingParams().max_tokens:
+    if answers is not None and defaults["max_tokens"] == SamplingParams().max_tokens:
         defaults["max_tokens"] = None  # a conversation has no other limit than the model's length
     if max_tokens is not None:
         values = {**values, "max_tokens": max_tokens}
     _check_counts(prompts, request, llm)
-    values = {**values, **_enforced(offer, values)}
+    if answers is not None:
+        values = {**values, **_structured(values, answers, offer)}
     try:
         params = SamplingParams.from_dict({**defaults, **values})
     except SamplingParamsError as error:
@@ -324,14 +323,17 @@ def offered_tools(
         raise refused(name if name in ("tool_choice", "parallel_tool_calls") else "tools", str(error)) from None
 
 
-def _enforced(offer: ToolOffer | None, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that make answers call tools as asked for. Raises APIError."""
-    if offer is None or not offer.is_read:
-        return {}
-    if "structured" in values:
-        raise refused("tools", "tools and structured output exclude each other: leave one out, or use tool_choice none")
-    with client_errors("tools"):
-        structured = offer.structured()
+def _structured(values: Mapping[str, Any], answers: AnswerFormat, offer: ToolOffer | None) -> dict[str, Any]:
+    """What a chat's answers must match after their reasoning, where that is asked for. Raises APIError."""
+    structured = values.get("structured")
+    if offer is not None and offer.is_read:
+        if structured is not None:
+            either = "leave one out, or use tool_choice none"
+            raise refused("tools", f"tools and structured output exclude each other: {either}")
+        with client_errors("tools"):
+            structured = offer.structured()
+    elif structured is not None and structured.reasoning is None:
+        structured = replace(structured, reasoning=answers.reasoning_name)
     return {} if structured is None else {"structured": structured}
 
 

@@ -75,7 +75,17 @@ def _job(body: ResponsesRequest, service: Service) -> Job:
     shown = None if offer is None else offer.shown
     conversation = Conversation(read_messages(found), shown, _effort(body, service.llm))
     names = {"max_tokens": "max_output_tokens"}
-    return make_job((conversation,), body, values, body.max_output_tokens, service.llm, 1, names=names, offer=offer)
+    return make_job(
+        (conversation,),
+        body,
+        values,
+        body.max_output_tokens,
+        service.llm,
+        1,
+        names=names,
+        answers=service.answers,
+        offer=offer,
+    )
 
 
 def _effort(body: ResponsesRequest, llm: LLM) -> dict[str, Any]:

@@ -76,6 +76,29 @@ class AnswerFormat:
         special tokens has all tags."""
         return hidden_tokens(self.reasoning, self.tokenizer, () if self.form is None else self.form.special_texts)
 
+    @property
+    def reasoning_name(self) -> str:
+        """The family's name, as structured output has it."""
+        return next((name for name, one in FAMILIES.items() if one == self.reasoning), "none")
+
+    def params(self, params: SamplingParams, offer: ToolOffer | None = None) -> SamplingParams:
+        """Sampling parameters of a chat: structured output begins after the reasoning, and with tools answers can be
+        read, and call what they must.
+
+        Raises:
+          ValueError: as `ToolOffer.structured`, or there are tools and structured output.
+        """
+        structured = params.structured
+        if offer is None or not offer.is_read:
+            if structured is None or structured.reasoning is not None or self.reasoning is None:
+                return params
+            return replace(params, structured=replace(structured, reasoning=self.reasoning_name))
+        if structured is not None:
+            raise ValueError("tools and structured output exclude each other: leave one out, or set tool_choice='none'")
+        keeps_special = params.skip_special_tokens and self.hidden is not None
+        skip_special_tokens = params.skip_special_tokens and not keeps_special
+        return replace(params, structured=offer.structured(), skip_special_tokens=skip_special_tokens)
+
     def offer(
         self,
         tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None,
@@ -144,26 +167,8 @@ class ToolOffer:
             tools.append(replace(tool, parameters=grammar["grammars"][0]["json_schema"]))
         text = form.grammar(tools, use.mode, use.is_parallel, self.format.special_tokens)
         # Forms that are read before the reasoning have it in their grammars.
-        family = None if form.is_before_reasoning else self.format.reasoning
-        name = next((name for name, one in FAMILIES.items() if one == family), "none")
-        return StructuredOutputs(grammar=text, reasoning=name)
-
-    def params(self, params: SamplingParams) -> SamplingParams:
-        """Sampling parameters under which answers can be read, and call what they must.
-
-        Raises:
-          ValueError: as `structured`, or there is structured output besides.
-        """
-        if not self.is_read:
-            return params
-        if params.structured is not None:
-            raise ValueError("structured output and tools exclude each other: leave one out, or set tool_choice='none'")
-        structured = self.structured()
-        keeps_special = params.skip_special_tokens and self.format.hidden is not None
-        return replace(
-            params,
-            structured=structured,
-            skip_special_tokens=params.skip_special_tokens and not keeps_special,
+        return StructuredOutputs(
+            grammar=text, reasoning="none" if form.is_before_reasoning else self.format.reasoning_name
         )
 
     def parser(self, prompt_ids: Sequence[int], seed: int) -> ToolCallParser:
@@ -190,7 +195,8 @@ class ToolOffer:
         """The text of a whole answer without its calls, and the calls.
 
         Args:
-          text: as `params` makes it. seed: the answer's own. skip_special_tokens: as the request had it.
+          text: under the parameters of `AnswerFormat.params`. seed: the answer's own.
+          skip_special_tokens: as the request had it.
         """
         if not self.is_read:
             return text, []

@@ -3,7 +3,9 @@
 import pytest
 
 from jaxinfer.batch.responses import LOWEST_LOGPROB
+from jaxinfer.engine.request import CompletionOutput
 from jaxinfer.sampling.seeds import derive_seed, sample_seed
+from jaxinfer.tool_calls import AnswerFormat
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -142,3 +144,28 @@ def test_an_error_line(serve, row, status_code, kind, parameter, message):
 def test_echo_of_ids_without_a_tokenizer_is_that_rows_error(serve):
     record = serve({"custom_id": "a", "url": "/v1/completions", "body": {"prompt": [1, 2], "echo": True}})
     assert record["response"]["body"]["error"]["param"] == "echo"
+
+
+def test_calls_of_tools_are_apart_from_the_text(serve, fake_llm):
+    text = 'Yes.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    llm = fake_llm()
+    llm.answer_format = AnswerFormat(None, "hermes")
+    llm._completion = lambda ids, params, index: CompletionOutput(index, text, [5], 7, "stop")
+    body = {"model": "m", "messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    row = {"custom_id": "a", "url": "/v1/chat/completions", "body": body}
+    (choice,) = serve(row, llm=llm)["response"]["body"]["choices"]
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("Yes.", "tool_calls")
+    (call,) = message["tool_calls"]
+    assert (call["type"], call["function"]) == ("function", {"name": "f", "arguments": '{"a": 1}'})
+
+
+def test_a_plain_row_has_the_calls_too(serve, fake_llm):
+    llm = fake_llm()
+    llm.answer_format = AnswerFormat(None, "llama3_json")
+    text = '{"name": "f", "parameters": {}}'
+    llm._completion = lambda ids, params, index: CompletionOutput(index, text, [5], 7, "stop")
+    row = {"custom_id": "a", "messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    (answer,) = serve(row, llm=llm)["outputs"]
+    assert (answer["text"], answer["finish_reason"]) == ("", "stop")
+    assert [(call["name"], call["arguments"]) for call in answer["tool_calls"]] == [("f", "{}")]
