@@ -134,11 +134,8 @@ def measure(open_llm: Callable[..., LLM], rounds: int) -> list[tuple[str, dict, 
         beside = {"beside free": lambda: time_per_token(tables, None)}
         beside["beside constrained"] = lambda: time_per_token(tables, WORDS)
         lines.append(("a free answer", compare(beside, rounds, list(beside)), None))
-        print(f"tables: {len(tables.engine.grammars.tables)}, {tables.engine.grammars.tables.num_bytes:,} bytes")
-    stepwise, forced = (
-        open_llm(max_seqs=1, steps_per_dispatch=1),
-        open_llm(max_seqs=1, draft="ngram", num_draft_tokens=7),
-    )
+    stepwise = open_llm(max_seqs=1, steps_per_dispatch=1)
+    forced = open_llm(max_seqs=1, draft="ngram", num_draft_tokens=7)
     with stepwise, forced:
         params = [replace(requests({"json": OBJECT}, max_tokens=120)[0], temperature=0.8)]
         for llm in (stepwise, forced):
