@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -133,8 +132,7 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
     if structured.kind == "regex":
         return None, _lark(f"start: /{llguidance.regex_to_lark(structured.regex or '', use_ascii='')}/")
     if schema is not None:
-        found = json.loads(schema_grammar(schema, structured.whitespace_pattern))
-        return None, _lark("start: %json " + json.dumps(found["grammars"][0]["json_schema"]))
+        return None, schema_grammar(schema, structured.whitespace_pattern)
     return None, _lark(structured.grammar or "")
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas of Python types, and tools from Python functions."""
+"""JSON schemas of Python types, and of functions that a model may call."""
 
 from __future__ import annotations
 
@@ -38,11 +38,21 @@ def schema_of(annotation: Any) -> dict[str, Any]:
 
     Args:
       annotation: a pydantic model, a msgspec Struct, a dataclass, a TypedDict, an Enum, a Literal, a union, a list,
-        tuple, dict or simple type of these; or a function, whose parameters are the properties of an object. Text in
-        `Annotated` is a description.
+        tuple, dict or simple type of these. Text in `Annotated` is a description. Or a function: then what is returned
+        is a tool, with its `name`, its `description` (the docstring before its first section) and its `parameters`,
+        the schema of an object, with descriptions from the `Args:` section or `:param:` lines.
 
-    Raises TypeError for a type without a JSON schema, and names the field or parameter.
+    Raises TypeError for a type without a JSON schema, for a parameter without a type, and for *args, **kwargs and
+    positional-only parameters; names the field or parameter.
     """
+    if not inspect.isroutine(annotation):
+        return _schema_of(annotation)
+    description, _ = _read_docstring(annotation)
+    described = {"description": description} if description else {}
+    return {"name": annotation.__name__, **described, "parameters": _schema_of(annotation)}
+
+
+def _schema_of(annotation: Any) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     converter = _Converter(definitions)
     if inspect.isroutine(annotation):
@@ -54,19 +64,6 @@ def schema_of(annotation: Any) -> dict[str, Any]:
             return definitions[_name(annotation)]
         schema = {**schema, "$defs": definitions}
     return schema
-
-
-def tool_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The tool that a model may call, as OpenAI's interface describes it, from a function's signature and docstring.
-
-    Descriptions come from the text before the first section of the docstring, and from its `Args:` section or `:param:`
-    lines. Raises TypeError for a parameter without a type, and for *args, **kwargs and positional-only parameters.
-    """
-    description, _ = _read_docstring(function)
-    tool: dict[str, Any] = {"name": function.__name__}
-    if description:
-        tool["description"] = description
-    return {"type": "function", "function": {**tool, "parameters": schema_of(function)}}
 
 
 class _Converter:

@@ -78,7 +78,8 @@ class ToolForm:
           special_tokens: the tokenizer's special tokens; other tags of the form are text.
 
         Raises:
-          ValueError: a schema that the form's grammar cannot express, with its place.
+          ValueError: a strict tool has a schema that the form's grammar cannot express, with its place. (Of a tool
+            that is not strict such arguments are free.)
         """
         if not tools:
             raise ValueError("a grammar of calls needs at least one tool")

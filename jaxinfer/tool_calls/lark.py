@@ -16,6 +16,10 @@ MAX_RULES = 10_000
 MAX_CHARS = 3_000_000
 
 
+class GrammarSizeError(ValueError):
+    """A grammar has too many rules or characters."""
+
+
 class Lark:
     """Rules of a grammar, which has at most `MAX_RULES` with `MAX_CHARS` characters.
 
@@ -32,7 +36,7 @@ class Lark:
         """Adds a rule (a terminal if the name is in capitals); returns its name.
 
         Raises:
-          ValueError: the grammar becomes too large: a schema refers to itself, or to large definitions very often.
+          GrammarSizeError: the grammar becomes too large: a schema refers to itself, or often to large definitions.
         """
         self._rules[name] = right
         self._count(len(name) + len(right))
@@ -63,7 +67,7 @@ class Lark:
     def _count(self, num_chars: int) -> None:
         self._num_chars += num_chars
         if len(self._rules) > MAX_RULES or self._num_chars > MAX_CHARS:
-            raise ValueError(
+            raise GrammarSizeError(
                 f"the grammar of the tools' parameters has more than {MAX_RULES:,} rules or {MAX_CHARS:,} characters"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
@@ -17,7 +17,7 @@ from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.python_text import arguments_of, read_brackets
 from jaxinfer.tool_calls.tagged_forms import write_value
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import properties_for_grammar, resolve, types_of
+from jaxinfer.tool_calls.values import resolve, types_of, write_properties
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
@@ -73,13 +73,14 @@ class PythonicForm(ToolForm):
             cursor.forget_taken()
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        for key, schema, is_required in properties_for_grammar(tool):
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
             if _IDENTIFIER.fullmatch(key) is None:
                 raise ValueError(f"the parameters of tool {tool.name!r}: {key!r:.80} is no name of a Python argument")
             is_boolean = types_of(schema, schema) == {"boolean"} and schema.keys().isdisjoint(("enum", "const"))
             value = '("True" | "False")' if is_boolean else lark.json(schema)
-            items.append((f"{quote(key + '=')} {value}", is_required))
+            return f"{quote(key + '=')} {value}"
+
+        items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, ", ")
         return f'{quote(tool.name + "(")} {arguments} ")"'
 
@@ -171,12 +172,14 @@ class GemmaForm(ToolForm):
         return (yield from read_scalar(cursor))
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        # The template writes the arguments in alphabetical order.
-        properties = sorted(properties_for_grammar(tool), key=lambda one: one[0].lower())
-        for number, (key, schema, is_required) in enumerate(properties):
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
             value = self._write_value(lark, f"value_{index}_{number}", schema, schema, f"{tool.name}.{key}", 0)
-            items.append((f"{quote(key + ':')} {value}", is_required))
+            return f"{quote(key + ':')} {value}"
+
+        # The template writes the arguments in alphabetical order.
+        keys = sorted(tool.parameters.get("properties") or {}, key=str.lower)
+        ordered = {key: tool.parameters["properties"][key] for key in keys}
+        items = write_properties(replace(tool, parameters={**tool.parameters, "properties": ordered}), write)
         arguments = lark.sequence(f"arguments_{index}", items, ",")
         return f"{quote(f'call:{tool.name}' + '{')} {arguments} {lark.tag('}' + self.closing)}"
 

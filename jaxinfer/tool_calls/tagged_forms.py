@@ -14,7 +14,7 @@ from jaxinfer.tool_calls.json_text import read_json
 from jaxinfer.tool_calls.lark import Lark, escape, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import json_of_text, properties_for_grammar, property_schema, resolve, types_of
+from jaxinfer.tool_calls.values import json_of_text, property_schema, resolve, types_of, write_properties
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _MAX_KEY_CHARS = 1_000
@@ -65,12 +65,12 @@ class QwenCoderForm(ToolForm):
             cursor.forget_taken()
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
-            value = write_value(
-                lark, f"value_{index}_{number}", schema, f"{self.line_break}</parameter>", f"{tool.name}.{key}"
-            )
-            items.append((f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}", is_required))
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            end = f"{self.line_break}</parameter>"
+            value = write_value(lark, f"value_{index}_{number}", schema, end, f"{tool.name}.{key}")
+            return f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}"
+
+        items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, "")
         return (
             f"{quote(f'<function={tool.name}>' + chr(10))} {arguments} {lark.tag('</function>' + chr(10) + self.end)}"
@@ -110,19 +110,17 @@ class GlmForm(ToolForm):
             calls.add(name, arguments_text(tool, values))
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
-            value = write_value(
-                lark,
-                f"value_{index}_{number}",
-                schema,
-                "</arg_value>",
-                f"{tool.name}.{key}",
-                lark.is_special("</arg_value>"),
-            )
+        is_special = lark.is_special("</arg_value>")
+
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
             head = f"{lark.tag('<arg_key>')} {quote(key)} {lark.tag(f'</arg_key>{self.line_break}<arg_value>')}"
-            close = lark.tag("</arg_value>") if lark.is_special("</arg_value>") else ""
-            items.append((" ".join(filter(None, [head, value, close, lark.tag(self.line_break)])), is_required))
+            value = write_value(
+                lark, f"value_{index}_{number}", schema, "</arg_value>", f"{tool.name}.{key}", is_special
+            )
+            close = lark.tag("</arg_value>") if is_special else ""
+            return " ".join(filter(None, [head, value, close, lark.tag(self.line_break)]))
+
+        items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, "")
         return f"{lark.tag(tool.name + self.line_break)} {arguments} {lark.tag('</tool_call>')}"
 

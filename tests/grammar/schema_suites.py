@@ -28,10 +28,9 @@ import llguidance
 from jsonschema.validators import validator_for
 
 from jaxinfer.grammar.automaton import build_automaton
+from jaxinfer.grammar.compiler import read
 from jaxinfer.grammar.nodes import TooLargeError
-from jaxinfer.grammar.schema import check_schema
-from jaxinfer.grammar.schema_grammar import schema_grammar
-from jaxinfer.grammar.schema_language import language_of
+from jaxinfer.grammar.structured import StructuredOutputs
 
 VERDICTS = Path(__file__).with_name("schema_verdicts.json")
 MAX_SPELLINGS = 200
@@ -68,26 +67,22 @@ def by_llguidance(grammar: str) -> Accepts:
     return accepts
 
 
-def by_table(schema: Any) -> Accepts | None:
-    """None where the schema has no automaton of at most 4,096 states."""
-    language = language_of(schema)
+def served(schema: Any) -> tuple[Accepts, Accepts | None]:
+    """What masks from the host accept, and what the automaton of a table accepts, if there is one.
+
+    Raises ValueError if the schema is refused.
+    """
+    if isinstance(schema, bool):
+        raise ValueError("a schema must be an object")
+    language, grammar = read(StructuredOutputs(json=json.dumps(schema)))
+    accepts = by_llguidance(grammar)
     if language is None:
-        return None
+        return accepts, None
     try:
         automaton = build_automaton(language)
     except TooLargeError:
-        return None
-    return lambda text: automaton.accepts(text.encode())
-
-
-def served(schema: Any) -> tuple[Accepts, bool]:
-    """How a schema is served, and whether by a table. Raises ValueError if it is refused."""
-    if isinstance(schema, bool):
-        raise ValueError("a schema must be an object")
-    checked = check_schema(json.dumps(schema))
-    if (accepts := by_table(checked)) is not None:
-        return accepts, True
-    return by_llguidance(schema_grammar(checked)), False
+        return accepts, None
+    return accepts, lambda text: automaton.accepts(text.encode())
 
 
 def spellings(value: Any, ranks: Mapping[str, int] | None = None) -> Iterator[str]:
@@ -132,10 +127,15 @@ def ranks_of(schema: Any) -> dict[str, int]:
     return {name: rank for rank, name in enumerate(names)}
 
 
-def verdict(accepts: Accepts, value: Any, *, is_valid: bool, ranks: Mapping[str, int] | None = None) -> str:
-    if any(accepts(text) for text in spellings(value, ranks)) == is_valid:
-        return "pass"
-    return "narrower" if is_valid else "wrong"
+def verdict(
+    ways: tuple[Accepts, Accepts | None], value: Any, *, is_valid: bool, ranks: Mapping[str, int] | None = None
+) -> str:
+    """The worst of masks from the host and table."""
+    found = "pass"
+    for accepts in ways:
+        if accepts is not None and any(accepts(text) for text in spellings(value, ranks)) != is_valid:
+            found = "narrower" if is_valid else "wrong"
+    return found
 
 
 def suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
@@ -146,12 +146,12 @@ def suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
         verdicts = found[path.relative_to(root).as_posix()] = {}
         for case in json.loads(path.read_text(encoding="utf-8")):
             try:
-                accepts, _ = served(case["schema"])
+                ways = served(case["schema"])
             except ValueError:
                 verdicts[case["description"]] = {test["description"]: "refused" for test in case["tests"]}
                 continue
             verdicts[case["description"]] = {
-                test["description"]: verdict(accepts, test["data"], is_valid=test["valid"]) for test in case["tests"]
+                test["description"]: verdict(ways, test["data"], is_valid=test["valid"]) for test in case["tests"]
             }
     return found
 
@@ -175,12 +175,12 @@ def maskbench_report(folder: Path, count: int, seed: int) -> dict[str, Any]:
             pass
         start = time.process_time()
         try:
-            accepts, is_table = served(schema)
+            ways = served(schema)
         except ValueError:
             continue
         report["slowest, CPU ms"] = max(report["slowest, CPU ms"], round((time.process_time() - start) * 1e3))
         report["accepted"] += 1
-        report["served by a table"] += is_table
+        report["served by a table"] += ways[1] is not None
         judge = validator_for(schema, jsonschema.Draft202012Validator)(schema)
         for index, test in enumerate(bench["tests"]):
             try:
@@ -190,11 +190,11 @@ def maskbench_report(folder: Path, count: int, seed: int) -> dict[str, Any]:
             except Exception:
                 report["tests that the judge cannot read"] += 1
                 continue
-            found = verdict(accepts, test["data"], is_valid=test["valid"], ranks=ranks_of(schema))
+            found = verdict(ways, test["data"], is_valid=test["valid"], ranks=ranks_of(schema))
             if found == "pass":
                 report["valid accepted" if test["valid"] else "invalid refused"] += 1
             else:
-                wrong.append(f"{name} test {index}: {found}, by {'table' if is_table else 'llguidance'}")
+                wrong.append(f"{name} test {index}: {found}, {'table' if ways[1] else 'no table'}")
     return {**report, "wrong": wrong}
 
 

@@ -131,6 +131,31 @@ def test_json_without_a_tag_streams_unless_it_is_a_call():
     assert (content, len(calls)) == ('See:\nis a call, x {"name": "now", "parameters": {}} is none', 1)
 
 
+@pytest.mark.parametrize(
+    ("code", "arguments"),
+    [
+        ("city='Rome', days=-1", {"city": "Rome", "days": -1}),
+        ("city = 'a' \"b\" ,list=[1, (2.5e-1,), {'k': None}],", {"city": "ab", "list": [1, [0.25], {"k": None}]}),
+        ("on=true, any=null", {"on": True, "any": None}),
+        ("city='a\\'b\\n\\d\nc'", {"city": "a'b\n\\d\nc"}),
+        ("", {}),
+        *(
+            (code, None)
+            for code in ("'Rome'", "city=x", "city=f'x'", "city=b'x'", "any={1: 2}", "any={1}", "**{'a': 1}")
+        ),
+        *((f"any=1{chain * 50_000}", None) for chain in ("+1", " -1", ".a", "()", "[0]", " if 1 else 1")),
+        *((f"any={chain * 50_000}1", None) for chain in ("-", "not ", "lambda:", "1,")),
+        ("any=1e999", None),
+    ],
+)
+def test_python_literals_are_written_as_json(code, arguments):
+    text = f"[get_weather({code})]"
+    content, calls = tool_form("pythonic").parse(text, TOOLS)
+    assert (content, [json.loads(call.arguments) for call in calls]) == (
+        (text, []) if arguments is None else ("", [arguments])
+    )
+
+
 def test_ids_are_those_of_the_form_and_depend_on_the_seed():
     first, second = tool_form("hermes").parse(CALL + CALL, TOOLS, "a")[1]
     assert first.id.startswith("call_")

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxinfer.tool_calls import TOOL_FORMS, Tool, check_tools, tool_form
+from jaxinfer.tool_calls import Tool, check_tools, tool_form
 from jaxinfer.tool_calls.lark import MAX_CHARS
 
 
@@ -106,7 +106,7 @@ def test_hostile_schemas_are_refused_or_written_in_a_second(name):
         return
     offered = check_tools([tool(parameters=schema)]).tools
     special = dict.fromkeys(tool_form("openai").special_texts, 1)
-    for form in TOOL_FORMS:
+    for form in ("openai", "hermes", "qwen3_coder", "glm45", "gemma4", "pythonic"):
         start = time.process_time()
         with contextlib.suppress(ValueError):
             assert len(tool_form(form).grammar(offered, "required", True, special)) < MAX_CHARS
@@ -135,7 +135,15 @@ def test_hostile_schemas_are_refused_or_written_in_a_second(name):
 )
 def test_what_a_form_cannot_enforce_is_refused_with_its_place(form, schema, message):
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):
-        tool_form(form).grammar([Tool("f", {"type": "object", **schema})], "required")
+        tool_form(form).grammar([Tool("f", {"type": "object", **schema}, is_strict=True)], "required")
+
+
+def test_what_cannot_be_enforced_is_free_unless_the_tool_is_strict():
+    schema = {"anyOf": [{}], "properties": {"a": {"type": "string", "pattern": "a|b"}, "b": {"not": {}}}}
+    for form in ("qwen3_coder", "glm45", "gemma4", "pythonic"):
+        assert tool_form(form).grammar([Tool("f", schema)], "required")
+        with pytest.raises(ValueError, match="cannot be enforced"):
+            tool_form(form).grammar([Tool("f", schema, is_strict=True)], "required")
 
 
 def test_a_grammar_needs_tools_and_a_mode():
