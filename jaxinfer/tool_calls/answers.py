@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -156,15 +155,16 @@ class ToolOffer:
         form, use = self.format.form, self.use
         if form is None or not use.needs_grammar:
             return None
-        from jaxinfer.grammar.schema import check_schema, schema_grammar
+        from jaxinfer.grammar.schema import check_schema
+        from jaxinfer.grammar.schema_grammar import schema_for_llguidance
 
         tools = []
         for tool in use.tools:
             try:
-                grammar = json.loads(schema_grammar(check_schema(tool.parameters)))
+                parameters = schema_for_llguidance(check_schema(tool.parameters))
             except ValueError as error:
                 raise ValueError(f"tools: the parameters of {tool.name!r}: {error}") from None
-            tools.append(replace(tool, parameters=grammar["grammars"][0]["json_schema"]))
+            tools.append(replace(tool, parameters=parameters))
         text = form.grammar(tools, use.mode, use.is_parallel, self.format.special_tokens)
         # Forms that are read before the reasoning have it in their grammars.
         return StructuredOutputs(

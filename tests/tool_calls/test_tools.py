@@ -18,7 +18,8 @@ def test_tools_and_choices():
     use = check_tools(tools)
     assert (use.mode, use.is_parallel, [one.name for one in use.tools]) == ("auto", True, ["a", "b"])
     assert use.tools[0].is_strict
-    assert not use.needs_grammar  # not all are strict
+    assert use.needs_grammar  # one of them is strict
+    assert not check_tools(tools[1:]).needs_grammar
     assert use.tools[1].parameters["additionalProperties"] is False
     assert check_tools(tools[:1]).needs_grammar
     assert check_tools(tools, parallel_tool_calls=False).needs_grammar
