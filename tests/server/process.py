@@ -17,7 +17,7 @@ from tests.server.conftest import OPTIONS, tiny_model
 compilation_cache.enable()
 
 def open_engine():
-    engine = AsyncEngine(tiny_model(), **OPTIONS)
+    engine = AsyncEngine(tiny_model(), tool_parser="hermes", **OPTIONS)
     if "dies" in sys.argv:
         step, steps = engine.llm.client.step, []
         def failing(*_):

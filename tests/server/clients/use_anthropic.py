@@ -36,6 +36,33 @@ def messages():
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", text[2:5])
 
 
+def tools():
+    """The tiny model writes noise, so that only a grammar makes it call a tool."""
+    schema = {
+        "type": "object",
+        "properties": {"mode": {"enum": ["r", "w"]}},
+        "required": ["mode"],
+        "additionalProperties": False,
+    }
+    tool = {"name": "read", "description": "Reads a file.", "input_schema": schema}
+    body = {**BODY, "max_tokens": 64, "tools": [tool], "tool_choice": {"type": "tool", "name": "read"}}
+    answer = client.messages.create(**body)
+    (block,) = answer.content
+    assert (answer.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "read")
+    assert block.input["mode"] in ("r", "w")
+    with client.messages.stream(**body) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_message()
+    assert "input_json" in kinds
+    assert (final.stop_reason, final.content[0].id, final.content[0].input) == ("tool_use", block.id, block.input)
+    results = [
+        *BODY["messages"],
+        {"role": "assistant", "content": [block.model_dump(include={"type", "id", "name", "input"})]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "empty"}]},
+    ]
+    assert client.messages.create(**{**BODY, "messages": results, "tools": [tool]}).usage.output_tokens <= 12
+
+
 def counts():
     count = client.messages.count_tokens(model=MODEL, system=BODY["system"], messages=BODY["messages"])
     usage = client.messages.create(**BODY).usage
@@ -81,6 +108,7 @@ async def many():
 
 
 messages()
+tools()
 counts()
 types()
 errors()

@@ -1,6 +1,7 @@
 """The openai package against a server at sys.argv[1]: every way to get an answer gives the same one."""
 
 import asyncio
+import json
 import sys
 
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
@@ -98,6 +99,51 @@ def responses():
     assert client.responses.create(**items).output_text == stopped.output_text
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"mode": {"enum": ["r", "w"]}, "lines": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["mode", "lines"],
+    "additionalProperties": False,
+}
+
+
+def tools():
+    """The tiny model writes noise, so that only a grammar makes it call a tool."""
+    function = {"name": "read", "description": "Reads a file.", "parameters": SCHEMA, "strict": True}
+    named = {"type": "function", "function": {"name": "read"}}
+    body = {"model": MODEL, "messages": MESSAGES, "seed": SEED, "tools": [{"type": "function", "function": function}]}
+    body["tool_choice"] = named
+    choice = client.chat.completions.create(**body).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "read")
+    assert json.loads(call.function.arguments).keys() == {"mode", "lines"}
+    with client.chat.completions.stream(**body) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion().choices[0]
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    assert final.finish_reason == "tool_calls"
+    (streamed,) = final.message.tool_calls
+    assert (streamed.id, streamed.function.arguments) == (call.id, call.function.arguments)
+    assert streamed.function.parsed_arguments == json.loads(call.function.arguments)
+    results = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "empty"},
+    ]
+    answer = client.chat.completions.create(**{**body, "messages": results, "tool_choice": "auto"}, max_tokens=4)
+    assert answer.usage.completion_tokens <= 4
+
+    flat = {"model": MODEL, "input": "read a file", "tools": [{"type": "function", **function}]}
+    flat |= {"tool_choice": {"type": "function", "name": "read"}, "extra_body": {"seed": SEED}}
+    (item,) = client.responses.create(**flat).output
+    assert (item.type, item.name, item.status) == ("function_call", "read", "completed")
+    with client.responses.stream(**flat) as stream:
+        kinds = {event.type for event in stream}
+        (last,) = stream.get_final_response().output
+    assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
+    assert (last.call_id, last.arguments) == (item.call_id, item.arguments)
+
+
 def errors():
     for wrong in ({"max_tokens": -1}, {"temperature": -1.0}, {"messages": []}, {"n": 10_000}):
         try:
@@ -128,5 +174,6 @@ models()
 chat()
 completions()
 responses()
+tools()
 errors()
 asyncio.run(many())
