@@ -51,4 +51,28 @@ FAULTS = (
         ("tests/tool_calls/test_grammar.py::test_other_answers_are_refused",),
         "parallel_tool_calls=false has no effect",
     ),
+    Fault(
+        "tool-calls/a-call-within-the-reasoning-is-made",
+        "jaxinfer/tool_calls/answers.py",
+        '[Reasoning(part)] if kind == "reasoning" else',
+        "[] if False else",
+        ("tests/tool_calls/test_answers.py::test_every_split_of_a_stream_is_read_alike",),
+        "what the model only thinks about is run",
+    ),
+    Fault(
+        "tool-calls/an-answer-with-calls-ends-with-stop",
+        "jaxinfer/server/generation.py",
+        'if end == "stop" and reader.num_calls:',
+        "if False:",
+        ("tests/server/test_tools.py::test_calls_are_told_from_the_text_on_every_route",),
+        "clients take a streamed call for the last answer",
+    ),
+    Fault(
+        "tool-calls/a-resumed-stream-sends-a-call-again",
+        "jaxinfer/server/generation.py",
+        "skipper.skip(reasoning + delta.text + called,",
+        "skipper.skip(reasoning + delta.text,",
+        ("tests/server/test_tools.py::test_a_cut_stream_goes_on_within_calls",),
+        "a call is made twice after a lost connection",
+    ),
 )
