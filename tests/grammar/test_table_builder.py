@@ -119,7 +119,8 @@ def test_limits_are_named(demo):
         (TableLimits(max_states=20), "22 states; at most 20"),
         (TableLimits(max_classes=5), "classes of tokens; at most 5"),
         (TableLimits(max_masks=3), "masks"),
-        (TableLimits(max_bytes=1000), "at most 4096 and 1000"),
+        (TableLimits(max_bytes=1000), "at most 1000 bytes"),
+        (TableLimits(max_bytes=10_000), "at most 4096 and 10000"),
     ):
         with pytest.raises(TooLargeError, match=named):
             build_table(node, demo, limits)
