@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxinfer.llm import LLM
 
 _hosts = partial(option, group="Several hosts")
+_structured = partial(option, group="Structured output")
 as_json = partial(option, False, flag="--json")
 overwrite = partial(option, False, flag="--overwrite")
 
@@ -142,8 +143,18 @@ class LogitOptions:
 
 
 @given(SamplingParams)
+@dataclass(frozen=True, kw_only=True)
 class SamplingOptions(LogitOptions):
-    """All fields of `SamplingParams`."""
+    """All fields of `SamplingParams`; those of its `structured` are options of their own."""
+
+    json_schema: Path | None = _structured(None, "The answer is JSON that matches the schema in this file.", "FILE")
+    json_object: bool = _structured(False, "The answer is a JSON object.", flag="--json-object")
+    regex: str | None = _structured(None, "The answer matches this regular expression, all of it.", "PATTERN")
+    choice: list[str] | None = _structured(None, "The answer is one of these texts.", "TEXT", is_repeated=True)
+    grammar: Path | None = _structured(None, "The answer is of the grammar in this file (Lark, llguidance's).", "FILE")
+
+
+_STRUCTURED = {"json_schema": "json", **{name: name for name in ("json_object", "regex", "choice", "grammar")}}
 
 
 def sampling_values(options: LogitOptions) -> dict[str, Any]:
@@ -152,8 +163,22 @@ def sampling_values(options: LogitOptions) -> dict[str, Any]:
     Raises UsageError for a value that cannot be read, SamplingParamsError for one that is out of range.
     """
     values = given_values(options)
+    structured: dict[str, Any] = {}
+    for name in _STRUCTURED.keys() & values.keys():
+        value = values.pop(name)
+        if value is not False:
+            structured[_STRUCTURED[name]] = _read_text(value, name) if isinstance(value, Path) else value
+    if structured:
+        values["structured"] = structured
     SamplingParams.from_dict({"max_tokens": None, **values})
     return values
+
+
+def _read_text(path: Path, name: str) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--{name.replace('_', '-')}: {path} cannot be read: {error}") from None
 
 
 def given_values(options: Any) -> dict[str, Any]:

@@ -19,16 +19,9 @@ from jaxinfer.engine.flight import Flight, FlightResults
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.placement import DevicePlacement
+from jaxinfer.engine.programs import grammar as grammars
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
-from jaxinfer.engine.programs.grammar import (
-    GrammarRows,
-    TableBlock,
-    empty_block,
-    empty_rows,
-    set_rows,
-    write_table,
-)
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.request import Request, SequenceState
@@ -195,7 +188,7 @@ class ModelRunner:
         for start in range(0, len(plan.copies), COPIES):
             self._copy(plan.copies[start : start + COPIES])
         for part in plan.grammar:
-            self._write_table(part) if isinstance(part, TableBlock) else self._set_rows(part)
+            self._write_table(part) if isinstance(part, grammars.TableBlock) else self._set_rows(part)
 
     def _copy(self, pairs: list[tuple[int, int]]) -> None:
         destinations = np.full(COPIES, self.spec.num_pages, np.int32)
@@ -295,13 +288,13 @@ class ModelRunner:
         self._slots = programs.write_draft_slot(self.placement.mesh, self._slots, *arguments)
 
     @operation
-    def _write_table(self, block: TableBlock) -> None:
-        self._tables = write_table(self.placement.mesh, self._tables, self.placement.put(block))
+    def _write_table(self, block: grammars.TableBlock) -> None:
+        self._tables = grammars.write_table(self.placement.mesh, self._tables, self.placement.put(block))
 
     @operation
-    def _set_rows(self, rows: GrammarRows) -> None:
+    def _set_rows(self, rows: grammars.GrammarRows) -> None:
         arguments = self._slots, self._batch, self._tables, self.placement.put(rows)
-        self._slots, self._batch, self._tables = set_rows(self.placement.mesh, *arguments)
+        self._slots, self._batch, self._tables = grammars.set_rows(self.placement.mesh, *arguments)
 
     @operation
     def _send_table(self, table: np.ndarray) -> None:
@@ -480,8 +473,10 @@ class ModelRunner:
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
         self._copy([])
-        self._write_table(empty_block(self.spec.table_sizes))
-        self._set_rows(empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch))
+        self._write_table(grammars.empty_block(self.spec.table_sizes))
+        self._set_rows(
+            grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)
+        )
 
     def _warm_up_scores(self) -> None:
         request = Request([0], SamplingParams(seed=0, prompt_logprobs=0), max_tokens=1, score_from=0)

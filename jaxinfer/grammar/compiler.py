@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from jaxinfer.files import cache_folder
 from jaxinfer.grammar import nodes
@@ -16,8 +16,10 @@ from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.gate import Gate, gate_of
 from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
 from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
-from jaxinfer.grammar.schema import check_schema, schema_grammar
+from jaxinfer.grammar.schema import check_schema
+from jaxinfer.grammar.schema_grammar import schema_grammar
 from jaxinfer.grammar.schema_language import language_of
+from jaxinfer.grammar.spelling import Spelling
 from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.table_builder import TableLimits, build_table
@@ -59,8 +61,8 @@ class GrammarCompiler:
     """Compiles what requests ask for, and builds tables in a thread of its own. Threads may share it.
 
     Args:
-      vocabulary: of the model. encode: as of `MatcherLibrary`. special_texts: of tokens that have none in it. build: makes the table of a language, None where it is
-        too large; without it there are no tables.
+      vocabulary: of the model. encode: as of `MatcherLibrary`. special_texts: of tokens that have none in it.
+      build: makes the table of a language, None where it is too large; without it there are no tables.
     """
 
     def __init__(
@@ -114,27 +116,31 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
     import llguidance
 
     language: nodes.Node | None = None
-    if structured.kind == "grammar":
-        text = structured.grammar or ""
-    elif structured.kind in ("json", "json_object"):
-        language, text = _read_schema(structured)
-    elif structured.kind == "choice":
-        language, text = nodes.choice([nodes.Text(text) for text in structured.choice or ()]), ""
-    else:
+    schema: Any = None
+    if structured.kind == "choice":
+        language = nodes.choice([nodes.Text(text) for text in structured.choice or ()])
+    elif structured.kind == "regex":
         language = _read_pattern(structured.regex or "")
-        text = f"start: /{llguidance.regex_to_lark(structured.regex or '', use_ascii='')}/"
-    if language is not None:
-        text = f"start: /{pattern_of(language).replace('/', chr(92) + '/')}/"
-    # Else it would allow one spelling of a forced text only, which depends on the tokens before.
-    return language, llguidance.LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
+    elif structured.kind != "grammar":
+        schema = check_schema({"type": "object"} if structured.json_object else structured.json)
+        language = language_of(schema) if structured.whitespace_pattern is None else None
+    try:
+        if language is not None:
+            return language, _lark(f"start: /{pattern_of(language)}/")
+    except ValueError:  # too long as a pattern
+        pass
+    if structured.kind == "regex":
+        return None, _lark(f"start: /{llguidance.regex_to_lark(structured.regex or '', use_ascii='')}/")
+    if schema is not None:
+        return None, schema_grammar(schema, structured.whitespace_pattern)
+    return None, _lark(structured.grammar or "")
 
 
-def _read_schema(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
-    schema = check_schema({"type": "object"} if structured.json_object else structured.json)
-    if structured.whitespace_pattern is None and (language := language_of(schema)) is not None:
-        return language, ""
-    grammar = json.loads(schema_grammar(schema, structured.whitespace_pattern))
-    return None, "start: %json " + json.dumps(grammar["grammars"][0]["json_schema"])
+def _lark(text: str) -> str:
+    """For llguidance, which by default would allow one spelling of a forced text only, by the tokens before it."""
+    import llguidance
+
+    return llguidance.LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + text)
 
 
 def _read_pattern(pattern: str) -> nodes.Node | None:
@@ -148,16 +154,17 @@ def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[in
     """The compiler of a model with this tokenizer and V tokens. Raises ValueError for a tokenizer whose tokens have no
     texts of their own."""
     vocabulary, limits = vocabulary_of(tokenizer, eos_token_ids, vocab_size), TableLimits()
+    spelling = Spelling(vocabulary, lambda text: tokenizer.encode(text, False))
     cache = TableCache(cache_folder("grammars"))
 
     def build(language: nodes.Node) -> TokenTable | None:
         def make() -> TokenTable:
-            return build_table(build_automaton(language), vocabulary, limits)
+            return build_table(build_automaton(language), vocabulary, spelling, limits)
 
         try:
             return cache.get_or_build(language, vocabulary, limits, make)
-        except nodes.TooLargeError:
-            return None
+        except ValueError:
+            return None  # masks from the host are right for it
 
     special = {token: tokenizer.decode([token], skip_special_tokens=False).encode() for token in tokenizer.special_ids}
     return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), special, build)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
 from jaxinfer.grammar.structured import GrammarError
 from jaxinfer.grammar.vocabulary import Vocabulary
 
@@ -43,6 +44,7 @@ class MatcherLibrary:
         except ImportError:
             raise ImportError("structured output needs llguidance: pip install 'jaxinfer[structured]'") from None
         self._library, self.vocabulary, self._encode = llguidance, vocabulary, encode
+        self.spelling = Spelling(vocabulary, encode)
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
@@ -75,6 +77,11 @@ class MatcherLibrary:
         for row, matcher in enumerate(matchers):
             if matcher.error is not None:
                 masks[row] = 0
+            elif spelled := list(self.spelling.tokens(matcher.forced)):
+                words, bits = np.divmod(np.array(spelled), 32)
+                kept = np.zeros_like(masks[row])
+                np.bitwise_or.at(kept, words, np.uint32(1) << bits.astype(np.uint32))
+                masks[row] &= kept
 
 
 class Matcher:
@@ -91,14 +98,21 @@ class Matcher:
         """Goes on with the leading tokens that are allowed, and returns how many. After an end-of-sequence id, which is
         allowed where the answer may end, nothing is."""
         ending = self.library.vocabulary.eos_token_ids
-        eos = next((place for place, token in enumerate(tokens) if token in ending), None)
-        text = list(tokens[:eos])
-        # `try_consume_tokens` leaves an error behind a wrong token, `validate_tokens` does not.
-        count = self.of_library.validate_tokens(text) if text else 0
-        if count and not self.of_library.consume_tokens(text[:count]):
-            return 0
-        is_end = eos is not None and count == eos and self.of_library.is_accepting()
-        return count + is_end
+        for count, token in enumerate(tokens):
+            if token in ending:
+                return count + self.of_library.is_accepting()
+            spelled = self.library.spelling.tokens(self.forced)
+            # A wrong token that is consumed leaves an error behind.
+            if (spelled and token not in spelled) or not self.of_library.validate_tokens([token]):
+                return count
+            if not self.of_library.consume_token(token):
+                return count
+        return len(tokens)
+
+    @property
+    def forced(self) -> bytes:
+        """The text that must follow, as far as there is no choice."""
+        return self.of_library.compute_ff_bytes()[:MAX_FORCED]
 
     @property
     def error(self) -> str | None:

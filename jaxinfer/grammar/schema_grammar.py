@@ -19,17 +19,28 @@ _WHITESPACE_PATTERN = re.compile(rf"(?:\[{_SPACE}+\]|{_SPACE})(?:\?|\{{(\d{{1,3}
 def schema_grammar(schema: Mapping[str, Any], whitespace_pattern: str | None = None) -> str:
     """A grammar for `llguidance.LLMatcher` of the JSON texts that match a schema, objects in the schema's order.
 
-    Options in the schema (`x-guidance`) are ignored. A keyword that llguidance lacks is an error of the matcher that is
-    made from the grammar, never left out.
+    A keyword that llguidance lacks is an error of the matcher that is made from the grammar, never left out. The masks
+    allow every spelling of a text that is forced.
 
     Args:
       schema: checked by `check_schema`; `{"type": "object"}` is any JSON object.
       whitespace_pattern: None for compact JSON, without whitespace. Otherwise a regular expression for the whitespace
-        between tokens: one character or one class of whitespace characters with a bounded count (`[ \\n]{1,8}`), as a
-        model that may write whitespace without end can do so.
+        between tokens: one character or one class of whitespace characters with a bounded count, such as
+        `[ \\n]{1,8}`, as a model that may write whitespace without end can do so.
 
     Raises ValueError for another whitespace_pattern, and for `minProperties` that llguidance counts wrongly;
     ImportError without llguidance.
+    """
+    from llguidance import LLMatcher
+
+    found = json.dumps(schema_for_llguidance(schema, whitespace_pattern), ensure_ascii=False)
+    return LLMatcher.grammar_from_lark(f'%llguidance {{"no_forcing": true}}\nstart: %json {found}')
+
+
+def schema_for_llguidance(schema: Mapping[str, Any], whitespace_pattern: str | None = None) -> dict[str, Any]:
+    """The same schema in words and with options of llguidance, for `%json` in a Lark grammar.
+
+    Arguments and errors are those of `schema_grammar`. Options in the schema (`x-guidance`) are replaced.
     """
     if whitespace_pattern is not None:
         match = _WHITESPACE_PATTERN.fullmatch(whitespace_pattern)
@@ -38,28 +49,19 @@ def schema_grammar(schema: Mapping[str, Any], whitespace_pattern: str | None = N
                 f"whitespace_pattern must be one class of whitespace characters with a count of at most "
                 f"{MAX_WHITESPACE}, such as '[ \\n]{{0,8}}', not {whitespace_pattern!r:.200}"
             )
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(_for_llguidance(schema), ensure_ascii=False),
-        # All of llguidance's options, so that none is taken from the schema.
-        overrides={
-            "item_separator": ",",
-            "key_separator": ":",
-            "whitespace_flexible": False,
-            "whitespace_pattern": whitespace_pattern,
-            "coerce_one_of": False,
-            "lenient": False,
-            "json_allowed_escapes": 'nrbtf\\"u',
-            "json_allow_general_unicode_escapes": False,
-        },
-    )
+    options = {
+        "item_separator": ",",
+        "key_separator": ":",
+        "whitespace_flexible": False,
+        "whitespace_pattern": whitespace_pattern,
+        "coerce_one_of": False,
+        "lenient": False,
+    }
+    return {**_for_llguidance(schema), "x-guidance": options}
 
 
 def _for_llguidance(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same schema in words that llguidance understands.
-
-    A `oneOf` whose branches exclude one another becomes an `anyOf`: llguidance refuses it unless it sees this itself,
+    """A `oneOf` whose branches exclude one another becomes an `anyOf`: llguidance refuses it unless it sees this itself,
     and it does not look behind `$ref`. Formats become patterns, as llguidance's let 30 February through.
     """
     graph = Graph(schema)

@@ -10,7 +10,7 @@ from typing import Any
 from jaxinfer.grammar.schema_graph import Graph
 
 MAX_ALTERNATIVES = 256
-MAX_STEPS = 20_000
+MAX_STEPS = 10_000
 MAX_DEPTH = 40  # schemas within one another for one value; each takes up to nine levels of Python's stack
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxinfer.grammar.automaton import Automaton
 from jaxinfer.grammar.minimize import breadth_first, useful_states
 from jaxinfer.grammar.nodes import TooLargeError
+from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.utf8 import unique_rows
 from jaxinfer.grammar.vocabulary import Vocabulary
@@ -33,8 +34,10 @@ class TableLimits:
     max_bytes: int = 256 * 2**20
 
 
-def build_table(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimits | None = None) -> TokenTable:
-    """The table of a language over a vocabulary.
+def build_table(
+    automaton: Automaton, vocabulary: Vocabulary, spelling: Spelling, limits: TableLimits | None = None
+) -> TokenTable:
+    """The table of a language over a vocabulary, with one spelling of forced texts.
 
     A state has a row if tokens lead to it, and from each row they lead to an end.
 
@@ -47,6 +50,8 @@ def build_table(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimit
     if not vocabulary.eos_token_ids:
         raise ValueError("the vocabulary has no end-of-sequence id, so an answer could not end")
     classes, successors = _token_classes(automaton, vocabulary, limits)
+    forced = _forced_texts(automaton)
+    classes, successors = _with_spelling(classes, successors, forced, spelling)
     kept = _reached_states(successors, automaton.is_accepting)
     if len(kept) + 1 > limits.max_states:
         raise TooLargeError(f"the table has {len(kept) + 1} states; at most {limits.max_states} are allowed")
@@ -71,7 +76,9 @@ def build_table(automaton: Automaton, vocabulary: Vocabulary, limits: TableLimit
         successors=successors,
         masks=_pack(allowed, classes, vocabulary.num_words),
         mask_of=mask_of.astype(np.int32),
-        drafts=_drafts(automaton, vocabulary, kept, classes, successors),
+        drafts=np.array(
+            [*(spelling.first(text) if (text := forced.get(one)) else -1 for one in kept.tolist()), -1], np.int32
+        ),
     )
 
 
@@ -155,24 +162,45 @@ def _pack(allowed: np.ndarray, classes: np.ndarray, num_words: int) -> np.ndarra
     return masks.view("<u4").astype(np.uint32)
 
 
-def _drafts(
-    automaton: Automaton, vocabulary: Vocabulary, kept: np.ndarray, classes: np.ndarray, successors: np.ndarray
-) -> np.ndarray:
-    """int32[Q + 1]: the longest token that the forced text of each state begins with, -1 if there is none."""
+def _forced_texts(automaton: Automaton) -> dict[int, bytes]:
+    """By state, the text that must follow, as far as there is no choice."""
     is_possible = automaton.next >= 0
     is_forced = (is_possible.sum(axis=1) == 1) & ~automaton.is_accepting
     byte = np.argmax(is_possible, axis=1)
-    after = automaton.next[np.arange(automaton.num_states), byte]
-    drafts = np.full(len(kept) + 1, -1, np.int32)
-    ids, longest = vocabulary.id_of, vocabulary.longest
-    for row, state in enumerate(kept.tolist()):
-        text = bytearray()
-        while is_forced[state] and len(text) < longest:
+    after = automaton.next[np.arange(automaton.num_states), byte].tolist()
+    texts = {}
+    for first in np.flatnonzero(is_forced).tolist():
+        text, state = bytearray(), first
+        while is_forced[state] and len(text) < MAX_FORCED:
             text.append(byte[state])
             state = after[state]
-        for length in range(len(text), 0, -1):
-            token = ids.get(bytes(text[:length]))
-            if token is not None and successors[row, classes[token]] >= 0:
-                drafts[row] = token
-                break
-    return drafts
+        texts[first] = bytes(text)
+    return texts
+
+
+def _with_spelling(
+    classes: np.ndarray, successors: np.ndarray, forced: dict[int, bytes], spelling: Spelling
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same with the tokens of `Spelling` alone in states whose text is forced: tokens that are allowed in some of
+    these have classes of their own."""
+    allowed_in: dict[int, list[int]] = {}  # states by token
+    restricted = []
+    for state, text in forced.items():
+        if tokens := spelling.tokens(text):
+            restricted.append(state)
+            for token in tokens:
+                if successors[state, classes[token]] >= 0:
+                    allowed_in.setdefault(token, []).append(state)
+    if not restricted:
+        return classes, successors
+    classes, kinds = classes.copy(), {}
+    columns = [np.where(np.isin(np.arange(len(successors)), restricted)[:, None], -1, successors)]
+    for token, states in allowed_in.items():
+        kind = (int(classes[token]), *states)
+        if kind not in kinds:
+            kinds[kind] = successors.shape[1] + len(kinds)
+            column = columns[0][:, kind[0]].copy()
+            column[states] = successors[states, kind[0]]
+            columns.append(column[:, None])
+        classes[token] = kinds[kind]
+    return classes, np.concatenate(columns, axis=1)

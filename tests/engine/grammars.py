@@ -1,12 +1,14 @@
 """Grammars over the tiny model's 97 tokens: id 0 ends, ids 1 to 95 are the characters from space to `~`, 96 is "ab"."""
 
 import random
+import re
 from dataclasses import replace
 
 from jaxinfer import SamplingParams
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.compiler import Grammar, GrammarCompiler
+from jaxinfer.grammar.spelling import Spelling
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.grammar.table_builder import build_table
 from jaxinfer.grammar.vocabulary import Vocabulary
@@ -43,13 +45,14 @@ def text_of(tokens) -> str:
 
 
 def make_compiler() -> GrammarCompiler:
-    ids = VOCABULARY.id_of
+    spelling = Spelling(VOCABULARY, encode)
     return GrammarCompiler(
-        VOCABULARY,
-        lambda text: [ids[bytes([byte])] for byte in text.encode()],
-        {0: b"<end>"},
-        lambda language: build_table(build_automaton(language), VOCABULARY),
+        VOCABULARY, encode, {0: b"<end>"}, lambda language: build_table(build_automaton(language), VOCABULARY, spelling)
     )
+
+
+def encode(text: str) -> list[int]:
+    return [VOCABULARY.id_of[piece.encode()] for piece in re.findall("ab|.", text)]
 
 
 def random_params(number: int, forms=FORMS) -> SamplingParams:

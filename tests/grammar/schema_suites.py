@@ -18,19 +18,19 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import llguidance
+from jsonschema.validators import validator_for
 
 from jaxinfer.grammar.automaton import build_automaton
+from jaxinfer.grammar.compiler import read
 from jaxinfer.grammar.nodes import TooLargeError
-from jaxinfer.grammar.schema import check_schema
-from jaxinfer.grammar.schema_grammar import schema_grammar
-from jaxinfer.grammar.schema_language import language_of
+from jaxinfer.grammar.structured import StructuredOutputs
 
 VERDICTS = Path(__file__).with_name("schema_verdicts.json")
 MAX_SPELLINGS = 200
@@ -67,43 +67,45 @@ def by_llguidance(grammar: str) -> Accepts:
     return accepts
 
 
-def by_table(schema: Any) -> Accepts | None:
-    """None where the schema has no automaton of at most 4,096 states."""
-    language = language_of(schema)
+def served(schema: Any) -> tuple[Accepts, Accepts | None]:
+    """What masks from the host accept, and what the automaton of a table accepts, if there is one.
+
+    Raises ValueError if the schema is refused.
+    """
+    if isinstance(schema, bool):
+        raise ValueError("a schema must be an object")
+    language, grammar = read(StructuredOutputs(json=json.dumps(schema)))
+    accepts = by_llguidance(grammar)
     if language is None:
-        return None
+        return accepts, None
     try:
         automaton = build_automaton(language)
     except TooLargeError:
-        return None
-    return lambda text: automaton.accepts(text.encode())
+        return accepts, None
+    return accepts, lambda text: automaton.accepts(text.encode())
 
 
-def served(schema: Any) -> tuple[Accepts, bool]:
-    """How a schema is served, and whether by a table. Raises ValueError if it is refused."""
-    if isinstance(schema, bool):
-        raise ValueError("a schema must be an object")
-    checked = check_schema(json.dumps(schema))
-    if (accepts := by_table(checked)) is not None:
-        return accepts, True
-    return by_llguidance(schema_grammar(checked)), False
+def spellings(value: Any, ranks: Mapping[str, int] | None = None) -> Iterator[str]:
+    """Compact JSON texts of a value: its numbers without exponents, integers as digits, its objects in every order.
+
+    With ranks of names: only in the given order, and in the order of the ranks.
+    """
+    return itertools.islice(_spellings(value, ranks), MAX_SPELLINGS)
 
 
-def spellings(value: Any, *, any_order: bool) -> Iterator[str]:
-    """Compact JSON texts of a value: its numbers without exponents, integers as digits, its objects in every order."""
-    return itertools.islice(_spellings(value, any_order), MAX_SPELLINGS)
-
-
-def _spellings(value: Any, any_order: bool) -> Iterator[str]:
+def _spellings(value: Any, ranks: Mapping[str, int] | None) -> Iterator[str]:
     if isinstance(value, dict):
-        orders = itertools.permutations(value) if any_order and len(value) <= 5 else [tuple(value)]
-        inner = {name: list(spellings(child, any_order=any_order)) for name, child in value.items()}
+        if ranks is not None:
+            orders = dict.fromkeys((tuple(value), tuple(sorted(value, key=lambda name: ranks.get(name, len(ranks))))))
+        else:
+            orders = itertools.permutations(value) if len(value) <= 5 else [tuple(value)]
+        inner = {name: list(spellings(child, ranks)) for name, child in value.items()}
         for order in orders:
             for texts in itertools.product(*(inner[name] for name in order)):
                 names = (json.dumps(name, ensure_ascii=False) for name in order)
                 yield "{" + ",".join(f"{name}:{text}" for name, text in zip(names, texts, strict=True)) + "}"
     elif isinstance(value, list):
-        for texts in itertools.product(*(list(spellings(child, any_order=any_order)) for child in value)):
+        for texts in itertools.product(*(list(spellings(child, ranks)) for child in value)):
             yield "[" + ",".join(texts) + "]"
     else:
         if isinstance(value, float):
@@ -111,13 +113,32 @@ def _spellings(value: Any, any_order: bool) -> Iterator[str]:
         yield json.dumps(value, ensure_ascii=False)
 
 
-def verdict(accepts: Accepts, value: Any, *, is_valid: bool, any_order: bool = True) -> str:
-    if any(accepts(text) for text in spellings(value, any_order=any_order)) == is_valid:
-        return "pass"
-    return "narrower" if is_valid else "wrong"
+def ranks_of(schema: Any) -> dict[str, int]:
+    """The names of all properties of a schema, in order."""
+    names: dict[str, None] = {}
+    stack = [schema]
+    while stack:
+        top = stack.pop()
+        if isinstance(top, dict):
+            properties = top.get("properties")
+            names |= dict.fromkeys(properties if isinstance(properties, dict) else ())
+        if isinstance(top, dict | list):
+            stack += reversed(list(top.values() if isinstance(top, dict) else top))
+    return {name: rank for rank, name in enumerate(names)}
 
 
-def test_suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
+def verdict(
+    ways: tuple[Accepts, Accepts | None], value: Any, *, is_valid: bool, ranks: Mapping[str, int] | None = None
+) -> str:
+    """The worst of masks from the host and table."""
+    found = "pass"
+    for accepts in ways:
+        if accepts is not None and any(accepts(text) for text in spellings(value, ranks)) != is_valid:
+            found = "narrower" if is_valid else "wrong"
+    return found
+
+
+def suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
     """Verdicts by file, case and test. Formats are checked where the suite's own folder for that says so."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     root = folder / "tests/draft2020-12"
@@ -125,12 +146,12 @@ def test_suite_verdicts(folder: Path) -> dict[str, dict[str, dict[str, str]]]:
         verdicts = found[path.relative_to(root).as_posix()] = {}
         for case in json.loads(path.read_text(encoding="utf-8")):
             try:
-                accepts, _ = served(case["schema"])
+                ways = served(case["schema"])
             except ValueError:
                 verdicts[case["description"]] = {test["description"]: "refused" for test in case["tests"]}
                 continue
             verdicts[case["description"]] = {
-                test["description"]: verdict(accepts, test["data"], is_valid=test["valid"]) for test in case["tests"]
+                test["description"]: verdict(ways, test["data"], is_valid=test["valid"]) for test in case["tests"]
             }
     return found
 
@@ -154,13 +175,13 @@ def maskbench_report(folder: Path, count: int, seed: int) -> dict[str, Any]:
             pass
         start = time.process_time()
         try:
-            accepts, is_table = served(schema)
+            ways = served(schema)
         except ValueError:
             continue
         report["slowest, CPU ms"] = max(report["slowest, CPU ms"], round((time.process_time() - start) * 1e3))
         report["accepted"] += 1
-        report["served by a table"] += is_table
-        judge = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
+        report["served by a table"] += ways[1] is not None
+        judge = validator_for(schema, jsonschema.Draft202012Validator)(schema)
         for index, test in enumerate(bench["tests"]):
             try:
                 if judge.is_valid(test["data"]) != test["valid"]:
@@ -169,11 +190,11 @@ def maskbench_report(folder: Path, count: int, seed: int) -> dict[str, Any]:
             except Exception:
                 report["tests that the judge cannot read"] += 1
                 continue
-            found = verdict(accepts, test["data"], is_valid=test["valid"], any_order=False)
+            found = verdict(ways, test["data"], is_valid=test["valid"], ranks=ranks_of(schema))
             if found == "pass":
                 report["valid accepted" if test["valid"] else "invalid refused"] += 1
             else:
-                wrong.append(f"{name} test {index}: {found}, by {'table' if is_table else 'llguidance'}")
+                wrong.append(f"{name} test {index}: {found}, {'table' if ways[1] else 'no table'}")
     return {**report, "wrong": wrong}
 
 
@@ -184,11 +205,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=20)
     options = parser.parse_args()
     if folder := os.environ.get("JSON_SCHEMA_TEST_SUITE"):
-        verdicts = test_suite_verdicts(Path(folder))
-        for place, kinds in _tests(verdicts):
+        verdicts = suite_verdicts(Path(folder))
+        for place, kinds in each_test(verdicts):
             if kinds in ("wrong", "narrower"):
                 print(kinds, *place, sep=" | ")
-        print(dict(collections.Counter(kind for _, kind in _tests(verdicts))), flush=True)
+        print(dict(collections.Counter(kind for _, kind in each_test(verdicts))), flush=True)
         if options.write:
             VERDICTS.write_text(json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if folder := os.environ.get("MASKBENCH"):
@@ -197,7 +218,7 @@ def main() -> None:
         print(json.dumps(report, indent=1))
 
 
-def _tests(verdicts: dict[str, dict[str, dict[str, str]]]) -> Iterator[tuple[tuple[str, str, str], str]]:
+def each_test(verdicts: dict[str, dict[str, dict[str, str]]]) -> Iterator[tuple[tuple[str, str, str], str]]:
     for file, cases in verdicts.items():
         for case, tests in cases.items():
             for test, verdict in tests.items():

@@ -27,7 +27,8 @@ class GrammarRows:
     """States of R slots' grammars, made on the host; rows that are not used have the slot S, one past the end.
 
     Attributes:
-      slots, states, min_tokens: int32[R]. has_mask: bool[R], whether the slot's own mask becomes `masks` uint32[R, ceil(V / 32)].
+      slots, states, min_tokens: int32[R]. has_mask: bool[R], whether the slot's own mask becomes `masks`
+        uint32[R, ceil(V / 32)].
       is_rewound: bool[R], whether tokens of the slot are taken back. Then, int32[R], its newest token that counts, the
         position of that, the tokens that it may still generate, and those that it has generated; recent int32[R, 15]
         as in `SamplingState`; and rejected int32[R, K], the tokens that do not count, V elsewhere.
