@@ -63,7 +63,7 @@ def schema_for_llguidance(schema: Mapping[str, Any], whitespace_pattern: str | N
 def _for_llguidance(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A `oneOf` whose branches exclude one another becomes an `anyOf`, and formats become patterns.
 
-    llguidance refuses a `oneOf` unless it sees itself that the branches exclude one another, and it does not look behind
+    llguidance refuses a `oneOf` unless it sees itself that the branches exclude one another, and does not look behind
     `$ref`. Its own patterns of formats let 29 February of every year through.
     """
     graph = Graph(schema)
