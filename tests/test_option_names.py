@@ -75,7 +75,7 @@ REFUSED = [
     ("SamplingParams", {"repeat_penalty": 1.1}, "repetition_penalty"),
     ("SamplingParams", {"num_ctx": 5}, "LLM takes it as max_model_len"),
     ("SamplingParams", {"num_beams": 4}, "beam search is not supported"),
-    ("SamplingParams", {"guided_decoding": {}}, "constrained decoding is not supported"),
+    ("SamplingParams", {"force_words_ids": [[1]]}, "say what the answer must match"),
     ("SamplingParams", {"temp": 1, "temperature": 1}, "the same option, temperature"),
     ("call", {"stream": True}, r"llm\.stream"),
     ("call", {"prompt_token_ids": [1]}, "prompts= takes"),

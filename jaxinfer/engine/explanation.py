@@ -115,6 +115,8 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         **({} if memory.available is None else {"bytes available": memory.available}),
         "pages in use / idle": f"{pool.num_owned} / {pool.num_idle}",
         "prefix cache": "on" if spec.reuses_prefixes else "off",
+        "grammar tables": f"{len(engine.grammars.tables)}, {engine.grammars.tables.num_bytes:,} bytes",
+        "bytes for grammars": spec.table_sizes.num_bytes,
     }
 
 

@@ -15,7 +15,7 @@ from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.utf8 import unique_rows
 from jaxinfer.grammar.vocabulary import Vocabulary
 
-_MAX_CELLS = 2**24  # of one array at a time
+_MAX_CELLS = 2**20  # of one array at a time
 _MAX_MAP_BYTES = 2**28
 _MAX_STEPS = 2**30  # states times distinct beginnings of tokens: seconds
 
@@ -108,12 +108,12 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
             before, byte = np.divmod(pairs[low : low + chunk], num_bytes)
             rows = steps[byte[:, None], np.stack([maps[index] for index in before])]
             for index, row in enumerate(rows):
-                number = numbers.setdefault(row.tobytes(), len(maps))
+                number = numbers.setdefault(data := row.tobytes(), len(maps))
                 if number == len(maps):
-                    maps.append(row)
+                    maps.append(np.frombuffer(data, np.int32))
                 found[low + index] = number
             num_steps += rows.size
-            if len(maps) * num_states * 8 > _MAX_MAP_BYTES or num_steps > _MAX_STEPS:
+            if len(maps) * num_states * 4 > _MAX_MAP_BYTES or num_steps > _MAX_STEPS:
                 raise TooLargeError(f"tokens lead from {num_states} states in {len(maps)} ways and more")
         map_of = found[pair_of]
         classes[level.tokens] = map_of[level.ends]
@@ -151,10 +151,10 @@ def _with_end(
 def _pack(allowed: np.ndarray, classes: np.ndarray, num_words: int) -> np.ndarray:
     """uint32[M, words] of bool[M, C]."""
     masks = np.zeros((len(allowed), num_words * 4), np.uint8)
-    step = max(1, _MAX_CELLS // max(1, len(classes)))
-    for low in range(0, len(allowed), step):
-        bits = np.packbits(allowed[low : low + step][:, classes], axis=1, bitorder="little")
-        masks[low : low + step, : bits.shape[1]] = bits
+    indices = classes.astype(np.intp)
+    for mask, row in zip(masks, allowed, strict=True):
+        bits = np.packbits(row.take(indices), bitorder="little")
+        mask[: len(bits)] = bits
     return masks.view("<u4").astype(np.uint32)
 
 

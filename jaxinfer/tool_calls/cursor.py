@@ -47,6 +47,14 @@ class Cursor:
         self._taken.clear()
         return taken
 
+    def mark(self) -> int:
+        """A place to which `since` refers, until the taken text is forgotten."""
+        return len(self._taken)
+
+    def since(self, mark: int) -> str:
+        """The text taken since a place."""
+        return "".join(self._taken[mark:])
+
     def peek(self) -> Reader[str]:
         """The next character, not taken; "" at the end."""
         while self.at >= len(self.text):
@@ -87,8 +95,10 @@ class Cursor:
         parts: list[str] = []
         num_chars = 0
         while True:
-            found = [index for end in ends if (index := self.text.find(end, self.at)) >= 0]
             rest = max(map(len, ends)) - 1
+            # With a limit no more is searched than may be taken: a text may have many places where a reader starts.
+            search_end = len(self.text) if limit is None else self.at + limit - num_chars + rest + 1
+            found = [index for end in ends if (index := self.text.find(end, self.at, search_end)) >= 0]
             stop = min(found) if found else max(self.at, len(self.text) - rest)
             if limit is not None and num_chars + stop - self.at > limit:
                 return None

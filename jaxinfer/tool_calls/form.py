@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
-from jaxinfer.tool_calls.lark import Lark
+from jaxinfer.tool_calls.lark import Lark, quote
 from jaxinfer.tool_calls.parser import CallSink, ToolCall, ToolCallParser, parse
 from jaxinfer.tool_calls.tools import Mode, Tool
 
@@ -24,10 +24,10 @@ class ToolForm:
       openings: texts that may begin a call. line_openings: characters that may do so at the start of a line.
       special_texts: tags that are special tokens in the published tokenizers, and so have to be kept in the text.
       template_texts: a chat template that contains all of them writes calls in this form.
-      is_before_reasoning: calls are read from the whole text of the answer, and what is left is split into reasoning and
-        content; with other forms the content alone may have calls.
+      is_before_reasoning: calls are read from the whole text of the answer, and what is left is split into reasoning
+        and content; with other forms the content alone may have calls.
       first, last: texts around all calls of an answer, in a grammar. between: text between two calls.
-      is_first_repeated: `first` stands before every call.
+      is_first_repeated: `first` stands before every call. optional_end: a special token that may end the calls.
     """
 
     name: str
@@ -41,6 +41,7 @@ class ToolForm:
     last: str = ""
     between: str = ""
     is_first_repeated: bool = False
+    optional_end: str = ""
 
     def parser(self, tools: Sequence[Tool], seed: str = "") -> ToolCallParser:
         """A parser of one answer. `seed`: what the ids of its calls are computed from."""
@@ -77,7 +78,8 @@ class ToolForm:
           special_tokens: the tokenizer's special tokens; other tags of the form are text.
 
         Raises:
-          ValueError: a schema that the form's grammar cannot express, with its place.
+          ValueError: a strict tool has a schema that the form's grammar cannot express, with its place. (Of a tool
+            that is not strict such arguments are free.)
         """
         if not tools:
             raise ValueError("a grammar of calls needs at least one tool")
@@ -99,25 +101,27 @@ class ToolForm:
         again = [lark.tag(self.between), first if self.is_first_repeated else "", "call"]
         repeated = f"({' '.join(filter(None, again))})*" if is_parallel else ""
         lark.rule("calls", " ".join(filter(None, ["call", repeated, last])))
-        if mode == "required":
-            lark.rule("start", f"{first} calls")
+        forbidden = list(self.openings)
+        opening = next((one for one in self.openings if self.first.startswith(one)), None)
+        if opening is None:
+            # Calls begin at the answer's start by their first character; special tokens may stand around them.
+            tags = [
+                f"{lark.tag(one)}?" if lark.is_special(one) else "" for one in (*self.openings[:1], self.optional_end)
+            ]
+            calls = f"{tags[0]} {first} calls {tags[1]}".strip()
+            text = lark.free_text("TEXT", forbidden, self.line_openings) + " | " if mode == "auto" else ""
+            lark.rule("start", text + calls)
+        elif mode == "required":
+            # Templates write a line break behind the reasoning, or before the first call.
+            space = r"/\n{1,2}/? " if self.between == "\n" else ""
+            lark.rule("start", f"{space}{first} calls")
+        elif lark.is_special(opening):
+            text = lark.free_text("TEXT", forbidden, self.line_openings)
+            lark.rule("start", f"{text} ({first} calls)?")
         else:
-            self._add_text_then_calls(lark)
-
-    def _add_text_then_calls(self, lark: Lark) -> None:
-        """The start rule of an answer that is text, or text and then calls."""
-        forbidden = [one for one in self.openings if one]
-        text = lark.free_text("TEXT", forbidden, self.line_openings)
-        if not self.first:  # calls begin at the start of the answer, by their first character
-            lark.rule("start", f"{text} | calls")
-            return
-        opening = next(one for one in self.openings if self.first.startswith(one))
-        rest = lark.tag(self.first[len(opening) :])
-        if lark.is_special(opening):
-            lark.rule("start", f"{text} | {text} {lark.tag(opening)} {rest} calls")
-        else:
-            lark.rule(f"lead[suffix={lark.tag(opening)}]", lark.free_text("LEAD", forbidden))
-            lark.rule("start", f"{text} | lead {rest} calls")
+            text = lark.free_text("TEXT", forbidden, self.line_openings)
+            lead = lark.rule(f"lead[suffix={quote(opening)}]", lark.free_text("LEAD", forbidden, self.line_openings))
+            lark.rule("start", f"{text} | {lead} {lark.tag(self.first[len(opening) :])} calls")
 
 
 def digest_text(seed: str, index: int, num_chars: int) -> str:

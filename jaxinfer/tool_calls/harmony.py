@@ -10,7 +10,7 @@ from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.form import ToolForm
 from jaxinfer.tool_calls.json_forms import arguments_schema
 from jaxinfer.tool_calls.json_text import read_json
-from jaxinfer.tool_calls.lark import Lark
+from jaxinfer.tool_calls.lark import Lark, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Mode, Tool
 
@@ -48,7 +48,7 @@ class HarmonyForm(ToolForm):
         is_parallel: bool = True,
         special_tokens: Mapping[str, int] | None = None,
     ) -> str:
-        """As `ToolForm.grammar`; reasoning and text before a call are allowed in both modes, and an answer has at most one
+        """As `ToolForm.grammar`; reasoning and text before a call are allowed in both modes. An answer has at most one
         call, which ends it: `<|call|>` is an end of sequence for this family."""
         missing = [one for one in self.special_texts if one not in (special_tokens or {})]
         if missing:
@@ -64,5 +64,7 @@ class HarmonyForm(ToolForm):
         lark.rule("start", "before* call" if mode == "required" else "before* (call | final)")
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        header = lark.tag(f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>")
-        return f"{header} {lark.json(arguments_schema(tool))}"
+        channel, kind = lark.tag("<|channel|>"), f'(" " {lark.tag("<|constrain|>")}? "json")?'
+        late = f"{channel} {quote(f'commentary to=functions.{tool.name}')}"
+        early = f"{quote(f' to=functions.{tool.name}')} {channel} {quote('commentary')}"
+        return f"({late} | {early}) {kind} {lark.tag('<|message|>')} {lark.json(arguments_schema(tool))}"

@@ -16,6 +16,7 @@ from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_CALL_KEYS = frozenset(("name", "arguments", "parameters", "id", "type"))
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 _NUMBER = re.compile(r"[0-9]*")
 
@@ -42,9 +43,11 @@ class JsonForm(ToolForm):
         yield from cursor.spaces()
         is_list = bool((yield from cursor.literal("[")))
         separators = ",;" if is_list else self.separators
+        # An answer in JSON is not to wait for its end: without a tag, the first other key tells that it is no call.
+        keys = None if opening else _CALL_KEYS
         while True:
             yield from cursor.spaces()
-            found = (yield from read_json(cursor)) if (yield from cursor.peek()) == "{" else None
+            found = (yield from read_json(cursor, keys)) if (yield from cursor.peek()) == "{" else None
             if found is None or not _add_object(calls, found):
                 return
             yield from cursor.spaces()
@@ -59,7 +62,11 @@ class JsonForm(ToolForm):
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
         head = lark.tag(f'{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": ')
-        return f"{head} {lark.json(arguments_schema(tool))} {lark.tag('}' + ('' if self.last else self.closing))}"
+        tail = f"{self._write_id()} {lark.tag('}' + ('' if self.last else self.closing))}"
+        return f"{head} {lark.json(arguments_schema(tool))} {tail}"
+
+    def _write_id(self) -> str:
+        return ""
 
 
 def _add_object(calls: CallSink, found: JsonText) -> bool:
@@ -161,8 +168,8 @@ class KimiForm(NamedForm):
 
 @dataclass(frozen=True)
 class MistralForm(ToolForm):
-    """`[TOOL_CALLS]` before a list of objects (to 2025), or before each call: `name[ARGS]{...}`, with `[CALL_ID]` and an
-    id behind the name in some versions. Ids have nine letters and digits."""
+    """`[TOOL_CALLS]` before a list of objects (to 2025), or before each call: `name[ARGS]{...}`, with `[CALL_ID]` and
+    an id behind the name in some versions. Ids have nine letters and digits."""
 
     def call_id(self, seed: str, index: int, name: str) -> str:
         return digest_text(seed, index, 9)
@@ -202,5 +209,16 @@ class MistralForm(ToolForm):
         return " ".join(filter(None, parts))
 
 
-_MISTRAL_LIST = JsonForm("mistral", "", openings=("[TOOL_CALLS]",), first="[TOOL_CALLS][", last="]", between=", ")
+@dataclass(frozen=True)
+class _MistralListForm(JsonForm):
+    """A list whose objects may have an id."""
+
+    def _write_id(self) -> str:
+        head = quote(', "id": "')
+        return f"({head} /[A-Za-z0-9]{{9}}/ {quote(chr(34))})?"
+
+
+_MISTRAL_LIST = _MistralListForm(
+    "mistral", "", openings=("[TOOL_CALLS]",), first="[TOOL_CALLS][", last="]", between=", "
+)
 LLAMA_OBJECTS = JsonForm("llama3_json", "", arguments_key="parameters", separators=";,")

@@ -35,8 +35,9 @@ class JsonText:
         return self.text.startswith("{")
 
 
-def read_json(cursor: Cursor) -> Reader[JsonText | None]:
-    """Takes a JSON object or array; None at the first character that does not fit."""
+def read_json(cursor: Cursor, keys: frozenset[str] | None = None) -> Reader[JsonText | None]:
+    """Takes a JSON object or array; None at the first character that does not fit, or after a member of the outermost
+    object whose key is not one of `keys`."""
     parts: list[str] = []
     members: dict[str, str] = {}
     key, start = "", 0  # of the outermost object's member, and its first part
@@ -65,6 +66,8 @@ def read_json(cursor: Cursor) -> Reader[JsonText | None]:
             parts += [text, ":"]
             if len(stack) == 1:
                 key, start = json.loads(text), len(parts)
+                if keys is not None and key not in keys:
+                    return None
             state = "value"
             continue
         elif char in ("{", "["):

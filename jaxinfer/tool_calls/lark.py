@@ -12,8 +12,16 @@ _JSON_OPTIONS = {"x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
+MAX_RULES = 10_000
+MAX_CHARS = 3_000_000
+
+
+class GrammarSizeError(ValueError):
+    """A grammar has too many rules or characters."""
+
+
 class Lark:
-    """Rules of a grammar.
+    """Rules of a grammar, which has at most `MAX_RULES` with `MAX_CHARS` characters.
 
     Args:
       special_tokens: ids of the tokenizer's special tokens; they are tokens in the grammar, all else is text.
@@ -22,15 +30,22 @@ class Lark:
     def __init__(self, special_tokens: Mapping[str, int]):
         self._special = dict(special_tokens)
         self._rules: dict[str, str] = {}
+        self._num_chars = 0
 
     def rule(self, name: str, right: str) -> str:
-        """Adds a rule (a terminal if the name is in capitals); returns its name."""
+        """Adds a rule (a terminal if the name is in capitals); returns its name.
+
+        Raises:
+          GrammarSizeError: the grammar becomes too large: a schema refers to itself, or often to large definitions.
+        """
         self._rules[name] = right
+        self._count(len(name) + len(right))
         return name.partition("[")[0]
 
     def text(self) -> str:
-        """The grammar."""
-        return "".join(f"{name}: {right}\n" for name, right in self._rules.items())
+        """The grammar. Forced text is left to the engine: llguidance would allow one spelling of it alone."""
+        options = '%llguidance {"no_forcing": true}\n'
+        return options + "".join(f"{name}: {right}\n" for name, right in self._rules.items())
 
     def tag(self, text: str) -> str:
         """A fixed text, with its special tokens as tokens."""
@@ -44,8 +59,17 @@ class Lark:
         return text in self._special
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value that matches a schema."""
-        return f"%json {json.dumps({**schema, **_JSON_OPTIONS}, ensure_ascii=False)}"
+        """A JSON value that matches a schema. Raises as `rule`."""
+        text = f"%json {json.dumps({**schema, **_JSON_OPTIONS}, ensure_ascii=False)}"
+        self._count(len(text))
+        return text
+
+    def _count(self, num_chars: int) -> None:
+        self._num_chars += num_chars
+        if len(self._rules) > MAX_RULES or self._num_chars > MAX_CHARS:
+            raise GrammarSizeError(
+                f"the grammar of the tools' parameters has more than {MAX_RULES:,} rules or {MAX_CHARS:,} characters"
+            )
 
     def free_text(self, name: str, forbidden: Iterable[str], line_openings: str = "") -> str:
         """A terminal: any text without the forbidden ones, and without these characters at the start of a line."""

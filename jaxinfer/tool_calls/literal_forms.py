@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
@@ -15,11 +15,24 @@ from jaxinfer.tool_calls.json_text import MAX_DEPTH, read_scalar
 from jaxinfer.tool_calls.lark import Lark, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.python_text import arguments_of, read_brackets
+from jaxinfer.tool_calls.tagged_forms import write_value
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import properties_for_grammar, resolve, types_of
+from jaxinfer.tool_calls.values import resolve, types_of, write_properties
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
+_TYPES = frozenset(("string", "number", "boolean", "null", "array", "object"))
+_MAX_LEVELS = 8
+_STRING_LIMITS = ("minLength", "maxLength", "pattern")
+_NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_ANNOTATIONS = ("title", "description", "default", "examples", "format", "$defs", "definitions")
+# What the grammar of Gemma's form keeps of a schema, and what says nothing about values.
+_KNOWN = frozenset(
+    (
+        *("type", "enum", "const", "anyOf", "oneOf", *_STRING_LIMITS, *_NUMBER_LIMITS, *_ANNOTATIONS),
+        *("properties", "required", "additionalProperties", "items", "minItems", "maxItems"),
+    )
+)
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -56,22 +69,26 @@ class PythonicForm(ToolForm):
             if is_list and (yield from cursor.literal("]")):
                 cursor.forget_taken()
         yield from cursor.spaces()
-        if self.closing and opening and (yield from cursor.literal(self.closing)):
+        if self.closing and (opening or self.optional_end) and (yield from cursor.literal(self.closing)):
             cursor.forget_taken()
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        for key, schema, is_required in properties_for_grammar(tool):
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
             if _IDENTIFIER.fullmatch(key) is None:
                 raise ValueError(f"the parameters of tool {tool.name!r}: {key!r:.80} is no name of a Python argument")
-            items.append((f"{quote(key + '=')} {lark.json(schema)}", is_required))
+            is_boolean = types_of(schema, schema) == {"boolean"} and schema.keys().isdisjoint(("enum", "const"))
+            value = '("True" | "False")' if is_boolean else lark.json(schema)
+            return f"{quote(key + '=')} {value}"
+
+        items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, ", ")
         return f'{quote(tool.name + "(")} {arguments} ")"'
 
 
 @dataclass(frozen=True)
 class GemmaForm(ToolForm):
-    """`call:name{key:value,...}` between tags. Strings stand between two `string_mark`s, as they are; keys have no quotes.
+    """`call:name{key:value,...}` between tags. Strings stand as they are between two `string_mark`s; keys have no
+    quotes.
 
     Attributes:
       closing: behind a call.
@@ -155,56 +172,113 @@ class GemmaForm(ToolForm):
         return (yield from read_scalar(cursor))
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
             value = self._write_value(lark, f"value_{index}_{number}", schema, schema, f"{tool.name}.{key}", 0)
-            items.append((f"{quote(key + ':')} {value}", is_required))
+            return f"{quote(key + ':')} {value}"
+
+        # The template writes the arguments in alphabetical order.
+        keys = sorted(tool.parameters.get("properties") or {}, key=str.lower)
+        ordered = {key: tool.parameters["properties"][key] for key in keys}
+        items = write_properties(replace(tool, parameters={**tool.parameters, "properties": ordered}), write)
         arguments = lark.sequence(f"arguments_{index}", items, ",")
         return f"{quote(f'call:{tool.name}' + '{')} {arguments} {lark.tag('}' + self.closing)}"
 
-    def _write_value(
-        self, lark: Lark, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], where: str, depth: int
-    ) -> str:
+    def _write_value(self, lark: Lark, name: str, schema: Any, root: Mapping[str, Any], where: str, depth: int) -> str:
         """A rule for a value that matches a schema of types, enums, properties and items."""
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"{where} must be an object")
         schema = resolve(schema, root)
-        known = {"type", "enum", "const", "title", "description", "default", "examples", "$defs", "definitions"}
-        known |= {"properties", "required", "additionalProperties", "items"}
-        types = types_of(schema, root)
-        unknown = [key for key in schema if key not in known]
-        fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if depth > 8 or unknown or (fixed is None and len(types) != 1):
-            what = f"{unknown[0]!r}" if unknown else "more than 8 levels, or not exactly one type,"
+        unknown = next((key for key in schema if key not in _KNOWN), None)
+        if unknown is not None or depth > _MAX_LEVELS:
+            what = f"more than {_MAX_LEVELS} levels" if unknown is None else repr(unknown)
             raise ValueError(f"{where}: {what} cannot be enforced in this form")
+        fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if fixed is not None:
             if not all(one is None or isinstance(one, (str, int, float)) for one in fixed):
                 raise ValueError(f"{where}: an enum of objects or arrays cannot be enforced in this form")
             return lark.rule(name, " | ".join(self._fixed(lark, one) for one in fixed))
-        kind = next(iter(types))
+        branches = schema.get("anyOf", schema.get("oneOf"))
+        if isinstance(branches, list):
+            self._check_branches(schema, root, where)
+            parts = [
+                self._write_value(lark, f"{name}_{number}", one, root, f"{where}.anyOf[{number}]", depth + 1)
+                for number, one in enumerate(branches)
+            ]
+            return lark.rule(name, " | ".join(parts))
+        types = types_of(schema, root) or _TYPES
+        written = [self._write_type(lark, f"{name}_{kind}", kind, schema, root, where, depth) for kind in sorted(types)]
+        return lark.rule(name, " | ".join(written))
+
+    def _check_branches(self, schema: Mapping[str, Any], root: Mapping[str, Any], where: str) -> None:
+        """Refuses alternatives of which a value may match several or has to match more than one of them."""
+        limits = [key for key in schema if key not in ("anyOf", "oneOf", *_ANNOTATIONS)]
+        types = [types_of(one, root) for one in schema.get("oneOf", []) if isinstance(one, Mapping)]
+        if limits or ("oneOf" in schema and len(frozenset().union(*types)) < sum(len(one) or 1 for one in types)):
+            raise ValueError(f"{where}: these alternatives cannot be enforced in this form")
+
+    def _write_type(
+        self,
+        lark: Lark,
+        name: str,
+        kind: str,
+        schema: Mapping[str, Any],
+        root: Mapping[str, Any],
+        where: str,
+        depth: int,
+    ) -> str:
         if kind == "string":
-            mark = lark.tag(self.string_mark)
-            if lark.is_special(self.string_mark):
-                return lark.rule(name, f"{mark} {lark.free_text('STRING', [self.string_mark])} {mark}")
-            body = lark.free_text("STRING", [self.string_mark])
-            return lark.rule(name, f"{mark} {lark.rule(f'string_body[suffix={mark}]', body)}")
+            text = {key: schema[key] for key in _STRING_LIMITS if key in schema}
+            return self._write_string(lark, name, {"type": "string", **text}, where) if text else self._any_string(lark)
         if kind == "array":
-            items = schema.get("items")
-            if not isinstance(items, Mapping):
-                raise ValueError(f"{where}: an array without 'items' cannot be enforced in this form")
-            item = self._write_value(lark, f"{name}_i", items, root, f"{where}[]", depth + 1)
-            return lark.rule(name, f'"[" ({item} ("," {item})*)? "]"')
+            items, low, high = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems")
+            if items is None:
+                self._any_object(lark)
+                one = "any_value"
+            else:
+                one = self._write_value(lark, f"{name}_item", items, root, f"{where}[]", depth + 1)
+            if high == 0:
+                return lark.rule(name, '"[]"')
+            more = f'("," {one}){{{max(low - 1, 0)},{"" if high is None else high - 1}}}'
+            return lark.rule(name, f'"[" ({one} {more}){"" if low else "?"} "]"')
         if kind == "object":
-            properties = schema.get("properties") or {}
-            required = schema.get("required") or []
+            properties, required = schema.get("properties") or {}, schema.get("required") or []
             if not isinstance(properties, Mapping) or not set(required) <= set(properties):
-                raise ValueError(f"{where}: an object needs 'properties' with all that are required")
+                raise ValueError(f"{where}: 'properties' must have all that are required")
+            if not properties and schema.get("additionalProperties") is not False:
+                return self._any_object(lark)
             parts = []
-            for number, (key, one) in enumerate(properties.items()):
-                value = self._write_value(lark, f"{name}_{number}", one, root, f"{where}.{key}", depth + 1)
+            for number, (key, one) in enumerate(sorted(properties.items(), key=lambda item: item[0].lower())):
+                value = self._write_value(lark, f"{name}_{number}", one, root, f"{where}.{key:.80}", depth + 1)
                 parts.append((f"{quote(key + ':')} {value}", key in required))
-            inner = lark.sequence(f"{name}_o", parts, ",")
-            return lark.rule(name, f'"{{" {inner} "}}"')
-        return lark.rule(name, lark.json({"type": kind}))
+            return lark.rule(name, f'"{{" {lark.sequence(f"{name}_members", parts, ",")} "}}"')
+        if kind == "null":
+            return lark.rule(name, '"null" | "None"')
+        return lark.rule(
+            name, lark.json({"type": kind, **{key: schema[key] for key in _NUMBER_LIMITS if key in schema}})
+        )
+
+    def _write_string(self, lark: Lark, name: str, schema: Mapping[str, Any], where: str) -> str:
+        mark, is_special = lark.tag(self.string_mark), lark.is_special(self.string_mark)
+        body = write_value(lark, f"{name}_body", schema, self.string_mark, where, is_special)
+        return lark.rule(name, f"{mark} {body} {mark if is_special else ''}")
+
+    def _any_string(self, lark: Lark) -> str:
+        return self._write_string(lark, "any_string", {"type": "string"}, "")
+
+    def _any_value(self, lark: Lark) -> str:
+        scalars = lark.rule("scalar", lark.json({"type": ["number", "boolean", "null"]}))
+        array = lark.rule("any_array", '"[" (any_value ("," any_value)*)? "]"')
+        return lark.rule("any_value", f"{self._any_string(lark)} | {scalars} | {array} | any_object")
+
+    def _any_object(self, lark: Lark) -> str:
+        member = lark.rule("any_member", "/[A-Za-z0-9_]{1,64}:/ any_value")
+        lark.rule("any_object", f'"{{" ({member} ("," {member})*)? "}}"')
+        self._any_value(lark)
+        return "any_object"
 
     def _fixed(self, lark: Lark, value: Any) -> str:
-        mark = self.string_mark
-        return lark.tag(f"{mark}{value}{mark}" if isinstance(value, str) else json.dumps(value))
+        if not isinstance(value, str):
+            return quote(json.dumps(value))
+        if self.string_mark in value:
+            raise ValueError(f"a value of an enum has the text {self.string_mark}, which ends a string in this form")
+        return " ".join(filter(None, [lark.tag(self.string_mark), value and quote(value), lark.tag(self.string_mark)]))

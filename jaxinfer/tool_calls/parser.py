@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.tools import Tool
-
-if TYPE_CHECKING:
-    from jaxinfer.tool_calls.form import ToolForm
 
 
 @dataclass(frozen=True)
@@ -41,10 +38,26 @@ class ToolCall:
     arguments: str
 
 
+class CallReader(Protocol):
+    """What the parser uses of a form; `ToolForm` describes it."""
+
+    @property
+    def openings(self) -> tuple[str, ...]: ...
+
+    @property
+    def line_openings(self) -> str: ...
+
+    def read(self, cursor: Cursor, calls: CallSink, opening: str) -> Reader[None]: ...
+
+    def call_id(self, seed: str, index: int, name: str) -> str: ...
+
+    def accepts_id(self, call_id: str) -> bool: ...
+
+
 class CallSink:
     """Takes the calls that a form's reader finds."""
 
-    def __init__(self, form: ToolForm, tools: Sequence[Tool], seed: str, cursor: Cursor):
+    def __init__(self, form: CallReader, tools: Sequence[Tool], seed: str, cursor: Cursor):
         self.tools = {tool.name: tool for tool in tools}
         self.deltas: list[ToolCallDelta] = []
         self._form, self._seed, self._cursor = form, seed, cursor
@@ -79,16 +92,17 @@ class ToolCallParser:
     its length.
     """
 
-    def __init__(self, form: ToolForm, tools: Sequence[Tool], seed: str = ""):
+    def __init__(self, form: CallReader, tools: Sequence[Tool], seed: str = ""):
         self._form = form
         self._cursor = Cursor()
         self._sink = CallSink(form, tools, seed, self._cursor)
         self._reader: Reader[None] | None = None
-        openings = sorted(form.openings, key=len, reverse=True)
-        self._opening = re.compile("|".join(map(re.escape, openings)) or r"(?!)")
-        self._line_opening = re.compile(rf"[ \t]*(?=[{re.escape(form.line_openings or ' ')}])")
-        self._next_line_opening = re.compile(rf"(?<=\n){self._line_opening.pattern}")
+        line = rf"[ \t]*(?=[{re.escape(form.line_openings)}])" if form.line_openings else "(?!)"
+        openings = "|".join(re.escape(one) for one in sorted(form.openings, key=len, reverse=True))
+        self._line_opening = re.compile(line)
+        self._opening = re.compile(rf"(?<=\n){line}" + (f"|{openings}" if openings else ""))
         self._is_line_start, self._is_after_call, self._has_content = True, False, False
+        self._has_read_call = False  # since the last opening
         # White space at the content's end and behind the calls after it, which is returned when content goes on.
         self._spaces: list[str] = []
         self._spaces_after: list[str] = []
@@ -109,28 +123,19 @@ class ToolCallParser:
     def _find_opening(self) -> bool:
         """Takes content up to the next text that may begin a call; whether there is one."""
         cursor = self._cursor
-        found = self._opening.search(cursor.text, cursor.at)
-        line = self._find_line_opening(found.start() if found else len(cursor.text))
-        if line is None and found is None:
+        found = self._line_opening.match(cursor.text, cursor.at) if self._is_line_start else None
+        found = found or self._opening.search(cursor.text, cursor.at)
+        if found is None:
             num_held = 0 if cursor.is_end else self._num_begun()
             self._add_content(cursor.take(len(cursor.text) - num_held))
             cursor.forget_taken()
             return False
-        first = line or found
-        assert first is not None
-        self._add_content(cursor.take(first.start()))
+        self._add_content(cursor.take(found.start()))
         cursor.forget_taken()
-        opening = cursor.take(first.end())
-        self._reader = self._form.read(cursor, self._sink, "" if line else opening)
+        opening = cursor.take(found.end())
+        self._has_read_call = False
+        self._reader = self._form.read(cursor, self._sink, opening if opening in self._form.openings else "")
         return True
-
-    def _find_line_opening(self, end: int) -> re.Match[str] | None:
-        """White space at the start of a line, before one of the form's characters."""
-        if not self._form.line_openings:
-            return None
-        text, at = self._cursor.text, self._cursor.at
-        found = self._line_opening.match(text, at, end) if self._is_line_start else None
-        return found or self._next_line_opening.search(text, at, end)
 
     def _num_begun(self) -> int:
         """Characters at the text's end that may be the beginning of an opening."""
@@ -150,10 +155,15 @@ class ToolCallParser:
         if self._sink.deltas:
             self._found += self._sink.deltas
             self._sink.deltas.clear()
-            self._is_line_start = self._is_after_call = True
+            self._is_line_start = self._is_after_call = self._has_read_call = True
         if is_done:
             self._reader = None
-            self._add_content(self._cursor.forget_taken())
+            taken = self._cursor.forget_taken()
+            if not taken.strip() and not self._has_read_call:
+                # The character at a line's start: the reader would stop there again.
+                taken += self._cursor.take(min(self._cursor.at + 1, len(self._cursor.text)))
+                self._cursor.forget_taken()
+            self._add_content(taken)
         return is_done
 
     def _add_content(self, text: str) -> None:
@@ -175,7 +185,7 @@ class ToolCallParser:
         self._is_after_call, self._has_content = False, True
 
 
-def parse(form: ToolForm, text: str, tools: Sequence[Tool], seed: str = "") -> tuple[str, list[ToolCall]]:
+def parse(form: CallReader, text: str, tools: Sequence[Tool], seed: str = "") -> tuple[str, list[ToolCall]]:
     """Content and calls of a whole answer."""
     return collect(ToolCallParser(form, tools, seed).feed(text, is_end=True))
 

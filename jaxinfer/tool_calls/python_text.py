@@ -11,24 +11,31 @@ from jaxinfer.tool_calls.cursor import Cursor, Reader, finish
 from jaxinfer.tool_calls.json_text import MAX_DEPTH
 
 _CODE = re.compile(r"""[^()\[\]{}"'#]*""")
+_VALUE = r"(?:[A-Za-z_]\w*+\s*+=\s*+)?(?:[A-Za-z_]\w*+|-?[0-9][0-9_.]*+(?:[eE][-+]?[0-9]++)?)?"
+_ITEMS = re.compile(rf"\s*+{_VALUE}\s*+(?:[,:]\s*+{_VALUE}\s*+)*+")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\\n]*") for quote in "\"'"}
+_ESCAPED = set("\\'\"abfnrtvx0123NuU\n")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_brackets(cursor: Cursor) -> Reader[str | None]:
-    """Takes text from a bracket to the one that closes it, with all brackets and strings in between."""
+    """Takes a bracket, literals and names with commas, colons and `=` between them, and the bracket that closes it.
+
+    Operators, calls and subscripts end it with None: long chains of them would overflow the stack of Python's parser.
+    """
     parts: list[str] = []
     stack: list[str] = []
+    last = ","  # the last character that is no white space
     while True:
         char = yield from cursor.peek()
-        if char in ('"', "'") and char:
-            text = yield from _read_python_string(cursor, char)
+        if char and char in "\"'":
+            text = (yield from _read_python_string(cursor, char)) if last in "([{,:=\"'" else None
             if text is None:
                 return None
             parts.append(text)
         elif char in _CLOSING:
-            if len(stack) >= MAX_DEPTH:
+            if len(stack) >= MAX_DEPTH or last not in "([{,:=":
                 return None
             stack.append(_CLOSING[char])
             parts.append(cursor.take(cursor.at + 1))
@@ -38,7 +45,12 @@ def read_brackets(cursor: Cursor) -> Reader[str | None]:
             parts.append(cursor.take(cursor.at + 1))
             if not stack:
                 return "".join(parts)
-        parts.append((yield from cursor.match(_CODE)))
+        last = parts[-1][-1]
+        code = yield from cursor.match(_CODE)
+        if _ITEMS.fullmatch(code) is None:
+            return None
+        parts.append(code)
+        last = code.strip()[-1:] or last
 
 
 def _read_python_string(cursor: Cursor, quote: str) -> Reader[str | None]:
@@ -49,7 +61,9 @@ def _read_python_string(cursor: Cursor, quote: str) -> Reader[str | None]:
         if char == "\\":
             while len(cursor.text) - cursor.at < 2 and not cursor.is_end:
                 yield
-            parts.append(cursor.take(cursor.at + 2))
+            escape = cursor.take(cursor.at + 2)
+            # Python warns of the others, which it takes as two characters.
+            parts.append(escape if escape[1:] in _ESCAPED else f"\\{escape}")
             continue
         if not char:
             return None
@@ -85,7 +99,7 @@ def _read_whole(code: str) -> Reader[bool]:
 
 
 def _literal(node: ast.AST) -> Any:
-    """The value of a literal. The depth is bounded by that of the brackets."""
+    """The value of a literal. Its depth is that of the brackets."""
     match node:
         case ast.Constant(value=str() | int() | float() | None as value):
             return value

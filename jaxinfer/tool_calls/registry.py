@@ -181,6 +181,7 @@ _FORMS: tuple[ToolForm, ...] = (
         between=", ",
         last="]",
         closing="<|python_end|>",
+        optional_end="<|python_end|>",
     ),
     JsonForm(
         "llama3_json",

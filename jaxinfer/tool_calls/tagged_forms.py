@@ -10,10 +10,11 @@ from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, Reader
 from jaxinfer.tool_calls.form import ToolForm
+from jaxinfer.tool_calls.json_text import read_json
 from jaxinfer.tool_calls.lark import Lark, escape, quote
 from jaxinfer.tool_calls.parser import CallSink
 from jaxinfer.tool_calls.tools import Tool
-from jaxinfer.tool_calls.values import json_of_text, properties_for_grammar, property_schema, resolve, types_of
+from jaxinfer.tool_calls.values import json_of_text, property_schema, resolve, types_of, write_properties
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _MAX_KEY_CHARS = 1_000
@@ -23,8 +24,8 @@ _SCALARS = {"string", "integer", "number", "boolean", "null"}
 
 @dataclass(frozen=True)
 class QwenCoderForm(ToolForm):
-    """`<function=name>`, then `<parameter=key>`, the value and `</parameter>` for each argument, then `</function>`. The
-    tags around a call, `begin` and `end`, are left out by some models.
+    """`<function=name>`, then `<parameter=key>`, the value and `</parameter>` for each argument, then `</function>`.
+    Some models leave out the tags around a call, `begin` and `end`.
 
     Attributes:
       line_break: before and behind each value.
@@ -52,7 +53,7 @@ class QwenCoderForm(ToolForm):
             key = yield from cursor.until(">", limit=_MAX_KEY_CHARS)
             value = None
             if key is not None and (yield from cursor.literal(">")):
-                value = yield from cursor.until("</parameter>")
+                value = yield from _read_value(cursor, tool, key, "</parameter>")
             if key is None or value is None or not (yield from cursor.literal("</parameter>")):
                 return
             values.append((key, value.removeprefix(self.line_break).removesuffix(self.line_break)))
@@ -64,12 +65,12 @@ class QwenCoderForm(ToolForm):
             cursor.forget_taken()
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
-            value = write_value(
-                lark, f"value_{index}_{number}", schema, f"{self.line_break}</parameter>", f"{tool.name}.{key}"
-            )
-            items.append((f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}", is_required))
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            end = f"{self.line_break}</parameter>"
+            value = write_value(lark, f"value_{index}_{number}", schema, end, f"{tool.name}.{key}")
+            return f"{quote(f'<parameter={key}>{self.line_break}')} {value} {quote(chr(10))}"
+
+        items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, "")
         return (
             f"{quote(f'<function={tool.name}>' + chr(10))} {arguments} {lark.tag('</function>' + chr(10) + self.end)}"
@@ -101,7 +102,7 @@ class GlmForm(ToolForm):
             yield from cursor.spaces()
             if not (yield from cursor.literal("<arg_value>")):
                 return
-            value = yield from cursor.until("</arg_value>")
+            value = yield from _read_value(cursor, tool, key.strip(), "</arg_value>")
             if value is None or not (yield from cursor.literal("</arg_value>")):
                 return
             values.append((key.strip(), value))
@@ -109,21 +110,31 @@ class GlmForm(ToolForm):
             calls.add(name, arguments_text(tool, values))
 
     def _write_call(self, lark: Lark, index: int, tool: Tool) -> str:
-        items = []
-        for number, (key, schema, is_required) in enumerate(properties_for_grammar(tool)):
+        is_special = lark.is_special("</arg_value>")
+
+        def write(number: int, key: str, schema: Mapping[str, Any]) -> str:
+            head = f"{lark.tag('<arg_key>')} {quote(key)} {lark.tag(f'</arg_key>{self.line_break}<arg_value>')}"
             value = write_value(
-                lark,
-                f"value_{index}_{number}",
-                schema,
-                "</arg_value>",
-                f"{tool.name}.{key}",
-                lark.is_special("</arg_value>"),
+                lark, f"value_{index}_{number}", schema, "</arg_value>", f"{tool.name}.{key}", is_special
             )
-            head = lark.tag(f"<arg_key>{key}</arg_key>{self.line_break}<arg_value>")
-            close = lark.tag("</arg_value>") if lark.is_special("</arg_value>") else ""
-            items.append((" ".join(filter(None, [head, value, close, lark.tag(self.line_break)])), is_required))
+            close = lark.tag("</arg_value>") if is_special else ""
+            return " ".join(filter(None, [head, value, close, lark.tag(self.line_break)]))
+
+        items = write_properties(tool, write)
         arguments = lark.sequence(f"arguments_{index}", items, "")
         return f"{lark.tag(tool.name + self.line_break)} {arguments} {lark.tag('</tool_call>')}"
+
+
+def _read_value(cursor: Cursor, tool: Tool, key: str, end: str) -> Reader[str | None]:
+    """Takes a value up to its end, which may also stand in a string of what is JSON by the tool's schema."""
+    mark = cursor.mark()
+    types = types_of(property_schema(tool, key), tool.parameters)
+    if types and "string" not in types:
+        yield from cursor.spaces()
+        if (yield from cursor.peek()) in ("{", "["):
+            yield from read_json(cursor)
+    rest = yield from cursor.until(end)
+    return None if rest is None else cursor.since(mark)
 
 
 def arguments_text(tool: Tool, values: Sequence[tuple[str, str]]) -> str:
@@ -143,9 +154,12 @@ def write_value(
     root, schema = schema, resolve(schema, schema)
     types = types_of(schema, root)
     close = "" if is_end_special else f" {quote(end)}"
-    if types and "string" not in types:
-        return lark.rule(name, f"{lark.json({**root, **schema})}{close}")
     fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if types and "string" not in types:
+        # Templates write Python's names, which the parser takes.
+        names = ['"True" | "False"'] * ("boolean" in types) + ['"None"'] * ("null" in types)
+        written = [lark.json({**root, **schema}), *([] if fixed is not None else names)]
+        return lark.rule(name, f"({' | '.join(written)}){close}")
     if fixed is not None:
         if not all(isinstance(one, str) and end not in one for one in fixed):
             raise ValueError(f"{where}: an enum of strings and other values cannot be enforced in this form")

@@ -69,7 +69,7 @@ def check_tools(tools: Any, tool_choice: Any = None, parallel_tool_calls: bool |
     """
     if tools is not None and not isinstance(tools, (list, tuple)):
         raise ValueError(f"tools must be a list, not {type(tools).__name__}")
-    if len(tools or ()) > MAX_TOOLS:
+    if tools is not None and len(tools) > MAX_TOOLS:
         raise ValueError(f"tools has {len(tools):,} entries; at most {MAX_TOOLS} are allowed")
     found: dict[str, Tool] = {}
     num_chars = 0

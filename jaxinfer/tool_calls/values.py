@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxinfer.tool_calls.cursor import Cursor, finish
 from jaxinfer.tool_calls.json_text import read_json, read_scalar
+from jaxinfer.tool_calls.lark import GrammarSizeError
 from jaxinfer.tool_calls.python_text import json_of_literal
 from jaxinfer.tool_calls.tools import Tool
 
@@ -53,23 +54,29 @@ def resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, 
     return {}
 
 
-def types_of(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """JSON types that a schema allows; empty where it does not say."""
-    schema = resolve(schema, root)
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset((given,))
-    if isinstance(given, list):
-        return frozenset(one for one in given if isinstance(one, str))
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    if values:
-        return frozenset(_type_of(json.dumps(value)) for value in values)
-    for key in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(key)
-        if isinstance(branches, list) and depth < _MAX_REFERENCES:
-            types = [types_of(one, root, depth + 1) for one in branches if isinstance(one, Mapping)]
-            return frozenset().union(*types) if all(types) else frozenset()
-    return frozenset()
+def types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+    """JSON types that a schema allows; empty where it does not say. Each of its parts is looked at once."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left:
+        one = resolve(left.pop(), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        given = one.get("type")
+        given = [given] if isinstance(given, str) else given
+        values = one.get("enum", [one["const"]] if "const" in one else None)
+        branches = next((one[key] for key in ("anyOf", "oneOf", "allOf") if isinstance(one.get(key), list)), None)
+        if isinstance(given, list):
+            found.update(kind for kind in given if isinstance(kind, str))
+        elif isinstance(values, list):
+            found.update(_type_of(json.dumps(value)) for value in values)
+        elif branches:
+            left += [branch if isinstance(branch, Mapping) else {} for branch in branches]
+        else:
+            return frozenset()
+    return frozenset(found)
 
 
 def json_of_text(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
@@ -107,32 +114,46 @@ def _type_of(value: str) -> str:
     return "integer" if _WHOLE_NUMBER.fullmatch(value) else "number"
 
 
-def properties_for_grammar(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
-    """Name and schema of each argument, and whether it is required, for forms that write each argument by itself.
+def write_properties(tool: Tool, write: Callable[[int, str, Mapping[str, Any]], str]) -> list[tuple[str, bool]]:
+    """What `write` makes of each argument of a tool, and whether it is required, for forms that write each argument by
+    itself.
+
+    Args:
+      write: takes an argument's number, name and schema. Where it raises ValueError and the tool is not strict, it is
+        called again with a schema that allows all values.
 
     Raises:
-      ValueError: the schema says something of all arguments together.
+      ValueError: the tool is strict, and its schema says what cannot be enforced for each argument by itself.
     """
     where = f"the parameters of tool {tool.name!r}"
-    found = next((key for key in _WHOLE_OBJECT if key in tool.parameters), None)
-    if found is not None:
-        raise ValueError(f"{where}: {found!r} cannot be enforced in the form in which this model writes calls")
     properties = tool.parameters.get("properties") or {}
     required = tool.parameters.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise ValueError(f"{where}: 'properties' must be an object and 'required' a list")
-    missing = [name for name in required if name not in properties]
-    if missing:
-        raise ValueError(f"{where}: the required {missing[0]!r:.80} is not among the properties")
+    if tool.is_strict:
+        found = next((key for key in _WHOLE_OBJECT if key in tool.parameters), None)
+        if found is not None:
+            raise ValueError(f"{where}: {found!r} cannot be enforced in this form")
+        missing = [name for name in required if name not in properties]
+        if missing:
+            raise ValueError(f"{where}: the required {missing[0]!r:.80} is not among the properties")
     definitions = {key: tool.parameters[key] for key in _DEFINITIONS if key in tool.parameters}
-    result = []
-    for name, schema in properties.items():
-        schema = {} if schema is True else schema
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"{where}: properties.{name:.80} must be an object")
-        _check_references(schema, f"{where}: properties.{name:.80}")
-        result.append((name, {**schema, **definitions}, name in required))
-    return result
+    written = []
+    for number, (name, schema) in enumerate(properties.items()):
+        try:
+            schema = {} if schema is True else schema
+            if not isinstance(schema, Mapping):
+                raise ValueError(f"{where}: properties.{name:.80} must be an object")
+            _check_references(schema, f"{where}: properties.{name:.80}")
+            text = write(number, name, {**schema, **definitions})
+        except GrammarSizeError:
+            raise
+        except ValueError:
+            if tool.is_strict:
+                raise
+            text = write(number, name, {})
+        written.append((text, name in required))
+    return written
 
 
 def _check_references(value: Any, path: str) -> None:

@@ -1,8 +1,8 @@
-"""Makes the recorded answers of `recorded/`: `python -m tests.tool_calls.record TEMPLATES`, with Transformers installed.
+"""Makes the recorded answers of `recorded/`: `python -m tests.tool_calls.record TEMPLATES`, with Transformers.
 
-TEMPLATES is a folder with the published chat templates that `SOURCES` names, one file each. A conversation that ends with
-an assistant message with calls is rendered by Transformers' `apply_chat_template`; what the template writes behind the
-generation prompt, up to the token that ends the turn, is the answer. Where a family has no template that writes
+TEMPLATES is a folder with the published chat templates that `SOURCES` names, one file each. A conversation that ends
+with an assistant message with calls is rendered by Transformers' `apply_chat_template`; what the template writes behind
+the generation prompt, up to the token that ends the turn, is the answer. Where a family has no template that writes
 calls, `WRITERS` has its published form.
 """
 
@@ -221,7 +221,7 @@ def _gemma(value: object) -> str:
     if isinstance(value, str):
         return f"<escape>{value}<escape>"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in sorted(value.items())) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_gemma, value)) + "]"
     return json.dumps(value)

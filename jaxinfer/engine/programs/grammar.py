@@ -27,7 +27,8 @@ class GrammarRows:
     """States of R slots' grammars, made on the host; rows that are not used have the slot S, one past the end.
 
     Attributes:
-      slots, states, min_tokens: int32[R]. has_mask: bool[R], whether the slot's own mask becomes `masks` uint32[R, ceil(V / 32)].
+      slots, states, min_tokens: int32[R]. has_mask: bool[R], whether the slot's own mask becomes `masks`
+        uint32[R, ceil(V / 32)].
       is_rewound: bool[R], whether tokens of the slot are taken back. Then, int32[R], its newest token that counts, the
         position of that, the tokens that it may still generate, and those that it has generated; recent int32[R, 15]
         as in `SamplingState`; and rejected int32[R, K], the tokens that do not count, V elsewhere.
@@ -50,7 +51,7 @@ class GrammarRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TableBlock:
-    """A part of a table: masks uint32[16, ceil(V / 32)], states int32[256, 4] and successors int32[16384], each with
+    """A part of a table: masks uint32[16, ceil(V / 32)], states int32[4, 256] and successors int32[16384], each with
     the rows where they go, one past the end for padding; and the classes int16[V] with their row."""
 
     masks: jax.Array
@@ -78,10 +79,12 @@ def empty_rows(num_slots: int, vocab_size: int, num_rejected: int) -> GrammarRow
 def empty_block(sizes: TableSizes) -> TableBlock:
     """A block that changes nothing, as NumPy arrays."""
     ends, arrays = sizes.abstract(), {}
-    for name, size in (("masks", MASKS), ("states", STATES), ("successors", SUCCESSORS)):
+    for name, size in (("masks", MASKS), ("successors", SUCCESSORS)):
         rows = getattr(ends, name)
         arrays[name] = np.zeros((size, *rows.shape[1:]), rows.dtype)
         arrays[f"{name}_at"] = np.full(size, rows.shape[0], np.int32)
+    arrays["states"] = np.zeros((4, STATES), np.int32)
+    arrays["states_at"] = np.full(STATES, ends.states.shape[1], np.int32)
     arrays["classes"] = np.zeros(sizes.vocab_size, np.int16)
     arrays["class_row"] = np.int32(ends.classes.shape[0])
     return TableBlock(**arrays)
@@ -129,7 +132,7 @@ def write_table(mesh: Mesh | None, tables: GrammarTables, block: TableBlock) -> 
 
     found = GrammarTables(
         masks=tables.masks.at[block.masks_at].set(block.masks, mode="drop"),
-        states=tables.states.at[block.states_at].set(block.states, mode="drop"),
+        states=tables.states.at[:, block.states_at].set(block.states, mode="drop"),
         classes=tables.classes.at[block.class_row].set(block.classes, mode="drop"),
         successors=tables.successors.at[block.successors_at].set(block.successors, mode="drop"),
     )

@@ -54,8 +54,8 @@ FAULTS = (
     Fault(
         "grammar/bits-of-a-mask-are-reversed",
         "jaxinfer/grammar/table_builder.py",
-        'axis=1, bitorder="little"',
-        'axis=1, bitorder="big"',
+        'row.take(indices), bitorder="little"',
+        'row.take(indices), bitorder="big"',
         ("tests/grammar/test_table_builder.py::test_masks_are_llguidances",),
         "other tokens are allowed than those that match",
     ),
