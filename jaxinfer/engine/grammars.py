@@ -32,7 +32,7 @@ from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.grammar.compiler import Grammar
-from jaxinfer.grammar.device import TableSizes, slot_state
+from jaxinfer.grammar.device import CLASS_ROW, DRAFT, FIRST_SUCCESSOR, MASK_ROW, TableSizes, slot_state
 from jaxinfer.grammar.gate import Gate
 from jaxinfer.grammar.matcher import Matcher
 from jaxinfer.grammar.table import TokenTable
@@ -300,19 +300,21 @@ class _Rows:
 
 def _blocks(sizes: TableSizes, held: _Held, table: TokenTable) -> Iterable[TableBlock]:
     """A table in pieces of fixed shapes, its rows numbered as on the device."""
-    states = np.empty((len(table.mask_of), 4), np.int32)
-    states[:, 0] = held.masks.start + table.mask_of
-    states[:, 1] = held.classes.start
-    states[:, 2] = held.successors.start + np.arange(len(states)) * table.successors.shape[1]
-    states[:, 3] = table.drafts
+    states = np.empty((4, len(table.mask_of)), np.int32)
+    states[MASK_ROW] = held.masks.start + table.mask_of
+    states[CLASS_ROW] = held.classes.start
+    states[FIRST_SUCCESSOR] = held.successors.start + np.arange(states.shape[1]) * table.successors.shape[1]
+    states[DRAFT] = table.drafts
     successors = table.successors.reshape(-1)
     successors = np.where(successors < 0, -1, successors + held.states.start)
-    parts = {"masks": (table.masks, MASKS), "states": (states, STATES), "successors": (successors, SUCCESSORS)}
+    # Rows stand first, as `TableBlock` has them but for the states.
+    parts = {"masks": (table.masks, MASKS), "states": (states.T, STATES), "successors": (successors, SUCCESSORS)}
     for number in range(max(-(-len(array) // size) for array, size in parts.values())):
         block: Any = empty_block(sizes)
         for name, (array, size) in parts.items():
             piece = array[number * size : (number + 1) * size]
-            getattr(block, name)[: len(piece)] = piece
+            rows = getattr(block, name)
+            (rows.T if name == "states" else rows)[: len(piece)] = piece
             first = getattr(held, name).start + number * size
             getattr(block, f"{name}_at")[: len(piece)] = first + np.arange(len(piece))
         yield replace(block, classes=table.classes, class_row=np.int32(held.classes.start))

@@ -322,7 +322,7 @@ class EngineSpec:
     @cached_property
     def tables(self) -> GrammarTables:
         """Masks and tables of grammars, whole on every device."""
-        tables = shapes_of(self.table_sizes.abstract())
+        tables = self.table_sizes.abstract()
         if self.program_mesh is None:
             return tables
         everywhere = NamedSharding(self.program_mesh, PartitionSpec())

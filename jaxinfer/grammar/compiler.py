@@ -14,6 +14,7 @@ from jaxinfer.files import cache_folder
 from jaxinfer.grammar import nodes
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.gate import Gate, gate_of
+from jaxinfer.grammar.lark_limits import check_lark
 from jaxinfer.grammar.matcher import Matcher, MatcherLibrary
 from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
 from jaxinfer.grammar.schema import check_schema
@@ -133,7 +134,7 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
         return None, _lark(f"start: /{llguidance.regex_to_lark(structured.regex or '', use_ascii='')}/")
     if schema is not None:
         return None, schema_grammar(schema, structured.whitespace_pattern)
-    return None, _lark(structured.grammar or "")
+    return None, _lark(check_lark(structured.grammar or ""))
 
 
 def _lark(text: str) -> str:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float32, Int32
+    from jaxtyping import Array, Float32, Int32, UInt32
 
-MASK_ROW, CLASS_ROW, FIRST_SUCCESSOR, DRAFT = range(4)  # columns of `GrammarTables.states`
+MASK_ROW, CLASS_ROW, FIRST_SUCCESSOR, DRAFT = range(4)  # rows of `GrammarTables.states`
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +26,8 @@ class GrammarTables:
     """Tables of all grammars in use over V tokens.
 
     Attributes:
-      masks: uint32[M, ceil(V / 32)], bit v % 32 of word v // 32 is token v. Row 0 is all ones.
-      states: int32[Q, 4]: row of `masks`, row of `classes`, index of the first of `successors`, and the token to draft,
+      masks: uint32[M, W] of W = ceil(V / 32) words, as `interleave` makes them. Row 0 is all ones.
+      states: int32[4, Q]: row of `masks`, row of `classes`, index of the first of `successors`, and the token to draft,
         -1 for none.
       classes: int16[G, V], the class of each token; row 0 is all zero.
       successors: int32[N], the state after a token of a class; -1 where the token is refused.
@@ -71,26 +71,26 @@ class TableSizes:
 
     @property
     def num_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in vars(self.abstract()).values())
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in vars(self.abstract()).values())
 
     def abstract(self) -> GrammarTables:
         """The shapes."""
         shapes = (
             ((1 + self.num_slots + self.num_masks, _num_words(self.vocab_size)), np.uint32),
-            ((1 + self.num_slots + self.num_states, 4), np.int32),
+            ((4, 1 + self.num_slots + self.num_states), np.int32),  # not [Q, 4], which a TPU pads to 128 columns
             ((1 + self.num_grammars, self.vocab_size), np.int16),
             ((1 + self.num_successors,), np.int32),
         )
-        return GrammarTables(*(np.broadcast_to(dtype(0), shape) for shape, dtype in shapes))  # pyright: ignore
+        return GrammarTables(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))  # pyright: ignore
 
 
 def empty_tables(sizes: TableSizes) -> GrammarTables:
     """Tables without a grammar, as NumPy arrays: nothing is refused in any state."""
-    tables = GrammarTables(*(np.array(leaf) for leaf in vars(sizes.abstract()).values()))  # pyright: ignore
+    tables = GrammarTables(*(np.zeros(leaf.shape, leaf.dtype) for leaf in vars(sizes.abstract()).values()))  # pyright: ignore
     np.asarray(tables.masks)[: 1 + sizes.num_slots] = 0xFFFFFFFF
     states = np.asarray(tables.states)
-    states[:, DRAFT] = -1
-    states[: 1 + sizes.num_slots, MASK_ROW] = np.arange(1 + sizes.num_slots)
+    states[DRAFT] = -1
+    states[MASK_ROW, : 1 + sizes.num_slots] = np.arange(1 + sizes.num_slots)
     return tables
 
 
@@ -103,23 +103,31 @@ def apply_masks(
     logits: Float32[Array, "S V"], states: Int32[Array, " S"], tables: GrammarTables
 ) -> Float32[Array, "S V"]:
     """Logits float32[S, V] with -inf where the row's state refuses the token."""
-    words = tables.masks[tables.states[states, MASK_ROW]]
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    words = tables.masks[tables.states[MASK_ROW, states]]
+    bits = (words[:, None, :] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
     bits = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]]
     return jnp.where(bits > 0, logits, -jnp.inf)
 
 
+def interleave(masks: UInt32[Array, "R W"]) -> UInt32[Array, "R W"]:
+    """Masks whose bit v // W of word v % W is token v, from masks whose bit v % 32 of word v // 32 is: so that the bits
+    of a row unfold to its tokens in whole registers."""
+    num_rows, num_words = masks.shape
+    places = jnp.arange(32, dtype=jnp.uint32)
+    bits = ((masks[:, :, None] >> places) & 1).reshape(num_rows, 32, num_words)
+    return jnp.sum(bits << places[:, None], axis=1, dtype=jnp.uint32)
+
+
 def next_states(tables: GrammarTables, states: Int32[Array, " S"], tokens: Int32[Array, " S"]) -> Int32[Array, " S"]:
     """States int32[S] after tokens int32[S]. After a refused token, which nobody samples, it is unspecified."""
-    entry = tables.states[states]
     token = jnp.clip(tokens, 0, tables.classes.shape[1] - 1)
-    token_class = tables.classes[entry[:, CLASS_ROW], token]
-    return jnp.maximum(tables.successors[entry[:, FIRST_SUCCESSOR] + token_class], 0)
+    token_class = tables.classes[tables.states[CLASS_ROW, states], token]
+    return jnp.maximum(tables.successors[tables.states[FIRST_SUCCESSOR, states] + token_class], 0)
 
 
 def draft_tokens(tables: GrammarTables, states: Int32[Array, " S"]) -> Int32[Array, " S"]:
     """The token int32[S] that each state's grammar forces, -1 where it leaves a choice."""
-    return tables.states[states, DRAFT]
+    return tables.states[DRAFT, states]
 
 
 def _num_words(vocab_size: int) -> int:

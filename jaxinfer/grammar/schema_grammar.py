@@ -61,8 +61,10 @@ def schema_for_llguidance(schema: Mapping[str, Any], whitespace_pattern: str | N
 
 
 def _for_llguidance(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A `oneOf` whose branches exclude one another becomes an `anyOf`: llguidance refuses it unless it sees this itself,
-    and it does not look behind `$ref`. Formats become patterns, as llguidance's let 30 February through.
+    """A `oneOf` whose branches exclude one another becomes an `anyOf`, and formats become patterns.
+
+    llguidance refuses a `oneOf` unless it sees itself that the branches exclude one another, and does not look behind
+    `$ref`. Its own patterns of formats let 29 February of every year through.
     """
     graph = Graph(schema)
     parts = Parts(graph)

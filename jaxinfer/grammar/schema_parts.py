@@ -77,6 +77,7 @@ class Parts:
         self.graph = graph
         self.num_steps = 0
         self._depth = 0
+        self._properties: dict[tuple[int, ...], list[Plain]] = {}  # by the schemas of a property
         self._is_old = any(draft in str(graph.root.get("$schema")) for draft in _OLD_DRAFTS)
 
     def alternatives(self, schema: Any) -> list[Plain]:
@@ -160,10 +161,14 @@ class Parts:
 
     def _property(self, plain: Plain, name: str) -> list[Plain]:
         """Alternatives of the value of a property; [] where it may not be there."""
-        found = [Plain()]
-        for schema in plain.properties.get(name, plain.additional):
-            found = _multiply(found, self.alternatives(schema))
-        return found
+        schemas = plain.properties.get(name, plain.additional)
+        key = tuple(map(id, schemas))
+        if key not in self._properties:
+            found = [Plain()]
+            for schema in schemas:
+                found = _multiply(found, self.alternatives(schema))
+            self._properties[key] = found
+        return self._properties[key]
 
 
 def identity(value: Any) -> Any:

@@ -111,7 +111,8 @@ def test_models_of_pydantic_are_closed_and_may_be_told_apart():
         pet: Cat | Dog = pydantic.Field(discriminator="kind")
         others: list[Cat] = pydantic.Field(default_factory=list)
 
-    class Open(pydantic.BaseModel, extra="allow"):
+    class Open(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(extra="allow")
         a: int
 
     schema = schema_of(Owner)
@@ -161,7 +162,7 @@ def test_errors_name_the_parameter_or_field():
     def positional(a: int, /):
         pass
 
-    def unknown(a: "Missing"):  # noqa: F821
+    def unknown(a: "Missing"):  # noqa: F821  # pyright: ignore[reportUndefinedVariable]
         pass
 
     @dataclasses.dataclass

@@ -104,6 +104,18 @@ def test_optional_properties_come_in_order_in_any_combination():
                 assert is_accepted(text) == is_right, text
 
 
+def test_many_branches_are_told_apart_by_a_property():
+    branches = [closed(["kind"], kind={"const": f"k{index}"}) for index in range(200)]
+    is_accepted = accepts(
+        {
+            "oneOf": [{"$ref": f"#/$defs/{index}"} for index in range(200)],
+            "$defs": {str(index): one for index, one in enumerate(branches)},
+        }
+    )
+    assert is_accepted('{"kind":"k199"}')
+    assert language_of(check_schema({"oneOf": [*branches, branches[7]]})) is None
+
+
 def test_bounds_of_integers_are_exact():
     for low, high in [
         (-12, 105),

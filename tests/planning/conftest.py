@@ -54,7 +54,8 @@ class FakeProgram:
             program=None,
             seconds=1.0,
             argument_bytes=num_bytes(held),
-            output_bytes=500 + math.prod(arguments[-2].page_table.shape if len(arguments) > 5 else ()),
+            output_bytes=500
+            + math.prod(next((one.page_table.shape for one in arguments if hasattr(one, "page_table")), ())),
             aliased_bytes=100,
             temporary_bytes=10_000 + 7 * config.num_layers + 5 * windows + 11 * experts + 3 * drafted,
             cost={"flops": 1000.0 + 10 * config.num_layers + windows},

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.engine.programs.paged import Slots, constrain_sharding, replicate
-from jaxinfer.grammar.device import GrammarTables, TableSizes
+from jaxinfer.grammar.device import GrammarTables, TableSizes, interleave
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.sampling.state import NUM_RECENT
 
@@ -51,7 +51,7 @@ class GrammarRows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TableBlock:
-    """A part of a table: masks uint32[16, ceil(V / 32)], states int32[256, 4] and successors int32[16384], each with
+    """A part of a table: masks uint32[16, ceil(V / 32)], states int32[4, 256] and successors int32[16384], each with
     the rows where they go, one past the end for padding; and the classes int16[V] with their row."""
 
     masks: jax.Array
@@ -79,10 +79,12 @@ def empty_rows(num_slots: int, vocab_size: int, num_rejected: int) -> GrammarRow
 def empty_block(sizes: TableSizes) -> TableBlock:
     """A block that changes nothing, as NumPy arrays."""
     ends, arrays = sizes.abstract(), {}
-    for name, size in (("masks", MASKS), ("states", STATES), ("successors", SUCCESSORS)):
+    for name, size in (("masks", MASKS), ("successors", SUCCESSORS)):
         rows = getattr(ends, name)
         arrays[name] = np.zeros((size, *rows.shape[1:]), rows.dtype)
         arrays[f"{name}_at"] = np.full(size, rows.shape[0], np.int32)
+    arrays["states"] = np.zeros((4, STATES), np.int32)
+    arrays["states_at"] = np.full(STATES, ends.states.shape[1], np.int32)
     arrays["classes"] = np.zeros(sizes.vocab_size, np.int16)
     arrays["class_row"] = np.int32(ends.classes.shape[0])
     return TableBlock(**arrays)
@@ -119,7 +121,7 @@ def set_rows(
         draft=draft,
     )
     mask_rows = jnp.where(rows.has_mask & (rows.slots < num_slots), 1 + rows.slots, num_masks)
-    tables = replace(tables, masks=tables.masks.at[mask_rows].set(rows.masks, mode="drop"))
+    tables = replace(tables, masks=tables.masks.at[mask_rows].set(interleave(rows.masks), mode="drop"))
     batch = replace(batch, min_tokens=batch.min_tokens.at[rows.slots].set(rows.min_tokens, mode="drop"))
     return *constrain_sharding(mesh, (slots, batch)), replicate(mesh, tables)
 
@@ -129,8 +131,8 @@ def write_table(mesh: Mesh | None, tables: GrammarTables, block: TableBlock) -> 
     """Writes a part of a table. Donates the tables."""
 
     found = GrammarTables(
-        masks=tables.masks.at[block.masks_at].set(block.masks, mode="drop"),
-        states=tables.states.at[block.states_at].set(block.states, mode="drop"),
+        masks=tables.masks.at[block.masks_at].set(interleave(block.masks), mode="drop"),
+        states=tables.states.at[:, block.states_at].set(block.states, mode="drop"),
         classes=tables.classes.at[block.class_row].set(block.classes, mode="drop"),
         successors=tables.successors.at[block.successors_at].set(block.successors, mode="drop"),
     )

@@ -1,0 +1,36 @@
+"""Lark grammars that would end the process, or take minutes, are refused."""
+
+import json
+import time
+
+import pytest
+
+from jaxinfer.grammar.lark_limits import check_lark
+
+CHAIN = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(1_000)} | {"d1000": {}}
+HOSTILE = {
+    "rules": ("start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(8_000)), "8001 definitions; at most 1000"),
+    "intersections": ("start: T\nT: " + " & ".join(f"/(.*a{i}.*)/" for i in range(60)), "59 of `&` and `~`"),
+    "schema": (
+        "start: %json " + json.dumps({"$ref": "#/$defs/d0", "$defs": CHAIN}),
+        "%json at character 7 of the grammar: .* schemas within one another",
+    ),
+    "no schema": ("start: %json start", "%json at character 7 of the grammar: no JSON schema follows"),
+    "deep schema": ("start: %json " + "[" * 100_000, "no JSON schema follows"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_within_a_second(name):
+    text, message = HOSTILE[name]
+    start = time.process_time()
+    with pytest.raises(ValueError, match=message):
+        check_lark(text)
+    assert time.process_time() - start < 1
+
+
+def test_literals_are_not_counted():
+    text = "start: A\n" + "\n".join(f'A{i}: "&:~\\"&" | /[&:~\\/]+/ // & : ~' for i in range(50))
+    assert check_lark(text) == text
+    text = '%llguidance {"no_forcing": true}\nstart: "a" %json {"type": "object", "x-guidance": {"lenient": false}} "b"'
+    assert check_lark(text) == text
