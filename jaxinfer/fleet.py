@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +105,7 @@ class RayPool(Closable):
         self._actor = self._ray.remote(_Worker).options(max_concurrency=1000, **{"num_cpus": 1, **(resources or {})})
         self._tokenizer_of: Tokenizer | None = None
         self._has_tokenizer = False
+        self._answer_format: AnswerFormat | None = None
         self._workers: list[Any] = []
         try:
             self._workers = [self._start() for _ in range(num_workers)]
@@ -124,10 +124,12 @@ class RayPool(Closable):
             self._tokenizer_of, self._has_tokenizer = _tokenizer_of(self._model, self._options), True
         return self._tokenizer_of
 
-    @cached_property
+    @property
     def answer_format(self) -> AnswerFormat:
         """As of `LLM`."""
-        return AnswerFormat(self.tokenizer, self._options.get("tool_parser", "auto"))
+        if self._answer_format is None:
+            self._answer_format = AnswerFormat(self.tokenizer, self._options.get("tool_parser", "auto"))
+        return self._answer_format
 
     def fingerprint(self) -> str:
         """As `LLM.fingerprint`."""

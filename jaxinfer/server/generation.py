@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxinfer.async_engine import AnswerStream
 from jaxinfer.engine.request import (
@@ -105,6 +105,10 @@ class Generation:
 
     def _prepare(self) -> list[Request]:
         llm, job, requests = self._service.llm, self.job, []
+        calls: dict[str, Any] = {}  # sampling parameters under which answers call tools as asked for
+        if job.offer is not None:
+            with client_errors("tools"):
+                calls = {"structured": job.offer.structured()}
         options = RequestOptions(
             job.priority, self._seconds_left(), self._service.salt(self._record.key, job.cache_salt)
         )
@@ -118,6 +122,7 @@ class Generation:
                 params = job.params_for(num_prompt, llm.max_model_len)
                 if self._hidden is not None:
                     params = replace(params, skip_special_tokens=False)
+                params = replace(params, **calls) if calls else params
                 requests.append(llm.prepare(prepared, params, options, what=what))
         return requests
 

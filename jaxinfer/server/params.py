@@ -324,14 +324,13 @@ def offered_tools(
 
 
 def _structured(values: Mapping[str, Any], answers: AnswerFormat, offer: ToolOffer | None) -> dict[str, Any]:
-    """What a chat's answers must match after their reasoning, where that is asked for. Raises APIError."""
+    """What a chat's answers must match after their reasoning, where that is asked for. The grammar of calls is made
+    later, in a thread. Raises APIError."""
     structured = values.get("structured")
     if offer is not None and offer.is_read:
         if structured is not None:
             either = "leave one out, or use tool_choice none"
             raise refused("tools", f"tools and structured output exclude each other: {either}")
-        with client_errors("tools"):
-            structured = offer.structured()
     elif structured is not None and structured.reasoning is None:
         structured = replace(structured, reasoning=answers.reasoning_name)
     return {} if structured is None else {"structured": structured}
