@@ -13,7 +13,8 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_sampling_fields_pass_in_every_form():
-    values = {field.name: f"value of {field.name}" for field in fields(SamplingParams) if field.name != "logprobs"}
+    own = ("logprobs", "structured")  # which are read
+    values = {field.name: f"value of {field.name}" for field in fields(SamplingParams) if field.name not in own}
     assert read_plain({"prompt": "x", **values}).sampling == values
     assert read_completions({"prompt": "x", **values, "best_of": values["n"]}).sampling == values
     assert read_chat({"messages": MESSAGES, **values}).sampling == values
@@ -58,7 +59,7 @@ def test_tools_are_checked_before_the_model_is_loaded():
     ("read", "body", "parameter", "message"),
     [
         (read_chat, {"stream": True}, "stream", "a batch does not stream"),
-        (read_chat, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (read_chat, {"response_format": {"type": "json_schema"}}, "response_format", "needs an object with a schema"),
         (read_chat, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (read_chat, {"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none'"),
         (read_chat, {"tools": [*TOOLS, *TOOLS]}, "tools", "two tools"),
