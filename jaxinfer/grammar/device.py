@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float32, Int32
+    from jaxtyping import Array, Float32, Int32, UInt32
 
 MASK_ROW, CLASS_ROW, FIRST_SUCCESSOR, DRAFT = range(4)  # rows of `GrammarTables.states`
 
@@ -26,7 +26,7 @@ class GrammarTables:
     """Tables of all grammars in use over V tokens.
 
     Attributes:
-      masks: uint32[M, ceil(V / 32)], bit v % 32 of word v // 32 is token v. Row 0 is all ones.
+      masks: uint32[M, W] of W = ceil(V / 32) words, as `interleave` makes them. Row 0 is all ones.
       states: int32[4, Q]: row of `masks`, row of `classes`, index of the first of `successors`, and the token to draft,
         -1 for none.
       classes: int16[G, V], the class of each token; row 0 is all zero.
@@ -104,9 +104,18 @@ def apply_masks(
 ) -> Float32[Array, "S V"]:
     """Logits float32[S, V] with -inf where the row's state refuses the token."""
     words = tables.masks[tables.states[MASK_ROW, states]]
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    bits = (words[:, None, :] >> jnp.arange(32, dtype=jnp.uint32)[:, None]) & 1
     bits = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]]
     return jnp.where(bits > 0, logits, -jnp.inf)
+
+
+def interleave(masks: UInt32[Array, "R W"]) -> UInt32[Array, "R W"]:
+    """Masks whose bit v // W of word v % W is token v, from masks whose bit v % 32 of word v // 32 is: so that the bits
+    of a row unfold to its tokens in whole registers."""
+    num_rows, num_words = masks.shape
+    places = jnp.arange(32, dtype=jnp.uint32)
+    bits = ((masks[:, :, None] >> places) & 1).reshape(num_rows, 32, num_words)
+    return jnp.sum(bits << places[:, None], axis=1, dtype=jnp.uint32)
 
 
 def next_states(tables: GrammarTables, states: Int32[Array, " S"], tokens: Int32[Array, " S"]) -> Int32[Array, " S"]:

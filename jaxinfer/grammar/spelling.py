@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import takewhile
 
 from jaxinfer.grammar.vocabulary import Vocabulary
 
@@ -36,7 +37,7 @@ class Spelling:
         if first < 0:
             return frozenset()
         text = self._vocabulary.tokens[first] or b""
-        found = {token for other, token in self._from(text) if other == text}
+        found = {token for _, token in takewhile(lambda one: one[0] == text, self._from(text))}
         if len(forced) < MAX_FORCED:
             found.update(token for other, token in self._from(forced) if len(other) > len(forced))
         return frozenset(found)

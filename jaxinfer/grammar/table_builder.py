@@ -94,13 +94,12 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
     refused = np.full(num_states, -1, np.int32)
     maps = [refused, np.arange(num_states, dtype=np.int32)]
     numbers = {row.tobytes(): index for index, row in enumerate(maps)}
-    # Wherever a token ends in a refused byte in every state it is refused: map 0 stays 0.
-    map_of = np.array([1])  # of the nodes of a level
+    map_of = np.array([1])  # of the beginnings of a level
     classes = np.zeros(len(vocabulary), np.int32)
     num_steps = 0
     for level in vocabulary.trie:
         keys = map_of[level.parents] * num_bytes + byte_class[level.bytes]
-        keys[map_of[level.parents] == 0] = 0
+        keys[map_of[level.parents] == 0] = 0  # what is refused everywhere stays so, whatever follows
         pairs, pair_of = np.unique(keys, return_inverse=True)
         found = np.zeros(len(pairs), np.int64)
         chunk = max(1, _MAX_CELLS // num_states)
@@ -118,6 +117,11 @@ def _token_classes(automaton: Automaton, vocabulary: Vocabulary, limits: TableLi
         map_of = found[pair_of]
         classes[level.tokens] = map_of[level.ends]
     used, classes = np.unique(np.concatenate([[0], classes]), return_inverse=True)
+    if len(used) * num_states * 4 > limits.max_bytes:
+        raise TooLargeError(
+            f"the table has {len(used)} classes of tokens in {num_states} states; at most {limits.max_bytes} bytes are "
+            "allowed"
+        )
     return classes[1:].astype(np.int32), np.stack([maps[index] for index in used], axis=1)
 
 

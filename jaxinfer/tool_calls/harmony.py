@@ -56,7 +56,7 @@ class HarmonyForm(ToolForm):
         return super().grammar(tools, mode, False, special_tokens)
 
     def _add_start(self, lark: Lark, mode: Mode, is_parallel: bool) -> None:
-        body = lark.rule("BODY", "/(?s:.*)/")
+        body = lark.free_text("BODY", [*self.openings, "<|message|>"])  # nor may ordinary tokens spell a call
         channel = lark.tag("<|channel|>")
         next_message = f"{lark.tag('<|end|>')} {lark.tag('<|start|>assistant')}"
         lark.rule("before", f'{channel} ("analysis" | "commentary") {lark.tag("<|message|>")} {body} {next_message}')

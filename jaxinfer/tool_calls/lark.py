@@ -59,8 +59,8 @@ class Lark:
         return text in self._special
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value that matches a schema. Raises as `rule`."""
-        text = f"%json {json.dumps({**schema, **_JSON_OPTIONS}, ensure_ascii=False)}"
+        """A JSON value that matches a schema, which may have options of its own. Raises as `rule`."""
+        text = f"%json {json.dumps({**_JSON_OPTIONS, **schema}, ensure_ascii=False)}"
         self._count(len(text))
         return text
 

@@ -99,6 +99,8 @@ class ToolCallParser:
         self._reader: Reader[None] | None = None
         line = rf"[ \t]*(?=[{re.escape(form.line_openings)}])" if form.line_openings else "(?!)"
         openings = "|".join(re.escape(one) for one in sorted(form.openings, key=len, reverse=True))
+        self._first_characters = {one[0] for one in form.openings}
+        self._max_begun = max(map(len, form.openings), default=1) - 1
         self._line_opening = re.compile(line)
         self._opening = re.compile(rf"(?<=\n){line}" + (f"|{openings}" if openings else ""))
         self._is_line_start, self._is_after_call, self._has_content = True, False, False
@@ -140,12 +142,11 @@ class ToolCallParser:
     def _num_begun(self) -> int:
         """Characters at the text's end that may be the beginning of an opening."""
         text = self._cursor.text
-        for start in range(
-            max(self._cursor.at, len(text) - max(map(len, self._form.openings), default=0) + 1), len(text)
-        ):
-            rest = text[start:]
-            if any(one.startswith(rest) for one in self._form.openings):
-                return len(rest)
+        for start in range(max(self._cursor.at, len(text) - self._max_begun), len(text)):
+            if text[start] in self._first_characters:
+                rest = text[start:]
+                if any(one.startswith(rest) for one in self._form.openings):
+                    return len(rest)
         return 0
 
     def _read(self) -> bool:

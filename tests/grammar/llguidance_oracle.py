@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.vocabulary import Vocabulary
 
@@ -63,13 +64,31 @@ def accepts(pattern: str, text: str) -> bool:
     return made.try_consume_tokens(data) == len(data) and made.is_accepting()
 
 
-def mask_of(made: llguidance.LLMatcher, vocabulary: Vocabulary) -> np.ndarray:
+def longest_tokens(vocabulary: Vocabulary) -> Spelling:
+    """Forced text in the longest tokens, without a tokenizer."""
+    return Spelling(vocabulary, lambda text: ())
+
+
+class EverySpelling(Spelling):
+    """Forced text in any tokens."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        super().__init__(vocabulary, lambda text: ())
+        self.tokens = lambda forced: frozenset()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def mask_of(made: llguidance.LLMatcher, spelling: Spelling, vocabulary: Vocabulary) -> np.ndarray:
+    """llguidance's mask, with one spelling of forced text."""
     mask = np.zeros((1, vocabulary.num_words), np.int32)
     fill_next_token_bitmask(made, mask)
+    if spelled := spelling.tokens(made.compute_ff_bytes()[:MAX_FORCED]):
+        bits = np.zeros(32 * vocabulary.num_words, bool)
+        bits[list(spelled)] = True
+        mask &= np.packbits(bits, bitorder="little").view(np.int32)
     return mask[0].view(np.uint32)
 
 
-def check_every_state(table: TokenTable, vocabulary: Vocabulary, pattern: str) -> None:
+def check_every_state(table: TokenTable, vocabulary: Vocabulary, spelling: Spelling, pattern: str) -> None:
     """Compares the masks of all states but the last, each reached by a shortest sequence of tokens."""
     made = matcher(pattern, vocabulary)
     token_of = np.full(table.successors.shape[1], -1)
@@ -82,7 +101,11 @@ def check_every_state(table: TokenTable, vocabulary: Vocabulary, pattern: str) -
             continue
         assert made.reset()
         assert made.consume_tokens(path), path
-        assert np.array_equal(mask_of(made, vocabulary), table.masks[table.mask_of[state]]), (pattern, state, path)
+        assert np.array_equal(mask_of(made, spelling, vocabulary), table.masks[table.mask_of[state]]), (
+            pattern,
+            state,
+            path,
+        )
         for target, token in zip(table.successors[state].tolist(), token_of.tolist(), strict=True):
             if target >= 0 and target not in paths:
                 paths[target] = [*path, token]
@@ -90,12 +113,14 @@ def check_every_state(table: TokenTable, vocabulary: Vocabulary, pattern: str) -
     assert len(paths) == len(table.successors)
 
 
-def check_walk(table: TokenTable, vocabulary: Vocabulary, pattern: str, seed: int, steps: int = 40) -> int:
+def check_walk(
+    table: TokenTable, vocabulary: Vocabulary, spelling: Spelling, pattern: str, seed: int, steps: int = 40
+) -> int:
     """Compares masks along a random answer; returns how many."""
     made, state, rng = matcher(pattern, vocabulary), 0, random.Random(seed)
     for step in range(steps):
         mask = table.masks[table.mask_of[state]]
-        assert np.array_equal(mask_of(made, vocabulary), mask), (pattern, seed, step)
+        assert np.array_equal(mask_of(made, spelling, vocabulary), mask), (pattern, seed, step)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         token = rng.choice(allowed.tolist())
         state = int(table.successors[state, table.classes[token]])

@@ -10,21 +10,31 @@ from jaxinfer.data import embedded_path
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.nodes import TooLargeError
 from jaxinfer.grammar.pattern import parse_pattern, pattern_of
+from jaxinfer.grammar.spelling import Spelling
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.table_builder import TableLimits, build_table
 from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
 from jaxinfer.text import Tokenizer
-from tests.grammar.llguidance_oracle import allowed_tokens, check_every_state, check_walk, follow
+from tests.grammar.llguidance_oracle import (
+    EverySpelling,
+    allowed_tokens,
+    check_every_state,
+    check_walk,
+    follow,
+    longest_tokens,
+)
 from tests.grammar.patterns import COMMON, OBJECT, SIZED
 
 ABC = Vocabulary((b"a", b"b", b"c", b"ab", b"abc", None, b"", b"a", None), (8,))
 
 
 @pytest.fixture(scope="module")
-def demo() -> Vocabulary:
+def demo() -> tuple[Vocabulary, Spelling]:
     path = embedded_path("demo")
     assert path is not None
-    return vocabulary_of(Tokenizer.from_dir(path), [0])
+    tokenizer = Tokenizer.from_dir(path)
+    vocabulary = vocabulary_of(tokenizer, [0])
+    return vocabulary, Spelling(vocabulary, lambda text: tokenizer.encode(text, False))
 
 
 def explicit(pattern: str) -> str:
@@ -32,33 +42,37 @@ def explicit(pattern: str) -> str:
     return pattern_of(parse_pattern(pattern))
 
 
-def table_of(pattern: str, vocabulary: Vocabulary, limits: TableLimits | None = None) -> TokenTable:
-    return build_table(build_automaton(parse_pattern(pattern)), vocabulary, limits)
+def table_of(
+    pattern: str, vocabulary: Vocabulary, spelling: Spelling | None = None, limits: TableLimits | None = None
+) -> TokenTable:
+    return build_table(
+        build_automaton(parse_pattern(pattern)), vocabulary, spelling or longest_tokens(vocabulary), limits
+    )
 
 
 def test_masks_are_llguidances(demo):
     for pattern in (COMMON[0], "yes|no|très positif|", r"([ab]{2}c){1,3}", r".{1,6}", r"\{\"a\": *-?[0-9]+\}"):
-        table = table_of(pattern, demo)
-        check_every_state(table, demo, explicit(pattern))
+        table = table_of(pattern, *demo)
+        check_every_state(table, *demo, explicit(pattern))
         for seed in range(3):
-            check_walk(table, demo, explicit(pattern), seed)
+            check_walk(table, *demo, explicit(pattern), seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pattern", COMMON)
 def test_masks_are_llguidances_for_all_patterns(demo, pattern):
-    table = table_of(pattern, demo)
+    table = table_of(pattern, *demo)
     if len(table.successors) <= 600:
-        check_every_state(table, demo, explicit(pattern))
+        check_every_state(table, *demo, explicit(pattern))
     for seed in range(40):
-        check_walk(table, demo, explicit(pattern), seed, steps=80)
+        check_walk(table, *demo, explicit(pattern), seed, steps=80)
 
 
 def test_a_mask_that_is_wrong_is_found(demo):
-    table = table_of("yes|no", demo)
+    table = table_of("yes|no", *demo)
     table.masks[table.mask_of[1], 5] ^= 1
     with pytest.raises(AssertionError):
-        check_every_state(table, demo, "yes|no")
+        check_every_state(table, *demo, "yes|no")
 
 
 def test_end_of_sequence_is_allowed_where_a_text_may_end():
@@ -92,7 +106,8 @@ def test_forced_text_is_drafted():
     table = table_of("(abc|c)a?bc", ABC)
     drafts = {tokens: table.drafts[follow(table, tokens)] for tokens in ((), (0,), (3,), (4,), (2,), (2, 1), (2, 1, 2))}
     assert drafts == {(): -1, (0,): 1, (3,): 2, (4,): -1, (2,): -1, (2, 1): 2, (2, 1, 2): -1}
-    assert table_of("abcb?", ABC).drafts.tolist() == [4, 1, 2, -1, -1, -1]
+    assert table_of("abcb?", ABC).drafts.tolist() == [4, -1, -1, -1]
+    assert table_of("abcb?", ABC, EverySpelling(ABC)).drafts.tolist() == [4, 1, 2, -1, -1, -1]
     assert table_of("abca", Vocabulary((b"a", b"b", b"c", b"abca!", None), (4,))).drafts.tolist() == [
         0,
         1,
@@ -103,12 +118,21 @@ def test_forced_text_is_drafted():
     ]
 
 
+def test_forced_text_has_one_spelling():
+    """The longest token, or one that holds all of it and goes on; anything where there is a choice."""
+    assert allowed_tokens(table_of("abcb?", ABC), 0) == [4]
+    assert allowed_tokens(table_of("ab[ac]?c", ABC), 0) == [3, 4]
+    table = table_of("(ca|cb)c", ABC)
+    assert [allowed_tokens(table, follow(table, tokens)) for tokens in ((), (2,), (2, 0))] == [[2], [0, 1, 7], [2]]
+    assert allowed_tokens(table_of("(abc)?", ABC), 0) == [0, 3, 4, 7, 8]  # it may end
+
+
 def test_forced_tokens_of_a_compact_object(demo):
     """Greedy drafts from the start spell the object's fixed text."""
-    table = table_of(r'\{"name":"[a-z]{2}","age":[0-9]\}', demo)
+    table = table_of(r'\{"name":"[a-z]{2}","age":[0-9]\}', *demo)
     state, text = 0, b""
     while table.drafts[state] >= 0:
-        text += demo.tokens[table.drafts[state]] or b""
+        text += demo[0].tokens[table.drafts[state]] or b""
         state = int(table.successors[state, table.classes[table.drafts[state]]])
     assert text == b'{"name":"'
 
@@ -119,10 +143,11 @@ def test_limits_are_named(demo):
         (TableLimits(max_states=20), "22 states; at most 20"),
         (TableLimits(max_classes=5), "classes of tokens; at most 5"),
         (TableLimits(max_masks=3), "masks"),
-        (TableLimits(max_bytes=1000), "at most 4096 and 1000"),
+        (TableLimits(max_bytes=1000), "at most 1000 bytes"),
+        (TableLimits(max_bytes=10_000), "at most 4096 and 10000"),
     ):
         with pytest.raises(TooLargeError, match=named):
-            build_table(node, demo, limits)
+            build_table(node, *demo, limits)
 
 
 def test_tables_of_random_vocabularies_agree_with_their_bytes():
@@ -132,7 +157,7 @@ def test_tables_of_random_vocabularies_agree_with_their_bytes():
     for _ in range(4):
         texts = ["".join(rng.choices("abcé", k=rng.randint(1, 5))).encode() for _ in range(40)]
         vocabulary = Vocabulary((*texts, b"\xc3", b"\xa9", b"a", b"b", b"c", b"\xa9\xc3", None), (46,))
-        table = build_table(automaton, vocabulary)
+        table = build_table(automaton, vocabulary, EverySpelling(vocabulary))
         number = {0: 0}
         queue = [0]
         for state in queue:
@@ -177,6 +202,7 @@ def large_vocabulary(size: int = 131_072, seed: int = 0) -> Vocabulary:
 def test_a_vocabulary_of_131072():
     """Masks equal llguidance's, and the sizes and times of the reference's four examples."""
     vocabulary = large_vocabulary()
+    spelling = longest_tokens(vocabulary)
     start = time.process_time()
     assert sum(len(level.bytes) for level in vocabulary.trie) > 131_072
     print(f"\ntree of tokens: {time.process_time() - start:.2f} s, once a vocabulary")
@@ -184,7 +210,7 @@ def test_a_vocabulary_of_131072():
         start = time.process_time()
         automaton = build_automaton(parse_pattern(pattern))
         middle = time.process_time()
-        table = build_table(automaton, vocabulary)
+        table = build_table(automaton, vocabulary, spelling)
         end = time.process_time()
         states, classes = table.successors.shape
         print(
@@ -193,5 +219,5 @@ def test_a_vocabulary_of_131072():
         )
         assert end - start < 4
         for seed in range(6):
-            check_walk(table, vocabulary, explicit(pattern), seed)
+            check_walk(table, vocabulary, spelling, explicit(pattern), seed)
     assert np.count_nonzero(table_of(OBJECT, vocabulary).drafts >= 0) > 20

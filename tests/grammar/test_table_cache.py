@@ -13,6 +13,7 @@ from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.table_builder import TableLimits, build_table
 from jaxinfer.grammar.table_cache import TableCache
 from jaxinfer.grammar.vocabulary import Vocabulary
+from tests.grammar.llguidance_oracle import longest_tokens
 
 LETTERS = Vocabulary((*(bytes([letter]) for letter in b"abcdef"), None), (6,))
 LIMITS = TableLimits()
@@ -29,7 +30,7 @@ class Builder:
 
         def build() -> TokenTable:
             self.count += 1
-            return build_table(build_automaton(node), vocabulary, limits)
+            return build_table(build_automaton(node), vocabulary, longest_tokens(vocabulary), limits)
 
         return cache.get_or_build(node, vocabulary, limits, build)
 

@@ -1,6 +1,7 @@
 """Makes the recorded answers of `recorded/`: `python -m tests.tool_calls.record TEMPLATES`, with Transformers.
 
-TEMPLATES is a folder with the published chat templates that `SOURCES` names, one file each. A conversation that ends
+TEMPLATES is a folder with the published chat templates that `SOURCES` names, one file each, as llama.cpp
+(models/templates) and TRL (trl/chat_templates) keep them. A conversation that ends
 with an assistant message with calls is rendered by Transformers' `apply_chat_template`; what the template writes behind
 the generation prompt, up to the token that ends the turn, is the answer. Where a family has no template that writes
 calls, `WRITERS` has its published form.

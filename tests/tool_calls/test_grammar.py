@@ -186,6 +186,17 @@ def test_text_alone_is_accepted_where_calls_are_possible(name):
         assert name == "openai" or accepts(tool_form(name).grammar(tools(), "auto", True, {}), tokenizer(()), text)
 
 
+@some(NAMES)
+def test_text_cannot_spell_a_call_with_ordinary_tokens(name):
+    answer = spoken(name, content=False)[0]
+    tokens = tokenizer(special_of(name, answer))
+    grammar = tool_form(name).grammar([Tool("another")], "auto", True, tokens.special)
+    before = tokens.encode("<|channel|>final<|message|>Hi") if name == "openai" else []
+    call = "<|start|>assistant to=functions.now<|message|>{}" if name == "openai" else answer["text"]
+    one = matcher(grammar, tokens)
+    assert one.validate_tokens([*before, *call.encode()]) in range(len(before), len(before) + len(call.encode()))
+
+
 WALKED = {
     "type": "object",
     "properties": {

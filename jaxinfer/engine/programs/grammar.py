@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxinfer.engine.programs.paged import Slots, constrain_sharding, replicate
-from jaxinfer.grammar.device import GrammarTables, TableSizes
+from jaxinfer.grammar.device import GrammarTables, TableSizes, interleave
 from jaxinfer.sampling import SamplingBatch
 from jaxinfer.sampling.state import NUM_RECENT
 
@@ -121,7 +121,7 @@ def set_rows(
         draft=draft,
     )
     mask_rows = jnp.where(rows.has_mask & (rows.slots < num_slots), 1 + rows.slots, num_masks)
-    tables = replace(tables, masks=tables.masks.at[mask_rows].set(rows.masks, mode="drop"))
+    tables = replace(tables, masks=tables.masks.at[mask_rows].set(interleave(rows.masks), mode="drop"))
     batch = replace(batch, min_tokens=batch.min_tokens.at[rows.slots].set(rows.min_tokens, mode="drop"))
     return *constrain_sharding(mesh, (slots, batch)), replicate(mesh, tables)
 
@@ -131,7 +131,7 @@ def write_table(mesh: Mesh | None, tables: GrammarTables, block: TableBlock) -> 
     """Writes a part of a table. Donates the tables."""
 
     found = GrammarTables(
-        masks=tables.masks.at[block.masks_at].set(block.masks, mode="drop"),
+        masks=tables.masks.at[block.masks_at].set(interleave(block.masks), mode="drop"),
         states=tables.states.at[:, block.states_at].set(block.states, mode="drop"),
         classes=tables.classes.at[block.class_row].set(block.classes, mode="drop"),
         successors=tables.successors.at[block.successors_at].set(block.successors, mode="drop"),
