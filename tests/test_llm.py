@@ -200,6 +200,7 @@ EFFECTS = {
     "bad_words": {"bad_words": "first word"},
     "skip_special_tokens": {"skip_special_tokens": False, "logit_bias": {1: 100.0}},
     "include_stop_str_in_output": {"include_stop_str_in_output": True, "stop": ["a", "e", "o", " ", "t"]},
+    "structured": {"structured": {"regex": "[a-z]{3}"}},
 }
 BESIDE = {
     "repetition_penalty": {"temperature": 0, "max_tokens": 60},
@@ -217,6 +218,8 @@ def test_every_field_changes_the_result(model, tokenizer, field):
         free = llm.generate("the dog", SamplingParams(**BASE))[0].outputs[0]
         if field == "ignore_eos":
             llm.client.eos_token_ids = (free.token_ids[5],)
+        if field == "structured":
+            llm.client.eos_token_ids = (1,)
 
         def resolve(values):
             values = dict(values)

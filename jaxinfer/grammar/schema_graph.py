@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 from urllib.parse import unquote, urldefrag, urljoin
 
 # What a keyword holds: schemas for the same value, or for a part of it (a property, an item).
@@ -16,6 +16,7 @@ _PART |= {"unevaluatedProperties": None}
 _ELSEWHERE = {"$defs": dict, "definitions": dict}
 _HOLDS = _SAME_VALUE | _PART | _ELSEWHERE
 
+Key = TypeVar("Key", bound=Hashable)
 Link = tuple["Link | None", str | int] | None
 """Where a value is: the link of what holds it, and the name or index there; None for the root."""
 
@@ -136,40 +137,11 @@ class Graph:
         parts = (child for _, _, child in self.parts[id(node)])
         return [child for child in (*same, *parts) if isinstance(child, dict)]
 
-    def groups(self) -> Iterator[list[Any]]:
-        """Groups of schemas that contain one another, each after those within it (Tarjan's components)."""
-        numbers: dict[int, int] = {}
-        lowest: dict[int, int] = {}
-        waiting: list[Any] = []
-        is_waiting: set[int] = set()
-        stack: list[tuple[Any, Iterator[Any]]] = []
-
-        def enter(node: Any) -> None:
-            numbers[id(node)] = lowest[id(node)] = len(numbers)
-            waiting.append(node)
-            is_waiting.add(id(node))
-            stack.append((node, iter(self.inner(node))))
-
-        enter(self.root)  # every schema here is reached from the root
-        while stack:
-            node, children = stack[-1]
-            for child in children:
-                if id(child) not in numbers:
-                    enter(child)
-                    break
-                if id(child) in is_waiting:
-                    lowest[id(node)] = min(lowest[id(node)], numbers[id(child)])
-            else:
-                stack.pop()
-                if stack:
-                    outer = id(stack[-1][0])
-                    lowest[outer] = min(lowest[outer], lowest[id(node)])
-                if lowest[id(node)] == numbers[id(node)]:
-                    start = next(index for index in range(len(waiting) - 1, -1, -1) if waiting[index] is node)
-                    group = waiting[start:]
-                    del waiting[start:]
-                    is_waiting.difference_update(map(id, group))
-                    yield group
+    def groups(self) -> Iterator[list[dict[str, Any]]]:
+        """Groups of schemas that contain one another, each after those within it."""
+        nodes = {id(node): node for node in self.order}  # all reached from the root
+        for group in components(id(self.root), lambda key: [id(child) for child in self.inner(nodes[key])]):
+            yield [nodes[key] for key in group]
 
     def values_first(self) -> list[Any]:
         """The schemas, each after those that apply to the same value. Raises ValueError for a circle."""
@@ -195,6 +167,42 @@ class Graph:
                     active.add(id(child))
                     stack.append((child, iter(self.same_value[id(child)])))
         return order
+
+
+def components(start: Key, inner: Callable[[Key], Iterable[Key]]) -> Iterator[list[Key]]:
+    """The strongly connected components that `start` reaches, each after those it leads to (Tarjan's algorithm)."""
+    numbers: dict[Key, int] = {}
+    lowest: dict[Key, int] = {}
+    waiting: list[Key] = []
+    is_waiting: set[Key] = set()
+    stack: list[tuple[Key, Iterator[Key]]] = []
+
+    def enter(key: Key) -> None:
+        numbers[key] = lowest[key] = len(numbers)
+        waiting.append(key)
+        is_waiting.add(key)
+        stack.append((key, iter(inner(key))))
+
+    enter(start)
+    while stack:
+        key, others = stack[-1]
+        for other in others:
+            if other not in numbers:
+                enter(other)
+                break
+            if other in is_waiting:
+                lowest[key] = min(lowest[key], numbers[other])
+        else:
+            stack.pop()
+            if stack:
+                outer = stack[-1][0]
+                lowest[outer] = min(lowest[outer], lowest[key])
+            if lowest[key] == numbers[key]:
+                first = next(index for index in range(len(waiting) - 1, -1, -1) if waiting[index] == key)
+                group = waiting[first:]
+                del waiting[first:]
+                is_waiting.difference_update(group)
+                yield group
 
 
 def _children(node: Mapping[str, Any]) -> Iterator[tuple[str, str | int | None, Any]]:

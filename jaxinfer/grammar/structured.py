@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxinfer.text.reasoning import FAMILIES
 
-MAX_GRAMMAR_CHARS = 2**18  # of a schema, pattern or grammar
+MAX_GRAMMAR_CHARS = 2**20  # of a schema, pattern or grammar; calls of 128 tools make 400,000
 MAX_CHOICES = 4096
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 

@@ -6,6 +6,7 @@ import pytest
 
 from jaxinfer.batch.errors import RowError
 from jaxinfer.batch.requests import read_chat, read_completions, read_plain
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.sampling.params import SamplingParams
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -13,8 +14,8 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 
 def test_sampling_fields_pass_in_every_form():
-    own = ("logprobs", "structured")  # which are read
-    values = {field.name: f"value of {field.name}" for field in fields(SamplingParams) if field.name not in own}
+    values = {field.name: f"value of {field.name}" for field in fields(SamplingParams) if field.name != "logprobs"}
+    values["structured"] = StructuredOutputs(regex="a")
     assert read_plain({"prompt": "x", **values}).sampling == values
     assert read_completions({"prompt": "x", **values, "best_of": values["n"]}).sampling == values
     assert read_chat({"messages": MESSAGES, **values}).sampling == values
@@ -59,7 +60,9 @@ def test_tools_are_checked_before_the_model_is_loaded():
     ("read", "body", "parameter", "message"),
     [
         (read_chat, {"stream": True}, "stream", "a batch does not stream"),
-        (read_chat, {"response_format": {"type": "json_schema"}}, "response_format", "needs an object with a schema"),
+        (read_chat, {"response_format": {"type": "yaml"}}, "response_format", "no field 'type'"),
+        (read_chat, {"response_format": {"type": "json_schema"}}, "response_format", "a schema"),
+        (read_chat, {"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "say the same"),
         (read_chat, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (read_chat, {"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "must be 'none'"),
         (read_chat, {"tools": [*TOOLS, *TOOLS]}, "tools", "two tools"),

@@ -232,7 +232,7 @@ def test_fewer_bytes_are_more_pages(tiny):
 
     pages = {}
     for kv_dtype in ("float32", "fp8_e4m3"):
-        options = EngineOptions(max_model_len=128, max_seqs=200, kv_dtype=kv_dtype)
+        options = EngineOptions(max_model_len=128, max_seqs=200, kv_dtype=kv_dtype, grammar_memory=0)
         engine = Engine(*tiny, options, available=2_000_000)
         pages[kv_dtype] = engine.runner.memory.num_pages
         engine.close()

@@ -301,7 +301,7 @@ def room_for(tiny, options: EngineOptions, num_pages: int) -> int:
     ],
 )
 def test_what_does_not_fit_says_how_much_is_missing_and_what_helps(tiny, options, num_pages, helps):
-    options = EngineOptions(max_model_len=128, **options)
+    options = EngineOptions(max_model_len=128, grammar_memory=0, **options)
     available = room_for(tiny, replace(options, num_pages=None), num_pages)
     with pytest.raises(OutOfMemoryError) as caught:
         Engine(*tiny, options, available=available)

@@ -82,7 +82,7 @@ REFUSED = [
     ("/v1/responses", {"input": []}),
     ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}),
     ("/v1/responses", {"input": "a", "background": True}),
-    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "yaml"}}}),
     ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 0}),
 ]
