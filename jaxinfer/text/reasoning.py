@@ -58,8 +58,8 @@ def family_of(name: str, chat_template: str | None) -> Family | None:
 def hidden_tokens(
     family: Family | None, tokenizer: Tokenizer | None, more: Iterable[str] = ()
 ) -> tuple[str, ...] | None:
-    """Where the family's tags, or `more` of them, are special tokens, which text without special tokens lacks: the other
-    special tokens, which are to be removed from text that has them. None where the tags are text."""
+    """Where the family's tags, or some of `more`, are special tokens, which text without those lacks: the other special
+    tokens, which are to be removed from text that has them. None where the tags are text."""
     tags = {*more, *(() if family is None else family.markers)}
     if not tags or tokenizer is None:
         return None
