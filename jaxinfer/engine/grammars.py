@@ -245,6 +245,8 @@ class TablePool:
     def _place(self, table: TokenTable) -> _Held | None:
         wanted = (len(table.masks), len(table.mask_of), 1, table.successors.size)
         parts = (self._masks, self._states, self._classes, self._successors)
+        if any(count > rows.capacity for rows, count in zip(parts, wanted, strict=True)):
+            return None
         unused = [key for key, one in self._held.items() if not one.num_users]
         while True:
             taken = [rows.take(count) for rows, count in zip(parts, wanted, strict=True)]
@@ -279,6 +281,7 @@ class _Rows:
     """Adjacent rows, given and taken back."""
 
     def __init__(self, start: int, count: int):
+        self.capacity = count
         self._free = [range(start, start + count)]
 
     def take(self, count: int) -> range | None:

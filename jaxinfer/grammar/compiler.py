@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
 from jaxinfer.text import Tokenizer
 from jaxinfer.text.reasoning import FAMILIES
 
+_LOG = logging.getLogger(__name__)
 MAX_KEPT = 256  # compiled grammars
 
 
@@ -51,11 +53,17 @@ class Grammar:
     @property
     def table(self) -> TokenTable | None:
         """Its table, None while that is built, and where there is none."""
-        return self._table.result() if self._table is not None and self._table.done() else None
+        return self.wait() if self._table is not None and self._table.done() else None
 
     def wait(self) -> TokenTable | None:
         """The same, when it is known."""
-        return None if self._table is None else self._table.result()
+        if self._table is None or self._table.cancelled():
+            return None
+        if (error := self._table.exception()) is not None:  # answers go on under masks from the host
+            _LOG.error("a table could not be built", exc_info=error)
+            self._table = None
+            return None
+        return self._table.result()
 
 
 class GrammarCompiler:
