@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +100,10 @@ class GrammarCompiler:
             language, text = read(structured)
         except ValueError as error:
             raise GrammarError(str(error)) from None
-        first = self.library.matcher(text)
+        try:
+            first = self.library.matcher(text)
+        except GrammarError as error:
+            raise GrammarError(_own_place(str(error), structured)) from None
         table = None
         if language is not None and self._build is not None:
             table = self._builder.submit(self._build, language)
@@ -143,6 +147,15 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
     if schema is not None:
         return None, schema_grammar(schema, structured.whitespace_pattern)
     return None, _lark(check_lark(structured.grammar or ""))
+
+
+def _own_place(message: str, structured: StructuredOutputs) -> str:
+    """llguidance's message without the text that was put around what was asked for."""
+    found = re.match(r"(?:at )?(\d+)\((\d+)\): (.*?)(?=\n +\d+ \| |\Z)", message, re.DOTALL)
+    if found is None:
+        return message
+    place = f"line {int(found[1]) - 1}, column {found[2]}: " if structured.kind == "grammar" else ""
+    return place + found[3]
 
 
 def _lark(text: str) -> str:
