@@ -23,7 +23,7 @@ from jaxinfer.training.objectives import sequence_logits
 from tests.engine.grammars import VOCABULARY, make_compiler, make_sequence, random_params, run, text_of
 from tests.engine.mixed_requests import random_prompts
 from tests.pallas_kernels.quick import quick
-from tests.tiny import OPTIONS
+from tests.tiny import CONTIGUOUS_OPTIONS, OPTIONS
 
 NUM_REQUESTS = 40
 PROMPTS = random_prompts(NUM_REQUESTS, 30, seed=5)
@@ -52,9 +52,8 @@ def compiler():
 
 
 def open_engine(tiny, draft=None, **options) -> Engine:
-    if options.get("cache") == "contiguous":
-        options = {**{name: value for name, value in OPTIONS.items() if name != "num_pages"}, **options}
-    return Engine(*tiny, EngineOptions(**{**OPTIONS, **options}), draft=draft)
+    usual = CONTIGUOUS_OPTIONS if options.get("cache") == "contiguous" else OPTIONS
+    return Engine(*tiny, EngineOptions(**{**usual, **options}), draft=draft)
 
 
 def answers(engine, compiler, waits=True, params=PARAMS) -> list[list[int]]:
