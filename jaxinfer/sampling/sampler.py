@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxinfer.grammar.device import GrammarTables
+from jaxinfer.grammar.device import GrammarTables, apply_masks
 from jaxinfer.sampling import exact
 from jaxinfer.sampling.batch import SamplingBatch
 from jaxinfer.sampling.keys import gumbel_noise
 from jaxinfer.sampling.params import MAX_LOGPROBS
 from jaxinfer.sampling.state import SamplingState
-from jaxinfer.sampling.transforms import is_transformed, transform
+from jaxinfer.sampling.transforms import is_more_than_masked, is_transformed, transform
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float32, Int32
@@ -62,11 +62,17 @@ def sample(
 
     `draw` replaces the choice of tokens in sampled rows; it gets the transformed logits.
     """
-    # No [S, V] array leaves the branches: a step in which no row needs a transform does not copy the logits.
-    tokens, best = lax.cond(
-        jnp.any(is_transformed(batch, state)),
-        lambda: _choose(transform(logits, batch, state, tables), positions, batch, draw),
-        lambda: exact.largest(logits),
+    # No [S, V] array leaves the branches: a step in which no row needs a transform does not copy the logits, nor does
+    # one of greedy rows under masks.
+    is_more = jnp.any(is_more_than_masked(batch, state))
+    which = jnp.where(is_more, 2, jnp.any(is_transformed(batch, state)))
+    tokens, best = lax.switch(
+        which,
+        [
+            lambda: exact.largest(logits),
+            lambda: exact.largest(logits if tables is None else apply_masks(logits, state.grammar, tables)),
+            lambda: _choose(transform(logits, batch, state, tables), positions, batch, draw),
+        ],
     )
     ok = jnp.all(logits < jnp.inf, axis=-1) & (best > -jnp.inf)
     tokens = jnp.where(ok, tokens, 0)

@@ -49,7 +49,12 @@ def transform(
 
 def is_transformed(batch: SamplingBatch, state: SamplingState) -> jax.Array:
     """bool[S]: whether `transform` may change a row."""
-    return _has_processors(batch, state) | batch.is_sampled | (state.grammar > 0)
+    return is_more_than_masked(batch, state) | (state.grammar > 0)
+
+
+def is_more_than_masked(batch: SamplingBatch, state: SamplingState) -> jax.Array:
+    """bool[S]: whether `transform` may change a row in other ways than by its grammar's mask."""
+    return _has_processors(batch, state) | batch.is_sampled
 
 
 def _has_processors(batch: SamplingBatch, state: SamplingState) -> jax.Array:

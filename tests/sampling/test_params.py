@@ -36,6 +36,7 @@ DEFAULTS = {
     "bad_words": (),
     "skip_special_tokens": True,
     "include_stop_str_in_output": False,
+    "structured": None,
 }
 
 NOT_NUMBERS = (math.nan, math.inf, -math.inf, True, "1", None, 10**400, 1j)
@@ -85,6 +86,10 @@ LIMITS = {
     ),
     "skip_special_tokens": ((True, False), (1, None)),
     "include_stop_str_in_output": ((True, False), (1, None)),
+    "structured": (
+        (None, {"regex": "a"}, {"json": {}}, {"choice": ["a"] * 4096}, {"type": "json_object"}),
+        ("a", {}, {"regex": 1}, {"json": 7}, {"choice": ["a"] * 4097}, {"regex": "a" * (2**20 + 1)}, 7),
+    ),
 }
 
 

@@ -261,6 +261,7 @@ APPLIED_ELSEWHERE = {
     "prompt_logprobs": 3,  # the prefill program calls token_logprobs
     "skip_special_tokens": False,  # the detokenizer
     "include_stop_str_in_output": True,  # the detokenizer
+    "structured": {"regex": "a"},  # the engine writes the row's state and mask (tests/engine/test_structured.py)
 }
 
 
