@@ -36,6 +36,7 @@ EXTRAS = {
     "docs": ("mkdocs-material", "mkdocstrings"),
     "object-store": ("fsspec",),
     "serve": ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus-client"),
+    "structured": ("llguidance",),
     "tracing": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     "ray": ("ray",),
     "notebooks": ("jupytext", "nbmake", "ipykernel", "matplotlib"),

@@ -189,10 +189,20 @@ def _note(found: _Scan, param: Any, flag: str) -> None:
         raise OptionNameError(flag, f"{flag} and {earlier} are the same option: give one of them")
 
 
+_STRUCTURED = "--json-schema FILE, --regex PATTERN, --choice TEXT and --grammar FILE say what the answer must match"
+
+
 def _values(found: _Scan, known: Sequence[str]) -> dict[str, Any]:
     """Our options that the other flags stand for."""
     values: dict[str, Any] = {}
     for scope, given in found.given.items():
+        for name, value in given.items():
+            if (
+                (entry := find(scope, name)) is not None
+                and entry.ours.startswith("structured")
+                and entry.read is not None
+            ):
+                raise OptionNameError(name, f"{name}={value!r:.60} ({entry.engines}): {_STRUCTURED}")
         values |= translated(scope, given, known, "this command has no option {}")
     for name in values:
         if name in found.own:

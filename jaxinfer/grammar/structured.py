@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxinfer.text.reasoning import FAMILIES
-
 MAX_GRAMMAR_CHARS = 2**20  # of a schema, pattern or grammar; calls of 128 tools make 400,000
 MAX_CHOICES = 4096
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
@@ -59,8 +57,8 @@ class StructuredOutputs:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        if self.reasoning is not None and self.reasoning not in (*FAMILIES, "none"):
-            raise GrammarError(f"reasoning must be one of {', '.join((*FAMILIES, 'none'))}, got {self.reasoning!r:.60}")
+        if self.reasoning is not None:
+            _check_family(self.reasoning)
         if self.whitespace_pattern is not None and given[0] not in ("json", "json_object"):
             raise GrammarError(f"whitespace_pattern belongs to json and json_object, not to {given[0]}")
 
@@ -100,6 +98,13 @@ def _schema_of_format(value: Mapping[str, Any]) -> Any:
     if not isinstance(form, Mapping) or not isinstance(form.get("schema"), Mapping):
         raise GrammarError(f"json_schema needs an object with a schema, got {reprlib.repr(form)}")
     return form["schema"]
+
+
+def _check_family(name: Any) -> None:
+    from jaxinfer.text.reasoning import FAMILIES  # loads the tokenizers library
+
+    if name not in (*FAMILIES, "none"):
+        raise GrammarError(f"reasoning must be one of {', '.join((*FAMILIES, 'none'))}, got {name!r:.60}")
 
 
 def _check_text(name: str, value: Any) -> None:

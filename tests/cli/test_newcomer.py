@@ -83,7 +83,7 @@ ANSWERS = [
     ("jaxinfer serve demo --ssl-keyfile key.pem", 2, "put a proxy such as nginx in front"),
     ("jaxinfer generate hi -m demo -ngl 99", 2, "--mesh model=4 places a model on devices"),
     ("jaxinfer generate hi -m demo --load-in-4bit", 2, "--quantize nf4"),
-    ("jaxinfer generate hi -m demo --guided-json {}", 2, "constrained decoding is not supported"),
+    ("jaxinfer generate hi -m demo --guided-json {}", 2, "say what the answer must match"),
     ("jaxinfer generate hi -m demo --tensor-parallel-size 64", 1, "mesh 'model=64' needs 64 devices"),
     # Flags that mean what ours do.
     ("jaxinfer generate -p hi -m demo --temp 0 --max-new-tokens 3", 0, ""),
@@ -215,7 +215,7 @@ SNIPPETS = [
     ("llm.generate_file('none.jsonl', 'out.jsonl')", FileNotFoundError, "none.jsonl"),
     ("llm.create_chat_completion([])", AttributeError, "its methods are generate, chat"),
     ("jaxinfer.load('demo')", AttributeError, "it has LLM, AsyncEngine"),
-    ("SamplingParams(guided_json={})", TypeError, "constrained decoding is not supported"),
+    ("SamplingParams(grammar='root ::= a')", TypeError, "say what the answer must match"),
     ("SamplingParams(max_token=3)", TypeError, "did you mean 'max_tokens'"),
 ]
 

@@ -9,6 +9,7 @@ import typer.main
 
 from jaxinfer.cli.main import app
 from jaxinfer.cli.options import LogitOptions, SamplingOptions, merge_params, sampling_values
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.sampling import SamplingParams, SamplingParamsError
 
 GIVEN = {
@@ -36,25 +37,29 @@ GIVEN = {
 }
 
 
+SAMPLING = {field.name for field in fields(SamplingParams)} - {"structured"}
+
+
 def missing(options: type) -> set[str]:
     return {field.name for field in fields(SamplingParams)} - {field.name for field in fields(options)}
 
 
 def test_every_sampling_parameter_is_an_option():
-    assert missing(SamplingOptions) == set()
-    assert {field.name for field in fields(SamplingOptions)} == {field.name for field in fields(SamplingParams)}
+    assert missing(SamplingOptions) == {"structured"}
+    own = {"json_schema", "json_object", "regex", "choice", "grammar"}  # what `structured` is
+    assert {field.name for field in fields(SamplingOptions)} == SAMPLING | own
     less = make_dataclass("Less", [field.name for field in fields(SamplingParams) if field.name != "top_k"])
     assert missing(less) == {"top_k"}
     for name in ("generate", "chat"):
         options = {parameter.name for parameter in typer.main.get_command(app).commands[name].params}
-        assert options >= {field.name for field in fields(SamplingParams)}
+        assert options >= SAMPLING | own
     options = {parameter.name for parameter in typer.main.get_command(app).commands["score"].params}
     assert options >= {field.name for field in fields(LogitOptions)}
 
 
 def test_each_option_arrives(jaxinfer, model, monkeypatch):
     """What the engine is asked for is what was written, field by field."""
-    assert GIVEN.keys() == {field.name for field in fields(SamplingParams)}
+    assert GIVEN.keys() == SAMPLING
     seen = []
 
     def remember(self, prompts, params, **_):
@@ -144,3 +149,31 @@ def test_an_answer_over_a_cache_of_8_bits(jaxinfer, json_lines, model):
     for kv_dtype in ("int8", "fp8_e4m3"):
         (found,) = json_lines(jaxinfer(*arguments, "--kv-dtype", kv_dtype).stdout)
         assert len(found["outputs"][0]["token_ids"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--json-schema", "FILE"], {"json": '{"type": "integer"}'}),
+        (["--json-object"], {"json_object": True}),
+        (["--regex", "[0-9]+"], {"regex": "[0-9]+"}),
+        (["--choice", "yes", "--choice", "no"], {"choice": ("yes", "no")}),
+        (["--grammar", "FILE"], {"grammar": '{"type": "integer"}'}),
+    ],
+)
+def test_structured_output_arrives(jaxinfer, model, monkeypatch, tmp_path, arguments, wanted):
+    path = tmp_path / "schema.json"
+    path.write_text('{"type": "integer"}')
+    seen = []
+
+    def remember(self, prompts, params, **_):
+        seen.extend(params)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("jaxinfer.llm.LLM.generate", remember)
+    arguments = [str(path) if one == "FILE" else one for one in arguments]
+    assert jaxinfer("generate", "hi", "-m", model, "--json", *arguments).stderr == "error: enough\n"
+    assert seen[0].structured == StructuredOutputs(**wanted)
+    error = jaxinfer("generate", "hi", "-m", model, "--json-schema", str(tmp_path / "none")).stderr
+    assert "--json-schema" in error
+    assert "cannot be read" in error
