@@ -32,8 +32,8 @@ from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
+from jaxinfer.text.reasoning import FAMILIES, prompt_end
 
-NUM_PROMPT_END = 32  # tokens that may hold a tag of reasoning and white space
 Key = TypeVar("Key")
 
 
@@ -142,8 +142,9 @@ class Client:
             grammar = self._compiler.compile(structured)
         except ValueError as error:
             raise SamplingParamsError("structured", f"structured: {error}") from None
-        prompt_end = tokenizer.decode(list(prompt[-NUM_PROMPT_END:]), skip_special_tokens=False)
-        return grammar, self._compiler.gate(structured, prompt_end)
+        if structured.reasoning in (None, "none"):
+            return grammar, None
+        return grammar, self._compiler.gate(FAMILIES[structured.reasoning], prompt_end(tokenizer, prompt))
 
     def prepare_score(self, prompt: Prompt, continuation: Prompt, params: SamplingParams, *, what: str) -> Request:
         """A request that scores `continuation` after `prompt`; they are tokenized apart."""

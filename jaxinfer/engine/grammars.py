@@ -147,7 +147,7 @@ class Grammars:
             if answer.is_reasoning:
                 rows.states[row] = 0
             elif answer.state is None:
-                rows.states[row], rows.has_mask[row] = slot_state(sequence.slot or 0), True
+                rows.states[row], rows.has_mask[row] = slot_state(rows.slots[row]), True
                 on_host.append((row, answer))
             else:
                 table = answer.grammar.table
@@ -182,9 +182,6 @@ class Grammars:
             return list(tokens), None
         made = [token for token in tokens if token >= 0]
         kept = made[: self._num_kept(answer, made)]
-        if not answer.keeps_one:
-            for was_allowed in (*(True for _ in kept[1:]), *(False for _ in made[len(kept) : len(kept) + 1])):
-                answer.rate += RATE_STEP * (0.99 * was_allowed - answer.rate)
         answer.rejected = made[len(kept) :]
         if (error := answer.matcher.error) is not None:
             return kept, error
@@ -194,7 +191,12 @@ class Grammars:
 
     def _num_kept(self, answer: AnswerGrammar, made: Sequence[int]) -> int:
         if answer.gate is None:
-            return answer.matcher.accept(made[:1] if answer.keeps_one else made)
+            if answer.keeps_one:
+                return answer.matcher.accept(made[:1])
+            count = answer.matcher.accept(made)
+            for was_allowed in (*(True for _ in made[1:count]), *(False for _ in made[count : count + 1])):
+                answer.rate += RATE_STEP * (0.99 * was_allowed - answer.rate)
+            return count
         was_undecided = answer.gate.state == "undecided"
         for count, token in enumerate(made[:1] if was_undecided else made, 1):
             answer.gate.feed(token)

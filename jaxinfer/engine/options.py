@@ -161,7 +161,8 @@ class EngineOptions(SpeculationOptions):
     )
     grammar_memory: int = _engine(
         32,
-        "MiB of device memory for tables of structured output, with which it runs as fast as free answers; 0 for none.",
+        "MiB of device memory for tables of structured output; answers without one are under masks from the host, more "
+        "slowly. 0 for none.",
         "MIB",
         min=0,
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxinfer.grammar.alphabet import Alphabet
 from jaxinfer.grammar.minimize import minimize
-from jaxinfer.grammar.nodes import Chars, Choice, Node, Repeat, Sequence, Text, TooLargeError
+from jaxinfer.grammar.nodes import Alternation, Chars, Concatenation, Node, Repeat, Text, TooLargeError
 from jaxinfer.grammar.utf8 import to_bytes
 
 MAX_STATES = 8192
@@ -68,9 +68,9 @@ def build_automaton(node: Node, max_states: int = MAX_STATES) -> Automaton:
 
 
 def _children(node: Node) -> tuple[Node, ...]:
-    if isinstance(node, Sequence):
+    if isinstance(node, Concatenation):
         return node.parts
-    if isinstance(node, Choice):
+    if isinstance(node, Alternation):
         return node.options
     return (node.node,) if isinstance(node, Repeat) else ()
 
@@ -173,11 +173,11 @@ class _Positions:
             return after
         if isinstance(node, Chars):
             return self._position(node.ranges, after)
-        if isinstance(node, Sequence):
+        if isinstance(node, Concatenation):
             for part in reversed(node.parts):
                 after = self._compile(part, after)
             return after
-        if isinstance(node, Choice):
+        if isinstance(node, Alternation):
             return self._point([self._compile(option, after) for option in node.options])
         entry = after
         if node.most is None:

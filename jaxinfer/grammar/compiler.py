@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -27,9 +27,9 @@ from jaxinfer.grammar.structured import GrammarError, StructuredOutputs
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.table_builder import TableLimits, build_table
 from jaxinfer.grammar.table_cache import TableCache
-from jaxinfer.grammar.vocabulary import Vocabulary, vocabulary_of
+from jaxinfer.grammar.vocabulary import vocabulary_of
 from jaxinfer.text import Tokenizer
-from jaxinfer.text.reasoning import FAMILIES
+from jaxinfer.text.reasoning import Family
 
 _LOG = logging.getLogger(__name__)
 MAX_KEPT = 256  # compiled grammars
@@ -71,20 +71,18 @@ class GrammarCompiler:
     """Compiles what requests ask for, and builds tables in a thread of its own. Threads may share it.
 
     Args:
-      vocabulary: of the model. encode: as of `MatcherLibrary`. special_texts: of tokens that have none in it.
+      spelling: of the model's tokenizer. special_texts: of tokens that have none in its vocabulary.
       build: makes the table of a language, None where it is too large; without it there are no tables.
     """
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
-        encode: Callable[[str], Sequence[int]],
+        spelling: Spelling,
         special_texts: Mapping[int, bytes],
         build: Callable[[nodes.Node], TokenTable | None] | None = None,
     ):
-        self._vocabulary, self._special_texts = vocabulary, special_texts
-        self.library = MatcherLibrary(vocabulary, encode)
-        self._build = build
+        self._special_texts, self._build = special_texts, build
+        self.library = MatcherLibrary(spelling)
         self._builder = ThreadPoolExecutor(1, "grammar-tables")
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -114,10 +112,10 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
         return found
 
-    def gate(self, structured: StructuredOutputs, prompt_end: str) -> Gate | None:
-        """Where the grammar begins in an answer to a prompt that ends with this text; None for its first token."""
-        family = FAMILIES.get(structured.reasoning or "none")
-        return None if family is None else gate_of(family, prompt_end, self._vocabulary, self._special_texts)
+    def gate(self, family: Family, prompt_end: str) -> Gate | None:
+        """Where the grammar begins in an answer to a prompt that ends with this text, if the answer may begin with
+        reasoning; None for its first token."""
+        return gate_of(family, prompt_end, self.library.vocabulary, self._special_texts)
 
     def close(self) -> None:
         """Builds no more tables."""
@@ -131,7 +129,7 @@ def read(structured: StructuredOutputs) -> tuple[nodes.Node | None, str]:
     language: nodes.Node | None = None
     schema: Any = None
     if structured.kind == "choice":
-        language = nodes.choice([nodes.Text(text) for text in structured.choice or ()])
+        language = nodes.alternate([nodes.Text(text) for text in structured.choice or ()])
     elif structured.kind == "regex":
         language = _read_pattern(structured.regex or "")
     elif structured.kind != "grammar":
@@ -175,18 +173,18 @@ def _read_pattern(pattern: str) -> nodes.Node | None:
 def make_compiler(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> GrammarCompiler:
     """The compiler of a model with this tokenizer and V tokens. Raises ValueError for a tokenizer whose tokens have no
     texts of their own."""
-    vocabulary, limits = vocabulary_of(tokenizer, eos_token_ids, vocab_size), TableLimits()
-    spelling = Spelling(vocabulary, lambda text: tokenizer.encode(text, False))
-    cache = TableCache(cache_folder("grammars"))
+    vocabulary = vocabulary_of(tokenizer, eos_token_ids, vocab_size)
+    spelling = Spelling(vocabulary, lambda text: tokenizer.encode(text, False), tokenizer.digest)
+    cache, limits = TableCache(cache_folder("grammars")), TableLimits()
 
     def build(language: nodes.Node) -> TokenTable | None:
         def make() -> TokenTable:
-            return build_table(build_automaton(language), vocabulary, spelling, limits)
+            return build_table(build_automaton(language), spelling, limits)
 
         try:
-            return cache.get_or_build(language, vocabulary, limits, make)
+            return cache.get_or_build(language, spelling, limits, make)
         except ValueError:
             return None  # masks from the host are right for it
 
     special = {token: tokenizer.decode([token], skip_special_tokens=False).encode() for token in tokenizer.special_ids}
-    return GrammarCompiler(vocabulary, lambda text: tokenizer.encode(text, False), special, build)
+    return GrammarCompiler(spelling, special, build)

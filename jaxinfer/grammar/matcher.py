@@ -6,7 +6,7 @@ here after each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,11 @@ import numpy as np
 
 from jaxinfer.grammar.spelling import MAX_FORCED, Spelling
 from jaxinfer.grammar.structured import GrammarError
-from jaxinfer.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     import llguidance
 
-# About half a second of one core each, at most; a mask takes 25 us in the median.
+# Of llguidance's work, by its own counts: one grammar or one token cannot hold up the other answers for seconds.
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 500_000,
@@ -32,24 +31,19 @@ LIMITS = {
 
 
 class MatcherLibrary:
-    """llguidance for one vocabulary. Raises ImportError, with what to install, where it is not there.
+    """llguidance for one tokenizer. Raises ImportError, with what to install, where it is not there."""
 
-    Args:
-      encode: turns a text into token ids as the model's tokenizer does, without special tokens.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]):
+    def __init__(self, spelling: Spelling):
         try:
             import llguidance
         except ImportError:
             raise ImportError("structured output needs llguidance: pip install 'jaxinfer[structured]'") from None
-        self._library, self.vocabulary, self._encode = llguidance, vocabulary, encode
-        self.spelling = Spelling(vocabulary, encode)
+        self._library, self.spelling = llguidance, spelling
+        self.vocabulary = spelling.vocabulary
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
-        """Takes 2.6 s for 131,072 tokens."""
-        wrapper = self._library.TokenizerWrapper(_Tokens(self.vocabulary, self._encode))
+        wrapper = self._library.TokenizerWrapper(_Tokens(self.spelling))
         return self._library.LLTokenizer(
             wrapper, n_vocab=len(self.vocabulary), eos_token=list(self.vocabulary.eos_token_ids)
         )
@@ -123,8 +117,8 @@ class Matcher:
 class _Tokens:
     """A vocabulary as llguidance wants it."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]):
-        self._encode = encode
+    def __init__(self, spelling: Spelling):
+        self._encode, vocabulary = spelling.encode, spelling.vocabulary
         self.eos_token_id, self.bos_token_id = vocabulary.eos_token_ids[0], None
         # A special token is told by its first byte, which no text has; these need different texts.
         self.tokens = [

@@ -23,14 +23,14 @@ class Chars:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class Concatenation:
     """One after another; none of them is the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class Alternation:
     """One of several; none of them matches nothing."""
 
     options: tuple[Node, ...]
@@ -45,7 +45,7 @@ class Repeat:
     most: int | None
 
 
-Node = Text | Chars | Sequence | Choice | Repeat
+Node = Text | Chars | Concatenation | Alternation | Repeat
 
 EMPTY = Text("")
 
@@ -54,7 +54,7 @@ class TooLargeError(ValueError):
     """A language whose automaton or table is larger than a limit, or takes longer to build."""
 
 
-def sequence(parts: list[Node | None]) -> Node | None:
+def concat(parts: list[Node | None]) -> Node | None:
     """One after another; None is the language without any text."""
     kept: list[Node] = []
     for part in parts:
@@ -63,14 +63,14 @@ def sequence(parts: list[Node | None]) -> Node | None:
         if isinstance(part, Text) and kept and isinstance(kept[-1], Text):
             kept[-1] = Text(kept[-1].text + part.text)
         elif part != EMPTY:
-            kept.extend(part.parts if isinstance(part, Sequence) else [part])
-    return EMPTY if not kept else kept[0] if len(kept) == 1 else Sequence(tuple(kept))
+            kept.extend(part.parts if isinstance(part, Concatenation) else [part])
+    return EMPTY if not kept else kept[0] if len(kept) == 1 else Concatenation(tuple(kept))
 
 
-def choice(options: list[Node | None]) -> Node | None:
+def alternate(options: list[Node | None]) -> Node | None:
     """One of several; None is the language without any text."""
     kept = [option for option in options if option is not None]
-    return None if not kept else kept[0] if len(kept) == 1 else Choice(tuple(kept))
+    return None if not kept else kept[0] if len(kept) == 1 else Alternation(tuple(kept))
 
 
 def repeat(node: Node | None, least: int, most: int | None) -> Node | None:

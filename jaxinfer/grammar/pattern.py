@@ -6,7 +6,7 @@ A text must match the whole pattern. `\\d`, `\\w` and categories are those of Py
 from __future__ import annotations
 
 from jaxinfer.grammar.char_sets import Ranges
-from jaxinfer.grammar.nodes import Chars, Choice, Node, Repeat, Sequence, Text
+from jaxinfer.grammar.nodes import Alternation, Chars, Concatenation, Node, Repeat, Text
 from jaxinfer.grammar.pattern_parser import PatternParser, UnsupportedPattern
 
 __all__ = ["UnsupportedPattern", "parse_pattern", "pattern_of"]
@@ -48,11 +48,11 @@ def pattern_of(node: Node) -> str:
     stack: list[Node | str] = [node]
     while stack:
         item = stack.pop()
-        if isinstance(item, Sequence):
+        if isinstance(item, Concatenation):
             for part in reversed(item.parts):
-                stack += [")", part, "(?:"] if isinstance(part, Choice) else [part]
+                stack += [")", part, "(?:"] if isinstance(part, Alternation) else [part]
             continue
-        if isinstance(item, Choice):
+        if isinstance(item, Alternation):
             for option in reversed(item.options):
                 stack += [option, "|"]
             stack.pop()

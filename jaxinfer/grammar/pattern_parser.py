@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 
 from jaxinfer.grammar import char_sets
 from jaxinfer.grammar.char_sets import Ranges
-from jaxinfer.grammar.nodes import Chars, Choice, Node, Repeat, Sequence, Text, chars, choice, repeat, sequence
+from jaxinfer.grammar.nodes import (
+    Alternation,
+    Chars,
+    Concatenation,
+    Node,
+    Repeat,
+    Text,
+    alternate,
+    chars,
+    concat,
+    repeat,
+)
 
 MAX_GROUPS = 100
 """Groups within one another."""
@@ -78,12 +89,12 @@ class PatternParser:
 
     def parse(self) -> Node | None:
         """The whole pattern; None if no text matches."""
-        node = self.choice(0, _Flags())
+        node = self.alternation(0, _Flags())
         if self.at < len(self.text):
             raise self.error("')' closes no group")
         return node
 
-    def choice(self, depth: int, flags: _Flags) -> Node | None:
+    def alternation(self, depth: int, flags: _Flags) -> Node | None:
         """Alternatives up to ")" or the end. A flag holds from its place to the end of its group."""
         if depth > MAX_GROUPS:
             raise self.error(f"groups are nested more than {MAX_GROUPS} deep")
@@ -100,14 +111,14 @@ class PatternParser:
             else:
                 parts.append(self._quantified(self._atom(depth, flags)))
         options.append(self._joined(parts))
-        return self._made(choice(options), options)
+        return self._made(alternate(options), options)
 
     def _joined(self, parts: list[Node | None]) -> Node | None:
         if not any(self._has_anchor(part) for part in parts):
-            return sequence(parts)
+            return concat(parts)
         if None in parts:
             return None
-        return self._made(Sequence(tuple(part for part in parts if part is not None)), parts)
+        return self._made(Concatenation(tuple(part for part in parts if part is not None)), parts)
 
     def _has_anchor(self, node: object) -> bool:
         return isinstance(node, _Anchor) or id(node) in self._anchored
@@ -125,9 +136,9 @@ class PatternParser:
           starts, ends: whether the node is at the pattern's start, and end.
           is_open: whether any text may come before it, and after it, if it has no anchor there.
         """
-        if isinstance(node, Choice) and self._has_anchor(node):
-            return choice([self.resolve(option, starts, ends, is_open) for option in node.options])
-        is_split = isinstance(node, Sequence) and self._has_anchor(node)
+        if isinstance(node, Alternation) and self._has_anchor(node):
+            return alternate([self.resolve(option, starts, ends, is_open) for option in node.options])
+        is_split = isinstance(node, Concatenation) and self._has_anchor(node)
         parts: list[object] = list(node.parts) if is_split else [node]  # pyright: ignore[reportAttributeAccessIssue]
         opens, closes = is_open
         while starts and parts and isinstance(parts[0], _Anchor) and parts[0].sign == "^":
@@ -146,7 +157,7 @@ class PatternParser:
                 part = self.resolve(part, starts and is_first, ends and is_last, sides)
             found.append(part)  # pyright: ignore[reportArgumentType]
         anything: list[Node | None] = [Repeat(ANY, 0, None)]
-        return sequence([*(anything if before else ()), *found, *(anything if after else ())])
+        return concat([*(anything if before else ()), *found, *(anything if after else ())])
 
     # Pieces
 
@@ -211,7 +222,7 @@ class PatternParser:
                 raise self.unsupported(f"the group '({self.text[place + 1 : place + 4]}'", place)
             letters, self.at = self.text[self.at : end], end + 1
             flags = self._with_flags(flags, letters, place) if letters else flags
-        node = self.choice(depth + 1, flags)
+        node = self.alternation(depth + 1, flags)
         if not self.skip(")"):
             raise self.error("a group is not closed", place)
         return node

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxinfer.grammar import nodes, schema_numbers, schema_strings
-from jaxinfer.grammar.nodes import EMPTY, Choice, Node, Repeat, Text, choice, repeat, sequence
+from jaxinfer.grammar.nodes import EMPTY, Alternation, Node, Repeat, Text, alternate, concat, repeat
 from jaxinfer.grammar.schema_graph import Graph
 from jaxinfer.grammar.schema_parts import NotServedError, Parts, Plain, type_of
 
@@ -70,7 +70,7 @@ class _Builder:
             options: list[Node | None] = []
             for plain in self._parts.alternatives(merged):
                 options += self._texts(plain, depth)
-            self._found[key] = choice(options)
+            self._found[key] = alternate(options)
             self._active.discard(key)
         return self._found[key]
 
@@ -79,7 +79,7 @@ class _Builder:
             fitting = [value for value in plain.values if _fits(value, plain)]
             # 1.0 is the integer 1 too
             fitting += [int(value) for value in fitting if isinstance(value, float) and value == int(value)]
-            yield choice([schema_strings.text_of(value) for value in fitting])
+            yield alternate([schema_strings.text_of(value) for value in fitting])
             return
         if plain.unsupported & plain.types:
             raise NotServedError("an unsupported keyword")
@@ -87,7 +87,7 @@ class _Builder:
             if kind == "null":
                 yield Text("null")
             elif kind == "boolean":
-                yield Choice((Text("true"), Text("false")))
+                yield Alternation((Text("true"), Text("false")))
             elif kind == "string":
                 yield _string(plain)
             elif kind == "array":
@@ -112,13 +112,13 @@ class _Builder:
         if not prefix:
             if num_more == 0:
                 return Text("[]")
-            items = sequence([item, repeat(sequence([_COMMA, item]), max(0, least - 1), num_more and num_more - 1)])
-            return sequence([Text("["), items if least else repeat(items, 0, 1), Text("]")])
-        rest = repeat(sequence([_COMMA, item]), max(0, least - len(prefix)), num_more)
+            items = concat([item, repeat(concat([_COMMA, item]), max(0, least - 1), num_more and num_more - 1)])
+            return concat([Text("["), items if least else repeat(items, 0, 1), Text("]")])
+        rest = repeat(concat([_COMMA, item]), max(0, least - len(prefix)), num_more)
         for index in range(min(len(prefix), len(prefix) if most is None else most) - 1, -1, -1):
-            rest = sequence([_COMMA if index else EMPTY, prefix[index], rest])
+            rest = concat([_COMMA if index else EMPTY, prefix[index], rest])
             rest = rest if index < least else repeat(rest, 0, 1)
-        return sequence([Text("["), rest, Text("]")])
+        return concat([Text("["), rest, Text("]")])
 
     def _part(self, schemas: Sequence[Any], depth: int) -> Node | None:
         return self.value(schemas or [True], depth + 1)
@@ -132,14 +132,14 @@ class _Builder:
             is_required = name in plain.required
             value = self._part(plain.properties[name], depth) if name in plain.properties else further
             if value is not None:
-                pair = sequence([schema_strings.text_of(name), Text(":"), value])
+                pair = concat([schema_strings.text_of(name), Text(":"), value])
                 assert pair is not None
                 members.append(_Member(pair, is_required))
             elif is_required:
                 return None
         if further is not None:
             name = schema_strings.names_other_than(names) if names else schema_strings.free_string(0, None)
-            pair = sequence([name, Text(":"), further])
+            pair = concat([name, Text(":"), further])
             if pair is not None:
                 members.append(_Member(pair, is_repeated=True))
         least, most = plain.properties_count
@@ -150,7 +150,7 @@ class _Builder:
             raise NotServedError("maxProperties")
         if least > max(1, num_required):  # further names may repeat, and are then counted once
             raise NotServedError("minProperties")
-        return sequence([Text("{"), _members(members, least > 0), Text("}")])
+        return concat([Text("{"), _members(members, least > 0), Text("}")])
 
 
 def _members(members: list[_Member], is_nonempty: bool) -> Node | None:
@@ -158,14 +158,14 @@ def _members(members: list[_Member], is_nonempty: bool) -> Node | None:
     first = next((index for index, member in enumerate(members) if member.is_required), None)
     if first is None:
         some = _some(members)
-        return some if is_nonempty else choice([EMPTY, some])
-    before = [repeat(sequence([member.pair, _COMMA]), 0, 1) for member in members[:first]]
-    return sequence([*before, members[first].pair, *_after(members[first + 1 :])])
+        return some if is_nonempty else alternate([EMPTY, some])
+    before = [repeat(concat([member.pair, _COMMA]), 0, 1) for member in members[:first]]
+    return concat([*before, members[first].pair, *_after(members[first + 1 :])])
 
 
 def _after(members: list[_Member]) -> Iterator[Node | None]:
     for member in members:
-        pair = sequence([_COMMA, member.pair])
+        pair = concat([_COMMA, member.pair])
         yield pair if member.is_required else repeat(pair, 0, None if member.is_repeated else 1)
 
 
@@ -175,9 +175,9 @@ def _some(members: list[_Member]) -> Node | None:
         return None
     if len(members) == 1:
         (member,) = members
-        return sequence([member.pair, *_after(members)]) if member.is_repeated else member.pair
+        return concat([member.pair, *_after(members)]) if member.is_repeated else member.pair
     half = len(members) // 2
-    return choice([sequence([_some(members[:half]), *_after(members[half:])]), _some(members[half:])])
+    return alternate([concat([_some(members[:half]), *_after(members[half:])]), _some(members[half:])])
 
 
 def _string(plain: Plain) -> Node | None:
@@ -248,9 +248,9 @@ def _size(node: Node) -> int:
         top = stack[-1]
         inner = (
             top.parts
-            if isinstance(top, nodes.Sequence)
+            if isinstance(top, nodes.Concatenation)
             else top.options
-            if isinstance(top, Choice)
+            if isinstance(top, Alternation)
             else (top.node,)
             if isinstance(top, Repeat)
             else ()

@@ -10,7 +10,19 @@ import math
 from dataclasses import dataclass
 from decimal import Decimal
 
-from jaxinfer.grammar.nodes import EMPTY, Chars, Choice, Node, Repeat, Sequence, Text, chars, choice, repeat, sequence
+from jaxinfer.grammar.nodes import (
+    EMPTY,
+    Alternation,
+    Chars,
+    Concatenation,
+    Node,
+    Repeat,
+    Text,
+    alternate,
+    chars,
+    concat,
+    repeat,
+)
 
 MAX_BOUND_DIGITS = 40
 Number = int | float
@@ -18,16 +30,15 @@ Number = int | float
 _DIGIT = Chars(((0x30, 0x39),))
 _NONZERO = Chars(((0x31, 0x39),))
 _DIGITS = Repeat(_DIGIT, 1, None)
-_POSITIVE = Sequence((_NONZERO, Repeat(_DIGIT, 0, None)))
-INTEGER = Choice((Text("0"), Sequence((Repeat(Text("-"), 0, 1), _POSITIVE))))
-NUMBER = Sequence(
+_POSITIVE = Concatenation((_NONZERO, Repeat(_DIGIT, 0, None)))
+INTEGER = Alternation((Text("0"), Concatenation((Repeat(Text("-"), 0, 1), _POSITIVE))))
+_SIGN, _E = Chars(((0x2B, 0x2B), (0x2D, 0x2D))), Chars(((0x45, 0x45), (0x65, 0x65)))
+NUMBER = Concatenation(
     (
-        *(Repeat(Text("-"), 0, 1), Choice((Text("0"), _POSITIVE)), Repeat(Sequence((Text("."), _DIGITS)), 0, 1)),
-        Repeat(
-            Sequence((Chars(((0x45, 0x45), (0x65, 0x65))), Repeat(Chars(((0x2B, 0x2B), (0x2D, 0x2D))), 0, 1), _DIGITS)),
-            0,
-            1,
-        ),
+        Repeat(Text("-"), 0, 1),
+        Alternation((Text("0"), _POSITIVE)),
+        Repeat(Concatenation((Text("."), _DIGITS)), 0, 1),
+        Repeat(Concatenation((_E, Repeat(_SIGN, 0, 1), _DIGITS)), 0, 1),
     )
 )
 
@@ -70,7 +81,7 @@ def integer(low: Bound | None, high: Bound | None) -> Node | None:
     positive = None
     if most is None or most >= 0:
         positive = _magnitudes(0 if least is None or least <= 0 else least, most)
-    return choice([sequence([Text("-"), negative]), positive])
+    return alternate([concat([Text("-"), negative]), positive])
 
 
 def decimal(low: Bound | None, high: Bound | None) -> Node | None:
@@ -85,7 +96,7 @@ def decimal(low: Bound | None, high: Bound | None) -> Node | None:
     positive = None
     if high is None or high.value >= 0:
         positive = _decimals(Bound(zero, False) if low is None or low.value < 0 else low, high)
-    return choice([sequence([Text("-"), negative]), positive])
+    return alternate([concat([Text("-"), negative]), positive])
 
 
 def _magnitudes(least: int, most: int | None) -> Node | None:
@@ -94,15 +105,15 @@ def _magnitudes(least: int, most: int | None) -> Node | None:
         return None
     low = str(least)
     if most is None:
-        longer = sequence([_NONZERO, repeat(_DIGIT, len(low), None)])
-        return choice([_of_one_length(low, "9" * len(low)), longer])
+        longer = concat([_NONZERO, repeat(_DIGIT, len(low), None)])
+        return alternate([_of_one_length(low, "9" * len(low)), longer])
     high = str(most)
     if len(low) == len(high):
         return _of_one_length(low, high)
     between = None
     if len(high) - len(low) > 1:
-        between = sequence([_NONZERO, repeat(_DIGIT, len(low), len(high) - 2)])
-    return choice([_of_one_length(low, "9" * len(low)), between, _of_one_length("1" + "0" * (len(high) - 1), high)])
+        between = concat([_NONZERO, repeat(_DIGIT, len(low), len(high) - 2)])
+    return alternate([_of_one_length(low, "9" * len(low)), between, _of_one_length("1" + "0" * (len(high) - 1), high)])
 
 
 def _of_one_length(low: str, high: str) -> Node | None:
@@ -115,11 +126,11 @@ def _of_one_length(low: str, high: str) -> Node | None:
     for index in range(common + 1, len(low)):
         options.append(_then(low[:index], _between(int(low[index]) + 1, 9), len(low) - index - 1))
         options.append(_then(high[:index], _between(0, int(high[index]) - 1), len(low) - index - 1))
-    return choice([*options, Text(low), Text(high)])
+    return alternate([*options, Text(low), Text(high)])
 
 
 def _then(start: str, digit: Node | None, num_more: int) -> Node | None:
-    return sequence([Text(start), digit, repeat(_DIGIT, num_more, num_more)])
+    return concat([Text(start), digit, repeat(_DIGIT, num_more, num_more)])
 
 
 def _between(first: int, last: int) -> Node | None:
@@ -129,19 +140,19 @@ def _between(first: int, last: int) -> Node | None:
 def _decimals(low: Bound, high: Bound | None) -> Node | None:
     """Decimals of at least 0, without a sign."""
     whole_low, digits_low = _split(low.value)
-    fraction = repeat(sequence([Text("."), _DIGITS]), 0, 1)
+    fraction = repeat(concat([Text("."), _DIGITS]), 0, 1)
     if high is None:
-        more = sequence([_magnitudes(whole_low + 1, None), fraction])
-        return choice([_with_tail(whole_low, _tail_from(digits_low, low.is_exclusive)), more])
+        more = concat([_magnitudes(whole_low + 1, None), fraction])
+        return alternate([_with_tail(whole_low, _tail_from(digits_low, low.is_exclusive)), more])
     whole_high, digits_high = _split(high.value)
     if whole_low > whole_high:
         return None
     if whole_low == whole_high:
         return _with_tail(whole_low, _tail_between(digits_low, low.is_exclusive, digits_high, high.is_exclusive))
-    return choice(
+    return alternate(
         [
             _with_tail(whole_low, _tail_from(digits_low, low.is_exclusive)),
-            sequence([_magnitudes(whole_low + 1, whole_high - 1), fraction]),
+            concat([_magnitudes(whole_low + 1, whole_high - 1), fraction]),
             _with_tail(whole_high, _tail_to(digits_high, high.is_exclusive)),
         ]
     )
@@ -160,30 +171,30 @@ Tail = tuple[bool, "Node | None"]
 
 def _with_tail(whole: int, tail: Tail) -> Node | None:
     may_be_empty, node = tail
-    return choice([Text(str(whole)) if may_be_empty else None, sequence([Text(f"{whole}."), node])])
+    return alternate([Text(str(whole)) if may_be_empty else None, concat([Text(f"{whole}."), node])])
 
 
 def _tail_from(digits: str, is_exclusive: bool) -> Tail:
     """Tails of at least `digits`, which do not end with 0."""
     above = [
-        sequence([Text(digits[:index]), _between(int(digit) + 1, 9), repeat(_DIGIT, 0, None)])
+        concat([Text(digits[:index]), _between(int(digit) + 1, 9), repeat(_DIGIT, 0, None)])
         for index, digit in enumerate(digits)
     ]
     if is_exclusive:
-        last = sequence([Text(digits), repeat(Text("0"), 0, None), _NONZERO, repeat(_DIGIT, 0, None)])
+        last = concat([Text(digits), repeat(Text("0"), 0, None), _NONZERO, repeat(_DIGIT, 0, None)])
     else:
-        last = sequence([Text(digits), repeat(_DIGIT, 0 if digits else 1, None)])
-    return not digits and not is_exclusive, choice([*above, last])
+        last = concat([Text(digits), repeat(_DIGIT, 0 if digits else 1, None)])
+    return not digits and not is_exclusive, alternate([*above, last])
 
 
 def _tail_to(digits: str, is_exclusive: bool) -> Tail:
     """Tails of at most `digits`, which do not end with 0."""
     below: list[Node | None] = []
     for index, digit in enumerate(digits):
-        below.append(sequence([Text(digits[:index]), _between(0, int(digit) - 1), repeat(_DIGIT, 0, None)]))
+        below.append(concat([Text(digits[:index]), _between(0, int(digit) - 1), repeat(_DIGIT, 0, None)]))
         below.append(Text(digits[:index]) if index else None)
-    last = None if is_exclusive else sequence([Text(digits), repeat(Text("0"), 0 if digits else 1, None)])
-    return bool(digits) or not is_exclusive, choice([*below, last])
+    last = None if is_exclusive else concat([Text(digits), repeat(Text("0"), 0 if digits else 1, None)])
+    return bool(digits) or not is_exclusive, alternate([*below, last])
 
 
 def _tail_between(low: str, is_low_exclusive: bool, high: str, is_high_exclusive: bool) -> Tail:
@@ -193,16 +204,16 @@ def _tail_between(low: str, is_low_exclusive: bool, high: str, is_high_exclusive
     if padded_low >= padded_high:
         if padded_low > padded_high or is_low_exclusive or is_high_exclusive:
             return False, None
-        return not low, sequence([Text(low), repeat(Text("0"), 0 if low else 1, None)])
+        return not low, concat([Text(low), repeat(Text("0"), 0 if low else 1, None)])
     common = next(index for index in range(length) if padded_low[index] != padded_high[index])
     start, first, last = padded_low[:common], padded_low[common], padded_high[common]
-    options = [sequence([Text(start), _between(int(first) + 1, int(last) - 1), repeat(_DIGIT, 0, None)])]
+    options = [concat([Text(start), _between(int(first) + 1, int(last) - 1), repeat(_DIGIT, 0, None)])]
     for digit, (may_end, node) in (
         (first, _tail_from(low[common + 1 :], is_low_exclusive)),
         (last, _tail_to(high[common + 1 :], is_high_exclusive)),
     ):
-        options.append(sequence([Text(start + digit), choice([EMPTY if may_end else None, node])]))
+        options.append(concat([Text(start + digit), alternate([EMPTY if may_end else None, node])]))
     # A text that ends within the common digits is followed by zeros in value: it can only be the lower bound.
     ends = [index for index in range(len(low), common + 1) if not is_low_exclusive]
     options += [Text(low.ljust(index, "0")) for index in ends if index]
-    return 0 in ends, choice(options)
+    return 0 in ends, alternate(options)

@@ -8,16 +8,16 @@ from collections.abc import Collection, Iterable
 
 from jaxinfer.grammar.nodes import (
     MAX_CODE_POINT,
+    Alternation,
     Chars,
-    Choice,
+    Concatenation,
     Node,
     Repeat,
-    Sequence,
     Text,
+    alternate,
     chars,
-    choice,
+    concat,
     repeat,
-    sequence,
 )
 from jaxinfer.grammar.pattern import parse_pattern
 
@@ -35,17 +35,17 @@ def _one_of(characters: str) -> Chars:
 
 
 def _hex(*digits: Node) -> Node:
-    return Sequence((Text("\\u"), *digits))
+    return Concatenation((Text("\\u"), *digits))
 
 
 # One character in every spelling. A surrogate pair is one character; a lone surrogate is none.
-ANY_CHARACTER = Choice(
+ANY_CHARACTER = Alternation(
     (
         Chars(_PLAIN),
-        Sequence((Text("\\"), _one_of('"\\/bfnrt'))),
+        Concatenation((Text("\\"), _one_of('"\\/bfnrt'))),
         _hex(Chars(((0x30, 0x39), (0x41, 0x43), (0x45, 0x46), (0x61, 0x63), (0x65, 0x66))), _HEX, _HEX, _HEX),
         _hex(_one_of("dD"), Chars(((0x30, 0x37),)), _HEX, _HEX),
-        Sequence(
+        Concatenation(
             (
                 *(Text("\\u"), _one_of("dD"), _one_of("89aAbB"), _HEX, _HEX),
                 *(Text("\\u"), _one_of("dD"), _one_of("cdefCDEF"), _HEX, _HEX),
@@ -103,7 +103,7 @@ def free_string(least: int, most: int | None) -> Node | None:
     """Strings of so many characters, each in any spelling."""
     if most is not None and least > most:
         return None
-    return sequence([_QUOTE, repeat(ANY_CHARACTER, least, most), _QUOTE])
+    return concat([_QUOTE, repeat(ANY_CHARACTER, least, most), _QUOTE])
 
 
 def pattern_string(pattern: str, *, is_search: bool, least: int, most: int | None) -> Node | None:
@@ -117,11 +117,11 @@ def pattern_string(pattern: str, *, is_search: bool, least: int, most: int | Non
         least = max(least, tree.least)
         if most is not None and least > most:
             return None
-        return sequence([_QUOTE, repeat(_spelled(tree.node), least, most), _QUOTE])
+        return concat([_QUOTE, repeat(_spelled(tree.node), least, most), _QUOTE])
     shortest, longest = _lengths(tree)
     if shortest < least or (most is not None and (longest is None or longest > most)):
         raise ValueError("a pattern with other lengths than minLength and maxLength allow")
-    return sequence([_QUOTE, _spelled(tree), _QUOTE])
+    return concat([_QUOTE, _spelled(tree), _QUOTE])
 
 
 def names_other_than(names: Iterable[str]) -> Node | None:
@@ -140,9 +140,9 @@ def names_other_than(names: Iterable[str]) -> Node | None:
     for prefix, taken in followers.items():
         start = Text(json.dumps(prefix, ensure_ascii=False)[:-1])
         if prefix not in complete:
-            options.append(sequence([start, _QUOTE]))
-        options.append(sequence([start, _spelled(Chars(_all_but(taken))), rest, _QUOTE]))
-    return choice(options)
+            options.append(concat([start, _QUOTE]))
+        options.append(concat([start, _spelled(Chars(_all_but(taken))), rest, _QUOTE]))
+    return alternate(options)
 
 
 def _all_but(taken: Collection[int]) -> Ranges:
@@ -164,10 +164,10 @@ def _spelled(node: Node) -> Node | None:
         return Text(json.dumps(node.text, ensure_ascii=False)[1:-1])
     if isinstance(node, Chars):
         return _spelled_characters(node.ranges)
-    if isinstance(node, Sequence):
-        return sequence([_spelled(part) for part in node.parts])
-    if isinstance(node, Choice):
-        return choice([_spelled(option) for option in node.options])
+    if isinstance(node, Concatenation):
+        return concat([_spelled(part) for part in node.parts])
+    if isinstance(node, Alternation):
+        return alternate([_spelled(option) for option in node.options])
     return repeat(_spelled(node.node), node.least, node.most)
 
 
@@ -178,7 +178,7 @@ def _spelled_characters(ranges: Ranges) -> Node | None:
         plain += [(max(first, a), min(last, b)) for a, b in _PLAIN if max(first, a) <= min(last, b)]
         escaped = [*range(first, min(last, 0x1F) + 1), *(point for point in (0x22, 0x5C) if first <= point <= last)]
         escapes += [Text(_SHORT_ESCAPES.get(point, f"\\u{point:04x}")) for point in escaped]
-    return choice([chars(tuple(plain)), *escapes])
+    return alternate([chars(tuple(plain)), *escapes])
 
 
 def _lengths(node: Node) -> tuple[int, int | None]:
@@ -190,8 +190,8 @@ def _lengths(node: Node) -> tuple[int, int | None]:
     if isinstance(node, Repeat):
         least, most = _lengths(node.node)
         return least * node.least, None if most is None or node.most is None else most * node.most
-    inner = [_lengths(one) for one in (node.parts if isinstance(node, Sequence) else node.options)]
-    merge, longest = (sum, sum) if isinstance(node, Sequence) else (min, max)
+    inner = [_lengths(one) for one in (node.parts if isinstance(node, Concatenation) else node.options)]
+    merge, longest = (sum, sum) if isinstance(node, Concatenation) else (min, max)
     mosts = [most for _, most in inner if most is not None]
     return merge(least for least, _ in inner), longest(mosts) if len(mosts) == len(inner) else None
 

@@ -22,11 +22,12 @@ class Spelling:
     """How a tokenizer spells forced texts.
 
     Args:
-      encode: turns a text into token ids, without special tokens.
+      vocabulary: its tokens. encode: turns a text into token ids, without special tokens.
+      name: tells apart tokenizers that do so in other ways, in caches on disk.
     """
 
-    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]):
-        self._vocabulary, self._encode = vocabulary, encode
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]], name: str = ""):
+        self.vocabulary, self.encode, self.name = vocabulary, encode, name
         self.tokens = lru_cache(maxsize=4096)(self._tokens)
         self.first = lru_cache(maxsize=4096)(self._first)
 
@@ -36,7 +37,7 @@ class Spelling:
         first = self.first(forced)
         if first < 0:
             return frozenset()
-        text = self._vocabulary.tokens[first] or b""
+        text = self.vocabulary.tokens[first] or b""
         found = {token for _, token in takewhile(lambda one: one[0] == text, self._from(text))}
         if len(forced) < MAX_FORCED:
             found.update(token for other, token in self._from(forced) if len(other) > len(forced))
@@ -45,17 +46,17 @@ class Spelling:
     def _first(self, forced: bytes) -> int:
         """The token that begins a forced text: the tokenizer's, or else the longest; -1 if there is none."""
         try:
-            ids = self._encode(forced.decode())
+            ids = self.encode(forced.decode())
         except UnicodeDecodeError:  # it ends within a character
             ids = ()
-        if ids and (text := self._vocabulary.tokens[ids[0]]) and forced.startswith(text):
-            return self._vocabulary.id_of[text]
-        lengths = range(min(len(forced), self._vocabulary.longest), 0, -1)
-        return next((token for end in lengths if (token := self._vocabulary.id_of.get(forced[:end])) is not None), -1)
+        if ids and (text := self.vocabulary.tokens[ids[0]]) and forced.startswith(text):
+            return self.vocabulary.id_of[text]
+        lengths = range(min(len(forced), self.vocabulary.longest), 0, -1)
+        return next((token for end in lengths if (token := self.vocabulary.id_of.get(forced[:end])) is not None), -1)
 
     @cached_property
     def _sorted(self) -> list[tuple[bytes, int]]:
-        return sorted((text, token) for token, text in enumerate(self._vocabulary.tokens) if text)
+        return sorted((text, token) for token, text in enumerate(self.vocabulary.tokens) if text)
 
     def _from(self, start: bytes) -> Iterator[tuple[bytes, int]]:
         """Texts that begin so, with their tokens."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MAX_GRAMMAR_CHARS = 2**20  # of a schema, pattern or grammar; calls of 128 tools make 400,000
+MAX_GRAMMAR_CHARS = 2**20  # of a schema, pattern or grammar; calls of 128 tools of 10 parameters make up to 376,000
 MAX_CHOICES = 4096
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 

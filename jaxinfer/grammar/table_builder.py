@@ -34,10 +34,8 @@ class TableLimits:
     max_bytes: int = 256 * 2**20
 
 
-def build_table(
-    automaton: Automaton, vocabulary: Vocabulary, spelling: Spelling, limits: TableLimits | None = None
-) -> TokenTable:
-    """The table of a language over a vocabulary, with one spelling of forced texts.
+def build_table(automaton: Automaton, spelling: Spelling, limits: TableLimits | None = None) -> TokenTable:
+    """The table of a language over the vocabulary of a tokenizer, with its spelling of forced texts.
 
     A state has a row if tokens lead to it, and from each row they lead to an end.
 
@@ -46,7 +44,7 @@ def build_table(
       ValueError: the vocabulary has no end-of-sequence id, or its tokens can begin a text of the language that they
         cannot end.
     """
-    limits = limits or TableLimits()
+    vocabulary, limits = spelling.vocabulary, limits or TableLimits()
     if not vocabulary.eos_token_ids:
         raise ValueError("the vocabulary has no end-of-sequence id, so an answer could not end")
     classes, successors = _token_classes(automaton, vocabulary, limits)

@@ -1,4 +1,4 @@
-"""Tables on disk, by language and vocabulary."""
+"""Tables on disk, by language and tokenizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy as np
 
 from jaxinfer.grammar.nodes import Node
 from jaxinfer.grammar.pattern import pattern_of
+from jaxinfer.grammar.spelling import Spelling
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.table_builder import TableLimits
-from jaxinfer.grammar.vocabulary import Vocabulary
 
 _LOG = logging.getLogger(__name__)
-FORMAT_VERSION = 1
-"""Changes when the same language and vocabulary give another table, or its arrays another meaning."""
+FORMAT_VERSION = 2
+"""Changes when the same language and tokenizer give another table, or its arrays another meaning."""
 MAX_BYTES = 512 * 2**20
 _PART = ".part"  # ends the names of files that are being written
 _OLD_SECONDS = 24 * 3600  # after which such a file was left by a killed process
@@ -44,17 +44,17 @@ class TableCache:
             _remove_parts(folder)
 
     def get_or_build(
-        self, node: Node, vocabulary: Vocabulary, limits: TableLimits, build: Callable[[], TokenTable]
+        self, node: Node, spelling: Spelling, limits: TableLimits, build: Callable[[], TokenTable]
     ) -> TokenTable:
-        """The table of a language over a vocabulary, from its file or else from `build`, then kept.
+        """The table of a language over a tokenizer's vocabulary, from its file or else from `build`, then kept.
 
         A file that cannot be read or is no such table is removed, and logged. A table is returned even if it cannot be
         written. Raises what `build` raises.
         """
         if self._folder is None:
             return build()
-        path = self._folder / f"{_key(node, vocabulary, limits)}.npz"
-        if (table := _read(path, len(vocabulary))) is not None:
+        path = self._folder / f"{_key(node, spelling, limits)}.npz"
+        if (table := _read(path, len(spelling.vocabulary))) is not None:
             return table
         table = build()
         self._write(path, table)
@@ -94,9 +94,9 @@ class TableCache:
             excess -= size
 
 
-def _key(node: Node, vocabulary: Vocabulary, limits: TableLimits) -> str:
+def _key(node: Node, spelling: Spelling, limits: TableLimits) -> str:
     digest = hashlib.blake2b(digest_size=20)
-    for part in (str(FORMAT_VERSION), repr(limits), vocabulary.digest, pattern_of(node)):
+    for part in (str(FORMAT_VERSION), repr(limits), spelling.vocabulary.digest, spelling.name, pattern_of(node)):
         digest.update(hashlib.blake2b(part.encode()).digest())
     return digest.hexdigest()
 

@@ -25,10 +25,8 @@ from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.text import Tokenizer
-from jaxinfer.text.reasoning import AnswerSplitter, Family, split, starts_inside
+from jaxinfer.text.reasoning import AnswerSplitter, Family, prompt_end, split, starts_inside
 from jaxinfer.tool_calls import AnswerReader, Content, Reasoning, ToolCall, ToolCallDelta, collect, text_of
-
-_NUM_PROMPT_END = 16  # tokens of a prompt's end that are looked at for an opening tag
 
 
 class StreamFormat(Protocol):
@@ -140,8 +138,7 @@ class Generation:
         tokenizer = self._service.llm.tokenizer
         if self._tags is None or tokenizer is None:
             return False
-        end = [one for one in self.requests[number].token_ids[-_NUM_PROMPT_END:] if tokenizer.has_id(one)]
-        return starts_inside(self._tags, tokenizer.decode(end, skip_special_tokens=False))
+        return starts_inside(self._tags, prompt_end(tokenizer, self.requests[number].token_ids))
 
     def count_tokens(self, text: str) -> int:
         """About as many tokens as the text was made of: a model may write it with others than the tokenizer would."""

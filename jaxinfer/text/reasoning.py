@@ -1,12 +1,13 @@
 """Tells a model's reasoning from its answer, by the tags of its family, as the text streams."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from jaxinfer.text.tokenizer import Tokenizer
 
+NUM_PROMPT_END = 32  # tokens
 Kind = Literal["reasoning", "content"]
 
 
@@ -65,6 +66,12 @@ def hidden_tokens(
         return None
     texts = {tokenizer.decode([token], skip_special_tokens=False) for token in tokenizer.special_ids}
     return tuple(sorted(texts - tags)) if texts & tags else None
+
+
+def prompt_end(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """The text with which a prompt ends, with its special tokens: as much as has any opening tag."""
+    end = [token for token in prompt[-NUM_PROMPT_END:] if tokenizer.has_id(token)]
+    return tokenizer.decode(end, skip_special_tokens=False)
 
 
 def starts_inside(family: Family, prompt_end: str) -> bool:

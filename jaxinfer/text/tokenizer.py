@@ -207,6 +207,13 @@ class Tokenizer:
             digest.update(json.dumps([token_id, token]).encode() + b"\n")
         return digest.hexdigest()
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of what texts and ids are made one from the other by, for caches."""
+        added = [vars(token) for token in self._files.added_tokens]
+        parts = json.dumps([added, self._files.special_tokens, self._files.extra_special_tokens], default=dict)
+        return hashlib.sha256(f"{parts}\n{self._files.tokenizer_json}".encode()).hexdigest()
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -21,14 +21,13 @@ from jaxinfer.text.reasoning import (
     family_of,
     hidden_tokens,
     make_splitter,
+    prompt_end,
     starts_inside,
 )
 from jaxinfer.tool_calls.form import ToolForm
 from jaxinfer.tool_calls.parser import Content, ToolCall, ToolCallDelta, ToolCallParser, collect
 from jaxinfer.tool_calls.registry import form_of, tool_form
 from jaxinfer.tool_calls.tools import ToolUse, check_tools
-
-_NUM_PROMPT_END = 16  # tokens of a prompt's end that are looked at for an opening tag
 
 
 @dataclass(frozen=True)
@@ -213,8 +212,7 @@ class ToolOffer:
         family, tokenizer = self.format.reasoning, self.format.tokenizer
         if family is None or tokenizer is None or isinstance(family, Channels):
             return 0
-        end = [one for one in prompt_ids[-_NUM_PROMPT_END:] if tokenizer.has_id(one)]
-        is_inside = starts_inside(family, tokenizer.decode(end, skip_special_tokens=False))
+        is_inside = starts_inside(family, prompt_end(tokenizer, prompt_ids))
         if not is_inside and not text.lstrip().startswith(family.opening):
             return 0
         before, tag, _ = text.partition(family.closing)

@@ -46,9 +46,7 @@ def text_of(tokens) -> str:
 
 def make_compiler() -> GrammarCompiler:
     spelling = Spelling(VOCABULARY, encode)
-    return GrammarCompiler(
-        VOCABULARY, encode, {0: b"<end>"}, lambda language: build_table(build_automaton(language), VOCABULARY, spelling)
-    )
+    return GrammarCompiler(spelling, {0: b"<end>"}, lambda language: build_table(build_automaton(language), spelling))
 
 
 def encode(text: str) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from jaxinfer.grammar import automaton as automaton_module
 from jaxinfer.grammar.automaton import Automaton, build_automaton
 from jaxinfer.grammar.char_sets import union
-from jaxinfer.grammar.nodes import Chars, Choice, Node, Repeat, Sequence, Text, TooLargeError
+from jaxinfer.grammar.nodes import Alternation, Chars, Concatenation, Node, Repeat, Text, TooLargeError
 from jaxinfer.grammar.pattern import parse_pattern, pattern_of
 from tests.grammar.patterns import COMMON
 from tests.timing import processor_seconds
@@ -18,7 +18,8 @@ LETTERS = "abé你😀"
 
 
 def random_tree(rng: random.Random, depth: int) -> Node:
-    kind = rng.choice(("text", "chars") if depth == 0 else ("text", "chars", "sequence", "choice", "repeat", "repeat"))
+    leaves, inner = ("text", "chars"), ("concatenation", "alternation", "repeat", "repeat")
+    kind = rng.choice(leaves if depth == 0 else (*leaves, *inner))
     if kind == "text":
         return Text("".join(rng.choices(LETTERS, k=rng.randint(1, 2))))
     if kind == "chars":
@@ -28,7 +29,9 @@ def random_tree(rng: random.Random, depth: int) -> Node:
         least = rng.randint(0, 2)
         return Repeat(random_tree(rng, depth - 1), least, rng.choice([None, least + 1, least + 2]))
     parts = tuple(random_tree(rng, depth - 1) for _ in range(rng.randint(2, 3)))
-    return Sequence(parts) if kind == "sequence" else Choice((*parts, Text("")) if rng.random() < 0.2 else parts)
+    if kind == "concatenation":
+        return Concatenation(parts)
+    return Alternation((*parts, Text("")) if rng.random() < 0.2 else parts)
 
 
 def texts_of(rng: random.Random, automaton: Automaton, count: int) -> list[str]:
@@ -67,9 +70,9 @@ def ends(node: Node, text: str, starts: frozenset[int]) -> frozenset[int]:
             for start in starts
             if start < len(text) and any(a <= ord(text[start]) <= b for a, b in node.ranges)
         )
-    if isinstance(node, Choice):
+    if isinstance(node, Alternation):
         return frozenset().union(*(ends(option, text, starts) for option in node.options))
-    if isinstance(node, Sequence):
+    if isinstance(node, Concatenation):
         for part in node.parts:
             starts = ends(part, text, starts)
         return starts
@@ -208,14 +211,14 @@ def test_a_thousand_states_take_less_than_a_second(pattern, num_states):
 def deep(levels: int) -> Node:
     node: Node = Text("a")
     for _ in range(levels):
-        node = Repeat(Sequence((node, Text("b"))), 0, 1)
+        node = Repeat(Concatenation((node, Text("b"))), 0, 1)
     return node
 
 
 def shared(levels: int) -> Node:
     node: Node = Text("a")
     for _ in range(levels):
-        node = Sequence((node, node))
+        node = Concatenation((node, node))
     return node
 
 
@@ -228,7 +231,7 @@ def shared(levels: int) -> Node:
         (lambda: deep(5000), "nodes deep"),
         (lambda: shared(60), "more than 100000 characters"),
         pytest.param(
-            lambda: Choice(tuple(Text(f"option {number}") for number in range(100_000))),
+            lambda: Alternation(tuple(Text(f"option {number}") for number in range(100_000))),
             "more than 100000 characters",
             marks=pytest.mark.slow,
         ),
@@ -245,8 +248,8 @@ def test_what_is_too_large_is_refused_within_a_second(make, message):
 
 def test_an_empty_set_of_characters_matches_nothing():
     with pytest.raises(ValueError, match="no text is in the language"):
-        build_automaton(Sequence((Text("a"), Chars(()))))
-    assert build_automaton(Choice((Chars(()), Text("a")))).num_states == 2
+        build_automaton(Concatenation((Text("a"), Chars(()))))
+    assert build_automaton(Alternation((Chars(()), Text("a")))).num_states == 2
     assert build_automaton(Repeat(Chars(()), 0, None)).num_states == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxinfer.grammar import char_sets
 from jaxinfer.grammar.automaton import build_automaton
-from jaxinfer.grammar.nodes import Chars, Choice, Repeat, Sequence, Text
+from jaxinfer.grammar.nodes import Alternation, Chars, Concatenation, Repeat, Text
 from jaxinfer.grammar.pattern import UnsupportedPattern, parse_pattern, pattern_of
 from tests.grammar.llguidance_oracle import accepts, matcher
 from tests.grammar.patterns import COMMON
@@ -254,8 +254,8 @@ def test_a_search_matches_anywhere():
 
 
 def test_trees_are_written_as_patterns():
-    node = Sequence(
-        (Choice((Text("a|\n"), Text(""))), Repeat(Text("xy"), 2, None), Repeat(Chars(((45, 45), (93, 93))), 0, 3))
+    node = Concatenation(
+        (Alternation((Text("a|\n"), Text(""))), Repeat(Text("xy"), 2, None), Repeat(Chars(((45, 45), (93, 93))), 0, 3))
     )
     assert pattern_of(node) == r"(?:a\x7C\x0A|(?:))(?:xy){2,}[\x2D\x5D]{0,3}"
     for pattern in COMMON:

@@ -45,9 +45,7 @@ def explicit(pattern: str) -> str:
 def table_of(
     pattern: str, vocabulary: Vocabulary, spelling: Spelling | None = None, limits: TableLimits | None = None
 ) -> TokenTable:
-    return build_table(
-        build_automaton(parse_pattern(pattern)), vocabulary, spelling or longest_tokens(vocabulary), limits
-    )
+    return build_table(build_automaton(parse_pattern(pattern)), spelling or longest_tokens(vocabulary), limits)
 
 
 def test_masks_are_llguidances(demo):
@@ -147,7 +145,7 @@ def test_limits_are_named(demo):
         (TableLimits(max_bytes=10_000), "at most 4096 and 10000"),
     ):
         with pytest.raises(TooLargeError, match=named):
-            build_table(node, *demo, limits)
+            build_table(node, demo[1], limits)
 
 
 def test_tables_of_random_vocabularies_agree_with_their_bytes():
@@ -157,7 +155,7 @@ def test_tables_of_random_vocabularies_agree_with_their_bytes():
     for _ in range(4):
         texts = ["".join(rng.choices("abcé", k=rng.randint(1, 5))).encode() for _ in range(40)]
         vocabulary = Vocabulary((*texts, b"\xc3", b"\xa9", b"a", b"b", b"c", b"\xa9\xc3", None), (46,))
-        table = build_table(automaton, vocabulary, EverySpelling(vocabulary))
+        table = build_table(automaton, EverySpelling(vocabulary))
         number = {0: 0}
         queue = [0]
         for state in queue:
@@ -210,7 +208,7 @@ def test_a_vocabulary_of_131072():
         start = time.process_time()
         automaton = build_automaton(parse_pattern(pattern))
         middle = time.process_time()
-        table = build_table(automaton, vocabulary, spelling)
+        table = build_table(automaton, spelling)
         end = time.process_time()
         states, classes = table.successors.shape
         print(

@@ -9,6 +9,7 @@ import pytest
 from jaxinfer.grammar import table_cache
 from jaxinfer.grammar.automaton import build_automaton
 from jaxinfer.grammar.pattern import parse_pattern
+from jaxinfer.grammar.spelling import Spelling
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.grammar.table_builder import TableLimits, build_table
 from jaxinfer.grammar.table_cache import TableCache
@@ -25,14 +26,14 @@ class Builder:
     def __init__(self):
         self.count = 0
 
-    def get(self, cache: TableCache, pattern: str, vocabulary=LETTERS, limits=LIMITS) -> TokenTable:
-        node = parse_pattern(pattern)
+    def get(self, cache: TableCache, pattern: str, vocabulary=LETTERS, limits=LIMITS, spelling=None) -> TokenTable:
+        node, spelling = parse_pattern(pattern), spelling or longest_tokens(vocabulary)
 
         def build() -> TokenTable:
             self.count += 1
-            return build_table(build_automaton(node), vocabulary, longest_tokens(vocabulary), limits)
+            return build_table(build_automaton(node), spelling, limits)
 
-        return cache.get_or_build(node, vocabulary, limits, build)
+        return cache.get_or_build(node, spelling, limits, build)
 
 
 def equal(one: TokenTable, other: TokenTable) -> bool:
@@ -56,6 +57,15 @@ def test_a_table_is_built_once_for_a_language_and_a_vocabulary(tmp_path, monkeyp
     assert len(os.listdir(tmp_path)) == 5
     builder.get(TableCache(None), "a|b")
     assert builder.count == 6
+
+
+def test_a_tokenizer_that_spells_in_another_way_has_its_own_table(tmp_path):
+    vocabulary, builder = Vocabulary((*LETTERS.tokens, b"ab"), (6,)), Builder()
+    whole, in_letters = Spelling(vocabulary, lambda text: [7], "1"), Spelling(vocabulary, lambda text: [0, 1], "2")
+    tables = [builder.get(TableCache(tmp_path), "ab", spelling=one) for one in (whole, in_letters, whole)]
+    assert builder.count == 2
+    assert not equal(tables[0], tables[1])
+    assert equal(tables[0], tables[2])
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "no zip", "index", "shape", "missing"])

@@ -78,9 +78,17 @@ FAULTS = (
     Fault(
         "grammar/tables-are-kept-for-any-vocabulary",
         "jaxinfer/grammar/table_cache.py",
-        "repr(limits), vocabulary.digest, ",
+        "repr(limits), spelling.vocabulary.digest, ",
         "repr(limits), ",
         ("tests/grammar/test_table_cache.py",),
         "a second model with as many tokens gets the masks of the first",
+    ),
+    Fault(
+        "grammar/tables-are-kept-for-any-tokenizer",
+        "jaxinfer/grammar/table_cache.py",
+        "spelling.name, ",
+        "",
+        ("tests/grammar/test_table_cache.py",),
+        "forced text is spelled as by another model with the same tokens",
     ),
 )
