@@ -101,6 +101,7 @@ class Checkpoint(Closable, ABC):
       kv_scales: scales of an 8-bit key-value cache, by layer; () if the checkpoint has none.
       quantization: the quantized format that the files declare, such as awq; None for plain weights, and in jaxinfer's
         own format.
+      is_headless: whether it is a model without a head, that makes vectors only.
       requantize: how weights of a GGUF file are rounded again, as of `load`; None elsewhere.
       requantize_errors: relative error (root of the mean square) of the weights that were rounded again so far.
       cast_errors: the largest relative error of the casts so far, by parameter, when opened to measure them.
@@ -110,7 +111,7 @@ class Checkpoint(Closable, ABC):
     config: ModelConfig
     kv_scales: tuple[LayerKVScales, ...] = ()
     quantization: str | None = None
-
+    is_headless = False
     requantize: str | None = None
 
     def __init__(self, directory: Path, *, measure_casts: bool = False):

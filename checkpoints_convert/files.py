@@ -36,6 +36,12 @@ COMPANION_FILES = (
     "chat_template.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
+    # Of sentence-transformers: how the model embeds texts.
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/config.json",
+    "[0-9]_Dense/model.safetensors",
     "LICENSE*",
     "NOTICE*",
 )

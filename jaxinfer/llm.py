@@ -1,17 +1,17 @@
-"""Public API: load a model, generate, chat, stream, score."""
+"""Public API: load a model, generate, chat, stream; scores and embeddings are in `llm_scoring`."""
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.engine.client import Client, score_of
+from jaxinfer.embedding import Embedder
+from jaxinfer.engine.client import Client
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.explanation import Explanation, explain_engine, summarize_engine
 from jaxinfer.engine.lockstep import Lockstep
@@ -22,17 +22,14 @@ from jaxinfer.engine.request import (
     Request,
     RequestOptions,
     RequestOutput,
-    Score,
     SequenceState,
     StreamDelta,
 )
 from jaxinfer.engine.tool_calls import read_calls
-from jaxinfer.files import Closable
 from jaxinfer.llm_arguments import (
     as_conversations,
     as_count,
     as_names,
-    as_pairs,
     as_params,
     as_prompt,
     as_prompts,
@@ -45,6 +42,7 @@ from jaxinfer.llm_arguments import (
     unknown_attribute,
 )
 from jaxinfer.llm_options import LLMOptions, documented
+from jaxinfer.llm_scoring import ScoringMethods, together
 from jaxinfer.loading import LiveModel, LoadedModel, load_draft, load_model
 from jaxinfer.models import Params, check_taps
 from jaxinfer.parallel import hosts
@@ -59,24 +57,11 @@ if TYPE_CHECKING:
     from jaxinfer.batch import BatchSummary
     from jaxinfer.planning import MemoryPlan
 
-P = ParamSpec("P")
 R = TypeVar("R")
 Key = TypeVar("Key")
 
 
-def _together(method: Callable[Concatenate["LLM", P], R]) -> Callable[Concatenate["LLM", P], R]:
-    """A method that only host 0 runs, where there are several; the others follow, and return or raise the same."""
-
-    @functools.wraps(method)
-    def run(self: "LLM", *arguments: P.args, **keywords: P.kwargs) -> R:
-        if self._lockstep is None:
-            return method(self, *arguments, **keywords)
-        return self._lockstep.lead_or_follow(method.__name__, lambda: method(self, *arguments, **keywords))
-
-    return run
-
-
-class LLM(Closable):
+class LLM(ScoringMethods):
     """A model ready to generate.
 
     Args:
@@ -139,7 +124,9 @@ class LLM(Closable):
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
+            has_head=loaded.has_head,
         )
+        self.embedder = Embedder(self.client, loaded.embedding)
         if self._hosts is not None:
             from jaxinfer.batch import BatchSummary
 
@@ -164,7 +151,7 @@ class LLM(Closable):
     # Generating.
 
     @takes_other_names
-    @_together
+    @together
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -273,7 +260,7 @@ class LLM(Closable):
             return self.client.generate_each(items, limit)
         return self._lockstep.each_request(items, lambda numbered: self.client.generate_each(numbered, limit))
 
-    @_together
+    @together
     def generate_file(
         self,
         path_in: str | Path,
@@ -309,32 +296,9 @@ class LLM(Closable):
         with open_job(path_in, path_out, **options) as job:
             return job.run(self, params, use_tqdm=use_tqdm)
 
-    @takes_other_names
-    @_together
-    def score(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        continuations: Prompt | Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        use_tqdm: bool | None = None,
-    ) -> list[Score]:
-        """Log-probabilities of each continuation after its prompt: raw, and processed by `params` (default: none).
-
-        Prompt and continuation are tokenized apart; give token ids to choose the split yourself. Memory does not grow
-        with length times vocabulary: logits exist for a few positions at a time. Raises ValueError for other numbers of
-        prompts and continuations, and as `generate`.
-        """
-        params = as_params(params, SamplingParams())
-        requests = [
-            self.client.prepare_score(prompt, continuation, params, what=f"pair {number}")
-            for number, (prompt, continuation) in enumerate(as_pairs(prompts, continuations))
-        ]
-        return [score_of(answer) for (answer,) in self._run(requests, "scoring", "pair", use_tqdm)]
-
     # The engine.
 
-    @_together
+    @together
     def warm_up(self, *, jobs: int | None = None, use_tqdm: bool | None = None) -> int:
         """Compiles every program that a request can need, so that none compiles later; returns how many.
 
@@ -383,7 +347,7 @@ class LLM(Closable):
         engine = self.engine.engines[0] if isinstance(self.engine, Replicas) else self.engine
         return plan_engine(self.name, engine)
 
-    @_together
+    @together
     def speculation_stats(self) -> SpeculationStats | None:
         """What was drafted and accepted since the start, all answers together; None without a draft."""
         return self.engine.speculation_stats
@@ -471,30 +435,6 @@ class LLM(Closable):
     def engine(self) -> Engine | Replicas:
         """What runs the requests. Raises RuntimeError once closed."""
         return self.client.engine
-
-    # Running.
-
-    def _run(
-        self, requests: list[Request], description: str, unit: str, use_tqdm: bool | None
-    ) -> list[list[SequenceState]]:
-        """Runs requests to their end; the answers of each."""
-        submitted: list[list[SequenceState]] = []
-        try:
-            for request in requests:
-                submitted.append(self.client.submit(request))
-            running: dict[SequenceState, Any] = dict.fromkeys(one for answers in submitted for one in answers)
-            num_tokens = 0
-            with Stage(description, len(running), unit, show=use_tqdm) as stage:
-                stage.describe(lambda: f"{num_tokens / stage.seconds:.0f} tokens/s")
-                for answer, delta in self.client.run(running):
-                    num_tokens += len(delta.token_ids)
-                    if answer.is_finished:
-                        stage.update()
-        except BaseException:
-            for answers in submitted:
-                self.client.abort(answers)
-            raise
-        return submitted
 
 
 LLM.__doc__ = documented(LLM.__doc__)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
 from jaxinfer.data import embedded_path
+from jaxinfer.embedding_files import EmbeddingConfig, read_embedding_config
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
 from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
@@ -32,6 +33,7 @@ class LoadedModel:
     name: what the user called it. is_owned: whether the parameters were loaded here, and may be freed.
     default_params: generation_config.json's; ignored_defaults: its settings that are not applied.
     kv_scales: the checkpoint's scales for an fp8 cache, if it has some.
+    has_head: False where its files have no head. embedding: how it embeds texts, where its files say so.
     fit: how the `mesh` runs it, where there is one; then `config` is the fit's.
     """
 
@@ -44,6 +46,8 @@ class LoadedModel:
     ignored_defaults: Sequence[str] = ()
     eos_token_ids: tuple[int, ...] = ()
     kv_scales: KVScales | None = None
+    has_head: bool = True
+    embedding: EmbeddingConfig | None = None
     fit: MeshFit | None = None
     mesh: Mesh | None = None
 
@@ -173,6 +177,7 @@ def _read(
             raise checkpoints_convert.CheckpointError(path / "generation_config.json", str(error)) from None
         eos_token_ids = (*checkpoint.eos_token_ids, *defaults.eos_token_ids)
         tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None
+        embedding = read_embedding_config(path) if path.is_dir() else None
         params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen)
         kv_scales = None
         if layers := checkpoint.kv_scales:
@@ -187,6 +192,8 @@ def _read(
             ignored_defaults=defaults.ignored,
             eos_token_ids=eos_token_ids,
             kv_scales=kv_scales,
+            has_head=not checkpoint.is_headless,
+            embedding=embedding,
         )
 
 

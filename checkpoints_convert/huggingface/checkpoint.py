@@ -27,7 +27,7 @@ from checkpoints_convert.files import CONFIG, read_json
 from checkpoints_convert.formats import quantization_name, with_side_file
 from checkpoints_convert.formats.kv_scales import LayerKVScales, read_kv_scales
 from checkpoints_convert.host_arrays import Region, empty_aligned, read_regions
-from checkpoints_convert.huggingface.config import family_for
+from checkpoints_convert.huggingface.config import family_for, is_headless
 from checkpoints_convert.huggingface.families import family_of, is_wrapper
 from checkpoints_convert.huggingface.family import embedding_name, head_names, renaming
 from checkpoints_convert.huggingface.quantized import read_quantized, read_whole
@@ -155,6 +155,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             self._index.close()
             raise
         self._hf_config, self.quantization = hf_config, quantization_name(hf_config)
+        self.is_headless = is_headless(hf_config)
         self._plan_of = {tensor.target: tensor for tensor in self.plans}
         self._quantized = {tensor.target: tensor for tensor in self.plans if isinstance(tensor, QuantizedPlan)}
         self._warned: set[str] = set()

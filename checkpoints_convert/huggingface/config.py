@@ -27,6 +27,8 @@ _COMMON = {
     "rms_norm_eps": "norm_eps",
 }
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# Values by which models that embed texts ask for attention in both directions.
+_BIDIRECTIONAL: dict[str, tuple[Any, ...]] = {"is_causal": (False,), "use_bidirectional_attention": (True, "all")}
 
 
 def model_config(data: Mapping[str, Any], where: str | Path = CONFIG) -> ModelConfig:
@@ -105,8 +107,20 @@ def family_for(data: Mapping[str, Any], where: str | Path = CONFIG) -> tuple[Fam
     """
     data = text_part(data)
     family = _family(data, where)
-    data = {**family.defaults, **data}
+    data = {**family.defaults, **data, **({"tie_word_embeddings": True} if is_headless(data) else {})}
     return family, data if family.normalize is None else family.normalize(data)
+
+
+def is_headless(data: Mapping[str, Any]) -> bool:
+    """Whether config.json is of a model without a head, as models that embed texts are saved (`MistralModel`). Its
+    parameters are those of the family with tied embeddings."""
+    names = data.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    return name.endswith("Model") and _with_head(name) in FAMILIES
+
+
+def _with_head(name: str) -> str:
+    return f"{name.removesuffix('Model')}ForCausalLM"
 
 
 def declared_dtype(data: Mapping[str, Any], problems: list[str]) -> str | None:
@@ -185,6 +199,10 @@ def _check_supported(data: Mapping[str, Any], fields: Fields, family: Family) ->
     for name, (value, reason) in family.refused.items():
         if data.get(name) == value:
             fields.problem(name, f"is {str(value).lower()}, which is not supported: {reason}")
+    for name, values in _BIDIRECTIONAL.items():
+        if (value := data.get(name)) in values and value is not None:
+            shown = str(value).lower()
+            fields.problem(name, f"is {shown}, which is not supported: tokens would attend to those after them")
     try:
         quantization_method(data)
     except FormatError as error:
@@ -201,8 +219,8 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
         raise CheckpointError(where, f"architectures is missing, and model_type {kind!r} does not tell it")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(where, f"architectures must be a list of names, got {names!r}")
-    if names[0] in FAMILIES:
-        return FAMILIES[names[0]]
+    if names[0] in FAMILIES or is_headless(data):
+        return FAMILIES[names[0] if names[0] in FAMILIES else _with_head(names[0])]
     # A misspelt ending, not another model's name.
     stem = names[0].partition("For")[0]
     same_model = [name for name in (*FAMILIES, *WRAPPERS) if name.partition("For")[0] == stem]

@@ -81,7 +81,7 @@ class _Recorder(PromptScorer):
     """In the place of what scores prompts: keeps the hidden states that it would score."""
 
     def __init__(self, runner: ModelRunner):
-        super().__init__(runner.spec.config.vocab_size, runner)
+        super().__init__(runner.spec.config.vocab_size, runner.spec.max_seqs, runner)
         self.rows: dict[SequenceState, np.ndarray] = {}
 
     def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array, num_rows: int) -> None:

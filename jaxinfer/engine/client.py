@@ -15,16 +15,17 @@ from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     CompletionOutput,
+    Pooling,
     Prompt,
     Request,
     RequestOptions,
     RequestOutput,
     RequestTimings,
-    Score,
     SequenceState,
     StreamDelta,
     TokenLogprob,
 )
+from jaxinfer.engine.results import pooled_of
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.grammar.compiler import Grammar, GrammarCompiler, make_compiler
 from jaxinfer.grammar.gate import Gate
@@ -44,7 +45,8 @@ class Client:
     raise ValueError or TypeError if it cannot be served; `what` names it in the message.
 
     Args:
-      name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only.
+      name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only. has_head: False
+        for a model that makes vectors only.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class Client:
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
         seed: int,
+        has_head: bool = True,
     ):
         derive_seed(seed)  # checks its range
         self._engine: Engine | Replicas | None = engine
+        self.has_head = has_head
         self.name, self.config, self.tokenizer = name, config, tokenizer
         self.eos_token_ids, self.max_model_len, self.seed = eos_token_ids, engine.spec.max_model_len, seed
         self._numbers = itertools.count()
@@ -161,6 +165,16 @@ class Client:
             [*ids, *more], params, 1, 0, eos_token_ids=self.eos_token_ids, bad_words=bad_words, score_from=len(ids)
         )
 
+    def prepare_pooled(
+        self, token_ids: Sequence[int], params: SamplingParams, pooling: Pooling, options: RequestOptions, *, what: str
+    ) -> Request:
+        """A request for a vector; it may have as many tokens as the model takes, for none is made after them."""
+        if pooling.token_ids and not self.has_head:
+            raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
+        self._check_fits(what, len(token_ids), 1 if len(token_ids) < self.max_model_len else 0)
+        deadline = None if options.timeout is None else time.monotonic() + options.timeout
+        return Request(list(token_ids), params, 1, 0, pooling=pooling, options=options, deadline=deadline)
+
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool = True, *, what: str = "the prompt"
     ) -> tuple[str | None, list[int]]:
@@ -203,6 +217,8 @@ class Client:
     def _check_params(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Checks sampling parameters against the model; returns the token sequences of `bad_words`."""
         params.validate_for_model(self.config.vocab_size, self.max_model_len)
+        if not self.has_head:
+            raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no tokens")
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
             tokenizer = self.need_tokenizer("bad_words")
@@ -223,7 +239,7 @@ class Client:
                 f"(the model allows {self.config.max_position_embeddings})"
             )
         try:
-            self.engine.check_fits(num_prompt, max_tokens)
+            self.engine.check_fits(num_prompt, max(max_tokens, 1))
         except ValueError as error:
             raise type(error)(f"{what}: {error}") from None
 
@@ -368,6 +384,7 @@ class Client:
             timings=timings(answers),
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=min(answers[0].num_reused, request.num_prompt),
+            pooled=pooled_of(answers[0]) if request.pooling is not None and answers[0].is_finished else None,
         )
 
     def _completion(self, answer: SequenceState) -> CompletionOutput:
@@ -466,20 +483,4 @@ def timings(answers: Sequence[SequenceState]) -> RequestTimings:
         time_to_first_token=first - arrived,
         total_time=finished - arrived,
         time_per_output_token=(finished - first) / max(num_tokens - 1, 1),
-    )
-
-
-def score_of(answer: SequenceState) -> Score:
-    """The scores of a request from `prepare_score` that has ended."""
-    first = answer.request.score_from or 0
-    entries = answer.prompt_logprobs[first:]
-    tokens = list(answer.request.token_ids[first:])
-    if answer.finish_reason == "error" or len(entries) != len(tokens):
-        raise FloatingPointError(answer.error or "the score was not computed")
-    pairs = [(entry or {})[token] for entry, token in zip(entries, tokens, strict=True)]
-    return Score(
-        token_ids=tokens,
-        raw=[pair.logprob for pair in pairs],
-        processed=answer.processed_logprobs,
-        is_greedy=all(pair.rank == 1 for pair in pairs),
     )

@@ -26,7 +26,7 @@ from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, St
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scheduler import Chunk, DispatchPlan
-from jaxinfer.engine.scoring import DeviceScorer, PromptScorer, ScoredChunk, ScoreWork
+from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params
@@ -36,7 +36,6 @@ from jaxinfer.sampling import (
     SamplingBatch,
     SamplingParams,
     SamplingState,
-    TokenLogprobs,
     make_batch,
     make_state,
 )
@@ -90,7 +89,7 @@ class ModelRunner:
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
         self._table = np.zeros((spec.max_seqs, spec.pages_per_sequence), np.int32)
         self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
-        self._scorer = PromptScorer(spec.config.vocab_size, self)
+        self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self)
         self._scores = DeviceScorer(self.model, self.weights, self.placement)
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
         self._read_at = 0.0
@@ -196,7 +195,7 @@ class ModelRunner:
         self._copy_pages(padded([source for source, _ in pairs], COPIES), destinations)
 
     def _write_slot(self, sequence: SequenceState) -> None:
-        if sequence.request.scores_prompt:
+        if sequence.request.reads_hidden:
             self._scorer.start(sequence)
         params, vocab_size = sequence.params, self.spec.config.vocab_size
         has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
@@ -252,7 +251,7 @@ class ModelRunner:
             work["remaining"][slot] = sequence.num_storable + 1 - end
             pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
             row += chunk.length
-        is_scored = any(piece.sequence.request.scores_prompt for piece in pieces)
+        is_scored = any(piece.is_read for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
         if is_scored and self._hidden is not None:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, row), None
@@ -369,7 +368,7 @@ class ModelRunner:
         self._scores.stop(number)
 
     @operation
-    def run_scores(self, work: ScoreWork) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]:
+    def run_scores(self, work: ScoreWork) -> DeviceScores:
         """As `DeviceScorer.run`, of the step just sent."""
         if self._hidden is None:
             raise RuntimeError("scores were planned of a step that keeps no hidden states")
@@ -486,7 +485,7 @@ class ModelRunner:
         if self._hidden is not None:
             scores = self._scorer.score((ScoredChunk(sequence, 0, 0, 1),), self._hidden, 1)
             # The first request would otherwise wait for scores that nobody reads: up to 2 s with JAX 0.12 on a CPU.
-            jax.block_until_ready((scores.raw, scores.processed) if scores is not None else ())
+            jax.block_until_ready(scores.found if scores is not None else ())
         self._scorer.stop(sequence)
 
 

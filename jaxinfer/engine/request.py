@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -55,6 +55,33 @@ class RequestOptions:
 
 
 DEFAULT_REQUEST_OPTIONS = RequestOptions()
+PoolingKind = Literal["last", "mean", "cls"]
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """What a request for a vector in place of an answer gets of the final hidden states of its prompt.
+
+    Attributes:
+      kind: that of the last token, of the one at `start` ("cls"), or the mean over all from `start` on.
+      token_ids: the logits of these tokens after the last one, in place of its hidden state; empty for the state.
+    """
+
+    kind: PoolingKind = "last"
+    start: int = 0
+    token_ids: tuple[int, ...] = ()
+
+    def rows(self, num_prompt: int, start: int, end: int) -> tuple[int, int]:
+        """Which of the tokens `start` to `end` of a prompt are pooled: from the first up to the second."""
+        if self.kind == "last":
+            return (end - 1, end) if end == num_prompt else (start, start)
+        if self.kind == "cls":
+            return (self.start, self.start + 1) if start <= self.start < end else (start, start)
+        return min(max(self.start, start), end), end
+
+    def finish(self, total: np.ndarray, num_prompt: int) -> np.ndarray:
+        """The vector from the sum of what was pooled."""
+        return total / np.float32(num_prompt - self.start) if self.kind == "mean" else total
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +96,7 @@ class Request:
       eos_token_ids: the model's end-of-sequence ids. bad_words: token sequences of `params.bad_words`.
       score_from: index into the prompt from which log-probabilities under the sampling parameters are computed; None
         for none.
+      pooling: what vector is wanted of the prompt; the answer, of one token, is then not looked at. None for none.
       grammar: what the answers must match, compiled; None for anything. gate: where in an answer it begins; None for
         its first token.
       options: priority, timeout and cache salt. deadline: `time.monotonic` seconds when the timeout ends, or None.
@@ -82,6 +110,7 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     score_from: int | None = None
+    pooling: Pooling | None = None
     grammar: Any = None
     gate: Any = None
     options: RequestOptions = DEFAULT_REQUEST_OPTIONS
@@ -94,8 +123,18 @@ class Request:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted: then all of it is computed, cached or not."""
+        """Whether log-probabilities of the prompt are wanted."""
         return self.params.prompt_logprobs is not None or self.score_from is not None
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether hidden states of the prompt are needed, for log-probabilities or for a vector."""
+        return self.scores_prompt or self.pooling is not None
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether all of the prompt is computed, cached or not: its hidden states are needed, which no page has."""
+        return self.scores_prompt or (self.pooling is not None and self.pooling.kind != "last")
 
     @cached_property
     def ending_ids(self) -> frozenset[int]:
@@ -120,7 +159,8 @@ class SequenceState:
 
     Results, which the engine writes:
       logprobs: per token, if asked for. prompt_logprobs: per prompt token, None for the first. processed_logprobs: of
-        the prompt from `score_from` on, under the sampling parameters.
+        the prompt from `score_from` on, under the sampling parameters. pooled: float32 [D] or [token ids], the sum of
+        what was pooled so far.
       finish_reason: None while it runs, else "stop", "length", "abort" or "error". stop_reason: the token id or stop
         string that ended it. error: what went wrong, for "error", or why it was aborted.
       arrived, admitted, first_token, finished: `time.monotonic` seconds.
@@ -150,6 +190,7 @@ class SequenceState:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     processed_logprobs: list[float] = field(default_factory=list)
+    pooled: np.ndarray | None = field(default=None, repr=False)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -310,6 +351,7 @@ class RequestOutput:
       prompt_logprobs: per prompt token, if asked for; the first has none.
       num_cached_tokens: of the prompt, whose keys and values were found in the cache.
       taps: hidden states by name, float arrays [tokens, D] over prompt and first answer, if asked for.
+      pooled: the vector float32 [D] of a request with `pooling`.
     """
 
     request_id: str
@@ -321,6 +363,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     num_cached_tokens: int = 0
     taps: dict[str, np.ndarray] | None = None
+    pooled: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

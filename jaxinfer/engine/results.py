@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxinfer.engine.request import Logprob, SequenceState, TokenLogprob
+from jaxinfer.engine.request import Logprob, Score, SequenceState, TokenLogprob
 from jaxinfer.sampling import SampleOutput, TokenLogprobs
 
 NOT_A_NUMBER = (
@@ -67,3 +67,27 @@ def logprob_entry(
         if np.isfinite(logprob) or int(other) != token:
             entry.setdefault(int(other), Logprob(float(logprob), rank))
     return entry
+
+
+def score_of(answer: SequenceState) -> Score:
+    """The scores of a request from `prepare_score` that has ended."""
+    first = answer.request.score_from or 0
+    entries = answer.prompt_logprobs[first:]
+    tokens = list(answer.request.token_ids[first:])
+    if answer.finish_reason == "error" or len(entries) != len(tokens):
+        raise FloatingPointError(answer.error or "the score was not computed")
+    pairs = [(entry or {})[token] for entry, token in zip(entries, tokens, strict=True)]
+    return Score(
+        token_ids=tokens,
+        raw=[pair.logprob for pair in pairs],
+        processed=answer.processed_logprobs,
+        is_greedy=all(pair.rank == 1 for pair in pairs),
+    )
+
+
+def pooled_of(answer: SequenceState) -> np.ndarray | None:
+    """The vector float32 [D] of a request with `pooling`; None where it was aborted or failed."""
+    request = answer.request
+    if request.pooling is None or answer.pooled is None or answer.finish_reason not in ("stop", "length"):
+        return None
+    return request.pooling.finish(answer.pooled, request.num_prompt)

@@ -351,7 +351,7 @@ class Scheduler:
 
     def _can_reuse(self, sequence: SequenceState) -> bool:
         """Whether cached pages may be used for its first tokens."""
-        return self.options.reuses_prefixes and not sequence.request.scores_prompt
+        return self.options.reuses_prefixes and not sequence.request.needs_whole_prompt
 
     def _has_live_leader(self, sequence: SequenceState) -> bool:
         """Whether its leader, whose prompt pages it will share, has not ended. A leader is never behind in rank."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, piece by piece as their chunks are computed."""
+"""Log-probabilities and pooled hidden states of prompts, piece by piece as their chunks are computed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,18 +30,41 @@ class ScoredChunk:
         """Tokens that the rows predict and the prompt has."""
         return max(min(self.length, len(self.sequence.request.token_ids) - self.start - 1), 0)
 
+    @property
+    def pooled(self) -> tuple[int, int]:
+        """The rows that are pooled: from the first up to the second."""
+        request = self.sequence.request
+        if request.pooling is None:
+            return self.row, self.row
+        first, last = request.pooling.rows(request.num_prompt, self.start, self.start + self.length)
+        return first - self.start + self.row, last - self.start + self.row
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the request needs hidden states of these tokens."""
+        first, last = self.pooled
+        return self.sequence.request.scores_prompt or first < last
+
+
+DeviceScores = tuple[TokenLogprobs | None, tuple[jax.Array | None, ...], jax.Array | None, jax.Array | None]
+"""Raw scores of all rows, processed ones by piece, sums float32 [S, D] by pooled piece, and logits float32 [S, N]."""
+
 
 @dataclass(frozen=True)
 class PendingScores:
-    """Scores that are computed on the device: raw ones of all rows, and processed ones by piece."""
+    """What is computed on the device of the pieces of a step."""
 
     pieces: tuple[ScoredChunk, ...]
-    raw: TokenLogprobs | None
-    processed: tuple[jax.Array | None, ...]
+    found: DeviceScores
 
     def deliver(self) -> None:
-        """Waits for them and appends them to their sequences."""
-        raw, processed = jax.device_get((self.raw, self.processed))
+        """Waits for it and adds it to the sequences."""
+        raw, processed, sums, logits = jax.device_get(self.found)
+        pooled = [one for piece in self.pieces if (one := piece.sequence).request.pooling is not None]
+        for number, sequence in enumerate(pooled):
+            num_logits = len(sequence.request.pooling.token_ids) if sequence.request.pooling is not None else 0
+            values = logits[number, :num_logits] if num_logits else sums[number]
+            sequence.pooled = values.copy() if sequence.pooled is None else sequence.pooled + values
         for piece, values in zip(self.pieces, processed, strict=True):
             rows, first = range(piece.row, piece.row + piece.num_targets), piece.start + 1
             if raw is not None:
@@ -59,12 +82,16 @@ class ScoreWork:
         raw ones.
       processed: for each piece that is scored under its sampling parameters the number of its history, int32[2] with
         the first row that is scored and one past the last, and the parameters; else None.
+      pooled: int32[S, 2], the first row and one past the last of each pooled piece, in their order; None for none.
+      token_ids: int32[S, N], the tokens whose logits are wanted after the pooled rows; None for none.
     """
 
     targets: np.ndarray
     num_rows: int
     wants_raw: bool
     processed: tuple[tuple[int, np.ndarray, SamplingBatch] | None, ...]
+    pooled: np.ndarray | None = None
+    token_ids: np.ndarray | None = None
 
 
 class ScoreOperations(Protocol):
@@ -74,20 +101,21 @@ class ScoreOperations(Protocol):
 
     def stop_scores(self, number: int) -> None: ...
 
-    def run_scores(self, work: ScoreWork) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]: ...
+    def run_scores(self, work: ScoreWork) -> DeviceScores: ...
 
 
 class PromptScorer:
-    """Scores the prompts of requests that ask for it: the host's side."""
+    """Scores and pools the prompts of requests that ask for it: the host's side. `num_slots`: pieces of a step at
+    most."""
 
-    def __init__(self, vocab_size: int, operations: ScoreOperations):
-        self._vocab_size, self._operations = vocab_size, operations
+    def __init__(self, vocab_size: int, num_slots: int, operations: ScoreOperations):
+        self._vocab_size, self._num_slots, self._operations = vocab_size, num_slots, operations
         self._numbers: dict[SequenceState, int] = {}  # of those with a history on the device
         self._next_number = 0
 
     def start(self, sequence: SequenceState) -> None:
         """Before the first chunk, and again where the prompt is computed once more."""
-        sequence.prompt_logprobs, sequence.processed_logprobs = [], []
+        sequence.prompt_logprobs, sequence.processed_logprobs, sequence.pooled = [], [], None
         self.stop(sequence)
         if sequence.request.score_from is not None:
             history = make_state([sequence.tokens[: sequence.request.score_from]], self._vocab_size)
@@ -104,7 +132,7 @@ class PromptScorer:
     def score(self, pieces: tuple[ScoredChunk, ...], hidden: jax.Array, num_rows: int) -> PendingScores | None:
         """Starts scoring the pieces that ask for it from the final hidden states [T, D] of the step just sent, of which
         the first `num_rows` are of tokens; None if none does."""
-        pieces = tuple(piece for piece in pieces if piece.sequence.request.scores_prompt and piece.num_targets >= 0)
+        pieces = tuple(piece for piece in pieces if piece.is_read)
         if not pieces:
             return None
         targets = np.zeros(hidden.shape[0], np.int32)
@@ -112,8 +140,24 @@ class PromptScorer:
             following = piece.sequence.tokens[piece.start + 1 : piece.start + 1 + piece.num_targets]
             targets[piece.row : piece.row + piece.num_targets] = following
         wants_raw = any(piece.sequence.params.prompt_logprobs is not None for piece in pieces)
-        work = ScoreWork(targets, num_rows, wants_raw, tuple(map(self._processed, pieces)))
-        return PendingScores(pieces, *self._operations.run_scores(work))
+        processed = tuple(map(self._processed, pieces))
+        work = ScoreWork(targets, num_rows, wants_raw, processed, *self._pooled(pieces))
+        return PendingScores(pieces, self._operations.run_scores(work))
+
+    def _pooled(self, pieces: tuple[ScoredChunk, ...]) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """`ScoreWork.pooled` and `ScoreWork.token_ids`."""
+        pooled = [(piece, pooling) for piece in pieces if (pooling := piece.sequence.request.pooling) is not None]
+        if not pooled:
+            return None, None
+        rows = np.zeros((self._num_slots, 2), np.int32)
+        rows[: len(pooled)] = [piece.pooled for piece, _ in pooled]
+        width = max(len(pooling.token_ids) for _, pooling in pooled)
+        if not width:
+            return rows, None
+        token_ids = np.zeros((self._num_slots, width), np.int32)
+        for row, (_, pooling) in zip(token_ids, pooled, strict=False):
+            row[: len(pooling.token_ids)] = pooling.token_ids
+        return rows, token_ids
 
     def _processed(self, piece: ScoredChunk) -> tuple[int, np.ndarray, SamplingBatch] | None:
         sequence = piece.sequence
@@ -158,8 +202,9 @@ class DeviceScorer:
 
         return lower_raw, lower_processed
 
-    def run(self, work: ScoreWork, hidden: jax.Array) -> tuple[TokenLogprobs | None, tuple[jax.Array | None, ...]]:
-        """Raw scores of all rows if wanted, and processed ones [T] of each piece, from hidden states [T, D]."""
+    def run(self, work: ScoreWork, hidden: jax.Array) -> DeviceScores:
+        """Raw scores of all rows if wanted, processed ones [T] of each piece, and what is pooled, from hidden states
+        [T, D]. The programs that pool are compiled when they are first needed."""
         (targets, num_rows), raw = self._placement.put((work.targets, np.int32(work.num_rows))), None
         if work.wants_raw:
             raw = programs.score(self._model, self._weights, hidden, targets, num_rows, MAX_LOGPROBS)
@@ -173,4 +218,10 @@ class DeviceScorer:
                     self._model, self._weights, hidden, targets, rows, batch, self._histories[number]
                 )
             processed.append(values)
-        return raw, tuple(processed)
+        sums = logits = None
+        if work.pooled is not None:
+            sums = programs.pool(hidden, self._placement.put(work.pooled))
+        if sums is not None and work.token_ids is not None:
+            states, token_ids = sums.astype(hidden.dtype), self._placement.put(work.token_ids)
+            logits = programs.logits_of(self._model, self._weights, states, token_ids)
+        return raw, tuple(processed), sums, logits

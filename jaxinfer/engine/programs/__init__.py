@@ -118,6 +118,37 @@ def score_processed(
     return lax.fori_loop(rows[0], rows[1], one, (history, jnp.zeros(targets.shape, jnp.float32)))
 
 
+@jax.jit
+def pool(hidden: jax.Array, rows: jax.Array) -> jax.Array:
+    """float32 [S, D], sums of hidden states [T, D]: row i is the sum of those from rows[i, 0] up to rows[i, 1] (int32
+    [S, 2]), in float32; zeros where there are none.
+
+    Rows outside are not added with weight 0: what is not finite in one request would reach the others.
+    """
+    numbers = jnp.arange(hidden.shape[0])
+
+    def total(first: jax.Array, last: jax.Array) -> jax.Array:
+        is_inside = (numbers >= first) & (numbers < last)
+        return jnp.sum(jnp.where(is_inside[:, None], hidden.astype(jnp.float32), 0), axis=0)
+
+    def one(pair: jax.Array) -> jax.Array:
+        first, last = pair[0], pair[1]
+        # A single row, which most kinds of pooling take, costs no pass over all.
+        return lax.cond(
+            last - first <= 1,
+            lambda: jnp.where(first < last, hidden[jnp.minimum(first, numbers[-1])].astype(jnp.float32), 0),
+            lambda: total(first, last),
+        )
+
+    return lax.map(one, rows)
+
+
+@partial(jax.jit, static_argnums=0)
+def logits_of(model: ProgramModel, weights: Weights, states: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """float32 [S, N], the logits of int32 token ids [S, N] after the final hidden states [S, D]."""
+    return jnp.take_along_axis(model.bind(weights).logits(states), token_ids, axis=-1)
+
+
 @partial(jax.jit, static_argnums=(0, 3, 4))
 def hidden_states(
     model: ProgramModel,
