@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,10 +72,16 @@ class Embedder:
         if prompt is not None and prompt_name is not None:
             raise ValueError(f"give either prompt or prompt_name, got prompt={prompt!r:.40} and {prompt_name=}")
         before = config.prompt(prompt_name) if prompt is None else prompt
-        kind = Pooling(config.pooling, 0 if config.includes_prompt or not before else self._num_prompt_tokens(before))
+        start = 0 if config.includes_prompt or not before else self._num_prompt_tokens(before)
         ids = [self._ids(text, before, config, truncate, f"{what} {number}") for number, text in enumerate(texts)]
-        requests = [self._request(one, kind, options, f"{what} {number}") for number, one in enumerate(ids) if one]
-        is_given = np.array([bool(one) for one in ids], bool)
+        # As in sentence-transformers, the vector of nothing is zero, and "cls" takes the first token then.
+        least = 1 if config.pooling == "cls" else start + 1
+        is_given = np.array([len(one) >= least for one in ids], bool)
+        requests = [
+            self._request(one, Pooling(config.pooling, start if start < len(one) else 0), options, f"{what} {number}")
+            for number, one in enumerate(ids)
+            if is_given[number]
+        ]
         normalizes = config.normalizes if normalize is None else normalize
 
         def finish(vectors: Sequence[np.ndarray]) -> np.ndarray:
@@ -94,7 +100,7 @@ class Embedder:
             raise ValueError(f"pooling={pooling!r} is none of {', '.join(POOLINGS)}")
         config = self.config
         if pooling is not None:
-            return EmbeddingConfig(pooling) if config is None else _with_pooling(config, pooling)
+            return replace(config or EmbeddingConfig(), pooling=POOLINGS[POOLINGS.index(pooling)], labels=None)
         if config is None:
             raise ValueError(
                 f"{self._client.name} does not say how it embeds texts (it has no modules.json, the file of "
@@ -130,10 +136,6 @@ class Embedder:
         return len(ids) - (bool(ids) and ids[-1] in tokenizer.special_ids)
 
     def _request(self, ids: list[int], pooling: Pooling, options: RequestOptions, what: str) -> Request:
-        if pooling.kind == "mean" and pooling.start >= len(ids):
-            raise ValueError(
-                f"{what}: nothing of it is pooled: it has {len(ids)} tokens, {pooling.start} of the prompt"
-            )
         return self._client.prepare_pooled(ids, _PARAMS, pooling, options, what=what)
 
     # Relevance.
@@ -204,7 +206,7 @@ class Embedder:
         options: RequestOptions,
     ) -> VectorJob:
         keywords: dict[str, Any] = {"normalize": True, "truncate": truncate, "options": options}
-        asked = {"prompt_name": "query"} if instruction is None else {"prompt": instruction}
+        asked: dict[str, Any] = {"prompt_name": "query"} if instruction is None else {"prompt": instruction}
         first = self.embed(queries, **keywords, **asked, what="query")
         second = self.embed(documents, **keywords, prompt_name="document", what="document")
         count = len(first.requests)
@@ -219,12 +221,6 @@ def best_first(scores: np.ndarray, top_n: int | None) -> list[tuple[int, float]]
     """Pairs of index and score of the `top_n` highest scores (None for all); of equal ones, the first comes first."""
     order = np.argsort(-scores, kind="stable")[:top_n]
     return [(int(index), float(scores[index])) for index in order]
-
-
-def _with_pooling(config: EmbeddingConfig, pooling: Any) -> EmbeddingConfig:
-    from dataclasses import replace
-
-    return replace(config, pooling=pooling, labels=None)
 
 
 def _truncated(tokenizer: Tokenizer, text: str, limit: int) -> list[int]:

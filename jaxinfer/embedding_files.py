@@ -17,6 +17,7 @@ from jaxinfer.files import open_regular
 MODULES, PROMPTS, LENGTH = "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"
 POOLINGS: tuple[PoolingKind, ...] = get_args(PoolingKind)
 _MAX_BYTES = 10_000_000
+_MAX_LENGTH = 2**31
 # Their names of kinds of pooling.
 _KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {
@@ -118,7 +119,7 @@ def read_embedding_config(directory: Path) -> EmbeddingConfig | None:
         )
     if "Normalize" in names[:-1]:
         raise ValueError(f"{directory / MODULES}: modules after Normalize are not supported")
-    return EmbeddingConfig(**values, **_prompts(directory / PROMPTS), **_length(directory / LENGTH))
+    return EmbeddingConfig(**values, **_prompts(directory / PROMPTS), **_length(directory))
 
 
 def _read(path: Path, kind: type) -> Any:
@@ -218,11 +219,19 @@ def _prompts(path: Path) -> dict[str, Any]:
     return {"prompts": prompts, "default_prompt": default}
 
 
-def _length(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    data = _read(path, dict)
-    length = _field(path, data, "max_seq_length", int, None)
-    if length is not None and length < 1:
-        raise ValueError(f"{path}: max_seq_length must be positive, got {length}")
-    return {"max_length": length, "lower_case": _field(path, data, "do_lower_case", bool, False)}
+def _length(directory: Path) -> dict[str, Any]:
+    """The limit of texts: of the module Transformer, or else the tokenizer's, which may be any large number."""
+    found: dict[str, Any] = {}
+    path = directory / "tokenizer_config.json"
+    limit = _read(path, dict).get("model_max_length") if path.is_file() else None
+    if isinstance(limit, int) and 0 < limit < _MAX_LENGTH:
+        found["max_length"] = limit
+    path = directory / LENGTH
+    if path.is_file():
+        data = _read(path, dict)
+        length = _field(path, data, "max_seq_length", int, None)
+        if length is not None and length < 1:
+            raise ValueError(f"{path}: max_seq_length must be positive, got {length}")
+        found |= {} if length is None else {"max_length": length}
+        found["lower_case"] = _field(path, data, "do_lower_case", bool, False)
+    return found
