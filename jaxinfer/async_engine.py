@@ -6,11 +6,14 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jaxinfer.embedding import VectorJob, best_first
 from jaxinfer.engine.request import (
     DEFAULT_REQUEST_OPTIONS,
     Prompt,
@@ -21,7 +24,7 @@ from jaxinfer.engine.request import (
     StreamDelta,
 )
 from jaxinfer.llm import LLM
-from jaxinfer.llm_arguments import takes_other_names
+from jaxinfer.llm_arguments import as_prompts, takes_other_names
 from jaxinfer.loading import LiveModel
 from jaxinfer.parallel import hosts
 from jaxinfer.sampling import SamplingParams
@@ -88,6 +91,51 @@ class AsyncEngine:
                     yield delta
         finally:
             self._leave(reader)
+
+    async def embed(self, texts: Prompt | Sequence[Prompt], **options: Any) -> np.ndarray:
+        """As `LLM.embed`, beside other requests. Cancelling it frees what it holds."""
+        prompts = as_prompts(texts, "text")
+        return await self._result(lambda: self.llm.embedder.embed(prompts, **options))
+
+    async def relevance(self, queries: str | Sequence[str], documents: Sequence[str], **options: Any) -> np.ndarray:
+        """As `LLM.relevance`, beside other requests."""
+        asked = [queries] if isinstance(queries, str) else queries
+        return await self._result(lambda: self.llm.embedder.relevance(asked, documents, **options))
+
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, top_n: int | None = None, **options: Any
+    ) -> list[tuple[int, float]]:
+        """As `LLM.rerank`, beside other requests."""
+        return best_first(await self.relevance(query, documents, **options), top_n)
+
+    async def _result(self, make: Callable[[], VectorJob]) -> np.ndarray:
+        self._check_alive()
+        job = await asyncio.to_thread(make)
+        return job.result(await self.run_job(job))
+
+    async def run_job(self, job: VectorJob) -> list[RequestOutput]:
+        """The outputs of a job's requests, of which twice max_seqs at most wait or run at once."""
+        room = asyncio.Semaphore(2 * self.llm.engine.spec.max_seqs)
+
+        async def run(request: Request) -> RequestOutput:
+            async with room:
+                reader = self._start(request)
+                output = None
+                try:
+                    while not reader.is_done:
+                        output = (await reader.read())[-1].output
+                finally:
+                    self._leave(reader)
+            if output is None:
+                raise EngineDeadError("the engine is closed")
+            return output
+
+        tasks = [asyncio.ensure_future(run(request)) for request in job.requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def prepare(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxinfer.embedding_files import POOLINGS, EmbeddingConfig
 from jaxinfer.engine.client import Client
-from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Pooling, Prompt, Request, RequestOptions
+from jaxinfer.engine.request import DEFAULT_REQUEST_OPTIONS, Pooling, Prompt, Request, RequestOptions, RequestOutput
 from jaxinfer.engine.scheduler import RequestTooLargeError
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.text import Tokenizer
@@ -35,6 +35,15 @@ class VectorJob:
 
     requests: list[Request]
     finish: Callable[[Sequence[np.ndarray]], np.ndarray]
+
+    def result(self, outputs: Sequence[RequestOutput]) -> np.ndarray:
+        """The result. Raises FloatingPointError where a request failed: its hidden states were not finite."""
+        vectors = []
+        for output in outputs:
+            if output.pooled is None:
+                raise FloatingPointError(output.outputs[0].error or "the vector was not computed")
+            vectors.append(output.pooled)
+        return self.finish(vectors)
 
     @property
     def num_tokens(self) -> int:
@@ -218,7 +227,12 @@ class Embedder:
 
 
 def best_first(scores: np.ndarray, top_n: int | None) -> list[tuple[int, float]]:
-    """Pairs of index and score of the `top_n` highest scores (None for all); of equal ones, the first comes first."""
+    """Pairs of index and score of the `top_n` highest scores (None for all); of equal ones, the first comes first.
+
+    Raises ValueError for a `top_n` below 1.
+    """
+    if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
+        raise ValueError(f"top_n={top_n!r} must be a positive integer or None")
     order = np.argsort(-scores, kind="stable")[:top_n]
     return [(int(index), float(scores[index])) for index in order]
 

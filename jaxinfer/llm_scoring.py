@@ -10,7 +10,7 @@ from jaxinfer.embedding import Embedder, VectorJob, best_first
 from jaxinfer.engine.client import Client
 from jaxinfer.engine.lockstep import Lockstep
 from jaxinfer.engine.request import Prompt, Request, Score, SequenceState
-from jaxinfer.engine.results import pooled_of, score_of
+from jaxinfer.engine.results import score_of
 from jaxinfer.files import Closable
 from jaxinfer.llm_arguments import as_pairs, as_params, as_prompts, takes_other_names
 from jaxinfer.progress import Stage
@@ -135,19 +135,12 @@ class ScoringMethods(Closable):
         use_tqdm: bool | None = None,
     ) -> list[tuple[int, float]]:
         """Pairs (index of a document, its `relevance`), the most relevant first, at most `top_n`."""
-        if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
-            raise ValueError(f"top_n={top_n!r} must be a positive integer or None")
         scores = self.relevance(query, documents, instruction=instruction, truncate=truncate, use_tqdm=use_tqdm)
         return best_first(scores, top_n)
 
     def _vectors(self, job: VectorJob, description: str, use_tqdm: bool | None) -> np.ndarray:
-        vectors = []
-        for (answer,) in self._run(job.requests, description, "text", use_tqdm):
-            vector = pooled_of(answer)
-            if vector is None:
-                raise FloatingPointError(answer.error or "the vector was not computed")
-            vectors.append(vector)
-        return job.finish(vectors)
+        answers = self._run(job.requests, description, "text", use_tqdm)
+        return job.result([self.client.collect(one) for one in answers])
 
     def _run(
         self, requests: list[Request], description: str, unit: str, use_tqdm: bool | None

@@ -11,6 +11,7 @@ from jaxinfer import __version__
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.chat import chat_completions
 from jaxinfer.server.completions import completions
+from jaxinfer.server.embeddings import embeddings, rerank, score
 from jaxinfer.server.errors import APIError
 from jaxinfer.server.http import json_response
 from jaxinfer.server.messages import count_tokens, messages
@@ -42,6 +43,9 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
         ("GET", "/tokenizer_info"): tokenizer_info,
+        ("POST", "/v1/embeddings"): embeddings,
+        **{("POST", path): score for path in ("/v1/score", "/score")},
+        **{("POST", path): rerank for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     }
     if service.options.ui:
         endpoints["GET", "/"] = page

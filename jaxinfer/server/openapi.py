@@ -8,6 +8,7 @@ import msgspec
 from jaxinfer import __version__
 from jaxinfer.server import answer_types as answers
 from jaxinfer.server import params, responses
+from jaxinfer.server.embedding_types import Embeddings, Reranked, Scores
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
 from jaxinfer.server.response_types import Response, ResponseEvent
 from jaxinfer.server.types import BODIES
@@ -26,6 +27,9 @@ _ANSWERS: dict[str, Any] = {
     "/tokenize": answers.Tokens,
     "/detokenize": answers.Text,
     "/tokenizer_info": answers.TokenizerInfo,
+    "/v1/embeddings": Embeddings,
+    **dict.fromkeys(("/v1/score", "/score"), Scores),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Reranked),
 }
 # The data of events. OpenAI's older two routes end their streams with [DONE], and have errors among the chunks.
 _EVENTS: dict[str, Any] = {
@@ -58,6 +62,7 @@ _MORE = {
     "/v1/completions": (409, 429),
     "/v1/messages": (429,),
     "/v1/responses": (429,),
+    **dict.fromkeys(("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), (429,)),
     "/ready": (503,),
     "/tokenizer_info": (400, 503),
 }  # besides those of all routes and of those with a body

@@ -20,6 +20,7 @@ from jaxinfer.sampling.params import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
+from jaxinfer.server.embedding_types import EmbeddingsRequest, RerankRequest, ScoreRequest
 
 MAX_SALT_CHARS = 1024
 MAX_TIMEOUT = 86_400.0  # seconds
@@ -291,5 +292,8 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/embeddings": EmbeddingsRequest,
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
 }
 KNOWN = {body: frozenset(field.encode_name for field in msgspec.structs.fields(body)) for body in BODIES.values()}

@@ -165,7 +165,7 @@ def _write_modules(folder: Path, case: EmbeddingCase) -> None:
     flags = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
     mode: dict[str, Any] = {"pooling_mode": case.pooling}
     if case.is_legacy:
-        mode = {f"pooling_mode_{flag}": flag.removesuffix("_tokens").removesuffix("_token") == case.pooling for flag in flags}
+        mode = {f"pooling_mode_{flag}": flag.partition("_t")[0] == case.pooling for flag in flags}
     _write_json(folder / "1_Pooling" / "config.json", {**width, **mode, "include_prompt": case.includes_prompt})
     if case.dense:
         has_bias = case.dense == "Tanh"

@@ -24,9 +24,7 @@ def scores(folder: Path, query: str, documents: Sequence[str], instruction: str)
     """float32 [documents], each pair by itself, as the model card of Qwen3-Reranker computes them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    begin = tokenizer.encode(
-        f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n", add_special_tokens=False
-    )
+    begin = tokenizer.encode(f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n", add_special_tokens=False)
     end = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", add_special_tokens=False)
     labels = [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]
     found = []

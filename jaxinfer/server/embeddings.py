@@ -1,0 +1,155 @@
+"""/v1/embeddings, /v1/score and /v1/rerank, in the forms of OpenAI, vLLM, Jina and Cohere."""
+
+import base64
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from jaxinfer.embedding import VectorJob, best_first
+from jaxinfer.engine.request import Prompt, RequestOptions
+from jaxinfer.server.embedding_types import EmbeddingsRequest, RerankRequest, ScoreRequest, VectorFields
+from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
+from jaxinfer.server.http import in_thread, json_response, read_body, record_of, while_connected
+from jaxinfer.server.params import CHARS_PER_TOKEN, check_model
+from jaxinfer.server.service import Service
+
+MAX_TEXTS = 2048  # of a request, as OpenAI allows
+
+
+async def embeddings(request: Request, service: Service) -> Response:
+    """Vectors of texts, as the checkpoint's files of sentence-transformers make them."""
+    service.check_accepts()
+    body = await read_body(request, EmbeddingsRequest, service)
+    texts = _inputs(body.input)
+    names = ("prompt_name", "prompt", "pooling", "dimensions", "normalize")
+    given = {name: getattr(body, name) for name in names}
+
+    def make(options: RequestOptions) -> VectorJob:
+        return service.llm.embedder.embed(texts, **given, truncate=_truncates(body), options=options, what="input")
+
+    vectors, num_tokens = await _run(request, service, body, texts, make, "input")
+
+    def answer() -> Response:
+        as_base64 = body.encoding_format == "base64"
+        rows = [base64.b64encode(row).decode() for row in vectors.astype("<f4")] if as_base64 else vectors.tolist()
+        data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return json_response({"object": "list", "data": data, "model": service.name, "usage": usage})
+
+    return await in_thread(record_of(request.scope), answer)
+
+
+async def score(request: Request, service: Service) -> Response:
+    """How relevant texts are for others: a reranker's probability, or the cosine of vectors."""
+    service.check_accepts()
+    body = await read_body(request, ScoreRequest, service)
+    first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
+    if len(first) not in (1, len(second)):
+        raise refused("text_2", f"{len(first)} texts in text_1 and {len(second)} in text_2 do not pair up")
+    found, num_tokens = await _relevance(request, service, body, first, second, "text_2")
+    return json_response(
+        {
+            "id": f"score-{secrets.token_hex(12)}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": service.name,
+            "data": [{"index": i, "object": "score", "score": float(one)} for i, one in enumerate(found)],
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+    )
+
+
+async def rerank(request: Request, service: Service) -> Response:
+    """Documents by their relevance for a query, the most relevant first."""
+    service.check_accepts()
+    body = await read_body(request, RerankRequest, service)
+    documents = [_document(one, number) for number, one in enumerate(body.documents)]
+    found, num_tokens = await _relevance(request, service, body, [body.query], documents, "documents")
+    results: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": value} for index, value in best_first(found, body.top_n)
+    ]
+    if body.return_documents is not False:
+        results = [{**one, "document": {"text": documents[one["index"]]}} for one in results]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    about = {"id": f"rerank-{secrets.token_hex(12)}", "model": service.name, "usage": usage}
+    return json_response({**about, "results": results})
+
+
+async def _relevance(
+    request: Request, service: Service, body: Any, queries: list[str], documents: list[str], param: str
+) -> tuple[np.ndarray, int]:
+    def make(options: RequestOptions) -> VectorJob:
+        return service.llm.embedder.relevance(
+            queries, documents, instruction=body.instruction, truncate=_truncates(body), options=options
+        )
+
+    return await _run(request, service, body, [*queries, *documents], make, param)
+
+
+async def _run(
+    request: Request,
+    service: Service,
+    body: VectorFields,
+    texts: Sequence[Prompt],
+    make: Callable[[RequestOptions], VectorJob],
+    param: str,
+) -> tuple[np.ndarray, int]:
+    """The result of a job, in its turn, and how many tokens it took. Raises APIError for what cannot be served."""
+    check_model(body.model, service.names)
+    if len(texts) > MAX_TEXTS:
+        raise refused(param, f"{param}: {len(texts):,} texts, at most {MAX_TEXTS:,} are allowed")
+    record, place = record_of(request.scope), object()
+    estimate = sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in texts)
+    num_answers = max(min(len(texts), service.admission.capacity), 1)
+    start = time.perf_counter()
+    service.generations.add(place)
+    try:
+        with service.admission.enter(record.key, num_answers, estimate, body.priority or 0) as ticket:
+            salted = RequestOptions(cache_salt=service.salt(record.key, ""))
+            with client_errors(param):
+                job = await in_thread(record, lambda: make(salted))
+            record.num_prompt = job.num_tokens
+            await while_connected(request.receive, ticket.turn())
+            record.queued_seconds = time.perf_counter() - start
+            requests = [replace(one, options=replace(one.options, priority=ticket.rank)) for one in job.requests]
+            outputs = await while_connected(request.receive, service.engine.run_job(replace(job, requests=requests)))
+            if any(one.outputs[0].finish_reason == "abort" for one in outputs):
+                raise unavailable("the server is going away", 5)
+            record.end(outputs)
+            try:
+                return await in_thread(record, lambda: job.result(outputs)), job.num_tokens
+            except FloatingPointError as error:
+                raise APIError(500, str(error), code="invalid_logits") from None
+    finally:
+        service.generations.discard(place)
+
+
+def _truncates(body: VectorFields) -> bool:
+    if body.truncate_prompt_tokens not in (None, -1):
+        raise refused("truncate_prompt_tokens", "truncate_prompt_tokens must be -1, for as many tokens as fit, or null")
+    return bool(body.truncate) or body.truncate_prompt_tokens == -1
+
+
+def _inputs(given: str | list[Any]) -> list[Prompt]:
+    """A text, token ids, or a list of either, as a list."""
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(one, int) and not isinstance(one, bool) for one in given):
+        return [given]
+    for number, one in enumerate(given):
+        if not isinstance(one, (str, list)) or one == []:
+            raise refused("input", f"input[{number}] must be a text or a list of token ids, got {one!r:.60}")
+    return given
+
+
+def _document(given: str | dict[str, Any], number: int) -> str:
+    text = given.get("text") if isinstance(given, dict) else given
+    if not isinstance(text, str):
+        raise refused("documents", f"documents[{number}] must be a text or an object with one, got {given!r:.60}")
+    return text
