@@ -2,31 +2,33 @@
 
 import asyncio
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import checkpoints_convert
 from jaxinfer import LLM, AsyncEngine, SamplingParams
 from jaxinfer.embedding import best_first
 from jaxinfer.engine.programs import pool
 from jaxinfer.engine.request import Pooling
-from tests.random_params import random_params
-from tests.tiny import OPTIONS, TINY
+from tests.oracle.embedding_cases import CASES, WIDTH, write
+from tests.oracle.test_embedding_golden import OPTIONS  # the same programs
 
 KINDS = ("last", "mean", "cls")
 BOUND = 1e-5
 _random = np.random.default_rng(0)
-TEXTS = [_random.integers(0, TINY.vocab_size, length).tolist() for length in (1, 5, 31, 70, 32, 128, 3, 100)]
-
-
-def params():
-    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, random_params(TINY))
+TEXTS = [_random.integers(0, 256, length).tolist() for length in (1, 5, 31, 70, 32, 128, 3, 100)]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with LLM((TINY, params()), **OPTIONS, deterministic=True) as found:  # one program, and not one for each size
+def model(tmp_path_factory):
+    """A live model, which says nothing of embedding."""
+    return checkpoints_convert.load(write(tmp_path_factory.mktemp("model"), CASES["qwen2_cls"]), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    with LLM(model, **OPTIONS) as found:
         yield found
 
 
@@ -44,7 +46,7 @@ def expected(llm, kind):
 def test_vectors_are_the_pooled_hidden_states(llm, kind):
     wanted = expected(llm, kind)
     found = llm.embed(TEXTS, pooling=kind)
-    assert found.shape == (len(TEXTS), TINY.hidden_size)
+    assert found.shape == (len(TEXTS), WIDTH)
     assert found.dtype == np.float32
     assert np.abs(found - wanted).max() <= BOUND
     # Again, when their beginnings are cached, and each alone: chunks are cut elsewhere.
@@ -54,7 +56,7 @@ def test_vectors_are_the_pooled_hidden_states(llm, kind):
 
 
 def test_beginnings_are_reused_for_the_last_token_only(llm):
-    text = np.random.default_rng(1).integers(0, TINY.vocab_size, 90).tolist()
+    text = np.random.default_rng(1).integers(0, 256, 90).tolist()
     counters = llm.engine.scheduler.counters
     first = llm.embed([text], pooling="last")
     before = counters.reused_tokens
@@ -87,15 +89,15 @@ def test_dimensions_are_cut_before_the_length_is_made_one(llm):
     found = llm.embed(TEXTS[:3], pooling="last", dimensions=8)
     assert np.allclose(found, whole[:, :8] / np.linalg.norm(whole[:, :8], axis=1, keepdims=True), atol=1e-6)
     assert np.abs(np.linalg.norm(whole, axis=1) - 1).min() > 0.1
-    assert llm.embed([], pooling="last").shape == (0, TINY.hidden_size)
+    assert llm.embed([], pooling="last").shape == (0, WIDTH)
 
 
 def test_what_cannot_be_embedded_is_refused(llm):
-    long = [*TEXTS[:2], [1] * 129]
-    with pytest.raises(ValueError, match=r"text 2 has 129 tokens, but max_model_len=128; truncate=True cuts it"):
+    long = [*TEXTS[:2], [1] * 513]
+    with pytest.raises(ValueError, match=r"text 2 has 513 tokens, but max_model_len=512; truncate=True cuts it"):
         llm.embed(long, pooling="last")
     cut = llm.embed(long, pooling="last", truncate=True)[2]
-    assert np.abs(cut - llm.embed([[1] * 128], pooling="last")).max() <= BOUND
+    assert np.abs(cut - llm.embed([[1] * 512], pooling="last")).max() <= BOUND
     with pytest.raises(ValueError, match=r"does not say how it embeds texts .*give pooling, one of last, mean, cls"):
         llm.embed([[1]])
     for options, message in (
@@ -137,11 +139,11 @@ def test_best_first():
         best_first(scores, 0)
 
 
-def test_async_engine_embeds_beside_answers(llm):
+def test_async_engine_embeds_beside_answers(llm, model):
     wanted = expected(llm, "last")
 
     async def run():
-        async with AsyncEngine((TINY, params()), **OPTIONS, deterministic=True) as engine:
+        async with AsyncEngine(model, **OPTIONS) as engine:
             first = asyncio.create_task(engine.embed(TEXTS * 3, pooling="last"))
             second = await engine.embed(TEXTS, pooling="mean", normalize=False)
             left = asyncio.create_task(engine.embed(TEXTS * 20, pooling="last"))
@@ -164,17 +166,32 @@ def test_async_engine_embeds_beside_answers(llm):
     [
         {"prefill_chunk": 7},
         {"prefix_cache": False},
-        {"max_seqs": 8},
+        {"max_seqs": 8, "prefill_chunk": 300},
         {"draft": "ngram"},
-        {"cache": "contiguous", "num_pages": None},
+        {"cache": "contiguous"},
         {"shuffle_seed": 3, "max_seqs": 3},
     ],
     ids=str,
 )
-def test_vectors_do_not_depend_on_options(llm, options):
-    merged = {name: value for name, value in {**OPTIONS, **options}.items() if value is not None}
-    with LLM((TINY, params()), **merged) as other:
+def test_vectors_do_not_depend_on_options(llm, model, options):
+    with LLM(model, **{**OPTIONS, "deterministic": False, **options}) as other:
         for kind in KINDS:
-            assert np.abs(other.embed(TEXTS * 2, pooling=kind) - np.tile(expected(llm, kind), (2, 1))).max() <= BOUND
-        if options == {"num_pages": 10}:
-            assert other.engine.scheduler.counters.num_preemptions > 0
+            found = other.embed(TEXTS * 2, pooling=kind)
+            assert np.abs(found - np.tile(expected(llm, kind), (2, 1))).max() <= BOUND
+        whole = other.embed([[1] * 512], pooling="last")
+        assert np.abs(whole - llm.embed([[1] * 512], pooling="last")).max() <= BOUND
+
+
+@pytest.mark.slow
+def test_a_preempted_text_is_pooled_anew(llm, model):
+    few = {"prefill_chunk": 2, "num_pages": 14, "prefix_cache": False, "page_size": 16}
+    with LLM(model, **{**OPTIONS, **few}) as other:
+        growing = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+        answers = [one for text in TEXTS[2:5] for one in other.submit(other.prepare(text[:5], growing))]
+        job = other.embedder.embed([TEXTS[7], TEXTS[3]], pooling="mean")
+        pooled = [one for request in job.requests for one in other.submit(request)]
+        for _ in other.client.run(dict.fromkeys([*answers, *pooled])):
+            pass
+        assert max(one.num_preemptions for one in pooled) > 0
+        found = job.result([other.collect([one]) for one in pooled])
+        assert np.abs(found - expected(llm, "mean")[[7, 3]]).max() <= BOUND

@@ -1,0 +1,95 @@
+"""/v1/embeddings, /v1/score and /v1/rerank: the forms of their answers, and what they refuse."""
+
+import asyncio
+import base64
+
+import msgspec
+import numpy as np
+import pytest
+
+from jaxinfer.embedding_files import EmbeddingConfig
+from jaxinfer.server import embedding_types
+from tests.server.conftest import is_idle
+
+TEXTS = ["def read(path):", "import os\n" * 20, "x"]
+
+
+@pytest.fixture
+def embeds(engine, monkeypatch):
+    """The model as one that says how it embeds."""
+    config = EmbeddingConfig("last", prompts={"query": "# find: "})
+    monkeypatch.setattr(engine.llm.embedder, "config", config)
+
+
+def post(client, *arguments):
+    return asyncio.run(client.post(*arguments))
+
+
+def check(answer, kind):
+    assert answer.status == 200, answer.body
+    msgspec.json.decode(answer.body, type=kind)
+    return answer.json
+
+
+def test_embeddings(client, engine, embeds):
+    wanted = post(client, "/v1/embeddings", {"model": "tiny", "input": TEXTS})
+    found = check(wanted, embedding_types.Embeddings)
+    vectors = np.array([one["embedding"] for one in found["data"]], np.float32)
+    assert [one["index"] for one in found["data"]] == [0, 1, 2]
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    count = sum(len(engine.llm.tokenizer.encode(text)) for text in TEXTS)
+    assert found["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    one = check(
+        post(client, "/v1/embeddings", {"input": TEXTS[1], "encoding_format": "base64"}), embedding_types.Embeddings
+    )
+    decoded = np.frombuffer(base64.b64decode(one["data"][0]["embedding"]), "<f4")
+    assert np.abs(decoded - vectors[1]).max() <= 1e-5
+    ids = engine.llm.tokenizer.encode(TEXTS[0])
+    for given in (ids, [ids]):
+        cut = post(client, "/v1/embeddings", {"input": given, "dimensions": 8}).json["data"]
+        assert len(cut) == 1
+        wanted = vectors[0, :8] / np.linalg.norm(vectors[0, :8])
+        assert np.abs(np.array(cut[0]["embedding"]) - wanted).max() <= 1e-5
+    assert is_idle(engine)
+
+
+def test_score_and_rerank(client, engine, embeds):
+    body = {"query": TEXTS[0], "documents": [*TEXTS, {"text": TEXTS[0]}]}
+    found = check(post(client, "/v1/rerank", body), embedding_types.Reranked)["results"]
+    scores = [one["relevance_score"] for one in found]
+    assert scores == sorted(scores, reverse=True)
+    assert [one["document"]["text"] for one in found] == [[*TEXTS, TEXTS[0]][one["index"]] for one in found]
+    top = check(post(client, "/rerank", {**body, "top_n": 1, "return_documents": False}), embedding_types.Reranked)
+    assert top["results"] == [{"index": found[0]["index"], "relevance_score": pytest.approx(scores[0], abs=1e-5)}]
+    scored = check(post(client, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS}), embedding_types.Scores)
+    by_index = {one["index"]: one["relevance_score"] for one in found}
+    assert [one["score"] for one in scored["data"]] == pytest.approx([by_index[i] for i in range(3)], abs=1e-5)
+    pair = post(client, "/score", {"text_1": [TEXTS[0]], "text_2": [TEXTS[0]]}).json["data"]
+    asked = engine.llm.embedder.config.prompts["query"]
+    assert pair[0]["score"] < 1 or not asked  # the query has its prompt, the document has none
+    assert is_idle(engine)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "param", "message"),
+    [
+        ("/v1/embeddings", {"input": "x"}, 400, "input", "does not say how it embeds texts"),
+        ("/v1/embeddings", {"input": ["x", "y" * 4000], "pooling": "last"}, 400, None, "input 1"),
+        ("/v1/embeddings", {"input": ["x", 3], "pooling": "last"}, 400, "input", "input[1] must be a text"),
+        ("/v1/embeddings", {"input": "x", "pooling": "max"}, 400, "pooling", "Invalid enum value 'max'"),
+        ("/v1/embeddings", {"input": "x", "pooling": "last", "dimensions": 99}, 400, "input", "dimensions=99 must be"),
+        ("/v1/embeddings", {"input": "x", "model": "other"}, 404, "model", "is not served here"),
+        ("/v1/embeddings", {"input": ["x"] * 2049, "pooling": "last"}, 400, "input", "2,049 texts, at most 2,048"),
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens", "must be -1"),
+        ("/v1/rerank", {"query": "x", "documents": ["y"]}, 400, "documents", "is no reranker of Qwen3-Reranker's kind"),
+        ("/v1/rerank", {"query": "x", "documents": [3]}, 400, "documents[0]", ""),
+        ("/v1/rerank", {"query": "x", "documents": [{"texts": "y"}]}, 400, "documents", "documents[0] must be a text"),
+        ("/v1/score", {"text_1": ["x", "y"], "text_2": ["z"]}, 400, "text_2", "do not pair up"),
+    ],
+)
+def test_refused(client, engine, route, body, status, param, message):
+    answer = post(client, route, body)
+    assert answer.status == status
+    assert message in answer.error["message"]
+    assert answer.error["param"] == param
+    assert is_idle(engine)
