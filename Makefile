@@ -101,6 +101,7 @@ golden: $(VENV)/stamp-test $(VENV)/stamp-oracle  ## Write the golden files again
 	$(BIN)/python -m tests.oracle.make_golden
 	$(BIN)/python -m tests.oracle.make_format_golden
 	$(BIN)/python -m tests.oracle.make_gguf_golden
+	$(BIN)/python -m tests.oracle.make_embedding_golden
 
 lint: $(VENV)/stamp-lint  ## Check style and types
 	$(BIN)/ruff check .

@@ -26,7 +26,7 @@ from jaxinfer.data import embedded_path
 from jaxinfer.tables import make_table
 from jaxinfer.training.corpus import held_out_files
 
-NUM_PASSAGES, NUM_QUERIES, LONGEST = 96, 96, 480
+NUM_PASSAGES, NUM_QUERIES, LONGEST = 48, 64, 480
 BOUND = 1e-5
 INSTRUCTION = (
     "# Task: for the question below, find functions, classes and modules of this repository that answer it; prefer "

@@ -128,7 +128,7 @@ class Client:
             grammar=grammar,
             gate=gate,
             options=options,
-            deadline=None if options.timeout is None else time.monotonic() + options.timeout,
+            deadline=_deadline(options),
         )
 
     def _compile(self, structured: StructuredOutputs, prompt: Sequence[int]) -> tuple[Grammar, Gate | None]:
@@ -172,8 +172,7 @@ class Client:
         if pooling.token_ids and not self.has_head:
             raise ValueError(f"{self.name} has no head: it makes vectors of texts (embed), and no scores of pairs")
         self._check_fits(what, len(token_ids), 1 if len(token_ids) < self.max_model_len else 0)
-        deadline = None if options.timeout is None else time.monotonic() + options.timeout
-        return Request(list(token_ids), params, 1, 0, pooling=pooling, options=options, deadline=deadline)
+        return Request(list(token_ids), params, 1, 0, pooling=pooling, options=options, deadline=_deadline(options))
 
     def tokenize(
         self, prompt: Prompt, add_special_tokens: bool = True, *, what: str = "the prompt"
@@ -469,6 +468,10 @@ class _TextReader:
             if matched is None:
                 rest += self._stops.flush()
         return text + rest, matched
+
+
+def _deadline(options: RequestOptions) -> float | None:
+    return None if options.timeout is None else time.monotonic() + options.timeout
 
 
 def timings(answers: Sequence[SequenceState]) -> RequestTimings:

@@ -1,10 +1,11 @@
 """The planted faults, by area. An anchor (`old`) is the shortest expression that survives a renaming around it."""
 
-from tests.faults.catalogue import decoding, kernels, languages, schemas, serving, tool_calls, weights
+from tests.faults.catalogue import decoding, embedding, kernels, languages, schemas, serving, tool_calls, weights
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *decoding.FAULTS,
+    *embedding.FAULTS,
     *serving.FAULTS,
     *languages.FAULTS,
     *schemas.FAULTS,
