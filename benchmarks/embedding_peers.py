@@ -39,10 +39,8 @@ def main() -> None:
         """Sorts texts by their length, so that little is padded."""
         return encoder.encode(texts, batch_size=BATCH, show_progress_bar=False, normalize_embeddings=True)
 
-    for line in [None, *sys.stdin]:
-        if line is None:
-            print(json.dumps("ready"), flush=True)
-            continue
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
         name, texts = json.loads(line)
         start = time.perf_counter()
         vectors = {"transformers": transformers, "sentence-transformers": sentence_transformers}[name](texts)

@@ -10,7 +10,7 @@ import checkpoints_convert
 from jaxinfer import LLM, AsyncEngine, SamplingParams
 from jaxinfer.embedding import best_first
 from jaxinfer.engine.programs import pool
-from jaxinfer.engine.request import Pooling
+from jaxinfer.engine.request import Pooling, PoolingKind
 from tests.oracle.embedding_cases import CASES, WIDTH, write
 from tests.oracle.test_embedding_golden import OPTIONS  # the same programs
 
@@ -123,7 +123,8 @@ def test_rows_that_are_not_finite_stay_apart():
 
 
 def test_pooled_rows_of_chunks():
-    for start, kind in ((0, "last"), (0, "mean"), (3, "mean"), (0, "cls"), (3, "cls")):
+    kinds: list[tuple[int, PoolingKind]] = [(0, "last"), (0, "mean"), (3, "mean"), (0, "cls"), (3, "cls")]
+    for start, kind in kinds:
         pooling, rows = Pooling(kind, start), []
         for first in range(0, 10, 4):
             low, high = pooling.rows(10, first, min(first + 4, 10))
@@ -152,12 +153,12 @@ def test_async_engine_embeds_beside_answers(llm, model):
             found = await first
             while engine.llm.engine.has_work:
                 await asyncio.sleep(0.01)
-            return found, second, engine.llm.engine.scheduler.pool.num_owned
+            return found, second, engine.llm.engine.snapshot().running
 
-    found, second, num_owned = asyncio.run(run())
+    found, second, running = asyncio.run(run())
     assert np.abs(found - np.tile(wanted, (3, 1))).max() <= BOUND
     assert np.abs(second / np.linalg.norm(second, axis=1, keepdims=True) - expected(llm, "mean")).max() <= BOUND
-    assert num_owned == 0
+    assert not running
 
 
 @pytest.mark.slow
