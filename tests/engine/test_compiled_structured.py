@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import pytest
+
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.quantization.tree import num_bytes
 from tests.engine.test_compiled import NARROW, SLOTS, Case, compiled
+from tests.pallas_kernels.quick import quick
 
 SIZES = TableSizes.of_bytes(32 * 2**20, SLOTS, NARROW.vocab_size)
 
@@ -16,8 +19,9 @@ class WithTables(Case):
         return *super().arguments, SIZES.abstract()
 
 
-def test_masks_add_their_own_bytes():
-    free, masked = (compiled(kind("v6e", 1, "decode", num_layers=1, model=NARROW)) for kind in (Case, WithTables))
+@pytest.mark.parametrize("chip", quick(["v6e", "h100"], "v6e"))
+def test_masks_add_their_own_bytes(chip):
+    free, masked = (compiled(kind(chip, 1, "decode", num_layers=1, model=NARROW)) for kind in (Case, WithTables))
     tables = num_bytes(SIZES.abstract())
     assert masked.compilation.argument_bytes - free.compilation.argument_bytes <= 1.02 * tables
     # Tables are read where they are: no copy of one is made, and a step of free rows moves nothing of them.
