@@ -7,7 +7,6 @@ import pytest
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.quantization.tree import num_bytes
 from tests.engine.test_compiled import NARROW, SLOTS, Case, compiled
-from tests.pallas_kernels.quick import quick
 
 SIZES = TableSizes.of_bytes(32 * 2**20, SLOTS, NARROW.vocab_size)
 
@@ -19,7 +18,8 @@ class WithTables(Case):
         return *super().arguments, SIZES.abstract()
 
 
-@pytest.mark.parametrize("chip", quick(["v6e", "h100"], "v6e"))
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v6e", "h100"])
 def test_masks_add_their_own_bytes(chip):
     free, masked = (compiled(kind(chip, 1, "decode", num_layers=1, model=NARROW)) for kind in (Case, WithTables))
     tables = num_bytes(SIZES.abstract())

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import jsonschema
@@ -148,6 +149,22 @@ def test_a_grammar_that_fails_ends_its_answer_alone(tiny, compiler, expected, mo
     assert sequences[bad].finish_reason == "error"
     assert "grammar" in (sequences[bad].error or "")
     assert [found[n] for n in others] == [expected[n] for n in others]
+    engine.close()
+
+
+@pytest.mark.parametrize("grammar_memory", [0, 32])
+def test_what_contradicts_the_grammar_is_told(tiny, compiler, grammar_memory):
+    """An answer that must end may not end yet."""
+    engine = open_engine(tiny, grammar_memory=grammar_memory)
+    params = SamplingParams(max_tokens=8, min_tokens=5, seed=1, structured={"regex": "xyz"})
+    sequences = [make_sequence(compiler, [5, 6], one, waits=True) for one in (params, replace(params, min_tokens=3))]
+    run(engine, sequences)
+    assert sequences[0].finish_reason == "error"
+    assert (
+        sequences[0].error
+        == "no token is left at position 5: those that the answer must match are excluded by min_tokens=5"
+    )
+    assert (sequences[1].finish_reason, text_of(sequences[1].output)) == ("stop", "xyz")
     engine.close()
 
 
