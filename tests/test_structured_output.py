@@ -121,6 +121,7 @@ def test_a_batch_that_was_killed_goes_on_with_the_same_tokens(tmp_path):
     assert texts("killed") == texts("whole")
 
 
+@pytest.mark.timeout(3000)
 def test_all_of_2000_finished_answers_match():
     """`jsonschema` and `re` are the judges."""
     reasons = collections.Counter()

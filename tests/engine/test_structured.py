@@ -13,6 +13,7 @@ from jaxinfer import SamplingParams, compilation_cache
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.grammars import TablePool
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.grammar.gate import gate_of
 from jaxinfer.grammar.structured import StructuredOutputs
@@ -118,6 +119,36 @@ def test_tokens_are_the_same(tiny, compiler, expected, variant):
     options, draft, waits = VARIANTS[variant]
     engine = open_engine(tiny, draft, **options)
     assert answers(engine, make_compiler() if not waits else compiler, waits) == expected
+    engine.close()
+
+
+def test_tokens_that_do_not_count_leave_nothing_behind(tiny, compiler, monkeypatch):
+    """Half of all tokens are allowed at a place, the other half at the next: many free tokens are taken back, and those
+    that are not must be what top-k, top-p, min-p and penalties leave of the masked ones. So must it be for answers that
+    move to their table in the middle."""
+    kinds = ({"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}, {})
+    usual = {"max_tokens": 16, "temperature": 2.0, "structured": {"regex": "([ -O][P-~]){7}"}}
+    params = [SamplingParams(seed=number, **usual, **kinds[number % len(kinds)]) for number in range(NUM_REQUESTS)]
+    engine = open_engine(tiny)
+    expected = answers(engine, compiler, params=params)
+    engine.close()
+    engine = open_engine(tiny, grammar_memory=0)
+    assert answers(engine, compiler, params=params) == expected
+    engine.close()
+
+    engine, num_steps, num_moved = open_engine(tiny), 0, 0
+    step = engine.step
+
+    def counting():
+        nonlocal num_steps, num_moved
+        num_steps += 1
+        num_moved += num_steps == 8 and sum(len(one.sequence.output) > 1 for one in engine.snapshot().running)
+        return step()
+
+    monkeypatch.setattr(engine, "step", counting)
+    monkeypatch.setattr(Grammar, "table", property(lambda grammar: grammar.wait() if num_steps >= 8 else None))
+    assert answers(engine, compiler, params=params) == expected
+    assert num_moved > 1
     engine.close()
 
 
