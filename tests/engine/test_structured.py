@@ -126,14 +126,27 @@ def test_tokens_that_do_not_count_leave_nothing_behind(tiny, compiler, monkeypat
     """Half of all tokens are allowed at a place, the other half at the next: many free tokens are taken back, and those
     that are not must be what top-k, top-p, min-p and penalties leave of the masked ones. So must it be for answers that
     move to their table in the middle."""
-    kinds = ({"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}, {})
+    kinds = ({}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2})
     usual = {"max_tokens": 16, "temperature": 2.0, "structured": {"regex": "([ -O][P-~]){7}"}}
-    params = [SamplingParams(seed=number, **usual, **kinds[number % len(kinds)]) for number in range(NUM_REQUESTS)]
+    params = [
+        SamplingParams(seed=number, **usual, **kinds[number * len(kinds) // NUM_REQUESTS])
+        for number in range(NUM_REQUESTS)
+    ]
     engine = open_engine(tiny)
     expected = answers(engine, compiler, params=params)
     engine.close()
-    engine = open_engine(tiny, grammar_memory=0)
+    engine, num_refused = open_engine(tiny, grammar_memory=0), 0
+    accept = engine.grammars.accept
+
+    def refusing(sequence, tokens):
+        nonlocal num_refused
+        found = accept(sequence, tokens)
+        num_refused += len(sequence.grammar.rejected)
+        return found
+
+    monkeypatch.setattr(engine.grammars, "accept", refusing)
     assert answers(engine, compiler, params=params) == expected
+    assert num_refused > 20
     engine.close()
 
     engine, num_steps, num_moved = open_engine(tiny), 0, 0
