@@ -6,9 +6,9 @@ folder `home()` has a manifest of each pulled model, and the aliases.
 
 from jaxinfer.store.aliases import Alias, read_alias, write_alias
 from jaxinfer.store.contents import StoredModel, copy_model, disk_usage, list_models, show_model
-from jaxinfer.store.names import FoundModel, HubName, StoreError, UnknownModelError, find_model, find_path
-from jaxinfer.store.pull import Download, prepare, pull
-from jaxinfer.store.pulled import PulledFile, PulledModel, home
+from jaxinfer.store.names import FoundModel, UnknownModelError, alias_options, find_model, find_path, prepare, pull
+from jaxinfer.store.pull import Download
+from jaxinfer.store.pulled import HubName, PulledFile, PulledModel, StoreError, home
 from jaxinfer.store.remove import Removed, remove
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "StoreError",
     "StoredModel",
     "UnknownModelError",
+    "alias_options",
     "copy_model",
     "disk_usage",
     "find_model",

@@ -5,12 +5,12 @@ into the cache's `blobs`, under the locks of `huggingface_hub`; it then links th
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 from jaxinfer.files import naming, sync
@@ -40,57 +40,57 @@ def missing_bytes(name: HubName, files: Sequence[PulledFile]) -> int:
     return total
 
 
-def download(name: HubName, commit: str, files: Sequence[PulledFile], stage: Stage, *, trusted: frozenset[str]) -> None:
-    """Puts the files into the cache's blobs, and links them in the snapshot of the commit.
+class Transfer:
+    """The download of files of one commit, in several threads.
 
-    Blobs that are there are compared with their checksums, except those whose hash is in `trusted`. Files of which the
-    hub declares no checksum are left to `huggingface_hub`. Several processes may download the same files: each file is
-    received once.
-
-    Raises CheckpointError for bytes that do not match, OSError, and the errors of huggingface_hub.
+    Args:
+      on_bytes: called with the bytes that are there. stop: when it is set, the download ends with InterruptedError.
     """
-    from huggingface_hub import snapshot_download
 
-    known = {file.digest: file for file in files if file.digest is not None}
-    transfer = _Transfer(name, commit, stage)
-    with ThreadPoolExecutor(NUM_WORKERS) as executor:
-        jobs = [executor.submit(transfer.store, file, digest, digest in trusted) for digest, file in known.items()]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:
-            transfer.is_stopped.set()
-            executor.shutdown(cancel_futures=True)
-            raise
-    patterns = [_literal(file.name) for file in files]
-    snapshot_download(name.repository, revision=commit, allow_patterns=patterns, tqdm_class=_no_bar())
+    def __init__(
+        self,
+        name: HubName,
+        commit: str,
+        stage: Stage,
+        on_bytes: Callable[[int], None] | None = None,
+        stop: Event | None = None,
+    ):
+        self.name, self.commit = name, commit
+        self._stage, self._on_bytes = stage, on_bytes
+        self._stop = Event() if stop is None else stop
+        self._lock = Lock()
 
+    def run(self, files: Sequence[PulledFile], *, trusted: frozenset[str]) -> None:
+        """Puts the files into the cache's blobs, and links them in the snapshot of the commit.
 
-def _literal(name: str) -> str:
-    """A pattern that matches this name alone."""
-    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+        Blobs that are there are compared with their checksums, except those whose hash is in `trusted`. Files of which
+        the hub declares no checksum are left to `huggingface_hub`. Several processes may download the same files: each
+        file is received once.
 
+        Raises CheckpointError for bytes that do not match, OSError, and the errors of huggingface_hub.
+        """
+        from huggingface_hub import snapshot_download
 
-def _no_bar() -> Any:
-    """A bar of tqdm's that shows nothing: there is a bar of ours."""
-    from tqdm import tqdm
+        known = {file.digest: file for file in files if file.digest is not None}
+        with ThreadPoolExecutor(NUM_WORKERS) as executor:
+            jobs = [executor.submit(self._store, file, digest, digest in trusted) for digest, file in known.items()]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                self._stop.set()
+                executor.shutdown(cancel_futures=True)
+                raise
+        patterns = [_literal(file.name) for file in files]
+        snapshot_download(self.name.repository, revision=self.commit, allow_patterns=patterns, tqdm_class=_no_bar())
 
-    class NoBar(tqdm):
-        def __init__(self, *arguments: Any, **options: Any):
-            options.pop("name", None)
-            super().__init__(*arguments, **{**options, "disable": True})
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self._stage.update(num_bytes)
+            if self._on_bytes is not None:
+                self._on_bytes(self._stage.num_done)
 
-    return NoBar
-
-
-class _Transfer:
-    """The download of files of one commit, in several threads."""
-
-    def __init__(self, name: HubName, commit: str, stage: Stage):
-        self.name, self.commit, self.stage = name, commit, stage
-        self.is_stopped = Event()
-
-    def store(self, file: PulledFile, digest: str, is_trusted: bool) -> None:
+    def _store(self, file: PulledFile, digest: str, is_trusted: bool) -> None:
         """One file, under the lock that `huggingface_hub` takes for it."""
         from huggingface_hub.utils import WeakFileLock
 
@@ -103,7 +103,7 @@ class _Transfer:
         with WeakFileLock(lock), naming(blob):
             if blob.exists():
                 if blob.stat().st_size == file.num_bytes and (is_trusted or _matches(blob, digest)):
-                    self.stage.update(file.num_bytes)
+                    self._count(file.num_bytes)
                     return
                 blob.unlink()
             partial = blob.with_name(blob.name + PARTIAL)
@@ -111,7 +111,7 @@ class _Transfer:
             self._receive(file, partial)
             is_sound = _matches(partial, digest)
             if was_resumed and not is_sound:  # the part that was there may be damaged: once more, from the beginning
-                self.stage.update(-file.num_bytes)
+                self._count(-file.num_bytes)
                 partial.unlink()
                 self._receive(file, partial)
                 is_sound = _matches(partial, digest)
@@ -131,7 +131,7 @@ class _Transfer:
             if target.tell() > file.num_bytes:
                 target.truncate(0)
                 target.seek(0)
-            self.stage.update(target.tell())
+            self._count(target.tell())
             while (start := target.tell()) < file.num_bytes:
                 try:
                     self._receive_range(file, target, start)
@@ -143,7 +143,7 @@ class _Transfer:
                     where = f"{self.name.repository}/{file.name}"
                     raise OSError(f"{where}: the hub sends nothing after {start:,} of {file.num_bytes:,} bytes")
                 if target.tell() < min(start + _RANGE_BYTES, file.num_bytes):
-                    self.is_stopped.wait(0.2 * 2 ** (_NUM_RETRIES - num_left))
+                    self._stop.wait(0.2 * 2 ** (_NUM_RETRIES - num_left))
             os.fsync(target.fileno())
 
     def _receive_range(self, file: PulledFile, target: FileIO, start: int) -> None:
@@ -159,17 +159,34 @@ class _Transfer:
             if response.status_code == 200 and start:  # it sends the whole file
                 target.truncate(0)
                 target.seek(0)
-                self.stage.update(-start)
+                self._count(-start)
                 end = file.num_bytes
             left = end - target.tell()
             for chunk in response.iter_bytes(_CHUNK_BYTES):
-                if self.is_stopped.is_set():
+                if self._stop.is_set():
                     raise InterruptedError("the download was stopped")
                 target.write(chunk[:left])
-                self.stage.update(len(chunk[:left]))
+                self._count(len(chunk[:left]))
                 left -= len(chunk)
                 if left <= 0:
                     break
+
+
+def _literal(name: str) -> str:
+    """A pattern that matches this name alone."""
+    return "".join(f"[{char}]" if char in "*?[" else char for char in name)
+
+
+def _no_bar() -> Any:
+    """A bar of tqdm's that shows nothing: there is a bar of ours."""
+    from tqdm import tqdm
+
+    class NoBar(tqdm):
+        def __init__(self, *arguments: Any, **options: Any):
+            options.pop("name", None)
+            super().__init__(*arguments, **{**options, "disable": True})
+
+    return NoBar
 
 
 def _matches(path: Path, digest: str) -> bool:

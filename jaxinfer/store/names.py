@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxinfer.data import embedded_path
 from jaxinfer.store.aliases import Alias, read_alias
-from jaxinfer.store.pulled import MAIN, HubName, StoreError, find_pulled, is_offline
+from jaxinfer.store.pull import Download, prepare_download
+from jaxinfer.store.pulled import MAIN, HubName, PulledModel, StoreError, find_pulled, is_offline
 
 _MAX_CHAIN = 8
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.\-]*"
@@ -97,6 +98,12 @@ def find_model(
     return _in_hub(name, hub, is_offline() if offline is None else offline, fetch)
 
 
+def alias_options(model: str) -> Mapping[str, str]:
+    """What an alias sets of the options of `LLM`; {} for any other name. Raises StoreError for a broken alias."""
+    alias = _whole_alias(model)
+    return {} if alias is None else alias.options
+
+
 def find_path(model: str | Path, revision: str | None = None) -> Path:
     """Where a model lies, for what reads its files alone; an alias's options are not applied, with a warning."""
     found = find_model(model, revision)
@@ -105,6 +112,31 @@ def find_path(model: str | Path, revision: str | None = None) -> Path:
         warnings.warn(f"{found.name} is an alias with {names}, which is not applied here", stacklevel=2)
     assert found.path is not None
     return found.path
+
+
+def prepare(model: str, revision: str | None = None) -> Download:
+    """What pulling a repository, or an alias's, means; its configuration is downloaded.
+
+    The revision is asked for at the hub, so that a branch that moved is pulled anew. Raises StoreError for a name that
+    is no repository's, CheckpointError for one that cannot be loaded: before anything large is downloaded.
+    """
+    if embedded_path(model) is not None:
+        raise StoreError(f"{model} is a part of jaxinfer: it need not be pulled")
+    alias = _whole_alias(model)
+    name = model if alias is None else alias.model
+    hub = None if _exists(name) else parse_hub_name(name, revision or (None if alias is None else alias.revision))
+    if hub is None:
+        here = "is on this machine already" if _exists(name) else "is not of the form user/model[:variant][@revision]"
+        raise StoreError(f"{name} {here}: repositories of the hub are pulled")
+    if is_offline():
+        raise StoreError(f"{name} cannot be pulled: HF_HUB_OFFLINE is set")
+    return prepare_download(hub)
+
+
+def pull(model: str, revision: str | None = None) -> PulledModel:
+    """Downloads a model, or what of it is not here, and makes it one that is listed. Raises as `prepare` and
+    `Download.fetch`."""
+    return prepare(model, revision).fetch()
 
 
 def _whole_alias(name: str) -> Alias | None:
@@ -140,9 +172,7 @@ def _resolved(model: str | Path, revision: str | None) -> Path:
 def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
     pulled = find_pulled(hub)
     if pulled is None and fetch and not offline:
-        from jaxinfer.store.pull import pull
-
-        pulled = pull(hub)
+        pulled = prepare_download(hub).fetch()
     if pulled is not None:
         return FoundModel(name, pulled.path, replace(hub, revision=pulled.commit))
     if not fetch:

@@ -3,15 +3,16 @@
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from jaxinfer.checks import format_bytes
 from jaxinfer.progress import Stage
-from jaxinfer.store.download import download, missing_bytes, set_reference
+from jaxinfer.store.download import Transfer, missing_bytes, set_reference
 from jaxinfer.store.pulled import (
     HubName,
     PulledFile,
@@ -60,12 +61,14 @@ class Download:
         free = shutil.disk_usage(folder).free
         if self.num_missing_bytes > free:
             raise StoreError(
-                f"{self.name}: {format_bytes(self.num_missing_bytes)} are to be downloaded, and {format_bytes(free)} are "
-                f"free in {folder}: jaxinfer disk shows what takes room; HF_HOME sets another folder"
+                f"{self.name}: {format_bytes(self.num_missing_bytes)} are to be downloaded, and {format_bytes(free)} "
+                f"are free in {folder}: jaxinfer disk shows what takes room; HF_HOME sets another folder"
             )
 
-    def fetch(self) -> PulledModel:
+    def fetch(self, *, on_bytes: Callable[[int], None] | None = None, stop: Event | None = None) -> PulledModel:
         """Downloads what is missing, checks it, and writes the manifest.
+
+        `on_bytes` is called with the bytes that are there, from several threads; `stop` ends the download.
 
         Raises StoreError where there is no room, CheckpointError for files that could not be downloaded or are damaged.
         """
@@ -75,7 +78,8 @@ class Download:
             replace(self, num_missing_bytes=missing_bytes(self.name, self.files)).check_room()
             stage = Stage(f"pulling {self.name}", self.num_bytes, "B")
             with stage, explained(self.name.repository, self.commit):
-                download(self.name, self.commit, self.files, stage, trusted=_checked(self.name))
+                transfer = Transfer(self.name, self.commit, stage, on_bytes, stop or Event())
+                transfer.run(self.files, trusted=_checked(self.name))
             return self._record()
 
     def _record(self) -> PulledModel:
@@ -102,16 +106,7 @@ def _checked(name: HubName) -> frozenset[str]:
     return frozenset(file.digest for model in models for file in model.files if file.digest is not None)
 
 
-def pull(name: HubName) -> PulledModel:
-    """Downloads a model, or what of it is not there, and makes it one that is listed.
-
-    The revision is asked for at the hub, so that a branch that moved is pulled anew. Raises as `prepare` and
-    `Download.fetch`.
-    """
-    return prepare(name).fetch()
-
-
-def prepare(name: HubName) -> Download:
+def prepare_download(name: HubName) -> Download:
     """Asks the hub which files a model has, and downloads those that describe it.
 
     Raises CheckpointError for a repository that is not there, needs a token, has no safetensors, or whose model is not
@@ -151,7 +146,7 @@ def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -
         _check_kind(name, every)
     describing = [file for file in every if _is_any(file.name, (*DESCRIBING, *_EMBEDDING))]
     with lock_repository(name.repository), Stage(f"reading {name}") as stage, explained(name.repository, commit):
-        download(name, commit, describing, stage, trusted=_checked(name))
+        Transfer(name, commit, stage).run(describing, trusted=_checked(name))
     if is_native:
         weights = [file for file in every if file.name.startswith(f"{PARAMS}/")]
     else:

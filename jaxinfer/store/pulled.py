@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,10 @@ class HubName:
     def __str__(self) -> str:
         variant = f":{self.variant}" if self.variant is not None else ""
         return f"{self.repository}{variant}" + (f"@{self.revision}" if self.revision != MAIN else "")
+
+    def at(self, commit: str) -> "HubName":
+        """The same, of a commit."""
+        return replace(self, revision=commit)
 
     @property
     def is_pinned(self) -> bool:
@@ -133,10 +137,10 @@ def hub_cache() -> Path:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE is set."""
+    """Whether HF_HUB_OFFLINE is set, also in this process."""
     from huggingface_hub import constants
 
-    return constants.HF_HUB_OFFLINE
+    return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def manifests_of(repository: str) -> Path:

@@ -65,7 +65,8 @@ class Faults:
 
 class FakeHub:
     """Attributes:
-    url: of the hub. cdn: of its large files. requested: paths of all requests. sent: bytes of each large file that were sent, by name.
+    url: of the hub. cdn: of its large files. requested: paths of all requests.
+    sent: bytes of each large file that were sent, by name.
     """
 
     def __init__(self) -> None:
