@@ -204,6 +204,8 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
         raise CheckpointNotFoundError(repo_id, f"is not in the local cache, and {reason}") from None
     except errors.HfHubHTTPError as error:
         raise CheckpointNotFoundError(repo_id, f"the hub answered: {_first_line(error)}") from None
+    except InterruptedError:  # the caller stopped it
+        raise
     except Exception as error:
         if _has_no_connection(error):
             raise CheckpointNotFoundError(repo_id, _NO_NETWORK) from None
