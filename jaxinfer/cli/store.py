@@ -105,7 +105,7 @@ def _print_alias(alias: Any, is_json: bool) -> None:
     if is_json:
         write_json({"name": alias.name, "path": alias_path(alias.name), **alias.to_dict()})
     else:
-        write_text(f"{alias.name} = {_settings(alias.to_dict())}\nwritten to {alias_path(alias.name)}\n")
+        write_text(f"{alias.name}: {_settings(alias.to_dict())}\nwritten to {alias_path(alias.name)}\n")
 
 
 @dataclass(frozen=True, kw_only=True)

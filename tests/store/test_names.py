@@ -148,7 +148,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=20)
 values = texts | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(texts, values | st.lists(values, max_size=3)), st.dictionaries(texts, values))
 def test_what_is_written_to_toml_is_read_back(plain, table):
     data = {**plain, **({"sampling": table} if table else {})}
