@@ -129,7 +129,7 @@ def create(options: CreateOptions, sampling_options: SamplingOptions) -> None:
     """
     from jaxinfer.sampling.params import our_names
     from jaxinfer.store.aliases import Alias, parse_alias, write_alias
-    from jaxinfer.store.contents import pinned
+    from jaxinfer.store.contents import pin_model
 
     sampling = our_names(sampling_values(sampling_options))
     if refused := [name for name in _NOT_IN_ALIASES if name in sampling]:
@@ -138,7 +138,7 @@ def create(options: CreateOptions, sampling_options: SamplingOptions) -> None:
     if options.file is not None:
         alias = parse_alias(options.name, options.file.read_text(encoding="utf-8"), options.file)
     if options.model is not None:
-        model, revision = pinned(options.model)
+        model, revision = pin_model(options.model)
         alias = replace(alias, model=model, revision=revision)
     if not alias.model:
         raise UsageError("an alias needs a model: --from MODEL, or model in its --file")

@@ -94,14 +94,14 @@ def copy_model(source: str, name: str, *, overwrite: bool = False) -> Alias:
     """
     alias = read_alias(source)
     if alias is None:
-        model, revision = pinned(source)
+        model, revision = pin_model(source)
         alias = Alias(name, model, revision)
     copied = replace(alias, name=name)
     write_alias(copied, overwrite=overwrite)
     return copied
 
 
-def pinned(model: str) -> tuple[str, str | None]:
+def pin_model(model: str) -> tuple[str, str | None]:
     """A model as an alias names it: a repository with its commit, a folder with its whole path.
 
     Raises UnknownModelError for one that is not here.
