@@ -59,19 +59,19 @@ def _pulled(name: str, model: PulledModel) -> StoredModel:
 
 
 def _alias(alias: Alias) -> StoredModel | None:
-    """None where its model is not here."""
+    """None where its model is not here, or is just being removed."""
     try:
         found = find_model(alias.name, fetch=False)
+        if found.path is None:
+            return None
+        model = None if found.hub is None else find_pulled(found.hub)
+        num_bytes = _size_and_time(found.path)[0] if model is None else model.num_bytes
+        modified = alias_path(alias.name).stat().st_mtime
     except (ValueError, OSError):
         return None
-    if found.path is None:
-        return None
-    model = None if found.hub is None else find_pulled(found.hub)
-    num_bytes = _size_and_time(found.path)[0] if model is None else model.num_bytes
     options = {key: value for key, value in alias.to_dict().items() if key not in ("model", "revision")}
     commit = None if found.hub is None else found.hub.revision
     digest = _digest(str(found.path), repr(sorted(alias.to_dict().items())))
-    modified = alias_path(alias.name).stat().st_mtime
     return StoredModel(alias.name, "alias", found.path, num_bytes, modified, commit, alias.model, digest, options)
 
 

@@ -105,3 +105,4 @@ def test_two_processes_in_5000_operations(hub, commits, workers, tmp_path):
     run()
     print(f"{total.total()} operations: {dict(total)}")
     assert total.total() >= 5000
+    assert total["list refused"] == 0

@@ -1,5 +1,7 @@
 """Removing: what it frees, and what stays."""
 
+import time
+
 import pytest
 from huggingface_hub import snapshot_download
 
@@ -77,3 +79,25 @@ def test_unfinished_downloads_are_shown_and_removed(hub, tmp_path):
     [usage] = disk_usage()
     assert (usage["unfinished bytes"], usage["models"]) == (1000, [f"{REPOSITORY}@{model.commit}"])
     assert remove(REPOSITORY).freed_bytes == usage["bytes"]
+
+
+@pytest.mark.slow
+def test_a_killed_removal_leaves_no_broken_model(hub, files, worker):
+    """It is listed whole or not at all; pulling and removing it again works."""
+    num_killed = num_listed = 0
+    for point in range(30):
+        model = pull(REPOSITORY)
+        process = worker.start("remove", REPOSITORY)
+        time.sleep(0.004 * point)
+        num_killed += worker.kill(process)
+        listed = [one.name for one in list_models() if one.kind == "pulled"]
+        num_listed += bool(listed)
+        assert not (listed and model.missing())
+        again = pull(REPOSITORY)
+        assert {name: (again.path / name).read_bytes() for name in ("config.json", "model.safetensors")} == {
+            name: files[name] for name in ("config.json", "model.safetensors")
+        }
+    print(f"killed {num_killed} of 30; {num_listed} of them before the model was gone")
+    assert num_killed >= 10
+    assert remove(REPOSITORY).freed_bytes > 100_000
+    assert disk_usage() == []
