@@ -213,7 +213,7 @@ def _readable(value: Any) -> str:
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     model_name: str | None = argument(
-        None, "A checkpoint's folder, a GGUF file, a Hugging Face hub id, or demo; or as --model.", "MODEL"
+        None, "A checkpoint's folder, a GGUF file, a hub id, an alias, or demo; or as --model.", "MODEL"
     )
     system: str | None = option(None, "The system message.", "TEXT")
     as_json: bool = as_json("JSON lines: one object for each turn.")

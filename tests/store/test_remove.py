@@ -88,7 +88,7 @@ def test_a_killed_removal_leaves_no_broken_model(hub, files, worker):
     for point in range(30):
         model = pull(REPOSITORY)
         process = worker.start("remove", REPOSITORY)
-        time.sleep(0.004 * point)
+        time.sleep(0.002 * point)
         num_killed += worker.kill(process)
         listed = [one.name for one in list_models() if one.kind == "pulled"]
         num_listed += bool(listed)
