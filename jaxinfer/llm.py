@@ -66,7 +66,7 @@ class LLM(ScoringMethods):
 
     Args:
       model: a folder with a Hugging Face or converted checkpoint, the URL of the former (gs://, s3://), a GGUF file, a
-        hub id, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or `(ModelConfig, params,
+        hub id, an alias, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or `(ModelConfig, params,
         tokenizer)`; live parameters are used as they are and stay the caller's.
       **options: the fields of `LLMOptions`, listed below and in docs/options.md. Names of other engines, such as
         `tensor_parallel_size`, are applied where they mean the same, and refused with the name to use elsewhere.
@@ -112,9 +112,8 @@ class LLM(ScoringMethods):
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
-        self._owned_params = [loaded.params] if loaded.is_owned else []
-        self.default_params: SamplingParams = loaded.default_params
-        self.ignored_generation_config, self.eos_token_ids = loaded.ignored_defaults, loaded.eos_token_ids
+        self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
+        self.eos_token_ids, self._owned_params = loaded.eos_token_ids, [loaded.params] if loaded.is_owned else []
         run, self._copies = loaded.runnable()
         engine = self._make_engine(loaded, run, replace(chosen, max_model_len=self.max_model_len))
         self.client = Client(
@@ -125,6 +124,7 @@ class LLM(ScoringMethods):
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
             has_head=loaded.has_head,
+            system=loaded.system,
         )
         self.embedder = Embedder(self.client, loaded.embedding)
         if self._hosts is not None:

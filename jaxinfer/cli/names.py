@@ -30,16 +30,16 @@ _HERE = {
     "generation_config": "the checkpoint's own file is applied: leave it out",
     "options": "each option has a flag of its own",
 }
-_PULL = "a hub id is downloaded when a command first names it; jaxinfer convert ID DIR keeps a copy in a folder"
-_LIST = "jaxinfer models lists the supported families; downloads are in the hub's cache: hf cache ls"
-_SHOW = "jaxinfer plan MODEL --on CHIP --no-compile shows the sizes of a model, jaxinfer doctor this machine"
+_LIST = "jaxinfer list lists the models that are here, jaxinfer models the supported families"
+_SHOW = "jaxinfer show MODEL shows what a model is, jaxinfer doctor this machine"
 _COMMANDS = {
-    "run": "jaxinfer chat MODEL is a conversation, jaxinfer generate PROMPT --model MODEL continues a text",
     **dict.fromkeys(("complete", "completion", "infer"), "jaxinfer generate PROMPT --model MODEL continues a text"),
     **dict.fromkeys(("server", "api", "start", "launch"), "jaxinfer serve MODEL is the HTTP server"),
-    **dict.fromkeys(("pull", "download", "create", "cp"), _PULL),
-    **dict.fromkeys(("list", "ls", "ps"), _LIST),
-    **dict.fromkeys(("show", "info", "env", "collect-env"), _SHOW),
+    "download": "jaxinfer pull NAME downloads a model",
+    **dict.fromkeys(("copy", "alias"), "jaxinfer cp MODEL NAME gives a model another name"),
+    **dict.fromkeys(("remove", "delete"), "jaxinfer rm NAME removes a model or an alias"),
+    **dict.fromkeys(("ls", "ps"), _LIST),
+    **dict.fromkeys(("info", "env", "collect-env"), _SHOW),
     "version": "jaxinfer --version prints it",
     "benchmark": "jaxinfer bench latency MODEL, throughput or load",
     **dict.fromkeys(("eval", "evaluate", "perplexity"), "jaxinfer score shows the log-probabilities of texts"),

@@ -40,11 +40,10 @@ def documented_commands():
 # (what is typed, exit code, a phrase of what is printed); standard input may follow <<<.
 ANSWERS = [
     # Other engines' commands.
-    ("jaxinfer run demo", 2, "jaxinfer chat MODEL"),
     ("jaxinfer launch demo", 2, "jaxinfer serve MODEL"),
-    ("jaxinfer pull llama3", 2, "a hub id is downloaded when a command first names it"),
-    ("jaxinfer list", 2, "jaxinfer models lists the supported families"),
-    ("jaxinfer show demo", 2, "jaxinfer plan MODEL"),
+    ("jaxinfer download llama3", 2, "jaxinfer pull NAME"),
+    ("jaxinfer ls", 2, "jaxinfer list lists the models that are here"),
+    ("jaxinfer info demo", 2, "jaxinfer show MODEL"),
     ("jaxinfer version", 2, "jaxinfer --version"),
     ("jaxinfer help", 0, "Usage: jaxinfer"),
     ("jaxinfer help score", 0, "Usage: jaxinfer score"),
