@@ -13,12 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.server.chunks import KEEP_ALIVE
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
-from jaxinfer.server.record import Record
+from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop
 from jaxinfer.server.types import KNOWN
 
-RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
 _FREE_BYTES = 1 << 18  # of each body; what is more is limited for all bodies together
 _BODIES_AT_ONCE = 8  # of the largest size
 _MAX_UNKNOWN = 20  # names of unknown fields that are logged
@@ -50,9 +49,10 @@ async def read_body(request: Request, kind: type[Body], service: Service) -> Bod
     except ValueError:
         raise APIError(400, "content-length is no number") from None
     data, num_values = await _receive(
-        request, service, max_values(kind, service.llm.max_model_len, service.options.max_n)
+        request, service, max_values(kind, service.largest_model_len(), service.options.max_n)
     )
     record = record_of(request.scope)
+    record.num_bytes = len(data)
     record.is_large = is_large(len(data), num_values)
     body, unknown = await work_for(record, lambda: _decode(data, kind))
     if unknown:

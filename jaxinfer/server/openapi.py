@@ -18,6 +18,8 @@ _ANSWERS: dict[str, Any] = {
     "/version": answers.Version,
     "/v1/models": answers.Models,
     "/v1/models/{id:path}": answers.Model,
+    "/models/load": answers.Model,
+    "/models/unload": answers.Model,
     "/v1/chat/completions": answers.ChatCompletion,
     "/v1/completions": answers.Completion,
     "/v1/messages": Message,
@@ -58,8 +60,9 @@ _MORE = {
     "/v1/completions": (409, 429),
     "/v1/messages": (429,),
     "/v1/responses": (429,),
+    "/models/load": (429,),
     "/ready": (503,),
-    "/tokenizer_info": (400, 503),
+    "/tokenizer_info": (400, 404, 503),
 }  # besides those of all routes and of those with a body
 _STRING = {"schema": {"type": "string"}, "required": True}
 _RETRY_AFTER = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}, "required": True}}

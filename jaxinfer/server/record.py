@@ -8,6 +8,8 @@ from jaxinfer.engine.request import RequestOutput, RequestTimings
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.server.resume import new_answer_id
 
+RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
+
 
 @dataclass
 class Record:
@@ -15,6 +17,7 @@ class Record:
 
     Attributes:
       request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
+      model: the name of the one that answers, "" before that is known. num_bytes: of the body.
       is_large: whether work on the body is done outside of the event loop. timings: in the engine, of each prompt.
       received_seconds: from the request's arrival until it was queued; `queued_seconds` and `first_token_seconds` count
         from then. trace_context: the client's W3C headers.
@@ -25,6 +28,8 @@ class Record:
     start: float = 0.0
     route: str = "other"
     key: str = ""
+    model: str = ""
+    num_bytes: int = 0
     status: int = 0
     is_stream: bool = False
     is_large: bool = False
@@ -57,6 +62,7 @@ class Record:
             "route": self.route,
             "status": self.status,
             "key": self.key or None,
+            "model": self.model or None,
             "seconds": round(self.total_seconds, 4),
             "stream": self.is_stream or None,
             "prompt_tokens": self.num_prompt or None,

@@ -54,6 +54,12 @@ Limit = Annotated[int, _described(minimum=1)]
 NumTokens = Annotated[int, _described(minimum=0)]
 NumLogprobs = Annotated[int, _described(minimum=0, maximum=MAX_LOGPROBS)]
 Priority = Annotated[int, _described(minimum=-(2**31), maximum=2**31 - 1)]
+KeepAlive = Annotated[
+    int | float | str,
+    _described(
+        description="Seconds, or a time such as 5m, that the model stays loaded after the request; below 0 it stays"
+    ),
+]
 Timeout = Annotated[float, _described(exclusiveMinimum=0, maximum=MAX_TIMEOUT)]
 CacheSalt = Annotated[str, _described(maxLength=MAX_SALT_CHARS)]
 _TEXT_PART = {
@@ -135,6 +141,7 @@ class SamplingFields(Struct, kw_only=True):
     return_token_ids: bool | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
     cache_salt: CacheSalt | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -181,6 +188,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     suffix: Any = None
     add_special_tokens: bool | None = None
+
+
+class ModelRequest(Struct, kw_only=True):
+    """The body of /models/load and /models/unload."""
+
+    model: str
+    keep_alive: KeepAlive | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -231,6 +245,7 @@ class MessagesRequest(Struct, kw_only=True):
     seed: Seed | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
     cache_salt: CacheSalt | None = None
 
 
@@ -265,6 +280,7 @@ class ResponsesRequest(Struct, kw_only=True):
     user: str | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
     cache_salt: CacheSalt | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
@@ -291,5 +307,7 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/models/load": ModelRequest,
+    "/models/unload": ModelRequest,
 }
 KNOWN = {body: frozenset(field.encode_name for field in msgspec.structs.fields(body)) for body in BODIES.values()}

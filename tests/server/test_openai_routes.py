@@ -205,7 +205,7 @@ def test_other_errors(client, service):
         assert half.status == 400
 
     run(ask())
-    assert service.admission.num_running == service.admission.num_waiting == 0
+    assert service.default.admission.num_running == service.default.admission.num_waiting == 0
 
 
 def test_null_is_the_default_and_unknown_fields_are_logged_once(client, caplog):
@@ -291,7 +291,7 @@ def test_a_client_that_leaves_frees_what_it_held(engine, client, service):
         whole.leave()
         await asyncio.gather(streamed.task, whole.task)
         await until(lambda: is_idle(engine))
-        assert service.admission.num_running == service.admission.num_waiting == 0
+        assert service.default.admission.num_running == service.default.admission.num_waiting == 0
         assert not service.generations
 
     run(ask())
