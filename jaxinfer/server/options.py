@@ -22,6 +22,7 @@ _many = partial(option, group="Many models")
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_MAX_SECONDS = 2**31
 _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
 
 
@@ -188,8 +189,8 @@ def parse_duration(value: str | float | None) -> float | None:
                 raise ValueError(f"{value!r:.60} is no time such as 300, 5m or -1") from None
             seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
         value = sign * seconds
-    if isinstance(value, bool) or math.isnan(value):
-        raise ValueError(f"{value!r} is no time such as 300, 5m or -1")
+    if isinstance(value, bool) or not abs(value) <= _MAX_SECONDS:
+        raise ValueError(f"{value!r:.60} is no time such as 300, 5m or -1")
     return math.inf if value < 0 else float(value)
 
 

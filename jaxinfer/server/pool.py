@@ -219,8 +219,11 @@ class ModelPool:
         return await self.find(name)
 
     async def unload(self, name: str) -> ServedModel:
-        """Unloads a model when its requests have ended; those that come later load it again. Raises APIError 404."""
+        """Unloads a model when its requests have ended; those that come later load it again. Raises APIError: 404
+        for an unknown name, 400 for the only model of a server."""
         model = await self.find(name)
+        if isinstance(self._catalogue, OneModel):
+            raise APIError(400, f"{model.name} is the only model of this server: it stays", param="model")
         try:
             while model.state in ("ready", "loading", "unloading"):
                 model.is_leaving = model.state == "ready"
@@ -407,7 +410,8 @@ class ModelPool:
         engine = model.detach()
         model.state, model.expires = "unloading", None
         if engine is not None:
-            await asyncio.to_thread(_closed, engine)
+            await engine.close()
+            await asyncio.to_thread(_settle_garbage)
         model.state, model.needs = "unloaded", ModelNeeds({})
         self._changed.set()
         _LOG.info("unloaded %s: %s", model.name, why)
@@ -446,11 +450,6 @@ def _opened(model: ServedModel, needs: ModelNeeds) -> Any:
     engine = model.source.open(needs)
     _settle_garbage()
     return engine
-
-
-def _closed(engine: Any) -> None:
-    engine._stop()
-    _settle_garbage()
 
 
 def _settle_garbage() -> None:
