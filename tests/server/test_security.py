@@ -50,6 +50,8 @@ CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completion
 KEYS = {"first-secret-key": "alice", "second-secret-key": "bob"}
 ASK = [{"role": "user", "content": "read a file"}]
 VALID = {
+    "/models/load": {"model": "tiny"},
+    "/models/unload": {"model": "tiny"},
     CHAT: {"messages": ASK, "max_tokens": 2},
     COMPLETIONS: {"prompt": "a", "max_tokens": 2},
     MESSAGES: {"messages": ASK, "max_tokens": 2},
