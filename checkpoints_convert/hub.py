@@ -12,6 +12,7 @@ from checkpoints_convert.files import (
     CONFIG,
     MANIFEST,
     NATIVE_CONFIG,
+    PARAMS,
     QUANTIZATION_FILES,
     WEIGHTS_INDEX,
     read_json,
@@ -23,10 +24,14 @@ from checkpoints_convert.storage import is_url, stage
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(/[A-Za-z0-9][A-Za-z0-9_.\-]*)?")
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.\-]*:/[^/]")
-_DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
+DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX, NATIVE_CONFIG, MANIFEST)
 _NO_CONNECTION = re.compile(r"\b(ConnectError|ConnectTimeout|ReadTimeout|ConnectionError|gaierror|ProxyError)\b")
 _NO_NETWORK = "no network: it is not in the local cache, and the hub cannot be reached; give a folder, or demo"
-_WEIGHTS = ("model.safetensors", "model-*.safetensors")
+NO_SAFETENSORS = (
+    "the repository has no safetensors of a whole model; pickled weights (.bin, .pt) are never opened. Convert them to "
+    "safetensors with the library that wrote them"
+)
+WEIGHTS = ("model.safetensors", "model-*.safetensors")
 
 
 def resolve(path_or_hub_id: str | Path, *, revision: str | None = None) -> Path:
@@ -90,11 +95,11 @@ def describe(repo_id: str, revision: str | None) -> tuple[Path, dict[str, Tensor
         raise CheckpointNotFoundError(
             repo_id, "no such directory, and fetching its headers needs the package huggingface_hub"
         ) from None
-    with _explained(repo_id, revision):
-        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_DESCRIBING)))
+    with explained(repo_id, revision):
+        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(DESCRIBING)))
     if (snapshot / NATIVE_CONFIG).is_file():
         return snapshot, None
-    with _explained(repo_id, revision):
+    with explained(repo_id, revision):
         try:
             found = get_safetensors_metadata(repo_id, revision=snapshot.name)
         except errors.NotASafetensorsRepoError:
@@ -104,6 +109,22 @@ def describe(repo_id: str, revision: str | None) -> tuple[Path, dict[str, Tensor
         for file in found.files_metadata.values()
         for name, tensor in file.tensors.items()
     }
+
+
+def cached(repo_id: str, revision: str | None) -> Path:
+    """The directory of a repository in the hub's cache, without asking the hub.
+
+    Raises CheckpointNotFoundError if it is not there, or not complete.
+    """
+    from huggingface_hub import errors, snapshot_download
+
+    patterns = [*DESCRIBING, *WEIGHTS, f"{PARAMS}/*"]
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns, local_files_only=True))
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError) as error:
+        raise CheckpointNotFoundError(
+            repo_id, f"is not in the local cache, and the hub is not to be asked (offline): {_first_line(error)}"
+        ) from None
 
 
 def _looks_local(path_or_hub_id: str | Path) -> bool:
@@ -124,30 +145,41 @@ def _download(repo_id: str, revision: str | None) -> Path:
             repo_id, "no such directory, and downloading needs the package huggingface_hub, which is not installed"
         ) from None
 
-    with _explained(repo_id, revision):
-        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(_DESCRIBING)))
+    with explained(repo_id, revision):
+        snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(DESCRIBING)))
     if (snapshot / NATIVE_CONFIG).is_file():
         weights = ["params/*"]
     elif (snapshot / CONFIG).is_file():
-        model_config(with_side_file(snapshot, read_json(snapshot / CONFIG)), f"{repo_id}/{CONFIG}")
-        weights = weight_files(snapshot) or list(_WEIGHTS)
+        weights = check_description(snapshot, repo_id) or list(WEIGHTS)
     else:
         raise CheckpointNotFoundError(repo_id, f"the repository has no {CONFIG}")
-    with _explained(repo_id, revision):
+    with explained(repo_id, revision):
         # The commit, not the branch, so that both calls see the same state of the repository.
         snapshot = Path(snapshot_download(repo_id, revision=snapshot.name, allow_patterns=weights))
     present = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*")]
     if not any(re.fullmatch(translate(pattern), name) for pattern in weights for name in present):
-        raise CheckpointError(
-            repo_id,
-            "the repository has no safetensors of a whole model; pickled weights (.bin, .pt) are never opened."
-            " Convert them to safetensors with the library that wrote them",
-        )
+        raise CheckpointError(repo_id, NO_SAFETENSORS)
     return snapshot
 
 
+def check_description(snapshot: Path, repo_id: str) -> list[str] | None:
+    """The files of weights that a repository's index names; None without an index. `snapshot` has its configuration.
+
+    Raises CheckpointError for a model that is not supported.
+    """
+    config = read_json(snapshot / CONFIG)
+    try:
+        model_config(with_side_file(snapshot, config), f"{repo_id}/{CONFIG}")
+    except CheckpointError as error:
+        if not config.get("auto_map"):
+            raise
+        reason = f"the model is code of the repository (auto_map), which is never run; {error}"
+        raise CheckpointError(repo_id, reason) from None
+    return weight_files(snapshot)
+
+
 @contextmanager
-def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
+def explained(repo_id: str, revision: str | None) -> Iterator[None]:
     """Turns the errors of huggingface_hub into CheckpointNotFoundError, with what to do."""
     from huggingface_hub import constants, errors
 

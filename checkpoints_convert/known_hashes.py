@@ -135,14 +135,17 @@ def _is_hash(text: str) -> bool:
 
 def _problem(file: Path, wanted: str) -> str | None:
     try:
-        found = sha256(file) if len(wanted) == 64 else _git_hash(file)
+        found = content_hash(file, is_git=len(wanted) == 40)
     except OSError as error:
         return f"{file.name}: cannot be read: {error.strerror or error}"
     kind = "SHA-256" if len(wanted) == 64 else "the Git hash"
     return None if found == wanted else f"{file.name}: is damaged: it has {kind} {found}, not {wanted}"
 
 
-def _git_hash(file: Path) -> str:
+def content_hash(file: Path, *, is_git: bool) -> str:
+    """Hexadecimal SHA-256 of a file's bytes, or their hash in Git. Raises OSError."""
+    if not is_git:
+        return sha256(file)
     with open_regular(file) as opened:
         found = hashlib.sha1(f"blob {file.stat().st_size}\0".encode(), usedforsecurity=False)
         while chunk := opened.read(_CHUNK_BYTES):

@@ -19,6 +19,7 @@ from jaxinfer.batch.requests import Prompt
 from jaxinfer.files import Closable
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.sampling.seeds import derive_seed
+from jaxinfer.text.messages import with_system
 from jaxinfer.tool_calls import AnswerFormat
 
 if TYPE_CHECKING:
@@ -145,6 +146,9 @@ class RayPool(Closable):
         """As `LLM.chat_prompt`."""
         if self.tokenizer is None:
             raise ValueError(f"model {self.name!r} has no tokenizer, and chat needs one")
+        from jaxinfer.store import find_model
+
+        messages = with_system(messages, find_model(self._model, fetch=False).system)
         return self.tokenizer.apply_chat_template(messages, tools=tools, **template_kwargs)
 
     def generate_each(

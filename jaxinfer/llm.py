@@ -127,9 +127,8 @@ class LLM(Closable):
         self.answer_format = AnswerFormat(self.tokenizer, chosen.tool_parser)
         self.params = loaded.params
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
-        self._owned_params = [loaded.params] if loaded.is_owned else []
-        self.default_params: SamplingParams = loaded.default_params
-        self.ignored_generation_config, self.eos_token_ids = loaded.ignored_defaults, loaded.eos_token_ids
+        self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
+        self.eos_token_ids, self._owned_params = loaded.eos_token_ids, [loaded.params] if loaded.is_owned else []
         run, self._copies = loaded.runnable()
         engine = self._make_engine(loaded, run, replace(chosen, max_model_len=self.max_model_len))
         self.client = Client(
@@ -139,6 +138,7 @@ class LLM(Closable):
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             seed=self.seed,
+            system=loaded.system,
         )
         if self._hosts is not None:
             from jaxinfer.batch import BatchSummary

@@ -16,6 +16,7 @@ from jaxinfer.llm_options import LLMOptions
 from jaxinfer.loading import LiveModel
 from jaxinfer.option_names import NAMES, find, translated
 from jaxinfer.sampling import SamplingParams
+from jaxinfer.store import alias_options
 
 P = ParamSpec("P")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -51,7 +52,7 @@ def takes_options(
 
 
 def checked_options(model: Any, options: Mapping[str, Any]) -> LLMOptions:
-    """The options of `LLM`, by our names or those of other engines.
+    """The options of `LLM`, by our names or those of other engines; what is not given is as the model's alias says.
 
     Raises TypeError for an unknown name or a wrong type, ValueError for a value out of range.
     """
@@ -59,7 +60,11 @@ def checked_options(model: Any, options: Mapping[str, Any]) -> LLMOptions:
         raise TypeError(f"model must be {_MODEL_FORM}, got {_shown(model)}")
     known = [field.name for field in fields(LLMOptions)]
     elsewhere = {"SamplingParams, which generate takes": [name for name in _SAMPLING_NAMES if name not in known]}
-    return LLMOptions(**translated("LLM", options, known, "LLM has no argument {}", elsewhere))
+    given = translated("LLM", options, known, "LLM has no argument {}", elsewhere)
+    for name, value in alias_options(model).items() if isinstance(model, str) else ():
+        if given.get(name) is None and not (name == "quantize" and given.get("requantize") is not None):
+            given[name] = value
+    return LLMOptions(**given)
 
 
 def takes_other_names(method: Method) -> Method:

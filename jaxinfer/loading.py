@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer.cache import KVScales
-from jaxinfer.data import embedded_path
 from jaxinfer.models import MeshFit, ModelConfig, Params, abstract_params, fit_to_mesh, keeps_float32
 from jaxinfer.option_names import check_format
 from jaxinfer.quantization import Selection, check, quantize_params
 from jaxinfer.quantization.on_device import Copies, float32_copies, outputs_together
 from jaxinfer.quantization.tree import describe, is_quantized
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, from_generation_config
+from jaxinfer.sampling.params import our_names
 from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, first_layers
+from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, tokenizer_files_of
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -32,6 +33,7 @@ class LoadedModel:
     name: what the user called it. is_owned: whether the parameters were loaded here, and may be freed.
     default_params: generation_config.json's; ignored_defaults: its settings that are not applied.
     kv_scales: the checkpoint's scales for an fp8 cache, if it has some.
+    system: the system prompt of an alias.
     fit: how the `mesh` runs it, where there is one; then `config` is the fit's.
     """
 
@@ -46,6 +48,7 @@ class LoadedModel:
     kv_scales: KVScales | None = None
     fit: MeshFit | None = None
     mesh: Mesh | None = None
+    system: str | None = None
 
     def on_mesh(self, scales: KVScales | None) -> KVScales | None:
         """Scales of the checkpoint's key-value heads as the engine takes them."""
@@ -90,7 +93,7 @@ def load_model(
     verify: bool | None = None,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """Loads a folder, a GGUF file, a hub id or an embedded model, or checks live `(ModelConfig, params[, tokenizer])`.
+    """Loads what `find_model` finds, as its alias says, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
 
     With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read;
@@ -111,7 +114,7 @@ def load_model(
     else:
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
-        found = _read(str(model), dtype, revision, chosen, mesh, opening=opening, **needed)
+        found = _read(find_model(model, revision), dtype, chosen, mesh, opening=opening, **needed)
     params = found.params
     if jax.default_backend() == "gpu" and mesh is None:
         params = outputs_together(params, donate=found.is_owned)
@@ -149,9 +152,8 @@ def _live(model: LiveModel, dtype: str, chosen: Selection | None, mesh: Mesh | N
 
 
 def _read(
-    name: str,
+    named: FoundModel,
     dtype: str,
-    revision: str | None,
     chosen: Selection | None,
     mesh: Mesh | None,
     *,
@@ -161,7 +163,10 @@ def _read(
 ) -> LoadedModel:
     import checkpoints_convert
 
-    path = embedded_path(name) or checkpoints_convert.resolve(name, revision=revision)
+    name, path = named.name, named.path
+    assert path is not None
+    if chosen is None and "quantize" in named.options and opening["requantize"] is None:
+        chosen = Selection(named.options["quantize"])
     if dtype == "auto" and jax.default_backend() == "cpu":
         dtype = "float32"
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
@@ -183,11 +188,21 @@ def _read(
             params,
             tokenizer,
             is_owned=True,
-            default_params=defaults.params,
+            default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
             eos_token_ids=eos_token_ids,
             kv_scales=kv_scales,
+            system=named.system,
         )
+
+
+def _alias_sampling(named: FoundModel) -> dict[str, Any]:
+    """The alias's fields of `SamplingParams`. Raises StoreError for what is none."""
+    try:
+        params = SamplingParams.from_dict({"max_tokens": None, **named.sampling})
+    except SamplingParamsError as error:
+        raise StoreError(f"alias {named.name}: sampling: {error}") from None
+    return {name: getattr(params, name) for name in our_names(dict(named.sampling))}
 
 
 def load_shapes(
@@ -204,9 +219,11 @@ def load_shapes(
     """
     import checkpoints_convert
 
-    name = str(model)
-    source = embedded_path(name) or model
+    named = find_model(model, revision, fetch=False)
+    source, revision = named.source
     config, params = checkpoints_convert.abstract(source, dtype=dtype, revision=revision, requantize=requantize)
+    if quantize is None and requantize is None:
+        quantize = named.options.get("quantize")
     if quantize is not None:
         params = jax.eval_shape(partial(quantize_params, how=Selection(quantize).recipe), params)
     return config, params
@@ -277,9 +294,9 @@ def load_draft(
 
 def tokenizer_named(model: str | Path, revision: str | None = None) -> Tokenizer | None:
     """The tokenizer of what a user names as a model; raises as `load_model` and `tokenizer_of`."""
-    import checkpoints_convert
-
-    return tokenizer_of(embedded_path(str(model)) or checkpoints_convert.resolve(str(model), revision=revision))
+    found = find_model(model, revision)
+    assert found.path is not None
+    return tokenizer_of(found.path)
 
 
 def tokenizer_of(path: Path) -> Tokenizer | None:

@@ -243,24 +243,51 @@ def chat(model_options: ChatModelOptions, sampling_options: SamplingOptions, opt
     if (options.model_name is None) == (model_options.model is None):
         raise UsageError("chat takes one model: jaxinfer chat MODEL, such as jaxinfer chat demo")
     model_options = replace(model_options, model=options.model_name or model_options.model)
+    return talk(model_options, values, options.system, as_json=options.as_json)
+
+
+def talk(model_options: DraftedModelOptions, values: dict[str, Any], system: str | None, *, as_json: bool) -> int:
+    """Loads the model, and has a conversation until its input ends; returns the exit code."""
     with open_llm(model_options, max_seqs=1) as llm:
-        if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-            raise ValueError(
-                f"{model_options.model} has no chat template, so it cannot chat: use jaxinfer generate, "
-                "or add a chat_template.jinja to its folder"
-            )
-        params = merge_params(llm.default_params, {**_length_of_answers(llm.default_params), **values})
-        session = ChatSession(llm.name, params, llm.max_model_len, options.system)
-        is_interactive = sys.stdin.isatty() and not options.as_json
+        session = open_session(llm, values, system)
+        is_interactive = sys.stdin.isatty() and not as_json
         if is_interactive:
             if is_shown():
                 say("compiling the programs of the model, so that no message waits for them")
             llm.warm_up()
             return _converse(llm, session, Terminal())
-        return _read_turns(llm, session, as_json=options.as_json)
+        return _read_turns(llm, session, as_json=as_json)
 
 
-def _length_of_answers(defaults: "SamplingParams") -> dict[str, None]:
+def open_session(llm: "LLM", values: dict[str, Any], system: str | None) -> ChatSession:
+    """A conversation with a model. `values` are sampling parameters; `system` None takes the alias's system prompt.
+
+    Raises ValueError for a model without a chat template.
+    """
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        raise ValueError(
+            f"{llm.name} has no chat template, so it cannot chat: use jaxinfer generate, "
+            "or add a chat_template.jinja to its folder"
+        )
+    params = merge_params(llm.default_params, {**length_of_answers(llm.default_params), **values})
+    if system is None:
+        system = llm.client.system
+    llm.client.system = None  # the session has it, where /system changes it
+    return ChatSession(llm.name, params, llm.max_model_len, system)
+
+
+def answer_once(llm: "LLM", session: ChatSession, text: str, *, as_json: bool) -> None:
+    """One question and its answer. Raises TurnError if the question does not fit."""
+    turn = _answer(llm, session, text, is_quiet=as_json)
+    if as_json:
+        write_json({"input": text, **_turn_data(session, turn)})
+    elif turn.output is not None:
+        note(describe(llm, turn.output))
+    if turn.is_out_of_room:
+        say(f"warning: {session.out_of_room(turn)}")
+
+
+def length_of_answers(defaults: "SamplingParams") -> dict[str, None]:
     """Removes the default limit of 16 tokens, unless the checkpoint sets a limit."""
     from jaxinfer.sampling.params import SamplingParams
 

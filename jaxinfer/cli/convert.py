@@ -46,12 +46,12 @@ def convert(options: ConvertOptions) -> int | None:
     resumed = resumes("after the last complete layer") if options.to == "native" else contextlib.nullcontext()
     with resumed, Stage(f"opening {options.source}"):
         import checkpoints_convert
-        from jaxinfer.data import embedded_path
+        from jaxinfer.store import find_path
 
         report = checkpoints_convert.convert(
-            embedded_path(options.source) or options.source,
+            find_path(options.source, options.revision),
             options.destination,
-            **{name: getattr(options, name) for name in NAMES},
+            **{name: getattr(options, name) for name in NAMES if name != "revision"},
         )
     with Stage("comparing"):
         problems = _problems(report) if options.verify else []

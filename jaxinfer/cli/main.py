@@ -22,10 +22,13 @@ from jaxinfer.cli.models import models
 from jaxinfer.cli.names import NamedCommand, NamedGroup
 from jaxinfer.cli.plan import plan
 from jaxinfer.cli.profile import profile
+from jaxinfer.cli.pull import pull
 from jaxinfer.cli.quantize import quantize
+from jaxinfer.cli.run import run
 from jaxinfer.cli.score import score
 from jaxinfer.cli.serve import serve
 from jaxinfer.cli.speculate_report import speculate_report
+from jaxinfer.cli.store import copy, create, disk, list_, remove, show
 from jaxinfer.cli.train_demo import train_demo
 from jaxinfer.cli.verify import verify
 from jaxinfer.cli.warm import warm
@@ -35,6 +38,8 @@ EXAMPLES = """\
 [bold]Examples[/bold]
 
 jaxinfer demo
+
+jaxinfer run user/model
 
 jaxinfer generate "def read_lines(path):" --model demo --max-tokens 64
 
@@ -79,7 +84,16 @@ app = typer.Typer(
 )
 
 GROUPS = {
-    "Generate": {"demo": demo, "generate": generate, "batch": batch, "chat": chat, "score": score, "serve": serve},
+    "Generate": {
+        "demo": demo,
+        "run": run,
+        "generate": generate,
+        "batch": batch,
+        "chat": chat,
+        "score": score,
+        "serve": serve,
+    },
+    "Models": {"pull": pull, "list": list_, "show": show, "create": create, "cp": copy, "rm": remove, "disk": disk},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},
     "Planning": {"advise": advise, "plan": plan, "warm": warm},
     "Speculation": {"speculate-report": speculate_report, "distill": distill},

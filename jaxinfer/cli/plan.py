@@ -132,6 +132,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     from jaxinfer.engine.options import EngineOptions
     from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
     from jaxinfer.planning import PlanRequest, parse_place
+    from jaxinfer.store import alias_options
     from pallas_kernels import ahead_of_time
 
     place = parse_place(options.on)
@@ -141,9 +142,10 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     values = given_values(options)
     dtype = values.get("dtype", "auto")
     loading = {name: values[name] for name in ("dtype", "quantize", "requantize", "revision") if name in values}
+    drafting = options.draft or alias_options(options.model).get("draft")
     config, params = load_shapes(options.model, **loading)
     config, length = for_length(config, options.context)
-    if options.draft is None and "num_draft_tokens" in values:
+    if drafting is None and "num_draft_tokens" in values:
         raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
     names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "num_draft_tokens")
     engine_options = EngineOptions(
@@ -151,7 +153,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
         max_seqs=options.max_seqs,
         **{name: values[name] for name in names if name in values},
     )
-    draft = None if options.draft is None else load_draft_shapes(options.draft, config, params, length, dtype)
+    draft = None if drafting is None else load_draft_shapes(drafting, config, params, length, dtype)
     return PlanRequest(
         options.model, config, params, place, engine_options, options.mesh, draft, _batches(options.batch)
     )

@@ -195,9 +195,9 @@ def _kept(options: QuantizeOptions) -> "tuple[Keep, ...]":
 def _source_path(options: QuantizeOptions) -> Path:
     """The folder of the checkpoint. Raises UsageError for a GGUF file."""
     import checkpoints_convert
-    from jaxinfer.data import embedded_path
+    from jaxinfer.store import find_path
 
-    path = embedded_path(options.source) or checkpoints_convert.resolve(options.source, revision=options.revision)
+    path = find_path(options.source, options.revision)
     if checkpoints_convert.tokenizer_files(path) is not None:
         raise UsageError(f"{path} is a GGUF file: convert it first, jaxinfer convert {path} DIRECTORY")
     return path

@@ -19,7 +19,7 @@ _NUM_SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    path: str = argument(MISSING, "A checkpoint's folder, a GGUF file, a hub id, or demo.", "PATH")
+    path: str = argument(MISSING, "A checkpoint's folder, a GGUF file, a hub id, an alias, or demo.", "PATH")
     against: str | None = option(None, "Another checkpoint of the same model, or a hub id, to compare with.", "MODEL")
     tolerance: float = option(0.0, "Largest allowed difference of hidden states and logits.", "X", min=0.0)
     dtype: str = option("auto", "Compute both in this dtype; auto: as stored.", "DTYPE")
@@ -37,9 +37,9 @@ def verify(options: VerifyOptions) -> int:
     with Stage(f"opening {options.path}"):
         import checkpoints_convert
         from checkpoints_convert.files import MANIFEST
-        from jaxinfer.data import embedded_path
+        from jaxinfer.store import find_path
 
-        path = embedded_path(options.path) or checkpoints_convert.resolve(options.path)
+        path = find_path(options.path)
         files = checkpoints_convert.verify_files(path)
     if against is None and not files.checked:
         raise checkpoints_convert.CheckpointError(
@@ -48,7 +48,8 @@ def verify(options: VerifyOptions) -> int:
     problems, comparison = list(files.problems), None
     if against is not None and not problems:
         with Stage("comparing"):
-            comparison = checkpoints_convert.verify_against(path, against, tolerance=tolerance, dtype=options.dtype)
+            other = find_path(against)
+            comparison = checkpoints_convert.verify_against(path, other, tolerance=tolerance, dtype=options.dtype)
     holds = not problems and (comparison is None or _is_close(comparison, tolerance))
     if options.as_json:
         write_json(

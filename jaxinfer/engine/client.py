@@ -32,6 +32,7 @@ from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ModelConfig
 from jaxinfer.sampling import SamplingParams, SamplingParamsError, derive_seed, make_batch, tokenize_bad_words
 from jaxinfer.text import StopStringMatcher, StreamingDetokenizer, TextTooLongError, Tokenizer, read_token_ids
+from jaxinfer.text.messages import with_system
 from jaxinfer.text.reasoning import FAMILIES, prompt_end
 
 Key = TypeVar("Key")
@@ -45,6 +46,7 @@ class Client:
 
     Args:
       name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only.
+      system: for conversations without a system message.
     """
 
     def __init__(
@@ -56,10 +58,11 @@ class Client:
         tokenizer: Tokenizer | None,
         eos_token_ids: tuple[int, ...],
         seed: int,
+        system: str | None = None,
     ):
         derive_seed(seed)  # checks its range
         self._engine: Engine | Replicas | None = engine
-        self.name, self.config, self.tokenizer = name, config, tokenizer
+        self.name, self.config, self.tokenizer, self.system = name, config, tokenizer, system
         self.eos_token_ids, self.max_model_len, self.seed = eos_token_ids, engine.spec.max_model_len, seed
         self._numbers = itertools.count()
         self._request_ids = itertools.count()
@@ -185,7 +188,11 @@ class Client:
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """Token ids of a conversation; raises as `Tokenizer.apply_chat_template`."""
+        """Token ids of a conversation; raises as `Tokenizer.apply_chat_template`.
+
+        One without a system message begins with the system prompt of the model's alias, if it has one.
+        """
+        messages = with_system(messages, self.system)
         limit = self.max_model_len
         try:
             return self.need_tokenizer("chat").apply_chat_template(

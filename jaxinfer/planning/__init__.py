@@ -2,7 +2,7 @@
 
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind, chips, parse_place
 from jaxinfer.planning.plan import Change, Memory, MemoryPlan, PlanRequest, to_dict, to_text
-from jaxinfer.planning.planner import make_plan
+from jaxinfer.planning.planner import make_plan, plan_here
 from jaxinfer.planning.remedy import changes
 from pallas_kernels.choice import renamed
 
@@ -18,6 +18,7 @@ __all__ = [
     "chips",
     "make_plan",
     "parse_place",
+    "plan_here",
     "to_dict",
     "to_text",
 ]

@@ -9,7 +9,10 @@ import jax
 
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.memory import activation_bytes, available_bytes
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.loading import DEFAULT_MAX_MODEL_LEN
+from jaxinfer.models import ModelConfig, Params
 from jaxinfer.planning.chips import Chip, Place, chip_of_kind
 from jaxinfer.planning.compiled import (
     DECODE,
@@ -70,6 +73,21 @@ def plan_engine(name: str, engine: Engine) -> MemoryPlan:
     start = time.perf_counter()
     programs = compile_programs(spec, compile_here, whole=True)
     return assemble(request, spec, programs, chip, _usable(device, spec), [], start)
+
+
+def plan_here(name: str, config: ModelConfig, params: Params, *, max_seqs: int = 8) -> MemoryPlan | None:
+    """What a model would need on this machine's first device, counted, with the default options and `max_seqs` answers
+    at once; None where the device does not tell its memory."""
+    start = time.perf_counter()
+    device = jax.devices()[0]
+    usable = available_bytes(device)
+    if usable is None:
+        return None
+    chip = replace(_unknown(device, device.platform), usable_bytes=usable)
+    length = min(config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+    options = EngineOptions(max_model_len=length, max_seqs=max_seqs)
+    request = PlanRequest(name, config.for_length(length), params, Place(chip.title, chip, 1), options)
+    return assemble(request, request.spec(), {}, None, usable, [], start)
 
 
 def assemble(

@@ -70,6 +70,14 @@ def _check_message(message: Any, path: str) -> Message:
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
+def with_system(messages: Sequence[Mapping[str, Any]], system: str | None) -> Sequence[Mapping[str, Any]]:
+    """The messages after a system message with this text, unless they have one, or the text is None."""
+    roles = [message.get("role") for message in messages if isinstance(message, Mapping)]
+    if system is None or "system" in roles or "developer" in roles:
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
 def check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
     """Return the tools (JSON schemas) as fresh plain JSON data, or None."""
     if tools is None:

@@ -1,0 +1,101 @@
+"""`jaxinfer run`: a conversation with a model, or one answer of it, after pulling what is not here."""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.cli.chat import answer_once, length_of_answers, open_session, talk
+from jaxinfer.cli.command import OK, UsageError, say
+from jaxinfer.cli.options import (
+    DraftedModelOptions,
+    SamplingOptions,
+    as_json,
+    merge_params,
+    model_argument,
+    open_llm,
+    sampling_values,
+)
+from jaxinfer.cli.output import describe, end_line, note, request_data, stream_answer, write_json, write_text
+from jaxinfer.cli.pull import fits_here, sentence_of
+from jaxinfer.options import argument, option
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunModelOptions(DraftedModelOptions):
+    """The model by position, and a draft."""
+
+    model: str = model_argument("user/model, user/model:Q4_K_M, an alias, a folder, a GGUF file, or demo.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    prompt: str | None = argument(None, "Answer this alone; - reads it from standard input.", "PROMPT")
+    system: str | None = option(None, "The system message.", "TEXT")
+    yes: bool = option(False, "Download what is missing without asking.", flag="--yes -y")
+    offline: bool = option(False, "Use only what is here, and ask no hub.")
+    as_json: bool = as_json("JSON lines, one for each answer.")
+
+
+def run(model_options: RunModelOptions, sampling_options: SamplingOptions, options: RunOptions) -> int:
+    """Talk with a model, or have one prompt answered.
+
+    A model of the hub that is not here is pulled first, after a question on a terminal. Without a PROMPT it is
+    [bold]jaxinfer chat[/bold]. A model without a chat template continues the prompt as it is.
+    """
+    values = sampling_values(sampling_options)
+    if values.get("n", 1) != 1:
+        raise UsageError("run gives one answer: --n is for jaxinfer generate")
+    if options.offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if prompt is not None and not prompt.strip():
+        raise UsageError("the prompt is empty")
+    model_options = replace(model_options, revision=_have(model_options.model, model_options.revision, options.yes))
+    if prompt is None:
+        return talk(model_options, values, options.system, as_json=options.as_json)
+    with open_llm(model_options, max_seqs=1) as llm:
+        if llm.tokenizer is not None and llm.tokenizer.chat_template is None:
+            if options.system is not None:
+                raise UsageError(f"{llm.name} has no chat template, so that it takes no --system")
+            _continue(llm, prompt, values, as_json=options.as_json)
+        else:
+            answer_once(llm, open_session(llm, values, options.system), prompt, as_json=options.as_json)
+    return OK
+
+
+def _have(model: str, revision: str | None, is_agreed: bool) -> str | None:
+    """Pulls the model if it is not here; returns the revision. Raises UsageError if nobody can be asked."""
+    from jaxinfer.store import find_model, prepare
+    from jaxinfer.store.pulled import is_offline
+
+    if find_model(model, revision, fetch=False).path is not None:
+        return revision
+    if is_offline():
+        find_model(model, revision)  # in the hub's cache it may be; raises if not
+        return revision
+    download = prepare(model, revision)
+    fit = fits_here(download)
+    say(sentence_of(download) + (f"\n{fit['text']}" if fit is not None else ""))
+    if not is_agreed:
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise UsageError(f"{model} is not here: --yes downloads it, or jaxinfer pull {model}")
+        say("download it? [Y/n]")
+        if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
+            raise UsageError("nothing was downloaded")
+    download.fetch()
+    return revision
+
+
+def _continue(llm: "LLM", prompt: str, values: dict[str, Any], *, as_json: bool) -> None:
+    params = merge_params(llm.default_params, {**length_of_answers(llm.default_params), **values})
+    text, output = stream_answer(llm, prompt, params, (lambda text: None) if as_json else write_text)
+    assert output is not None
+    if as_json:
+        write_json(request_data(0, output, params))
+    else:
+        end_line(text)
+        note(describe(llm, output))

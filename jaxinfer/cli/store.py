@@ -1,0 +1,204 @@
+"""`jaxinfer list`, `show`, `cp`, `create`, `rm`, `disk`: what is here, and what it is called."""
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.checks import format_bytes
+from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.options import SamplingOptions, as_json, overwrite, sampling_values
+from jaxinfer.cli.output import console, write_json, write_text
+from jaxinfer.options import MISSING, argument, option
+from jaxinfer.tables import facts_text, make_table
+
+_NOT_IN_ALIASES = ("seed", "n", "structured")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    as_json: bool = as_json("JSON lines, one for each model.")
+
+
+def list_(options: ListOptions) -> None:
+    """List the models that can be loaded without a download.
+
+    Pulled models, aliases whose model is here, and the embedded ones. A model that was not pulled to its end is not
+    listed.
+    """
+    from jaxinfer.store import list_models
+
+    models = list_models()
+    if options.as_json:
+        for model in models:
+            write_json(vars(model))
+        return
+    rows = [
+        (
+            model.name,
+            f"{model.kind} of {model.target}" if model.target is not None else model.kind,
+            (model.commit or "")[:12],
+            format_bytes(model.num_bytes),
+            datetime.fromtimestamp(model.modified_at).strftime("%Y-%m-%d %H:%M"),
+        )
+        for model in models
+    ]
+    console().print(make_table(("name", "kind", "commit", "size", "changed"), rows, num_left=3))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    name: str = argument(MISSING, "A model that is here, by any of its names.", "NAME")
+    template: bool = option(False, "Print the chat template alone.")
+    as_json: bool = as_json("One JSON object.")
+
+
+def show(options: ShowOptions) -> None:
+    """Print what a model is: size, license, configuration, quantization, chat template, aliases."""
+    from jaxinfer.store import show_model
+
+    facts = show_model(options.name)
+    if options.as_json:
+        write_json(facts)
+        return
+    template = facts.pop("chat template")
+    if options.template:
+        if template is None:
+            raise ValueError(f"{options.name} has no chat template")
+        write_text(template + "\n")
+        return
+    for name in ("bytes", "weight bytes"):
+        facts[name] = format_bytes(facts[name])
+    facts["parameters"] = f"{facts['parameters']:,}"
+    facts["chat template"] = "none" if template is None else f"{len(template):,} characters (--template prints it)"
+    facts["aliases"] = ", ".join(facts["aliases"]) or None
+    facts |= {name: _settings(facts[name]) for name in ("generation config", "alias") if facts.get(name)}
+    write_text(facts_text({name: value for name, value in facts.items() if value is not None}))
+
+
+def _settings(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyOptions:
+    source: str = argument(MISSING, "A model that is here, or an alias.", "SOURCE")
+    name: str = argument(MISSING, "The alias: letters, digits, - _ and . with at most one colon.", "NAME")
+    overwrite: bool = overwrite("Replace an alias of that name.")
+    as_json: bool = as_json("One JSON object.")
+
+
+def copy(options: CopyOptions) -> None:
+    """Give a model another name.
+
+    The alias is of the commit that was pulled, and keeps it when the model is pulled again. No files are copied.
+    """
+    from jaxinfer.store import copy_model
+
+    alias = copy_model(options.source, options.name, overwrite=options.overwrite)
+    _print_alias(alias, options.as_json)
+
+
+def _print_alias(alias: Any, is_json: bool) -> None:
+    from jaxinfer.store.aliases import alias_path
+
+    if is_json:
+        write_json({"name": alias.name, "path": alias_path(alias.name), **alias.to_dict()})
+    else:
+        write_text(f"{alias.name} = {_settings(alias.to_dict())}\nwritten to {alias_path(alias.name)}\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreateOptions:
+    name: str = argument(MISSING, "The alias: letters, digits, - _ and . with at most one colon.", "NAME")
+    model: str | None = option(None, "The model or alias that it stands for.", "MODEL", "--from")
+    file: Path | None = option(
+        None, "Take the settings from this TOML file; options given here win.", "FILE", "--file -f"
+    )
+    system: str | None = option(None, "System prompt, for conversations that have none.", "TEXT")
+    quantize: str | None = option(None, "Quantize the weights as they are loaded, such as int8.", "FORMAT")
+    draft: str | None = option(None, "What drafts: a model, ngram or layers:N.", "MODEL")
+    overwrite: bool = overwrite("Replace an alias of that name.")
+    as_json: bool = as_json("One JSON object.")
+
+
+def create(options: CreateOptions, sampling_options: SamplingOptions) -> None:
+    """Make an alias with a system prompt, sampling defaults, a quantization and a draft.
+
+    It is a small TOML file that can be edited. What a command or a request gives explicitly wins over it.
+    """
+    from jaxinfer.sampling.params import our_names
+    from jaxinfer.store.aliases import Alias, parse_alias, write_alias
+    from jaxinfer.store.contents import pinned
+
+    sampling = our_names(sampling_values(sampling_options))
+    if refused := [name for name in _NOT_IN_ALIASES if name in sampling]:
+        raise UsageError(f"--{refused[0]} is of one request, and no default of an alias")
+    alias = Alias(options.name, "")
+    if options.file is not None:
+        alias = parse_alias(options.name, options.file.read_text(encoding="utf-8"), options.file)
+    if options.model is not None:
+        model, revision = pinned(options.model)
+        alias = replace(alias, model=model, revision=revision)
+    if not alias.model:
+        raise UsageError("an alias needs a model: --from MODEL, or model in its --file")
+    given = {name: value for name in ("system", "quantize", "draft") if (value := getattr(options, name)) is not None}
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in sampling.items()}
+    alias = replace(alias, **given, sampling={**alias.sampling, **plain})
+    write_alias(alias, overwrite=options.overwrite)
+    _print_alias(alias, options.as_json)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveOptions:
+    names: list[str] = argument(MISSING, "Aliases, or models of the hub's cache.", "NAME")
+    as_json: bool = as_json("JSON lines, one for each name.")
+
+
+def remove(options: RemoveOptions) -> None:
+    """Remove aliases and pulled models.
+
+    Of a model the files go that no other model and no snapshot of another tool has; commits that an alias uses stay. An
+    alias goes alone: its model stays.
+    """
+    from jaxinfer.store import remove as remove_model
+
+    for name in options.names:
+        found = remove_model(name)
+        if options.as_json:
+            write_json(vars(found))
+            continue
+        text = f"removed {', '.join(found.removed)}: {format_bytes(found.freed_bytes)} freed"
+        if found.kept_by:
+            text += f"; {format_bytes(found.kept_bytes)} stay for {', '.join(found.kept_by)}"
+        write_text(text + "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskOptions:
+    as_json: bool = as_json("JSON lines, one for each repository.")
+
+
+def disk(options: DiskOptions) -> None:
+    """Show what repositories take on the disk, with those that other tools have downloaded."""
+    from jaxinfer.store import disk_usage, home
+    from jaxinfer.store.pulled import hub_cache
+
+    usage = disk_usage()
+    if options.as_json:
+        for one in usage:
+            write_json(one)
+        return
+    rows = [
+        (
+            one["repository"],
+            len(one["models"]) or "not pulled",
+            format_bytes(one["unfinished bytes"]),
+            format_bytes(one["other bytes"]),
+            format_bytes(one["bytes"]),
+        )
+        for one in usage
+    ]
+    rows.append(("total", "", "", "", format_bytes(sum(one["bytes"] for one in usage))))
+    console().print(make_table(("repository", "models", "unfinished", "other files", "size"), rows))
+    write_text(f"files are in {hub_cache()}, aliases and manifests in {home()}\n")

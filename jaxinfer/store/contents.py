@@ -1,0 +1,219 @@
+"""What is here: models and aliases, what a model is, what repositories take on the disk; and copies of names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.data import EMBEDDED, embedded_path
+from jaxinfer.store.aliases import Alias, aliases, read_alias, write_alias
+from jaxinfer.store.names import FoundModel, UnknownModelError, find_model
+from jaxinfer.store.pulled import HubName, PulledModel, find_pulled, hub_cache, pulled_models
+from jaxinfer.store.remove import folder_bytes, users_of
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A name that can be loaded without the hub.
+
+    Attributes:
+      name: what loads it. kind: "pulled", "alias" or "embedded". path: as of `FoundModel`.
+      num_bytes: of its files. modified_at: when it was pulled or made, seconds since 1970.
+      commit: of a repository. target: what an alias stands for. digest: tells models apart: of the name's files.
+      options: what an alias sets, as of `Alias.to_dict`, without the model.
+    """
+
+    name: str
+    kind: str
+    path: Path
+    num_bytes: int
+    modified_at: float
+    commit: str | None
+    target: str | None
+    digest: str
+    options: Mapping[str, Any]
+
+
+def list_models() -> tuple[StoredModel, ...]:
+    """Pulled models, aliases of models that are here, and embedded models. None of them lacks a file.
+
+    Raises StoreError for a manifest or an alias that cannot be read.
+    """
+    found = []
+    newest: set[str] = set()
+    for model in pulled_models():
+        name = model.name if model.name not in newest else model.pinned_name
+        newest.add(name)
+        found.append(_pulled(name, model))
+    found += [stored for alias in aliases() if (stored := _alias(alias)) is not None]
+    for name in EMBEDDED:
+        path = embedded_path(name)
+        assert path is not None
+        found.append(StoredModel(name, "embedded", path, *_size_and_time(path), None, None, _digest(name), {}))
+    return tuple(found)
+
+
+def _pulled(name: str, model: PulledModel) -> StoredModel:
+    digest = _digest(*(f"{file.name} {file.digest}" for file in model.files))
+    return StoredModel(name, "pulled", model.path, model.num_bytes, model.pulled_at, model.commit, None, digest, {})
+
+
+def _alias(alias: Alias) -> StoredModel | None:
+    """None where its model is not here."""
+    try:
+        found = find_model(alias.name, fetch=False)
+    except (ValueError, OSError):
+        return None
+    if found.path is None:
+        return None
+    model = None if found.hub is None else find_pulled(found.hub)
+    num_bytes = _size_and_time(found.path)[0] if model is None else model.num_bytes
+    from jaxinfer.store.aliases import alias_path
+
+    options = {key: value for key, value in alias.to_dict().items() if key not in ("model", "revision")}
+    commit = None if found.hub is None else found.hub.revision
+    target = alias.model if alias.revision is None else f"{alias.model}@{alias.revision}"
+    digest = _digest(str(found.path), repr(sorted(alias.to_dict().items())))
+    modified = alias_path(alias.name).stat().st_mtime
+    return StoredModel(alias.name, "alias", found.path, num_bytes, modified, commit, target, digest, options)
+
+
+def _size_and_time(path: Path) -> tuple[int, float]:
+    """Bytes of a checkpoint's files, and when it was last changed."""
+    files = [path] if path.is_file() else [one for one in path.rglob("*") if one.is_file()]
+    return sum(one.stat().st_size for one in files), path.stat().st_mtime
+
+
+def _digest(*texts: str) -> str:
+    import hashlib
+
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+
+
+def copy_model(source: str, name: str, *, overwrite: bool = False) -> Alias:
+    """Makes an alias: of an alias a copy of its settings, of a pulled model a name of its present commit.
+
+    Raises StoreError for a name that is taken, UnknownModelError for a source that is not here.
+    """
+    alias = read_alias(source)
+    if alias is None:
+        model, revision = pinned(source)
+        alias = Alias(name, model, revision)
+    copied = replace(alias, name=name)
+    write_alias(copied, overwrite=overwrite)
+    return copied
+
+
+def pinned(model: str) -> tuple[str, str | None]:
+    """A model as an alias names it: a repository with its commit, a folder with its whole path.
+
+    Raises UnknownModelError for one that is not here.
+    """
+    if embedded_path(model) is not None or read_alias(model) is not None:
+        return model, None
+    found = find_model(model, fetch=False)
+    if found.hub is not None and found.path is not None:
+        return str(HubName(found.hub.repository, variant=found.hub.variant)), found.hub.revision
+    if found.path is None:
+        raise UnknownModelError(f"{model} is not here: jaxinfer pull {model}")
+    is_file = Path(model).expanduser().exists()
+    return str(Path(model).expanduser().resolve()) if is_file else model, None
+
+
+def show_model(name: str) -> dict[str, Any]:
+    """Facts about a model that is here, as JSON values: where it lies, its size, configuration, license, chat template,
+    quantization, and the aliases of it. Raises UnknownModelError, and CheckpointError for a damaged one."""
+    import checkpoints_convert
+    from jaxinfer.quantization.tree import num_bytes
+
+    found = find_model(name, fetch=False)
+    if found.path is None:
+        raise UnknownModelError(f"{name} is not here: jaxinfer pull {name}")
+    config, params = checkpoints_convert.abstract(found.path)
+    alias = read_alias(name)
+    pulled = None if found.hub is None else find_pulled(found.hub)
+    with checkpoints_convert.open_checkpoint(found.path) as checkpoint:
+        quantization = checkpoint.quantization
+        defaults = dict(checkpoint.generation_config)
+    facts: dict[str, Any] = {
+        "name": name,
+        "path": found.path,
+        "repository": None if found.hub is None else found.hub.repository,
+        "commit": None if found.hub is None else found.hub.revision,
+        "pulled": None if pulled is None else pulled.pulled_on,
+        "files": len(pulled.files) if pulled is not None else None,
+        "bytes": _size_and_time(found.path)[0] if pulled is None else pulled.num_bytes,
+        "license": _license(found, pulled),
+        "architecture": config.architecture,
+        "parameters": _num_parameters(config),
+        "layers": config.num_layers,
+        "context": config.max_position_embeddings,
+        "dtype": config.dtype,
+        "weight bytes": num_bytes(params),
+        "quantization": quantization,
+        "generation config": defaults or None,
+        "chat template": _template(found.path),
+        "aliases": users_of(pulled) if pulled is not None else [one.name for one in aliases() if one.model == name],
+    }
+    if alias is not None:
+        facts["alias"] = alias.to_dict()
+    return facts
+
+
+def _num_parameters(config: Any) -> int:
+    import math
+
+    from jax import tree
+
+    from jaxinfer.models import abstract_params
+
+    return sum(math.prod(leaf.shape) for leaf in tree.leaves(abstract_params(config)))
+
+
+def _license(found: FoundModel, pulled: PulledModel | None) -> str | None:
+    """What the repository's page says, or the first line of a LICENSE file."""
+    if pulled is not None and pulled.license is not None:
+        return pulled.license
+    if found.path is None or found.path.is_file():
+        return None
+    for path in sorted(found.path.glob("LICENSE*")):
+        lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[0].strip() if lines else None
+    return None
+
+
+def _template(path: Path) -> str | None:
+    """The chat template; of a GGUF file that of its metadata."""
+    import checkpoints_convert
+    from jaxinfer.text import Tokenizer, TokenizerNotFoundError, tokenizer_files_of
+
+    contents = checkpoints_convert.tokenizer_files(path)
+    try:
+        if contents is None:
+            return Tokenizer.from_dir(path).chat_template
+        return Tokenizer(tokenizer_files_of(contents)).chat_template if contents else None
+    except TokenizerNotFoundError:
+        return None
+
+
+def disk_usage() -> list[dict[str, Any]]:
+    """Bytes of each repository in the hub's cache, the largest first: of all files, of unfinished downloads, of files
+    that no pulled model has; and the names of its pulled models."""
+    models = pulled_models()
+    found = []
+    for folder in sorted(hub_cache().glob("models--*")):
+        repository = folder.name.removeprefix("models--").replace("--", "/")
+        own = [one for one in models if one.repository == repository]
+        used = {(one.snapshot / file.name).resolve(): file.num_bytes for one in own for file in one.files}
+        partial = sum(path.stat().st_size for path in (folder / "blobs").glob("*.incomplete"))
+        total = folder_bytes(folder)
+        found.append(
+            {
+                "repository": repository,
+                "bytes": total,
+                "unfinished bytes": partial,
+                "other bytes": max(total - partial - sum(used.values()), 0),
+                "models": [one.pinned_name for one in own],
+            }
+        )
+    return sorted(found, key=lambda one: -one["bytes"])

@@ -1,0 +1,185 @@
+"""From what a user names as a model to where it lies, and what its alias adds."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.data import embedded_path
+from jaxinfer.store.aliases import Alias, read_alias
+from jaxinfer.store.pull import Download, prepare_download
+from jaxinfer.store.pulled import MAIN, HubName, PulledModel, StoreError, find_pulled, is_offline
+
+_MAX_CHAIN = 8
+_PART = r"[A-Za-z0-9][A-Za-z0-9_.\-]*"
+_HUB_NAME = re.compile(
+    rf"(?P<repository>{_PART}(?:/{_PART})?)(?::(?P<first>[^@:\s]+))?(?:@(?P<revision>[^@:\s]+))?(?::(?P<last>[^@:\s]+))?"
+)
+
+
+class UnknownModelError(StoreError, FileNotFoundError):
+    """No model of that name is here."""
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """Attributes:
+    name: as the user wrote it. path: a checkpoint's folder, or a GGUF file; None for a repository that is not here.
+    hub: the repository it is of, with the commit; None for others.
+    options: what its alias sets of the options of `LLM`: quantize, draft. sampling: fields of `SamplingParams`.
+    system: the alias's system prompt.
+    """
+
+    name: str
+    path: Path | None
+    hub: HubName | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None
+
+    @property
+    def source(self) -> tuple[str | Path, str | None]:
+        """What `checkpoints_convert.abstract` takes: the path, or a repository and its revision.
+
+        Raises UnknownModelError for a GGUF file of a repository, whose header can be read only after it was pulled.
+        """
+        if self.path is not None:
+            return self.path, None
+        assert self.hub is not None
+        if self.hub.variant is not None:
+            raise UnknownModelError(f"{self.hub} is not here: jaxinfer pull {self.hub}")
+        return self.hub.repository, self.hub.revision
+
+
+def parse_hub_name(name: str, revision: str | None = None) -> HubName | None:
+    """`user/model[@revision]`, `user/model:variant[@revision]`; None for what is no such name.
+
+    Raises StoreError for two revisions.
+    """
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or ".." in name or name.endswith(("/", ".safetensors", ".bin", ".pt")):
+        return None
+    if match["first"] and match["last"]:
+        return None
+    if name.endswith(".gguf") and not (match["first"] or match["last"]):
+        return None
+    if revision is not None and match["revision"]:
+        raise StoreError(f"{name} names a revision, and revision={revision!r} another one")
+    variant = match["first"] or match["last"]
+    return HubName(match["repository"], revision or match["revision"] or MAIN, variant)
+
+
+def find_model(
+    model: str | Path, revision: str | None = None, *, offline: bool | None = None, fetch: bool = True
+) -> FoundModel:
+    """Finds an embedded model, an alias, a folder, a GGUF file, a URL, or a repository, in this order.
+
+    A repository that was pulled is used as it was pulled, without asking the hub. Another one is pulled if `fetch`,
+    unless `offline` (None: as HF_HUB_OFFLINE says), where only the hub's cache is looked in.
+
+    Raises StoreError, and CheckpointError as `checkpoints_convert.resolve` and `pull`.
+    """
+    name = str(model)
+    if isinstance(model, Path):
+        return FoundModel(name, _resolved(model, revision))
+    if (path := embedded_path(name)) is not None:
+        return FoundModel(name, path)
+    alias = _whole_alias(name)
+    if alias is not None:
+        if revision is not None and alias.revision is not None:
+            raise StoreError(f"revision={revision!r} is for repositories, and {name} is an alias")
+        found = find_model(alias.model, revision or alias.revision, offline=offline, fetch=fetch)
+        return replace(found, name=name, options=alias.options, sampling=alias.sampling, system=alias.system)
+    hub = None if _exists(name) else parse_hub_name(name, revision)
+    if hub is None:
+        return FoundModel(name, _resolved(name, revision))
+    return _in_hub(name, hub, is_offline() if offline is None else offline, fetch)
+
+
+def alias_options(model: str) -> Mapping[str, str]:
+    """What an alias sets of the options of `LLM`; {} for any other name. Raises StoreError for a broken alias."""
+    alias = _whole_alias(model)
+    return {} if alias is None else alias.options
+
+
+def find_path(model: str | Path, revision: str | None = None) -> Path:
+    """Where a model lies, for what reads its files alone; an alias's options are not applied, with a warning."""
+    found = find_model(model, revision)
+    if found.options:
+        names = ", ".join(f"{name} = {value}" for name, value in found.options.items())
+        warnings.warn(f"{found.name} is an alias with {names}, which is not applied here", stacklevel=2)
+    assert found.path is not None
+    return found.path
+
+
+def prepare(model: str, revision: str | None = None) -> Download:
+    """What pulling a repository, or an alias's, means; its configuration is downloaded.
+
+    The revision is asked for at the hub, so that a branch that moved is pulled anew. Raises StoreError for a name that
+    is no repository's, CheckpointError for one that cannot be loaded: before anything large is downloaded.
+    """
+    if embedded_path(model) is not None:
+        raise StoreError(f"{model} is a part of jaxinfer: it need not be pulled")
+    alias = _whole_alias(model)
+    name = model if alias is None else alias.model
+    hub = None if _exists(name) else parse_hub_name(name, revision or (None if alias is None else alias.revision))
+    if hub is None:
+        here = "is on this machine already" if _exists(name) else "is not of the form user/model[:variant][@revision]"
+        raise StoreError(f"{name} {here}: repositories of the hub are pulled")
+    if is_offline():
+        raise StoreError(f"{name} cannot be pulled: HF_HUB_OFFLINE is set")
+    return prepare_download(hub)
+
+
+def pull(model: str, revision: str | None = None) -> PulledModel:
+    """Downloads a model, or what of it is not here, and makes it one that is listed. Raises as `prepare` and
+    `Download.fetch`."""
+    return prepare(model, revision).fetch()
+
+
+def _whole_alias(name: str) -> Alias | None:
+    """The alias, with what aliases of its model add."""
+    alias = read_alias(name)
+    names = [name]
+    while alias is not None and (inner := read_alias(alias.model)) is not None:
+        names.append(inner.name)
+        if inner.name in names[:-1] or len(names) > _MAX_CHAIN:
+            raise StoreError(f"the aliases {' -> '.join(names)} never come to a model")
+        alias = replace(
+            inner,
+            name=name,
+            quantize=alias.quantize or inner.quantize,
+            draft=alias.draft or inner.draft,
+            system=inner.system if alias.system is None else alias.system,
+            sampling={**inner.sampling, **alias.sampling},
+            revision=alias.revision or inner.revision,
+        )
+    return alias
+
+
+def _exists(name: str) -> bool:
+    return bool(name) and "\0" not in name and Path(name).expanduser().exists()
+
+
+def _resolved(model: str | Path, revision: str | None) -> Path:
+    import checkpoints_convert
+
+    return checkpoints_convert.resolve(model, revision=revision)
+
+
+def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
+    pulled = find_pulled(hub)
+    if pulled is None and fetch and not offline:
+        pulled = prepare_download(hub).fetch()
+    if pulled is not None:
+        return FoundModel(name, pulled.path, replace(hub, revision=pulled.commit))
+    if not fetch:
+        return FoundModel(name, None, hub)
+    if hub.variant is not None:
+        raise UnknownModelError(f"{name} was not pulled, and the hub is not to be asked (offline)")
+    from checkpoints_convert.hub import cached
+
+    path = cached(hub.repository, hub.revision)
+    return FoundModel(name, path, replace(hub, revision=path.name))

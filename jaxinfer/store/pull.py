@@ -1,0 +1,222 @@
+"""Pulling a repository of the hub: which files, whether they can be used, whether there is room, then the download."""
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from jaxinfer.checks import format_bytes
+from jaxinfer.progress import Stage
+from jaxinfer.store.download import Transfer, missing_bytes, set_reference
+from jaxinfer.store.pulled import (
+    HubName,
+    PulledFile,
+    PulledModel,
+    StoreError,
+    hub_cache,
+    lock_repository,
+    pulled_models,
+    write_manifest,
+)
+
+_NUM_SHOWN = 12
+# Of sentence-transformers: how hidden states become an embedding.
+_EMBEDDING = ("modules.json", "*_Pooling/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
+_GGUF = re.compile(r"(?P<stem>.+?)(?P<part>-\d{5}-of-\d{5})?\.gguf")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Download:
+    """What pulling a model means, before its weights are downloaded.
+
+    Attributes:
+      name: with the revision as it was asked for. commit: what that is at present. files: all of the model's files.
+      num_missing_bytes: what is still to be received. license: as the repository's page says.
+    """
+
+    name: HubName
+    commit: str
+    files: tuple[PulledFile, ...]
+    num_missing_bytes: int
+    license: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def configuration(self) -> Path:
+        """The folder with the configuration files, which were downloaded."""
+        return hub_cache() / self.name.folder / "snapshots" / self.commit
+
+    def check_room(self) -> None:
+        """Raises StoreError if the disk has no room for what is missing."""
+        folder = next(path for path in (hub_cache(), *hub_cache().parents) if path.exists())
+        free = shutil.disk_usage(folder).free
+        if self.num_missing_bytes > free:
+            raise StoreError(
+                f"{self.name}: {format_bytes(self.num_missing_bytes)} are to be downloaded, and {format_bytes(free)} "
+                f"are free in {folder}: jaxinfer disk shows what takes room; HF_HOME sets another folder"
+            )
+
+    def fetch(self, *, on_bytes: Callable[[int], None] | None = None, stop: Event | None = None) -> PulledModel:
+        """Downloads what is missing, checks it, and writes the manifest.
+
+        `on_bytes` is called with the bytes that are there, from several threads; `stop` ends the download.
+
+        Raises StoreError where there is no room, CheckpointError for files that could not be downloaded or are damaged.
+        """
+        from checkpoints_convert.hub import explained
+
+        with lock_repository(self.name.repository):
+            replace(self, num_missing_bytes=missing_bytes(self.name, self.files)).check_room()
+            stage = Stage(f"pulling {self.name}", self.num_bytes, "B")
+            with stage, explained(self.name.repository, self.commit):
+                transfer = Transfer(self.name, self.commit, stage, on_bytes, stop or Event())
+                transfer.run(self.files, trusted=_checked(self.name))
+            return self._record()
+
+    def _record(self) -> PulledModel:
+        """Writes the manifest, if all files are there."""
+        model = PulledModel(
+            self.name.repository,
+            self.name.revision,
+            self.commit,
+            self.files,
+            time.time(),
+            self.name.variant,
+            self.license,
+        )
+        if missing := model.missing():
+            raise StoreError(f"{self.name}: {', '.join(missing[:3])} was removed while it was pulled: pull it again")
+        set_reference(self.name, self.commit)
+        write_manifest(model)
+        return model
+
+
+def _checked(name: HubName) -> frozenset[str]:
+    """Hashes of files that were compared with their bytes when another model of the repository was pulled."""
+    models = pulled_models(name.repository)
+    return frozenset(file.digest for model in models for file in model.files if file.digest is not None)
+
+
+def prepare_download(name: HubName) -> Download:
+    """Asks the hub which files a model has, and downloads those that describe it.
+
+    Raises CheckpointError for a repository that is not there, needs a token, has no safetensors, or whose model is not
+    supported: before anything large is downloaded.
+    """
+    from huggingface_hub import HfApi
+
+    from checkpoints_convert.hub import explained
+
+    with Stage(f"asking for {name}"), explained(name.repository, name.revision):
+        info = HfApi().model_info(name.repository, revision=name.revision, files_metadata=True)
+    assert info.sha is not None
+    every = tuple(_file(one) for one in info.siblings or ())
+    license = getattr(info.card_data, "license", None) if info.card_data is not None else None
+    if name.variant is not None:
+        files = _gguf_files(name, every)
+    else:
+        files = _checkpoint_files(name, info.sha, every)
+    return Download(name, info.sha, files, missing_bytes(name, files), str(license) if license else None)
+
+
+def _file(sibling: Any) -> PulledFile:
+    digest = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
+    is_hash = isinstance(digest, str) and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", digest)
+    return PulledFile(sibling.rfilename, sibling.size or 0, digest if is_hash else None)
+
+
+def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -> tuple[PulledFile, ...]:
+    """The files of a checkpoint of safetensors, or of one that `jaxinfer convert` wrote."""
+    from checkpoints_convert import CheckpointError
+    from checkpoints_convert.files import NATIVE_CONFIG, PARAMS
+    from checkpoints_convert.hub import DESCRIBING, NO_SAFETENSORS, WEIGHTS, check_description, explained
+
+    names = {file.name for file in every}
+    is_native = NATIVE_CONFIG in names
+    if not is_native:
+        _check_kind(name, every)
+    describing = [file for file in every if _is_any(file.name, (*DESCRIBING, *_EMBEDDING))]
+    with lock_repository(name.repository), Stage(f"reading {name}") as stage, explained(name.repository, commit):
+        Transfer(name, commit, stage).run(describing, trusted=_checked(name))
+    if is_native:
+        weights = [file for file in every if file.name.startswith(f"{PARAMS}/")]
+    else:
+        wanted = check_description(hub_cache() / name.folder / "snapshots" / commit, name.repository)
+        if wanted is not None and (absent := sorted(set(wanted) - names)):
+            raise CheckpointError(name.repository, f"the index names {absent[0]!r}, which the repository does not have")
+        weights = [file for file in every if _is_any(file.name, WEIGHTS if wanted is None else wanted)]
+    if not weights:
+        raise CheckpointError(name.repository, NO_SAFETENSORS)
+    return (*describing, *(file for file in weights if file not in describing))
+
+
+def _is_any(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name is that of a pattern; * matches no slash."""
+    return any(name.count("/") == one.count("/") and fnmatch(name, one) for one in patterns)
+
+
+def _check_kind(name: HubName, every: Sequence[PulledFile]) -> None:
+    """Raises CheckpointError for a repository without config.json or safetensors, with what it has."""
+    from checkpoints_convert import CheckpointError, CheckpointNotFoundError
+    from checkpoints_convert.files import CONFIG
+    from checkpoints_convert.hub import NO_SAFETENSORS
+
+    if any(file.name.endswith(".safetensors") and "/" not in file.name for file in every):
+        if not any(file.name == CONFIG for file in every):
+            raise CheckpointNotFoundError(name.repository, f"the repository has no {CONFIG}")
+        return
+    if variants := _variants(every):
+        shown = ", ".join(f"{name.repository}:{one}" for one in list(variants)[:_NUM_SHOWN])
+        raise CheckpointError(name.repository, f"the repository has GGUF files: name one of them, {shown}")
+    if any(file.name.endswith(_PICKLED) for file in every):
+        raise CheckpointError(name.repository, NO_SAFETENSORS)
+    if any(file.name.endswith(".py") for file in every):
+        raise CheckpointError(name.repository, "the repository has code but no weights, and its code is never run")
+    raise CheckpointError(name.repository, "the repository has no safetensors: it is no model that can be loaded")
+
+
+def _variants(every: Sequence[PulledFile]) -> dict[str, list[PulledFile]]:
+    """GGUF checkpoints of a repository, with their parts, by what their names do not have in common: their
+    quantization as a rule."""
+    groups: dict[str, list[PulledFile]] = {}
+    for file in sorted(every, key=lambda file: file.name):
+        match = _GGUF.fullmatch(file.name)
+        if match and "mmproj" not in file.name:
+            groups.setdefault(match["stem"], []).append(file)
+    found: dict[str, list[PulledFile]] = {}
+    for stem, files in groups.items():
+        base = stem.rpartition("/")[2]
+        match = re.search(r"(?i)(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|F16|F32|BF16))$", base)
+        key = match[1] if match else base
+        found[key if key not in found else base] = files
+    return found
+
+
+def _gguf_files(name: HubName, every: Sequence[PulledFile]) -> tuple[PulledFile, ...]:
+    """The parts of one GGUF checkpoint: that of a quantization such as Q4_K_M, or of a file's name."""
+    from checkpoints_convert import CheckpointError
+
+    wanted = str(name.variant).removesuffix(".gguf").lower()
+    variants = _variants(every)
+    found = [
+        files
+        for variant, files in variants.items()
+        if wanted in (variant.lower(), re.sub(r"-\d{5}-of-\d{5}$", "", files[0].name.removesuffix(".gguf")).lower())
+    ]
+    if not found:
+        shown = ", ".join(list(variants)[:_NUM_SHOWN]) or "no GGUF file"
+        raise CheckpointError(name.repository, f"the repository has no {name.variant}; it has {shown}")
+    files = found[0]
+    match = re.search(r"-of-(\d{5})\.gguf$", files[0].name)
+    if match and len(files) != int(match[1]):
+        raise CheckpointError(name.repository, f"has {len(files)} of the {int(match[1])} parts of {name.variant}")
+    return tuple(files)

@@ -1,0 +1,202 @@
+"""What was pulled: a manifest for each model, in a folder of our own; and the lock of a repository."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxinfer.files import naming, write_text_atomically
+from jaxinfer.progress import Stage
+
+MAIN = "main"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_VERSION = 1
+
+
+class StoreError(ValueError):
+    """A name, an alias or a manifest that cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """`user/model`, of a revision (a branch, tag or commit), and of a GGUF variant such as "Q4_K_M"."""
+
+    repository: str
+    revision: str = MAIN
+    variant: str | None = None
+
+    def __str__(self) -> str:
+        variant = f":{self.variant}" if self.variant is not None else ""
+        return f"{self.repository}{variant}" + (f"@{self.revision}" if self.revision != MAIN else "")
+
+    def at(self, commit: str) -> "HubName":
+        """The same, of a commit."""
+        return replace(self, revision=commit)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the revision is a commit, which never changes."""
+        return _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def folder(self) -> str:
+        """The name of the repository's folder in the hub's cache."""
+        return "--".join(["models", *self.repository.split("/")])
+
+
+@dataclass(frozen=True)
+class PulledFile:
+    """A file of a repository: its path there, its bytes, and its SHA-256, or its hash in Git if the hub has only that;
+    None if it has neither."""
+
+    name: str
+    num_bytes: int
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class PulledModel:
+    """A manifest. The model is complete: all files were there, with the checksums of the hub, when it was written.
+
+    Attributes:
+      repository, revision, variant: as of `HubName`. commit: what the revision was when it was pulled.
+      files: all of the model's files. pulled_at: seconds since 1970. license: as its page says.
+    """
+
+    repository: str
+    revision: str
+    commit: str
+    files: tuple[PulledFile, ...]
+    pulled_at: float
+    variant: str | None = None
+    license: str | None = None
+
+    @property
+    def name(self) -> str:
+        return str(HubName(self.repository, self.revision, self.variant))
+
+    @property
+    def pinned_name(self) -> str:
+        return str(HubName(self.repository, self.commit, self.variant))
+
+    @property
+    def snapshot(self) -> Path:
+        return hub_cache() / HubName(self.repository).folder / "snapshots" / self.commit
+
+    @property
+    def path(self) -> Path:
+        """What is loaded: the snapshot's folder, or the first part of its GGUF file."""
+        return self.snapshot if self.variant is None else self.snapshot / self.files[0].name
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def pulled_on(self) -> str:
+        return datetime.fromtimestamp(self.pulled_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def missing(self) -> list[str]:
+        """Files that are not there, or that have another size."""
+        return [file.name for file in self.files if _size(self.snapshot / file.name) != file.num_bytes]
+
+    @property
+    def manifest(self) -> Path:
+        variant = "" if self.variant is None else f".{self.variant}"
+        return manifests_of(self.repository) / f"{self.commit}{variant.replace('/', '--')}.json"
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def home() -> Path:
+    """Our own folder: JAXINFER_HOME, or `jaxinfer` in the platform's folder for data."""
+    if setting := os.environ.get("JAXINFER_HOME"):
+        return Path(setting).expanduser()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "jaxinfer"
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "jaxinfer"
+
+
+def hub_cache() -> Path:
+    """The hub's cache, which HF_HUB_CACHE and HF_HOME set."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE is set, also in this process."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def manifests_of(repository: str) -> Path:
+    return home() / "manifests" / HubName(repository).folder
+
+
+def write_manifest(model: PulledModel) -> None:
+    """Makes a model one that is listed. Raises OSError."""
+    path = model.manifest
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_text_atomically(path, json.dumps({"version": _VERSION, **asdict(model)}, indent=1) + "\n")
+
+
+def pulled_models(repository: str | None = None) -> list[PulledModel]:
+    """All manifests, or those of a repository, the newest first. Those of models that are not complete are left out.
+
+    Raises StoreError for a manifest that is no such file.
+    """
+    folder = home() / "manifests" if repository is None else manifests_of(repository)
+    pattern = "*/*.json" if repository is None else "*.json"
+    found = [model for path in sorted(folder.glob(pattern)) if (model := _read(path)) is not None]
+    return sorted((one for one in found if not one.missing()), key=lambda one: -one.pulled_at)
+
+
+def _read(path: Path) -> PulledModel | None:
+    try:
+        with naming(path):
+            data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if data.pop("version") != _VERSION:
+            raise ValueError(f"version is not {_VERSION}")
+        files = tuple(PulledFile(**file) for file in data.pop("files"))
+        if not files:
+            raise ValueError("no files")
+        return PulledModel(files=files, **data)
+    except FileNotFoundError:  # it was removed after the folder was listed
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise StoreError(f"{path} is no manifest of a pulled model ({error}): remove it, and pull again") from None
+
+
+def find_pulled(name: HubName) -> PulledModel | None:
+    """The newest complete model of a name; a revision may also be the commit that another one was."""
+    for model in pulled_models(name.repository):
+        if model.variant == name.variant and name.revision in (model.revision, model.commit):
+            return model
+    return None
+
+
+@contextmanager
+def lock_repository(repository: str) -> Iterator[None]:
+    """Held while the files of a repository are written or removed; waits for other processes."""
+    from huggingface_hub.utils import WeakFileLock
+
+    path = home() / "locks" / f"{HubName(repository).folder}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with ExitStack() as stack:
+        with Stage(f"waiting for another process that pulls or removes {repository}"):
+            stack.enter_context(WeakFileLock(path))
+        yield
