@@ -86,7 +86,7 @@ def several_models(model: str, arguments: dict[str, Any], options: ServerOptions
     own = [model] if model else []
     given = tuple(dict.fromkeys([*own, *(options.models or ()), *(options.pin or ())]))
     for name in given:
-        if locate(name) is None:
+        if (found := locate(name)) is None or found.path is None:
             raise UsageError(f"{name} is not on this machine")
     checked_options("demo", arguments)  # before the server listens
     catalogue = LocalModels(given if options.models or model else None, arguments, options)

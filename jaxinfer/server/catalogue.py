@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import jax
 from jaxinfer import parallel
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.checks import format_bytes
-from jaxinfer.data import EMBEDDED, embedded_path
 from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available_bytes
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm_arguments import checked_options
@@ -25,6 +23,7 @@ from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.server.models import ModelNeeds, ModelSource
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.speculative import ModelDraft
+from jaxinfer.store import FoundModel, find_model, list_models
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,18 @@ class LocalModels:
     options: ServerOptions
 
     def names(self) -> Sequence[str]:
-        return stored_names() if self.given is None else self.given
+        return [one.name for one in list_models()] if self.given is None else self.given
 
     def find(self, name: str) -> ModelSource | None:
-        if name not in self.names() and not self.options.allow_any:
+        if name not in self.names() and not (self.options.allow_any and "://" not in name):
             return None
-        path = locate(name)
-        if path is None:
+        found = locate(name)
+        if found is None or found.path is None:
             return None
-        arguments = dict(self.arguments)
-        key = json.dumps([str(path.resolve()), {one: repr(value) for one, value in arguments.items()}], sort_keys=True)
-        return ModelSource(
-            (name,), str(name), partial(self._open, name, arguments), partial(count_needs, name, arguments), key
-        )
+        own = {"options": dict(found.options), "sampling": dict(found.sampling), "system": found.system}
+        key = json.dumps([str(found.path.resolve()), own], sort_keys=True, default=repr)
+        count = partial(count_needs, name, self.arguments)
+        return ModelSource((name,), str(found.path), partial(self._open, name, self.arguments), count, key)
 
     def budget(self) -> int | None:
         """Raises ValueError where the device does not report its memory, and none was given."""
@@ -80,15 +78,12 @@ class LocalModels:
         return engine
 
 
-def stored_names() -> Sequence[str]:
-    """Models that can be named without a path."""
-    return EMBEDDED
-
-
-def locate(name: str) -> Path | None:
-    """Where a model lies on this machine; None for one that is not here. Nothing is downloaded."""
-    path = embedded_path(name) or Path(name)
-    return path if path.exists() else None
+def locate(name: str) -> FoundModel | None:
+    """A model on this machine; None for one that is not here. Nothing is downloaded."""
+    try:
+        return find_model(name, offline=True, fetch=False)
+    except (ValueError, OSError):
+        return None
 
 
 def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNeeds:
