@@ -42,11 +42,17 @@ async def begin(
     """
     record = record_of(request.scope)
     record.is_stream = bool(body.stream)
-    lease = await while_connected(request.receive, service.lease(request, body))
+    leases: list[Lease] = []
+
+    async def lease() -> None:
+        leases.append(await service.lease(request, body))
+
     try:
-        return await _begin(request, service, lease, body, make_job, has_reasoning, echo, can_resume)
-    except BaseException:
-        lease.release()
+        await while_connected(request.receive, lease())
+        return await _begin(request, service, leases[0], body, make_job, has_reasoning, echo, can_resume)
+    except BaseException:  # a client may leave in the moment in which the model is there
+        for one in leases:
+            one.release()
         raise
 
 

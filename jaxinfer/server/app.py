@@ -9,6 +9,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer import __version__
+from jaxinfer.server import ollama, ollama_models
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.chat import chat_completions
 from jaxinfer.server.completions import completions
@@ -46,6 +47,15 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("POST", "/tokenize"): tokenize,
         ("POST", "/detokenize"): detokenize,
         ("GET", "/tokenizer_info"): tokenizer_info,
+        ("POST", "/api/chat"): ollama.chat,
+        ("POST", "/api/generate"): ollama.generate,
+        ("GET", "/api/version"): ollama_models.version,
+        ("GET", "/api/tags"): ollama_models.tags,
+        ("GET", "/api/ps"): ollama_models.ps,
+        ("POST", "/api/show"): ollama_models.show,
+        ("POST", "/api/pull"): ollama_models.pull,
+        ("POST", "/api/copy"): ollama_models.copy,
+        ("DELETE", "/api/delete"): ollama_models.delete,
     }
     if service.options.ui:
         endpoints["GET", "/"] = page

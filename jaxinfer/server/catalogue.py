@@ -38,6 +38,10 @@ class LocalModels:
     arguments: Mapping[str, Any]
     options: ServerOptions
 
+    @property
+    def is_store(self) -> bool:
+        return self.given is None
+
     def names(self) -> Sequence[str]:
         return [one.name for one in list_models()] if self.given is None else self.given
 

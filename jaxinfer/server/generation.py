@@ -117,7 +117,7 @@ class Generation:
             what = "the prompt" if len(job.prompts) == 1 else f"prompt {number}"
             with client_errors("prompt"), _errors_of_tools(job):
                 prepared = job.token_ids(llm, prompt)
-                if isinstance(prepared, str) and not job.has_limit:
+                if isinstance(prepared, str) and not (job.has_limit and job.max_length is None):
                     prepared = llm.client.tokenize(prepared, what=what)[1]
                 num_prompt = 0 if isinstance(prepared, str) else len(prepared)
                 params = job.params_for(num_prompt, llm.max_model_len)

@@ -7,11 +7,13 @@ import msgspec
 
 from jaxinfer import __version__
 from jaxinfer.server import answer_types as answers
+from jaxinfer.server import ollama_types as ollama
 from jaxinfer.server import params, responses
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
 from jaxinfer.server.response_types import Response, ResponseEvent
-from jaxinfer.server.types import BODIES
+from jaxinfer.server.types import BODIES as OTHER_BODIES
 
+BODIES = OTHER_BODIES | ollama.BODIES
 _ANSWERS: dict[str, Any] = {
     "/health": answers.Status,
     "/ready": answers.Status,
@@ -37,6 +39,7 @@ _EVENTS: dict[str, Any] = {
     "/v1/responses": ResponseEvent,
 }
 _ENDS_WITH_DONE = ("/v1/chat/completions", "/v1/completions")
+_LINES = ("/api/chat", "/api/generate", "/api/pull")
 _TEXTS = {"/": "text/html", "/metrics": "text/plain"}
 _ERRORS = {
     400: "A field is wrong or not supported; the error names it",
@@ -61,6 +64,9 @@ _MORE = {
     "/v1/messages": (429,),
     "/v1/responses": (429,),
     "/models/load": (429,),
+    "/api/chat": (429,),
+    "/api/generate": (429,),
+    "/api/delete": (400, 404, 408, 413, 415, 503),
     "/ready": (503,),
     "/tokenizer_info": (400, 404, 503),
 }  # besides those of all routes and of those with a body
@@ -79,7 +85,7 @@ def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], h
     Args:
       open_paths: those that need no key. has_keys: whether the others need one.
     """
-    types = [*BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), answers.Error, AnthropicError]
+    types = [*BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), answers.Error, AnthropicError, ollama.OllamaError]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     _describe_neutral(components)
     found = iter(schemas)
@@ -105,7 +111,9 @@ def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], h
 def _describe_neutral(components: dict[str, Any]) -> None:
     """Fields that are not supported take the values that change nothing."""
     neutral = dict.fromkeys(("ChatRequest", "CompletionRequest"), params.NEUTRAL)
-    for name, fields in {**neutral, "ResponsesRequest": responses.NEUTRAL}.items():
+    more = {"ResponsesRequest": responses.NEUTRAL, "OllamaOptions": ollama.NEUTRAL_OPTIONS}
+    more |= dict.fromkeys(("OllamaChatRequest", "OllamaGenerateRequest", "OllamaModelRequest"), ollama.NEUTRAL)
+    for name, fields in {**neutral, **more}.items():
         properties = components[name]["properties"]
         for field in fields.keys() & properties.keys():
             properties[field] = {"enum": [None, *fields[field]]}
@@ -115,6 +123,8 @@ def _responses(path: str, whole: Mapping[str, Any], events: Mapping[str, Any]) -
     """Every answer of a route, by its status."""
     content: dict[str, Any] = {_TEXTS.get(path, "application/json"): _content(whole.get(path))}
     headers = {"x-request-id": _STRING}
+    if path in _LINES:
+        content["application/x-ndjson"] = {}
     if path in events:
         content["text/event-stream"] = {"schema": _stream(events[path], path in _ENDS_WITH_DONE)}
         headers |= _GENERATED_HEADERS
@@ -132,6 +142,7 @@ def _content(schema: Any) -> dict[str, Any]:
 
 def _error(path: str, status: int) -> dict[str, Any]:
     name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    name = "OllamaError" if path.startswith("/api/") else name
     return {
         "description": _ERRORS[status],
         "headers": {"x-request-id": _STRING, **_ERROR_HEADERS.get(status, {})},

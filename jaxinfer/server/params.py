@@ -12,7 +12,7 @@ from jaxinfer.batch.requests import COMPLETIONS_MAX_TOKENS, STRUCTURED_NAMES, st
 from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
-from jaxinfer.server.errors import client_errors, refused
+from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.sizes import CHARS_PER_TOKEN, MAX_FIELD, check_length, count_values, weight
 from jaxinfer.server.types import (
     MAX_SALT_CHARS,
@@ -72,6 +72,7 @@ class Job:
         arrival after which the request is given up, waiting or not.
       num_kept: answer tokens that are returned at most; 0 where only the prompt is scored.
       offer: tools, where calls are told from the text of answers.
+      max_length: tokens of a prompt with its answer, where that is less than the model's length.
     """
 
     prompts: tuple[str | Sequence[int] | Conversation, ...]
@@ -84,6 +85,7 @@ class Job:
     timeout: float | None = None
     num_kept: int | None = None
     offer: ToolOffer | None = None
+    max_length: int | None = None
 
     @property
     def num_answers(self) -> int:
@@ -103,7 +105,13 @@ class Job:
         return prompt if self.truncate_to is None or isinstance(prompt, str) else prompt[-self.truncate_to :]
 
     def params_for(self, num_prompt: int, max_model_len: int) -> SamplingParams:
-        """The parameters for a prompt of that many tokens."""
+        """The parameters for a prompt of that many tokens. Raises APIError for one longer than `max_length`."""
+        if self.max_length is not None:
+            if num_prompt >= self.max_length:
+                message = f"the prompt has {num_prompt} tokens, and options.num_ctx={self.max_length}"
+                raise APIError(400, message, param="options.num_ctx", code="context_length_exceeded")
+            room = self.max_length - num_prompt
+            return replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
         limit, room = self.params.max_tokens, max(max_model_len - num_prompt, 1)
         if self.has_limit or limit is None or limit <= room:
             return self.params

@@ -32,6 +32,11 @@ _FIRST_LOAD_SECONDS = 10.0  # told to clients before a load has been timed
 class Catalogue(Protocol):
     """The models that may be named. Its methods may read files: they are called in threads."""
 
+    @property
+    def is_store(self) -> bool:
+        """Whether they are those stored on this machine, whichever these are."""
+        ...
+
     def names(self) -> Sequence[str]:
         """All of them, as far as they can be listed."""
         ...
@@ -47,6 +52,8 @@ class Catalogue(Protocol):
 
 class OneModel:
     """The catalogue of a server of one model."""
+
+    is_store = False
 
     def __init__(self, source: ModelSource):
         self._source = source
@@ -104,6 +111,7 @@ class ModelPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.budget: int | None = None
+        self.is_store = catalogue.is_store
         self.compiling: list[threading.Thread] = []  # programs of models that answer already
 
     # Names.
@@ -168,6 +176,12 @@ class ModelPool:
                 self._admissions.remove(model.admission)
         elif name in model.names:
             model.names.remove(name)
+
+    def seconds_left(self, model: ServedModel) -> float | None:
+        """Until a loaded model is unloaded, if no request comes after those that use it; None where it stays."""
+        if model.is_pinned or math.isinf(model.keep_alive):
+            return None
+        return model.keep_alive if model.expires is None else max(model.expires - time.monotonic(), 0.0)
 
     async def _served(self) -> str:
         names = await asyncio.to_thread(self._catalogue.names)

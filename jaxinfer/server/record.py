@@ -18,6 +18,7 @@ class Record:
     Attributes:
       request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
       model: the name of the one that answers, "" before that is known. num_bytes: of the body.
+      load_seconds: that the request waited for the model to be loaded.
       is_large: whether work on the body is done outside of the event loop. timings: in the engine, of each prompt.
       received_seconds: from the request's arrival until it was queued; `queued_seconds` and `first_token_seconds` count
         from then. trace_context: the client's W3C headers.
@@ -41,6 +42,7 @@ class Record:
     finish_reasons: Sequence[str] = ()
     params: SamplingParams | None = None
     trace_context: Mapping[str, str] = field(default_factory=dict)
+    load_seconds: float = 0.0
     received_seconds: float = 0.0
     queued_seconds: float | None = None
     first_token_seconds: float | None = None
@@ -69,6 +71,7 @@ class Record:
             "cached_tokens": self.num_cached or None,
             "output_tokens": self.num_output or None,
             "finish_reasons": self.finish_reasons or None,
+            "load_seconds": round(self.load_seconds, 4) or None,
             "queued_seconds": None if self.queued_seconds is None else round(self.queued_seconds, 4),
             "first_token_seconds": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "seed": self.seed,

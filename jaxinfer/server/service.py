@@ -6,6 +6,7 @@ import hmac
 import json
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal
 
@@ -77,6 +78,7 @@ class Service:
             keep_alive = parse_duration(getattr(body, "keep_alive", None))
         except ValueError as error:
             raise refused("keep_alive", f"keep_alive: {error}") from None
+        start = time.perf_counter()
         lease = await self.models.acquire(
             body.model,
             key=record.key,
@@ -86,6 +88,7 @@ class Service:
             keep_alive=keep_alive,
         )
         record.model = lease.model.name
+        record.load_seconds = time.perf_counter() - start
         return lease
 
     @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 What clients send and the server does not do is listed too, as `Any`: `jaxinfer.server.params` refuses it by name.
 """
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -310,4 +311,9 @@ BODIES: dict[str, type[Struct]] = {
     "/models/load": ModelRequest,
     "/models/unload": ModelRequest,
 }
-KNOWN = {body: frozenset(field.encode_name for field in msgspec.structs.fields(body)) for body in BODIES.values()}
+
+
+@cache
+def known_fields(body: type[Struct]) -> frozenset[str]:
+    """Names of the fields that a body may have."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(body))

@@ -40,6 +40,8 @@ class FakeEngine:
 class Models:
     """A catalogue of models a, b, c and others, 10 bytes each, that load when they are told to."""
 
+    is_store = False
+
     def __init__(self, names="abcde", budget=20, **sizes):
         self._names, self._budget, self.sizes = list(names), budget, sizes
         self.gate = threading.Event()

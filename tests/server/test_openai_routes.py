@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxinfer.server.types import BODIES
+from jaxinfer.server.openapi import BODIES
 from tests.server.conftest import is_idle, offline, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

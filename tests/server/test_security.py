@@ -39,10 +39,10 @@ from jaxinfer.server import http
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.middleware import OPEN_PATHS
+from jaxinfer.server.openapi import BODIES
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.page import chat_page
 from jaxinfer.server.sizes import count_values, weight
-from jaxinfer.server.types import BODIES
 from jaxinfer.text.messages import plain_json
 from tests.server.asgi import Client
 
@@ -50,6 +50,11 @@ CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completion
 KEYS = {"first-secret-key": "alice", "second-secret-key": "bob"}
 ASK = [{"role": "user", "content": "read a file"}]
 VALID = {
+    "/api/chat": {"model": "tiny", "messages": ASK, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "tiny", "prompt": "a", "options": {"num_predict": 2}},
+    "/api/show": {"model": "tiny"},
+    "/api/pull": {"model": "tiny"},
+    "/api/copy": {"source": "tiny", "destination": "other"},
     "/models/load": {"model": "tiny"},
     "/models/unload": {"model": "tiny"},
     CHAT: {"messages": ASK, "max_tokens": 2},
