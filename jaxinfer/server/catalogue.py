@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,13 @@ class LocalModels:
 
     Attributes:
       given: names that may be used; None for all that are stored. arguments: of `LLM`.
+      compiled: those whose programs this process has, so that loading them again is loading weights.
     """
 
     given: tuple[str, ...] | None
     arguments: Mapping[str, Any]
     options: ServerOptions
+    compiled: set[str] = field(default_factory=set)
 
     @property
     def is_store(self) -> bool:
@@ -74,8 +76,9 @@ class LocalModels:
                 raise RuntimeError(
                     f"{name} holds {format_bytes(found)}, and {format_bytes(needs.num_bytes)} were counted beforehand"
                 )
-            if not self.options.lazy:
+            if not self.options.lazy and name not in self.compiled:
                 engine.llm.warm_up()
+                self.compiled.add(name)
         except BaseException:
             asyncio.run(engine.close())
             raise

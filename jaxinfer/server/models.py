@@ -72,6 +72,7 @@ class ServedModel:
         self.state: ModelState = "unloaded"
         self.error: Exception | None = None
         self.needs = ModelNeeds({})
+        self.counted: ModelNeeds | None = None  # of the last load
         self.num_users = self.num_waiting = 0
         self.is_leaving = False
         self.is_pinned = False

@@ -26,6 +26,7 @@ from jaxinfer.server.options import ServerOptions
 
 _LOG = logging.getLogger("jaxinfer.server")
 _MAX_KNOWN = 1000  # names that are remembered; those that are loaded always are
+_COLLECT_SECONDS = 5.0  # after a model was unloaded
 _FIRST_LOAD_SECONDS = 10.0  # told to clients before a load has been timed
 
 
@@ -108,8 +109,9 @@ class ModelPool:
         self._loader: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # a model became idle, or a request gave up waiting
         self._lock = asyncio.Lock()  # of loading and unloading
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+        self._collecting: asyncio.TimerHandle | None = None
         self.budget: int | None = None
         self.is_store = catalogue.is_store
         self.compiling: list[threading.Thread] = []  # programs of models that answer already
@@ -272,7 +274,7 @@ class ModelPool:
             if model.state == "ready" and model.expires is not None and time.monotonic() >= model.expires - 1e-3:
                 await self._unload(model, f"it was idle for {model.keep_alive:g} s")
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -365,13 +367,19 @@ class ModelPool:
         try:
             needs = ModelNeeds({})
             if self.budget is not None:
-                needs = await asyncio.to_thread(model.source.count, self.budget)
+                if model.counted is None:
+                    model.counted = await asyncio.to_thread(model.source.count, self.budget)
+                needs = model.counted
                 if not await self._make_room(model, needs.num_bytes):
                     return
             model.state, model.needs = "loading", needs
-            engine = await asyncio.to_thread(_opened, model, needs)
-            model.attach(engine)
-            if self._options.lazy:
+            engine = await asyncio.to_thread(model.source.open, needs)
+            if isinstance(self._catalogue, OneModel):
+                # What loading has made stays: the collector need not look at it again.
+                gc.collect()
+                gc.freeze()
+            await asyncio.to_thread(model.attach, engine)
+            if self._options.lazy and model.load_seconds is None:
                 self.compiling.append(engine.compile_ahead())
         except Exception as error:
             model.state, model.error, model.needs = "failed", error, ModelNeeds({})
@@ -424,11 +432,16 @@ class ModelPool:
         engine = model.detach()
         model.state, model.expires = "unloading", None
         if engine is not None:
-            await engine.close()
-            await asyncio.to_thread(_settle_garbage)
+            await engine.close()  # frees the arrays; the rest is collected when the next model has been loaded
+            if self._collecting is None:
+                self._collecting = asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self._collect)
         model.state, model.needs = "unloaded", ModelNeeds({})
         self._changed.set()
         _LOG.info("unloaded %s: %s", model.name, why)
+
+    def _collect(self) -> None:
+        self._collecting = None
+        self._start(asyncio.to_thread(gc.collect))
 
     def _keep_alive_of(self, model: ServedModel) -> float:
         found = self._options.keep_alive_seconds
@@ -458,19 +471,6 @@ class ModelPool:
     def is_loading(self) -> bool:
         """Whether a model is being loaded, which cannot be interrupted."""
         return any(model.state == "loading" for model in self.models)
-
-
-def _opened(model: ServedModel, needs: ModelNeeds) -> Any:
-    engine = model.source.open(needs)
-    _settle_garbage()
-    return engine
-
-
-def _settle_garbage() -> None:
-    """What loading has made stays: the collector need not look at it again, until a model is unloaded."""
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
 
 
 def _load_error(model: ServedModel, error: Exception) -> APIError:
