@@ -82,9 +82,14 @@ async def _answer(
     request: Request, service: Service, body: Any, lines: "type[_ChatLines] | type[_TextLines]"
 ) -> Response:
     body.model = await known_name(service, body.model)
-    generation, position = await begin(
-        request, service, body, lambda model: _job(body, model, service), has_reasoning=True, can_resume=False
-    )
+    try:
+        generation, position = await begin(
+            request, service, body, lambda model: _job(body, model), has_reasoning=True, can_resume=False
+        )
+    except APIError as error:
+        if error.param != "structured":
+            raise
+        raise refused("format", error.message.replace("structured", "format", 1)) from None
     headers = answer_headers(generation.model, position)
     written = lines(generation, record_of(request.scope))
     if body.stream is not False:
@@ -125,7 +130,7 @@ def error_line(error: APIError) -> bytes:
 # From Ollama's form.
 
 
-def _job(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel, service: Service) -> Job:
+def _job(body: OllamaChatRequest | OllamaGenerateRequest, model: ServedModel) -> Job:
     check_neutral(body, NEUTRAL, "")
     options = body.options or OllamaOptions()
     for name, neutral in NEUTRAL_OPTIONS.items():

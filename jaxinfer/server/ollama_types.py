@@ -100,6 +100,17 @@ class OllamaModelRequest(Struct, kw_only=True):
     insecure: Any = None
 
 
+class OllamaEmbedRequest(Struct, kw_only=True):
+    """The body of /api/embed."""
+
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    dimensions: int | None = None
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive | None = None
+
+
 class OllamaCopyRequest(Struct, kw_only=True):
     """The body of /api/copy."""
 

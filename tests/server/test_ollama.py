@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from jaxinfer.engine.request import StreamDelta
 from jaxinfer.server import ollama_models
 from jaxinfer.server.app import make_app
+from jaxinfer.server.ollama import _ChatLines
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.pool import OneModel
 from jaxinfer.server.service import Service
 from jaxinfer.store import UnknownModelError
-from jaxinfer.tool_calls import AnswerFormat
+from jaxinfer.tool_calls import ToolCallDelta
 from tests.server.asgi import Client
 from tests.server.conftest import offline
 
@@ -104,28 +107,16 @@ def test_what_changes_nothing_is_taken(client):
     assert answer.status == 200
 
 
-def test_calls_of_tools_come_whole(client, service):
-    def call(*pieces):
-        form = AnswerFormat(None)
-        written = ollama_lines(form, service)
-        return [json.loads(line) for piece in pieces for line in written(piece).splitlines()]
-
-    from jaxinfer.engine.request import StreamDelta
-    from jaxinfer.server.ollama import _ChatLines
-    from jaxinfer.tool_calls import ToolCallDelta
-
-    def ollama_lines(form, service):
-        generation = type("Generation", (), {"model": service.default, "outputs": []})()
-        written = _ChatLines(generation, None)
-        return lambda piece: written.add(*piece)
-
-    found = call(
+def test_calls_of_tools_come_whole(service):
+    written = _ChatLines(SimpleNamespace(model=service.default), None)
+    pieces = [
         (StreamDelta(0, "so ", [1]), "", None),
-        (StreamDelta(0, "", [2]), "", ToolCallDelta(0, "", "call_1", "add")),
-        (StreamDelta(0, "", [3]), "", ToolCallDelta(0, '{"a": 1', None, None)),
-        (StreamDelta(0, "", [4]), "", ToolCallDelta(0, "}", None, None)),
-        (StreamDelta(0, "", [5], finish_reason="tool_calls"), "", ToolCallDelta(1, "", "call_2", "now")),
-    )
+        (StreamDelta(0, "", [2]), "", ToolCallDelta(0, "call_1", "add", "")),
+        (StreamDelta(0, "", [3]), "", ToolCallDelta(0, None, None, '{"a": 1')),
+        (StreamDelta(0, "", [4]), "", ToolCallDelta(0, None, None, "}")),
+        (StreamDelta(0, "", [5], finish_reason="tool_calls"), "", ToolCallDelta(1, "call_2", "now", "")),
+    ]
+    found = [json.loads(line) for piece in pieces for line in written.add(*piece).splitlines()]
     assert [line["message"].get("tool_calls") for line in found] == [
         None,
         [{"function": {"name": "add", "arguments": {"a": 1}}}, {"function": {"name": "now", "arguments": {}}}],

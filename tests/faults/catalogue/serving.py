@@ -587,4 +587,39 @@ PAGE = (
     ),
 )
 
-FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER, *SECURITY, *PAGE)
+MANY = (
+    Fault(
+        "server/a-busy-model-is-unloaded",
+        "jaxinfer/server/pool.py",
+        "idle = next((one for one in loaded if not one.num_users), None)",
+        "idle = next(iter(loaded), None)",
+        ("tests/server/test_models.py",),
+        "a client's answer ends with an error since another client named another model",
+    ),
+    Fault(
+        "server/a-model-is-loaded-beside-the-budget",
+        "jaxinfer/server/pool.py",
+        "while (excess := self.num_bytes + num_bytes - self.budget) > 0:",
+        "while (excess := self.num_bytes - self.budget) > 0:",
+        ("tests/server/test_models.py",),
+        "the second large model ends the process: the device has no memory for it",
+    ),
+    Fault(
+        "server/a-model-in-steady-use-keeps-the-others-out",
+        "jaxinfer/server/pool.py",
+        "                        one.is_leaving = True\n",
+        "",
+        ("tests/server/test_models.py",),
+        "a request for another model waits for as long as the busy ones have work",
+    ),
+    Fault(
+        "server/ollama-options-are-dropped",
+        "jaxinfer/server/ollama.py",
+        "if value is not None and value not in neutral:\n            why",
+        "if False:\n            why",
+        ("tests/server/test_ollama.py",),
+        "a client believes that mirostat is applied",
+    ),
+)
+
+FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER, *SECURITY, *PAGE, *MANY)
