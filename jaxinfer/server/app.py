@@ -52,6 +52,7 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("GET", "/api/version"): ollama_models.version,
         ("GET", "/api/tags"): ollama_models.tags,
         ("GET", "/api/ps"): ollama_models.ps,
+        ("POST", "/api/embed"): ollama_models.embed,
         ("POST", "/api/show"): ollama_models.show,
         ("POST", "/api/pull"): ollama_models.pull,
         ("POST", "/api/copy"): ollama_models.copy,

@@ -1,4 +1,4 @@
-"""Ollama's routes about models: /api/tags, show, ps, pull, copy, delete and version.
+"""Ollama's routes about models: /api/tags, show, ps, pull, copy, delete, version, and embed.
 
 Only a server that was started without models changes what is stored: one of given models serves these.
 """
@@ -6,6 +6,7 @@ Only a server that was started without models changes what is stored: one of giv
 import asyncio
 import hashlib
 import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -16,11 +17,17 @@ from starlette.responses import Response
 
 from jaxinfer import __version__
 from jaxinfer.quantization.tree import describe, num_parameters
-from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.errors import APIError, client_errors, refused
+from jaxinfer.server.http import EventStream, json_response, read_body, record_of, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama import LINES, check_neutral, error_line, known_name
-from jaxinfer.server.ollama_types import NEUTRAL, OllamaCopyRequest, OllamaModelRequest
+from jaxinfer.server.ollama_types import (
+    NEUTRAL,
+    OllamaCopyRequest,
+    OllamaEmbedRequest,
+    OllamaModelRequest,
+    OllamaOptions,
+)
 from jaxinfer.server.service import Service
 from jaxinfer.store import (
     Download,
@@ -116,6 +123,33 @@ async def pull(request: Request, service: Service) -> Response:
         return msgspec.json.decode([line async for line in lines][-1])
 
     return json_response(await while_connected(request.receive, last()))
+
+
+async def embed(request: Request, service: Service) -> Response:
+    """The vectors of texts, in Ollama's form. Texts that are too long are cut unless `truncate` is false."""
+    service.check_accepts()
+    body = await read_body(request, OllamaEmbedRequest, service)
+    for name in OllamaOptions.__struct_fields__ if body.options is not None else ():
+        if getattr(body.options, name) is not None:
+            raise refused(f"options.{name}", f"options.{name} is not supported for embeddings")
+    body.model = await known_name(service, body.model)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    async with service.using(request, body) as model:
+        make: Any = getattr(model.engine, "embed", None)
+        if make is None:
+            raise APIError(501, "this version computes no embeddings")
+        record = record_of(request.scope)
+        start = time.perf_counter()
+        with client_errors("input"):
+            work = make(texts, truncate=body.truncate is not False, dimensions=body.dimensions)
+            vectors = await while_connected(request.receive, work) if texts else []
+    about = {
+        "model": model.name,
+        "embeddings": [[float(value) for value in vector] for vector in vectors],
+        "total_duration": round((time.perf_counter() - start + record.load_seconds) * 1e9),
+        "load_duration": round(record.load_seconds * 1e9),
+    }
+    return json_response(about)
 
 
 async def copy(request: Request, service: Service) -> Response:

@@ -160,6 +160,7 @@ ON_LOADING = frozenset(
 BODIES: dict[str, type[Struct]] = {
     "/api/chat": OllamaChatRequest,
     "/api/generate": OllamaGenerateRequest,
+    "/api/embed": OllamaEmbedRequest,
     "/api/show": OllamaModelRequest,
     "/api/pull": OllamaModelRequest,
     "/api/copy": OllamaCopyRequest,

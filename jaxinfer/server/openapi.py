@@ -53,6 +53,7 @@ _ERRORS = {
     429: "Too many requests wait",
     431: "The headers are too large",
     500: "The server failed; its log has the reason",
+    501: "The server cannot do this",
     503: "The model is being loaded, or the server is going away",
 }
 _ALWAYS = (403, 431, 500)
@@ -66,6 +67,7 @@ _MORE = {
     "/models/load": (429,),
     "/api/chat": (429,),
     "/api/generate": (429,),
+    "/api/embed": (429, 501),
     "/api/delete": (400, 404, 408, 413, 415, 503),
     "/ready": (503,),
     "/tokenizer_info": (400, 404, 503),

@@ -4,6 +4,7 @@ import asyncio
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from jaxinfer.engine.request import StreamDelta
@@ -138,6 +139,22 @@ def test_routes_about_the_one_model(client):
         assert (await client.post("/api/copy", {"source": "tiny", "destination": "b"})).status == 403
 
     asyncio.run(run())
+
+
+def test_embeddings(client, engine, monkeypatch):
+    async def embed(texts, *, truncate, dimensions):
+        if dimensions == 7:
+            raise ValueError("dimensions=7 must be 1 to 2")
+        return np.array([[len(text), truncate] for text in texts], np.float32)
+
+    monkeypatch.setattr(engine, "embed", embed, raising=False)
+    answer = ask(client, "/api/embed", input=["a", "bcd"], truncate=False).json
+    assert answer["embeddings"] == [[1, 0], [3, 0]]
+    assert answer["total_duration"] > 0
+    assert ask(client, "/api/embed", input="ab").json["embeddings"] == [[2, 1]]
+    assert ask(client, "/api/embed", input=[]).json["embeddings"] == []
+    assert ask(client, "/api/embed", input="a", dimensions=7).status == 400
+    assert "options.top_k" in ask(client, "/api/embed", input="a", options={"top_k": 1}).json["error"]
 
 
 class FakeDownload:

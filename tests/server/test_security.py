@@ -53,6 +53,7 @@ VALID = {
     "/api/chat": {"model": "tiny", "messages": ASK, "options": {"num_predict": 2}},
     "/api/generate": {"model": "tiny", "prompt": "a", "options": {"num_predict": 2}},
     "/api/show": {"model": "tiny"},
+    "/api/embed": {"model": "tiny", "input": "a"},
     "/api/pull": {"model": "tiny"},
     "/api/copy": {"source": "tiny", "destination": "other"},
     "/models/load": {"model": "tiny"},
