@@ -56,7 +56,7 @@ class LocalModels:
         own = {"options": dict(found.options), "sampling": dict(found.sampling), "system": found.system}
         key = json.dumps([str(found.path.resolve()), own], sort_keys=True, default=repr)
         count = partial(count_needs, name, self.arguments)
-        return ModelSource((name,), str(found.path), partial(self._open, name, self.arguments), count, key)
+        return ModelSource((name,), name, partial(self._open, name, self.arguments), count, key)
 
     def budget(self) -> int | None:
         """Raises ValueError where the device does not report its memory, and none was given."""

@@ -39,7 +39,7 @@ class ModelSource:
 
     Attributes:
       names: of the model in requests; answers have the first.
-      root: its folder, file or hub id.
+      root: its folder, file or hub id, as it was given.
       open: loads it, in a thread. count: what it will need, of a budget in bytes, in a thread; raises
         OutOfMemoryError where it needs more than the budget.
       key: equal for names of the same weights, options and defaults, which share one engine.
