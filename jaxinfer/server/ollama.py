@@ -101,7 +101,7 @@ async def _answer(
     finally:
         generation.close()
     whole = generation.read(0, output.outputs[0])
-    calls = [_call(call.name, call.arguments) for call in whole.calls]
+    calls = [one for call in whole.calls for one in _calls(call.name, call.arguments)]
     message = written.message(whole.content, whole.reasoning, calls)
     return json_response(written.last(message, _reason(whole.finish_reason)), headers)
 
@@ -250,8 +250,12 @@ def _thinking(wanted: Any, template: str, tags: Family | None) -> dict[str, Any]
 # Answers.
 
 
-def _call(name: str | None, arguments: str) -> dict[str, Any]:
-    return {"function": {"name": name, "arguments": json.loads(arguments or "{}")}}
+def _calls(name: str, arguments: str) -> list[dict[str, Any]]:
+    """A call as Ollama has it; none where the answer ended in the middle of its arguments."""
+    try:
+        return [{"function": {"name": name, "arguments": json.loads(arguments or "{}")}}]
+    except ValueError:
+        return []
 
 
 def _reason(finish_reason: str | None) -> str:
@@ -292,7 +296,7 @@ class _Lines:
 
     def _take_call(self) -> list[dict[str, Any]]:
         call, self._call = self._call, []
-        return [_call(call[0], "".join(call[1:]))] if call else []
+        return _calls(call[0], "".join(call[1:])) if call else []
 
     def _line(self, fields: Mapping[str, Any]) -> bytes:
         about = {"model": self._generation.model.name, "created_at": now()}

@@ -352,6 +352,7 @@ class ModelPool:
             elif self._is_wanted(model):  # it is being stopped, or was unloaded meanwhile
                 self._line.append(model)
             self._set_expiry(model)
+            self._changed.set()
 
     def _is_wanted(self, model: ServedModel) -> bool:
         return bool(self._waiters.get(model)) and not self._is_closed

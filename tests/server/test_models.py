@@ -267,6 +267,23 @@ def test_stop_waits_for_running_requests(pool_of):
     asyncio.run(run())
 
 
+def test_stop_ends_a_load_that_nobody_waits_for_any_more(pool_of):
+    async def run():
+        models = Models()
+        pool = pool_of(models)
+        models.gate.clear()
+        waiting = asyncio.ensure_future(pool.acquire("a"))
+        await until(lambda: pool.is_loading)
+        stopping = asyncio.ensure_future(pool.unload("a"))
+        waiting.cancel()
+        await asyncio.sleep(0.02)
+        models.gate.set()
+        await asyncio.wait_for(stopping, 5)
+        assert not loaded(pool)
+
+    asyncio.run(run())
+
+
 def test_a_model_whose_engine_died_is_loaded_again(pool_of):
     async def run():
         models = Models()

@@ -124,6 +124,14 @@ def test_calls_of_tools_come_whole(service):
     ]
 
 
+def test_a_call_that_is_cut_off_is_left_out(service):
+    written = _ChatLines(SimpleNamespace(model=service.default), None)
+    assert written.add(StreamDelta(0, "", [1]), "", ToolCallDelta(0, "call_1", "add", "")) == b""
+    cut = StreamDelta(0, "", [2], finish_reason="length")
+    assert written.add(cut, "", ToolCallDelta(0, None, None, '{"a": 1')) == b""
+    assert written._reason == "length"
+
+
 def test_routes_about_the_one_model(client):
     async def run():
         (entry,) = (await client.get("/api/tags")).json["models"]
