@@ -157,13 +157,16 @@ class Job:
             raise ValueError("acceptance='maximal' gives other tokens after a resume: a batch needs acceptance='exact'")
         self._model = model
         self._defaults = Defaults.of(model.default_params, params, model.seed)
+        asked = self._defaults.to_dict()
+        if (parser := model.answer_format.parser) != "auto":
+            asked["given"] = {**asked["given"], "tool_parser": parser}
         self._identity = Identity(
             self.scan.sha256,
             self.num_rows,
             self._ledger.relative_errors(),
             model.fingerprint(),
             self._defaults.seed,
-            self._defaults.to_dict(),
+            asked,
         )
         counts = self._ledger.counts
         started, num_resumed, tokens_before = time.monotonic(), self.num_done, counts.output_tokens

@@ -38,7 +38,9 @@ from jaxinfer.grammar.matcher import Matcher
 from jaxinfer.grammar.table import TokenTable
 from jaxinfer.sampling.state import NUM_RECENT
 
-RATE_STEP = 0.1  # how much one token changes `AnswerGrammar.rate`
+FIRST_RATE = 0.95  # of `AnswerGrammar.rate`: high enough for several steps in a dispatch, which tell
+RATE_STEP = 0.1  # how much one token changes it
+RECOVERY = 0.005  # and a dispatch of one step, which tells nothing: after some of them several are tried again
 NO_END = 2**30  # min_tokens of an answer that may not end yet
 
 
@@ -62,7 +64,7 @@ class AnswerGrammar:
     num_before: int = 0
     state: int | None = None
     is_sent: bool = False
-    rate: float = 0.5
+    rate: float = FIRST_RATE
     rejected: list[int] = field(default_factory=list)
 
     @property
@@ -194,6 +196,8 @@ class Grammars:
             if answer.keeps_one:
                 return answer.matcher.accept(made[:1])
             count = answer.matcher.accept(made)
+            if len(made) == 1:
+                answer.rate += RECOVERY * (1 - answer.rate)
             for was_allowed in (*(True for _ in made[1:count]), *(False for _ in made[count : count + 1])):
                 answer.rate += RATE_STEP * (0.99 * was_allowed - answer.rate)
             return count

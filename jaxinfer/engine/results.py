@@ -23,9 +23,19 @@ def end_of(sequence: SequenceState, token: int) -> End | None:
 
 
 def take_error(sequence: SequenceState) -> End:
-    """Ends the answer with an error: its logits were not finite."""
-    position = len(sequence.tokens)
+    """Ends the answer with an error: no token could be sampled."""
+    position, params = len(sequence.tokens), sequence.params
     sequence.error = NOT_A_NUMBER.format(position=position)
+    given = {
+        f"min_tokens={params.min_tokens}": sequence.num_output < params.min_tokens,
+        "bad_words": params.bad_words,
+        "allowed_token_ids": params.allowed_token_ids,
+        "logit_bias": params.logit_bias,
+    }
+    if sequence.grammar is not None and any(given.values()):
+        names = " and ".join(name for name, is_given in given.items() if is_given)
+        reason = f"those that the answer must match are excluded by {names}"
+        sequence.error = f"no token is left at position {position}: {reason}"
     return "error", None
 
 

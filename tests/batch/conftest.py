@@ -22,9 +22,18 @@ class FakeLLM:
     """What a job needs of a model. `order` decides which answers end first; `weights` which tokens come."""
 
     tokenizer = None
-    answer_format = AnswerFormat(None)
 
-    def __init__(self, *, seed: int = 0, order: int = 0, weights: str = "a", num_slots: int = 8, **defaults: Any):
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        order: int = 0,
+        weights: str = "a",
+        num_slots: int = 8,
+        tool_parser: str = "auto",
+        **defaults: Any,
+    ):
+        self.answer_format = AnswerFormat(None, tool_parser)
         self.name, self.seed, self.weights = "fake", seed, weights
         self.default_params = SamplingParams(**defaults)
         self.num_slots = num_slots

@@ -72,6 +72,7 @@ def test_a_row_of_several_prompts_fails_whole_and_once(write_rows, run, records,
     [
         ({"llm": {"weights": "b"}}, "the model"),
         ({"llm": {"seed": 3}}, r"seed \(was 0, is 3\)"),
+        ({"llm": {"tool_parser": "hermes"}}, r"tool_parser \(was not given, is hermes\)"),
         ({"llm": {"temperature": 0.5}}, r"temperature of the checkpoint \(was 1.0, is 0.5\)"),
         ({"params": {"top_k": 5}}, r"top_k \(was not given, is 5\)"),
         ({"params": SamplingParams(seed=4)}, r"seed \(was 0, is 4\)"),

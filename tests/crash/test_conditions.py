@@ -11,6 +11,7 @@ import pytest
 
 from tests.crash.scenes import SCENES, Reference, digests
 from tests.crash.server import Moment, Result, Server
+from tests.pallas_kernels.quick import quick
 
 ALL = ["convert", "convert-huggingface", "quantize", "distill", "train-demo"]
 QUICK = "convert"
@@ -70,7 +71,7 @@ def test_inputs_that_cannot_be_written(reference):
     reference.check_repeated(place, "read-only inputs")
 
 
-@pytest.mark.parametrize("max_bytes", [100, 6_000, 30_000])
+@pytest.mark.parametrize("max_bytes", quick([100, 6_000, 30_000], 6_000))
 def test_a_disk_that_fills_up(reference, max_bytes):
     """As a limit on the size of a file, which fails at the same calls."""
     place = reference.place()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.crash.scenes import COMMANDS, SCENES, Reference, digests
 from tests.crash.server import Moment
+from tests.pallas_kernels.quick import quick
 
 NUM_MOMENTS = int(os.environ.get("JAXINFER_CRASH_MOMENTS", "50"))
 SECONDS_TO_END = 5.0
@@ -67,7 +68,7 @@ def test_killed_at_random_moments(server, tmp_path, command, number):
     assert ends.count("killed") >= len(ends) // 3
 
 
-@pytest.mark.parametrize("name", ["convert", "convert-overwrite"])
+@pytest.mark.parametrize("name", quick(["convert", "convert-overwrite"], "convert"))
 def test_killed_before_each_kind_of_step(converting, tmp_path, name):
     """Of a conversion: at its start, in its middle, and before its last steps, of which renaming is one."""
     reference = Reference(converting, SCENES[name], tmp_path)

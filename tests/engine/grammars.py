@@ -60,7 +60,7 @@ def random_params(number: int, forms=FORMS) -> SamplingParams:
         {"temperature": 0, "repetition_penalty": 1.3, "logprobs": 2},
         {"temperature": 1.0},
         {"temperature": 0.7},
-        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 2.0, "top_k": 5},
         {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01},
         {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.5},
         {"temperature": 1.5, "logit_bias": {3: 5.0, 40: -5.0}},

@@ -76,7 +76,7 @@ class Case:
 # What the sampler and the logits move besides: rows of [64, vocabulary] in float32.
 WIDE_ARRAYS = 5.5
 CASES = [
-    Case("v6e", "int4-g128", 1, model=NARROW),
+    pytest.param(Case("v6e", "int4-g128", 1, model=NARROW), marks=pytest.mark.slow),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import pytest
+
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.quantization.tree import num_bytes
 from tests.engine.test_compiled import NARROW, SLOTS, Case, compiled
@@ -16,8 +18,10 @@ class WithTables(Case):
         return *super().arguments, SIZES.abstract()
 
 
-def test_masks_add_their_own_bytes():
-    free, masked = (compiled(kind("v6e", 1, "decode", num_layers=1, model=NARROW)) for kind in (Case, WithTables))
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v6e", "h100"])
+def test_masks_add_their_own_bytes(chip):
+    free, masked = (compiled(kind(chip, 1, "decode", num_layers=1, model=NARROW)) for kind in (Case, WithTables))
     tables = num_bytes(SIZES.abstract())
     assert masked.compilation.argument_bytes - free.compilation.argument_bytes <= 1.02 * tables
     # Tables are read where they are: no copy of one is made, and a step of free rows moves nothing of them.

@@ -76,6 +76,7 @@ def test_nan_weights_end_the_request_with_an_error_and_a_reason(tiny, options):
     assert "position 3" in answer.error
 
 
+@pytest.mark.slow  # quick: of the paged cache, with a draft, in test_speculation.py
 @pytest.mark.all_buckets
 def test_nan_in_one_row_leaves_the_others_bit_identical(tiny, options):
     config, params = tiny

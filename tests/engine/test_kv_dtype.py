@@ -108,7 +108,8 @@ def test_how_prompts_are_cut_changes_no_token(tiny, expected, kv_dtype):
         assert answers(llm) == expected[kv_dtype]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 def test_where_keys_lie_changes_no_token(tiny, expected, kv_dtype):
     if kv_dtype == "fp8_e4m3":  # more programs to compile
         with open_llm(tiny, kv_dtype, page_size=32) as llm:

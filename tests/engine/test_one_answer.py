@@ -113,13 +113,14 @@ def test_among_random_neighbours(model, expected, size):
             assert with_neighbours(llm, size, PARAMS, number, numbers).token_ids == expected[number], number
 
 
-@pytest.mark.parametrize("variant", quick(VARIANTS, "chunks of 64, pages of 64", "one step a dispatch"))
+@pytest.mark.parametrize("variant", quick(VARIANTS, "one step a dispatch"))
 def test_however_it_is_cut_and_stored(model, expected, variant):
     with open_llm(model, **VARIANTS[variant]) as llm:
         shuffle_pages(llm)
         assert [one.token_ids for one in generate(llm)] == expected
 
 
+@pytest.mark.slow
 def test_over_a_contiguous_cache_together(model, expected):
     with LLM(model, cache="contiguous", max_seqs=4, max_model_len=MAX_MODEL_LEN) as llm:
         assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS)] == expected
@@ -200,10 +201,15 @@ def test_deterministic_tokens_are_the_same(expected, expected_bits):
     "options",
     [
         {"prefill_chunk": 16},
-        {"num_pages_left": 14},
         *(
             pytest.param(options, marks=pytest.mark.slow)
-            for options in ({}, {"page_size": 64}, {"prefill_chunk": 150}, {"steps_per_dispatch": 1})
+            for options in (
+                {"num_pages_left": 14},
+                {},
+                {"page_size": 64},
+                {"prefill_chunk": 150},
+                {"steps_per_dispatch": 1},
+            )
         ),
     ],
     ids=str,

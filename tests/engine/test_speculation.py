@@ -112,7 +112,7 @@ def rate(llm: LLM) -> float:
     return stats.acceptance_rate
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "maximal"])
+@pytest.mark.parametrize("acceptance", quick(["exact", "maximal"], "exact"))
 def test_the_target_accepts_all_that_it_drafts_itself(tiny, acceptance):
     """Greedy and seeded, with every kind of parameters."""
     with LLM(tiny, draft=tiny, num_draft_tokens=4, acceptance=acceptance, **OPTIONS, max_seqs=16) as llm:
@@ -146,6 +146,7 @@ def test_maximal_acceptance_keeps_greedy_answers_and_accepts_more(tiny, drafts, 
     assert found["maximal"] > found["exact"]
 
 
+@pytest.mark.slow
 def test_deterministic_speculation_keeps_every_bit(tiny, drafts, request):
     params = [replace(one, logprobs=2) for one in PARAMS]
 
@@ -169,7 +170,7 @@ def test_a_broken_draft_changes_no_answer(tiny, expected):
         assert answers(llm) == expected
 
 
-@pytest.mark.parametrize("draft", ["itself", "ngram"])
+@pytest.mark.parametrize("draft", quick(["itself", "ngram"], "itself"))
 def test_a_row_of_nan_fails_alone(tiny, expected, draft):
     """The target's embedding of one token is broken: requests that meet it end with an error, others as ever."""
     config, params = tiny

@@ -28,7 +28,7 @@ SAMPLING = [
 ]
 SLOW = pytest.mark.slow
 CASES = [
-    ("int8", "fp8_e4m3"),
+    pytest.param("int8", "fp8_e4m3", marks=SLOW),
     pytest.param("int4-g32-asym", "int8", marks=SLOW),
     pytest.param("w8a8", "int8", marks=SLOW),
     pytest.param("nf4-dq", "fp8_e5m2", marks=SLOW),

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import jax
 import jsonschema
@@ -12,6 +13,7 @@ from jaxinfer import SamplingParams, compilation_cache
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.grammars import TablePool
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import TableSizes
 from jaxinfer.grammar.gate import gate_of
 from jaxinfer.grammar.structured import StructuredOutputs
@@ -120,6 +122,49 @@ def test_tokens_are_the_same(tiny, compiler, expected, variant):
     engine.close()
 
 
+def test_tokens_that_do_not_count_leave_nothing_behind(tiny, compiler, monkeypatch):
+    """Half of all tokens are allowed at a place, the other half at the next: many free tokens are taken back, and those
+    that are not must be what top-k, top-p, min-p and penalties leave of the masked ones. So must it be for answers that
+    move to their table in the middle."""
+    kinds = ({}, {"frequency_penalty": 2.0}, {"repetition_penalty": 2.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.2})
+    usual = {"max_tokens": 16, "temperature": 2.0, "structured": {"regex": "([ -O][P-~]){7}"}}
+    params = [
+        SamplingParams(seed=number, **usual, **kinds[number * len(kinds) // NUM_REQUESTS])
+        for number in range(NUM_REQUESTS)
+    ]
+    engine = open_engine(tiny)
+    expected = answers(engine, compiler, params=params)
+    engine.close()
+    engine, num_refused = open_engine(tiny, grammar_memory=0), 0
+    accept = engine.grammars.accept
+
+    def refusing(sequence, tokens):
+        nonlocal num_refused
+        found = accept(sequence, tokens)
+        num_refused += len(sequence.grammar.rejected)
+        return found
+
+    monkeypatch.setattr(engine.grammars, "accept", refusing)
+    assert answers(engine, compiler, params=params) == expected
+    assert num_refused > 20
+    engine.close()
+
+    engine, num_steps, num_moved = open_engine(tiny), 0, 0
+    step = engine.step
+
+    def counting():
+        nonlocal num_steps, num_moved
+        num_steps += 1
+        num_moved += num_steps == 8 and sum(len(one.sequence.output) > 1 for one in engine.snapshot().running)
+        return step()
+
+    monkeypatch.setattr(engine, "step", counting)
+    monkeypatch.setattr(Grammar, "table", property(lambda grammar: grammar.wait() if num_steps >= 8 else None))
+    assert answers(engine, compiler, params=params) == expected
+    assert num_moved > 1
+    engine.close()
+
+
 @pytest.mark.parametrize("grammar_memory", [0, 32])
 def test_several_answers_with_prefixes(tiny, compiler, expected, grammar_memory):
     """Twice in one engine: the second time prompts are found in the cache."""
@@ -148,6 +193,22 @@ def test_a_grammar_that_fails_ends_its_answer_alone(tiny, compiler, expected, mo
     assert sequences[bad].finish_reason == "error"
     assert "grammar" in (sequences[bad].error or "")
     assert [found[n] for n in others] == [expected[n] for n in others]
+    engine.close()
+
+
+@pytest.mark.parametrize("grammar_memory", [0, 32])
+def test_what_contradicts_the_grammar_is_told(tiny, compiler, grammar_memory):
+    """An answer that must end may not end yet."""
+    engine = open_engine(tiny, grammar_memory=grammar_memory)
+    params = SamplingParams(max_tokens=8, min_tokens=5, seed=1, structured={"regex": "xyz"})
+    sequences = [make_sequence(compiler, [5, 6], one, waits=True) for one in (params, replace(params, min_tokens=3))]
+    run(engine, sequences)
+    assert sequences[0].finish_reason == "error"
+    assert (
+        sequences[0].error
+        == "no token is left at position 5: those that the answer must match are excluded by min_tokens=5"
+    )
+    assert (sequences[1].finish_reason, text_of(sequences[1].output)) == ("stop", "xyz")
     engine.close()
 
 

@@ -20,7 +20,7 @@ from jaxinfer.quantization import (
 )
 from jaxinfer.quantization.rtn import E2M1, FP4, NF4, dynamic_map
 
-SHAPES = [(256, 24), (130, 33)]  # of the second, the last blocks are cut off
+SHAPES = [pytest.param((256, 24), marks=pytest.mark.slow), (130, 33)]  # of the second, the last blocks are cut off
 FORMATS = ["int8", "int4-asym", "int4-g64", "int3-g64-asym", "int2-g32", "nf4", "nf4-dq", "fp4", "mxfp4"]
 FORMATS += ["fp8", "fp8-tensor", "fp8-block"]
 

@@ -51,7 +51,7 @@ def gpu_interpreter(monkeypatch):
 # In the interpreter
 
 
-@pytest.mark.parametrize("name", quick(SMALL, "decode_int8_page_64", "prefill_e4m3"))
+@pytest.mark.parametrize("name", quick(SMALL, "decode_int8_page_64"))
 def test_suite(name, check, gpu_interpreter):
     check(for_gpu(SMALL[name]), "pallas_gpu", "separate")
 
