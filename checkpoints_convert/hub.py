@@ -95,11 +95,11 @@ def describe(repo_id: str, revision: str | None) -> tuple[Path, dict[str, Tensor
         raise CheckpointNotFoundError(
             repo_id, "no such directory, and fetching its headers needs the package huggingface_hub"
         ) from None
-    with explained(repo_id, revision):
+    with explained(repo_id, revision), _without_bars():
         snapshot = Path(snapshot_download(repo_id, revision=revision, allow_patterns=list(DESCRIBING)))
     if (snapshot / NATIVE_CONFIG).is_file():
         return snapshot, None
-    with explained(repo_id, revision):
+    with explained(repo_id, revision), _without_bars():
         try:
             found = get_safetensors_metadata(repo_id, revision=snapshot.name)
         except errors.NotASafetensorsRepoError:
@@ -109,6 +109,21 @@ def describe(repo_id: str, revision: str | None) -> tuple[Path, dict[str, Tensor
         for file in found.files_metadata.values()
         for name, tensor in file.tensors.items()
     }
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """The client shows no bars of its own: headers are small."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def cached(repo_id: str, revision: str | None) -> Path:
@@ -204,6 +219,8 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
         raise CheckpointNotFoundError(repo_id, f"is not in the local cache, and {reason}") from None
     except errors.HfHubHTTPError as error:
         raise CheckpointNotFoundError(repo_id, f"the hub answered: {_first_line(error)}") from None
+    except InterruptedError:  # the caller stopped it
+        raise
     except Exception as error:
         if _has_no_connection(error):
             raise CheckpointNotFoundError(repo_id, _NO_NETWORK) from None

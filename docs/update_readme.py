@@ -200,6 +200,30 @@ def server() -> Iterator[str]:
             process.stderr.read()
 
 
+def store() -> str:
+    """A model is pulled from a fake hub, named, used and removed."""
+    sys.path.insert(0, str(ROOT))
+    from tests.store.fake_hub import serving
+
+    answers = []
+    with serving() as hub, tempfile.TemporaryDirectory() as home:
+        folder = ROOT / "jaxinfer" / "data" / "demo"
+        hub.push("user/model", {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
+        hub.repositories["user/model"].license = "apache-2.0"
+        os.environ.update(HF_ENDPOINT=hub.url, HOME=home, HF_HUB_DISABLE_TELEMETRY="1")
+        for command in (
+            "jaxinfer pull user/model",
+            "jaxinfer create coder --from user/model --quantize int8 --temperature 0",
+            "jaxinfer list",
+            "jaxinfer run coder 'def read_lines(path):' --max-tokens 24 --offline",
+            "jaxinfer show coder",
+            "jaxinfer rm user/model 2>&1",
+            "jaxinfer rm coder user/model",
+        ):
+            answers.append(typed(command).replace(home, "~"))
+    return "```\n" + "\n\n".join(answers) + "\n```"
+
+
 def typed(command: str) -> str:
     """A command line as it was typed, and what it printed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -263,7 +287,7 @@ def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
         ROOT / "README.md": {"demo": demo, "serve": serve, "bench": speed_table},
-        ROOT / "docs" / "models.md": {"models": models, "completions": completions},
+        ROOT / "docs" / "models.md": {"store": store, "models": models, "completions": completions},
         ROOT / "docs" / "speed.md": {
             "bench": bench,
             "ratios": ratios,

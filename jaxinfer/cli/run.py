@@ -1,8 +1,7 @@
 """`jaxinfer run`: a conversation with a model, or one answer of it, after pulling what is not here."""
 
-import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.cli.chat import answer_once, length_of_answers, open_session, talk
@@ -49,12 +48,17 @@ def run(model_options: RunModelOptions, sampling_options: SamplingOptions, optio
     values = sampling_values(sampling_options)
     if values.get("n", 1) != 1:
         raise UsageError("run gives one answer: --n is for jaxinfer generate")
-    if options.offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if prompt is not None and not prompt.strip():
         raise UsageError("the prompt is empty")
-    model_options = replace(model_options, revision=_have(model_options.model, model_options.revision, options.yes))
+    from jaxinfer.store.pulled import offline
+
+    with offline(options.offline):
+        return _run(model_options, values, prompt, options)
+
+
+def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | None, options: RunOptions) -> int:
+    _have(model_options.model, model_options.revision, options.yes)
     if prompt is None:
         return talk(model_options, values, options.system, as_json=options.as_json)
     with open_llm(model_options, max_seqs=1) as llm:
@@ -67,16 +71,16 @@ def run(model_options: RunModelOptions, sampling_options: SamplingOptions, optio
     return OK
 
 
-def _have(model: str, revision: str | None, is_agreed: bool) -> str | None:
-    """Pulls the model if it is not here; returns the revision. Raises UsageError if nobody can be asked."""
+def _have(model: str, revision: str | None, is_agreed: bool) -> None:
+    """Pulls the model if it is not here. Raises UsageError if that is not agreed to."""
     from jaxinfer.store import find_model, prepare
     from jaxinfer.store.pulled import is_offline
 
     if find_model(model, revision, fetch=False).path is not None:
-        return revision
+        return
     if is_offline():
-        find_model(model, revision)  # in the hub's cache it may be; raises if not
-        return revision
+        find_model(model, revision)  # it may be in the hub's cache; raises if it is not
+        return
     download = prepare(model, revision)
     fit = fits_here(download)
     say(sentence_of(download) + (f"\n{fit['text']}" if fit is not None else ""))
@@ -87,7 +91,6 @@ def _have(model: str, revision: str | None, is_agreed: bool) -> str | None:
         if sys.stdin.readline().strip().lower() not in ("", "y", "yes"):
             raise UsageError("nothing was downloaded")
     download.fetch()
-    return revision
 
 
 def _continue(llm: "LLM", prompt: str, values: dict[str, Any], *, as_json: bool) -> None:

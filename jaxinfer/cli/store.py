@@ -105,7 +105,7 @@ def _print_alias(alias: Any, is_json: bool) -> None:
     if is_json:
         write_json({"name": alias.name, "path": alias_path(alias.name), **alias.to_dict()})
     else:
-        write_text(f"{alias.name} = {_settings(alias.to_dict())}\nwritten to {alias_path(alias.name)}\n")
+        write_text(f"{alias.name}: {_settings(alias.to_dict())}\nwritten to {alias_path(alias.name)}\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ def create(options: CreateOptions, sampling_options: SamplingOptions) -> None:
     """
     from jaxinfer.sampling.params import our_names
     from jaxinfer.store.aliases import Alias, parse_alias, write_alias
-    from jaxinfer.store.contents import pinned
+    from jaxinfer.store.contents import pin_model
 
     sampling = our_names(sampling_values(sampling_options))
     if refused := [name for name in _NOT_IN_ALIASES if name in sampling]:
@@ -138,7 +138,7 @@ def create(options: CreateOptions, sampling_options: SamplingOptions) -> None:
     if options.file is not None:
         alias = parse_alias(options.name, options.file.read_text(encoding="utf-8"), options.file)
     if options.model is not None:
-        model, revision = pinned(options.model)
+        model, revision = pin_model(options.model)
         alias = replace(alias, model=model, revision=revision)
     if not alias.model:
         raise UsageError("an alias needs a model: --from MODEL, or model in its --file")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxinfer.data import EMBEDDED, embedded_path
-from jaxinfer.store.aliases import Alias, aliases, read_alias, write_alias
+from jaxinfer.store.aliases import Alias, alias_path, aliases, read_alias, write_alias
 from jaxinfer.store.names import FoundModel, UnknownModelError, find_model
 from jaxinfer.store.pulled import HubName, PulledModel, find_pulled, hub_cache, pulled_models
 from jaxinfer.store.remove import folder_bytes, users_of
@@ -59,23 +59,20 @@ def _pulled(name: str, model: PulledModel) -> StoredModel:
 
 
 def _alias(alias: Alias) -> StoredModel | None:
-    """None where its model is not here."""
+    """None where its model is not here, or is just being removed."""
     try:
         found = find_model(alias.name, fetch=False)
+        if found.path is None:
+            return None
+        model = None if found.hub is None else find_pulled(found.hub)
+        num_bytes = _size_and_time(found.path)[0] if model is None else model.num_bytes
+        modified = alias_path(alias.name).stat().st_mtime
     except (ValueError, OSError):
         return None
-    if found.path is None:
-        return None
-    model = None if found.hub is None else find_pulled(found.hub)
-    num_bytes = _size_and_time(found.path)[0] if model is None else model.num_bytes
-    from jaxinfer.store.aliases import alias_path
-
     options = {key: value for key, value in alias.to_dict().items() if key not in ("model", "revision")}
     commit = None if found.hub is None else found.hub.revision
-    target = alias.model if alias.revision is None else f"{alias.model}@{alias.revision}"
     digest = _digest(str(found.path), repr(sorted(alias.to_dict().items())))
-    modified = alias_path(alias.name).stat().st_mtime
-    return StoredModel(alias.name, "alias", found.path, num_bytes, modified, commit, target, digest, options)
+    return StoredModel(alias.name, "alias", found.path, num_bytes, modified, commit, alias.model, digest, options)
 
 
 def _size_and_time(path: Path) -> tuple[int, float]:
@@ -97,14 +94,14 @@ def copy_model(source: str, name: str, *, overwrite: bool = False) -> Alias:
     """
     alias = read_alias(source)
     if alias is None:
-        model, revision = pinned(source)
+        model, revision = pin_model(source)
         alias = Alias(name, model, revision)
     copied = replace(alias, name=name)
     write_alias(copied, overwrite=overwrite)
     return copied
 
 
-def pinned(model: str) -> tuple[str, str | None]:
+def pin_model(model: str) -> tuple[str, str | None]:
     """A model as an alias names it: a repository with its commit, a folder with its whole path.
 
     Raises UnknownModelError for one that is not here.

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from io import FileIO
+from io import BufferedWriter
 from pathlib import Path
 from threading import Event, Lock
 from typing import Any
@@ -100,7 +100,7 @@ class Transfer:
         lock = hub_cache() / ".locks" / self.name.folder / f"{digest}.lock"
         for path in (blob, lock):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock), naming(blob):
+        with WeakFileLock(lock):
             if blob.exists():
                 if blob.stat().st_size == file.num_bytes and (is_trusted or _matches(blob, digest)):
                     self._count(file.num_bytes)
@@ -127,7 +127,7 @@ class Transfer:
     def _receive(self, file: PulledFile, partial: Path) -> None:
         """Appends to the partial file what it lacks, and waits until that is on the disk."""
         num_left = _NUM_RETRIES
-        with partial.open("ab", buffering=0) as target:  # a kill loses nothing that was written
+        with partial.open("ab") as target:
             if target.tell() > file.num_bytes:
                 target.truncate(0)
                 target.seek(0)
@@ -146,7 +146,7 @@ class Transfer:
                     self._stop.wait(0.2 * 2 ** (_NUM_RETRIES - num_left))
             os.fsync(target.fileno())
 
-    def _receive_range(self, file: PulledFile, target: FileIO, start: int) -> None:
+    def _receive_range(self, file: PulledFile, target: BufferedWriter, start: int) -> None:
         from huggingface_hub import constants, get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
@@ -165,7 +165,9 @@ class Transfer:
             for chunk in response.iter_bytes(_CHUNK_BYTES):
                 if self._stop.is_set():
                     raise InterruptedError("the download was stopped")
-                target.write(chunk[:left])
+                with naming(Path(target.name)):  # of a full disk
+                    target.write(chunk[:left])
+                    target.flush()  # a kill loses nothing that was received
                 self._count(len(chunk[:left]))
                 left -= len(chunk)
                 if left <= 0:

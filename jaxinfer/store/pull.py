@@ -25,8 +25,6 @@ from jaxinfer.store.pulled import (
 )
 
 _NUM_SHOWN = 12
-# Of sentence-transformers: how hidden states become an embedding.
-_EMBEDDING = ("modules.json", "*_Pooling/config.json", "config_sentence_transformers.json", "sentence_bert_config.json")
 _GGUF = re.compile(r"(?P<stem>.+?)(?P<part>-\d{5}-of-\d{5})?\.gguf")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -144,7 +142,7 @@ def _checkpoint_files(name: HubName, commit: str, every: Sequence[PulledFile]) -
     is_native = NATIVE_CONFIG in names
     if not is_native:
         _check_kind(name, every)
-    describing = [file for file in every if _is_any(file.name, (*DESCRIBING, *_EMBEDDING))]
+    describing = [file for file in every if _is_any(file.name, DESCRIBING)]
     with lock_repository(name.repository), Stage(f"reading {name}") as stage, explained(name.repository, commit):
         Transfer(name, commit, stage).run(describing, trusted=_checked(name))
     if is_native:

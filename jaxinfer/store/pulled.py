@@ -143,6 +143,20 @@ def is_offline() -> bool:
     return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
+@contextmanager
+def offline(is_wanted: bool) -> Iterator[None]:
+    """In the block the hub is not asked, if that is wanted."""
+    former = os.environ.get("HF_HUB_OFFLINE")
+    if is_wanted:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        if is_wanted:
+            os.environ.pop("HF_HUB_OFFLINE")
+            os.environ.update({} if former is None else {"HF_HUB_OFFLINE": former})
+
+
 def manifests_of(repository: str) -> Path:
     return home() / "manifests" / HubName(repository).folder
 

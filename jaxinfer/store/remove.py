@@ -71,7 +71,12 @@ def _remove_pulled(hub: HubName) -> Removed:
         one.manifest.unlink(missing_ok=True)
     kept = [one for one in every if one not in gone]
     before = {path: path.stat().st_size for path in _blobs(gone)}
-    freed = _remove_files(hub, gone, kept) if models else _remove_repository(hub)
+    total = folder_bytes(hub_cache() / hub.folder)
+    if models:
+        _remove_files(hub, gone, kept)
+    else:
+        _remove_repository(hub)
+    freed = total - folder_bytes(hub_cache() / hub.folder)
     kept_bytes = sum(size for path, size in before.items() if path.exists())
     kept_by = {name for names in users.values() for name in names} | (_others(kept, before) if kept_bytes else set())
     names = tuple(one.pinned_name for one in gone) or (hub.repository,)
@@ -102,7 +107,7 @@ def _others(kept: list[PulledModel], before: dict[Path, int]) -> set[str]:
     return names or {"snapshots in the hub's cache that were not pulled"}
 
 
-def _remove_files(hub: HubName, gone: list[PulledModel], kept: list[PulledModel]) -> int:
+def _remove_files(hub: HubName, gone: list[PulledModel], kept: list[PulledModel]) -> None:
     """Removes snapshots without a kept model, of others the files that only removed models have; then what no
     snapshot links to."""
     folder = hub_cache() / hub.folder
@@ -115,9 +120,10 @@ def _remove_files(hub: HubName, gone: list[PulledModel], kept: list[PulledModel]
         else:
             _remove_references(folder, model.commit)
             shutil.rmtree(model.snapshot, ignore_errors=True)
-    if not any((folder / "snapshots").glob("*/*")):
-        return _remove_repository(hub)
-    return _remove_unlinked(folder)
+    if any((folder / "snapshots").glob("*/*")):
+        _remove_unlinked(folder)
+    else:
+        _remove_repository(hub)
 
 
 def _remove_references(folder: Path, commit: str) -> None:
@@ -128,23 +134,20 @@ def _remove_references(folder: Path, commit: str) -> None:
     (folder / "trees" / f"{commit}.json").unlink(missing_ok=True)
 
 
-def _remove_unlinked(folder: Path) -> int:
-    """Removes files that no snapshot links to, and unfinished downloads; returns their bytes.
+def _remove_unlinked(folder: Path) -> None:
+    """Removes files that no snapshot links to, and unfinished downloads.
 
     Each under the lock that `huggingface_hub` holds while it downloads and links the file.
     """
     from huggingface_hub.utils import WeakFileLock
 
-    freed = 0
     for blob in sorted((folder / "blobs").iterdir()):
         digest = blob.name.partition(".")[0]
         lock = hub_cache() / ".locks" / folder.name / f"{digest}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             if blob.name not in _linked(folder):
-                freed += blob.lstat().st_size
                 blob.unlink()
-    return freed
 
 
 def _linked(folder: Path) -> set[str]:
@@ -153,14 +156,12 @@ def _linked(folder: Path) -> set[str]:
     return {path.readlink().name for path in links}
 
 
-def _remove_repository(hub: HubName) -> int:
+def _remove_repository(hub: HubName) -> None:
     folder = hub_cache() / hub.folder
-    freed = folder_bytes(folder)
     # Snapshots before blobs, so that no snapshot lacks a file if this is killed.
     for part in ("refs", "snapshots", "blobs"):
         shutil.rmtree(folder / part, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    return freed
 
 
 def folder_bytes(folder: Path) -> int:

@@ -124,7 +124,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(jaxinfer, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("checkpoints_convert.convert", interrupt)
-    result = jaxinfer("convert", "a", "b")
+    result = jaxinfer("convert", "demo", "b")
     assert result.exit_code == 130
     assert "continues after the last complete layer" in result.stderr
     result = jaxinfer("convert", "a", "b", "--to", "huggingface")

@@ -20,10 +20,6 @@ def git_hash(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def commit_of(number: int) -> str:
-    return hashlib.sha1(b"commit %d" % number).hexdigest()
-
-
 @dataclass
 class Repository:
     """Files by commit, and commits by branch. Files of these endings, and large ones, are in large file storage."""
@@ -33,7 +29,8 @@ class Repository:
     license: str | None = None
 
     def push(self, files: dict[str, bytes], branch: str = "main") -> str:
-        commit = hashlib.sha1(repr((len(self.commits), sorted(files))).encode()).hexdigest()
+        contents = sorted((name, git_hash(data)) for name, data in files.items())
+        commit = hashlib.sha1(repr((len(self.commits), contents)).encode()).hexdigest()
         self.commits[commit] = dict(files)
         self.branches[branch] = commit
         return commit

@@ -1,11 +1,12 @@
 """The planted faults, by area. An anchor (`old`) is the shortest expression that survives a renaming around it."""
 
-from tests.faults.catalogue import decoding, kernels, languages, schemas, serving, tool_calls, weights
+from tests.faults.catalogue import decoding, kernels, languages, schemas, serving, store, tool_calls, weights
 from tests.faults.fault import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *decoding.FAULTS,
     *serving.FAULTS,
+    *store.FAULTS,
     *languages.FAULTS,
     *schemas.FAULTS,
     *tool_calls.FAULTS,

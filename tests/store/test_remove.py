@@ -1,0 +1,103 @@
+"""Removing: what it frees, and what stays."""
+
+import time
+
+import pytest
+from huggingface_hub import snapshot_download
+
+from jaxinfer.store import StoreError, UnknownModelError, copy_model, disk_usage, find_model, list_models, pull, remove
+from jaxinfer.store.remove import folder_bytes
+from tests.store.conftest import REPOSITORY
+
+
+def cache(tmp_path):
+    return tmp_path / "hf" / "hub" / "models--someone--tiny"
+
+
+def test_it_frees_what_it_says(hub, tmp_path):
+    pull(REPOSITORY)
+    before = folder_bytes(tmp_path / "hf" / "hub")
+    found = remove(REPOSITORY)
+    assert found.freed_bytes == before - folder_bytes(tmp_path / "hf" / "hub") > 100_000
+    assert not cache(tmp_path).exists()
+    assert [model.kind for model in list_models()] == ["embedded", "embedded"]
+    with pytest.raises(UnknownModelError, match="is not here"):
+        remove(REPOSITORY)
+
+
+def test_commits_of_aliases_stay(hub, files):
+    first = pull(REPOSITORY)
+    copy_model(REPOSITORY, "tiny")
+    with pytest.raises(StoreError, match="is used by the aliases tiny: remove these first, jaxinfer rm tiny"):
+        remove(REPOSITORY)
+    second = hub.push(REPOSITORY, {**files, "LICENSE": b"mine"})
+    pull(REPOSITORY)
+    found = remove(REPOSITORY)
+    assert found.removed == (f"{REPOSITORY}@{second}",)
+    assert len(b"mine") <= found.freed_bytes < 5000  # with what the client notes of a commit
+    assert found.kept_bytes == first.num_bytes
+    assert set(found.kept_by) == {"tiny", f"{REPOSITORY}@{first.commit}"}
+    assert not first.missing()
+    assert find_model("tiny").path == first.path
+    assert remove("tiny").freed_bytes == 0
+    assert remove(REPOSITORY).freed_bytes > 100_000
+
+
+def test_variants_of_a_repository_go_one_by_one(hub, tmp_path):
+    hub.push("someone/gguf", {"tiny-Q4_K_M.gguf": b"4" * 40, "tiny-Q8_0.gguf": b"8" * 80})
+    pull("someone/gguf:Q4_K_M")
+    model = pull("someone/gguf:Q8_0")
+    with pytest.raises(UnknownModelError, match="there are someone/gguf:Q8_0@"):
+        remove("someone/gguf")
+    assert remove("someone/gguf:Q4_K_M").freed_bytes == 40
+    assert not model.missing()
+    assert list_models()[0].name == "someone/gguf:Q8_0"
+
+
+def test_snapshots_of_other_tools_keep_their_files(hub, tmp_path, files):
+    snapshot_download(REPOSITORY, allow_patterns=["*.safetensors"])
+    hub.push(REPOSITORY, {**files, "LICENSE": b"mine"})
+    pull(REPOSITORY)
+    found = remove(REPOSITORY)
+    assert found.kept_by == ("snapshots in the hub's cache that were not pulled",)
+    assert found.kept_bytes == len(files["model.safetensors"])
+    assert (cache(tmp_path) / "blobs").exists()
+
+
+def test_what_other_tools_downloaded_can_be_removed(hub, tmp_path):
+    snapshot_download(REPOSITORY, allow_patterns=["*.safetensors"])
+    [usage] = disk_usage()
+    assert (usage["repository"], usage["models"]) == (REPOSITORY, [])
+    assert remove(REPOSITORY).freed_bytes == usage["bytes"]
+    assert disk_usage() == []
+
+
+def test_unfinished_downloads_are_shown_and_removed(hub, tmp_path):
+    model = pull(REPOSITORY)
+    partial = cache(tmp_path) / "blobs" / ("0" * 64 + ".jaxinfer.incomplete")
+    partial.write_bytes(bytes(1000))
+    [usage] = disk_usage()
+    assert (usage["unfinished bytes"], usage["models"]) == (1000, [f"{REPOSITORY}@{model.commit}"])
+    assert remove(REPOSITORY).freed_bytes == usage["bytes"]
+
+
+@pytest.mark.slow
+def test_a_killed_removal_leaves_no_broken_model(hub, files, worker):
+    """It is listed whole or not at all; pulling and removing it again works."""
+    num_killed = num_listed = 0
+    for point in range(30):
+        model = pull(REPOSITORY)
+        process = worker.start("remove", REPOSITORY)
+        time.sleep(0.004 * point)
+        num_killed += worker.kill(process)
+        listed = [one.name for one in list_models() if one.kind == "pulled"]
+        num_listed += bool(listed)
+        assert not (listed and model.missing())
+        again = pull(REPOSITORY)
+        assert {name: (again.path / name).read_bytes() for name in ("config.json", "model.safetensors")} == {
+            name: files[name] for name in ("config.json", "model.safetensors")
+        }
+    print(f"killed {num_killed} of 30; {num_listed} of them before the model was gone")
+    assert num_killed >= 10
+    assert remove(REPOSITORY).freed_bytes > 100_000
+    assert disk_usage() == []
