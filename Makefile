@@ -71,7 +71,7 @@ test-browser: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Drive the server's ch
 pictures: $(VENV)/stamp-test $(VENV)/stamp-browser  ## Take the picture of the chat page again
 	$(BIN)/python -m tests.server.page.take_pictures
 
-test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by openai, anthropic, langchain-openai, litellm, lm-eval and schemathesis
+test-clients: $(VENV)/stamp-test $(CLIENTS:%=%/stamp)  ## Use the server by openai, anthropic, ollama, langchain-openai, litellm, lm-eval and schemathesis
 	$(PYTEST) -q -m clients --slow $(PYTEST_OPTIONS) tests/server/clients
 
 test-faults: $(VENV)/stamp-test $(VENV)/stamp-compilers  ## Plant each fault of tests/faults and see that the tests notice it

@@ -27,6 +27,7 @@ from jaxinfer.cli.quantize import quantize
 from jaxinfer.cli.run import run
 from jaxinfer.cli.score import score
 from jaxinfer.cli.serve import serve
+from jaxinfer.cli.served import ps, stop
 from jaxinfer.cli.speculate_report import speculate_report
 from jaxinfer.cli.store import copy, create, disk, list_, remove, show
 from jaxinfer.cli.train_demo import train_demo
@@ -92,6 +93,8 @@ GROUPS = {
         "chat": chat,
         "score": score,
         "serve": serve,
+        "ps": ps,
+        "stop": stop,
     },
     "Models": {"pull": pull, "list": list_, "show": show, "create": create, "cp": copy, "rm": remove, "disk": disk},
     "Checkpoints": {"models": models, "convert": convert, "verify": verify, "quantize": quantize},

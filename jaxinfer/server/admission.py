@@ -77,6 +77,8 @@ class Admission:
     capacity: answers that the engine takes at once. max_queued: answers that may wait beyond them.
     max_queued_tokens: prompt tokens of those that wait.
 
+    together: the admissions of all models of a server, whose limits on what waits are common; this one is added.
+
     Attributes:
       num_unreserved: where several keys send requests, one that has its even share of the engine gets a turn only while
         fewer answers than this run, so that a key at a low rate finds a free slot; None for no such limit.
@@ -88,6 +90,7 @@ class Admission:
         max_queued: int,
         max_queued_tokens: int,
         clock: Callable[[], float] = time.monotonic,
+        together: "list[Admission] | None" = None,
     ):
         self.capacity, self.max_queued, self.max_queued_tokens = capacity, max_queued, max_queued_tokens
         self.num_unreserved: int | None = None
@@ -98,18 +101,25 @@ class Admission:
         self._orders = itertools.count()
         self._ends: deque[tuple[float, int]] = deque(maxlen=_NUM_REMEMBERED)
         self._mean_output = 64.0
+        self._together = [] if together is None else together
+        self._together.append(self)
 
     def enter(self, key: str, num_answers: int, num_tokens: int, priority: int = 0) -> Ticket:
         """A place for a request. Raises APIError 429, with the seconds after which to try again, if too much waits."""
         own = self._keys.setdefault(key, _Key())
-        num_keys = sum(1 for one in self._keys.values() if one.num_inside and one is not own) + 1
-        total = self.num_running + self.num_waiting + num_answers
-        has_share = num_keys == 1 or own.num_waiting + num_answers > self.max_queued // num_keys
-        if total > self.capacity + self.max_queued and self._inside and has_share:
-            raise self._refusal("queue_full", f"{self.num_waiting} answers wait already")
-        has_share = num_keys == 1 or own.num_waiting_tokens + num_tokens > self.max_queued_tokens // num_keys
-        if self.num_waiting_tokens and self.num_waiting_tokens + num_tokens > self.max_queued_tokens and has_share:
-            raise self._refusal("queue_full", f"{self.num_waiting_tokens} prompt tokens wait already")
+        names = {name for one in self._together for name, its in one._keys.items() if its.num_inside}
+        num_keys = len(names | {key})
+        owns = [one._keys[key] for one in self._together if key in one._keys]
+        num_waiting = sum(one.num_waiting for one in self._together)
+        total = self.num_running + num_waiting + num_answers
+        has_share = num_keys == 1 or sum(one.num_waiting for one in owns) + num_answers > self.max_queued // num_keys
+        if total > self.capacity + self.max_queued and names and has_share:
+            raise self._refusal("queue_full", f"{num_waiting} answers wait already")
+        num_waiting = sum(one.num_waiting_tokens for one in self._together)
+        own_tokens = sum(one.num_waiting_tokens for one in owns) + num_tokens
+        has_share = num_keys == 1 or own_tokens > self.max_queued_tokens // num_keys
+        if num_waiting and num_waiting + num_tokens > self.max_queued_tokens and has_share:
+            raise self._refusal("queue_full", f"{num_waiting} prompt tokens wait already")
         ticket = Ticket(self, key, num_answers, num_tokens, priority)
         if own.num_inside == 0:  # it does not save turns up while it is away
             others = [one.served for one in self._keys.values() if one.num_inside]

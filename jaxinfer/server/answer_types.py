@@ -262,6 +262,21 @@ class TokenizerInfo(Answer):
     model_max_length: int
 
 
+class ModelStatus(Answer):
+    """Whether a model is loaded, what it holds and who uses it. Seconds are null where they do not apply, those until
+    it is unloaded also where it stays."""
+
+    value: Literal["unloaded", "loading", "ready", "unloading", "failed"]
+    is_pinned: bool
+    bytes: int
+    requests: int
+    waiting: int
+    idle_seconds: float | None
+    keep_alive_seconds: float | None
+    load_seconds: float | None
+    error: str | None
+
+
 class Model(Answer):
     """A model that is served."""
 
@@ -270,6 +285,7 @@ class Model(Answer):
     created: int
     owned_by: str
     root: str
+    status: ModelStatus
     max_model_len: int | UnsetType = UNSET
 
 

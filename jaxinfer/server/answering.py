@@ -13,10 +13,11 @@ from jaxinfer.engine.request import RequestOutput
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import json_response, record_of, while_connected, work_for
-from jaxinfer.server.params import Job, check_model
+from jaxinfer.server.models import ServedModel
+from jaxinfer.server.params import Job
+from jaxinfer.server.pool import Lease
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
-from jaxinfer.text.reasoning import Family
 
 _MANY_LOGPROBS = 1 << 12  # of an answer: they take some 10 ms
 
@@ -25,26 +26,54 @@ async def begin(
     request: Request,
     service: Service,
     body: Any,
-    make_job: Callable[[], Job],
+    make_job: Callable[[ServedModel], Job],
     *,
-    tags: Family | None = None,
+    has_reasoning: bool = False,
     echo: bool = False,
     can_resume: bool = True,
 ) -> tuple[Generation, StreamPosition]:
     """A prepared generation for a body, and where its stream begins: later, where the client resumes one.
 
+    Args:
+      make_job: from the model that the body names; called when that is loaded.
+      has_reasoning: whether the model's reasoning is told apart.
+
     Raises APIError for what cannot be served; the caller closes the generation.
     """
-    check_model(body.model, service.names)
     record = record_of(request.scope)
     record.is_stream = bool(body.stream)
+    leases: list[Lease] = []
+
+    async def lease() -> None:
+        leases.append(await service.lease(request, body))
+
+    try:
+        await while_connected(request.receive, lease())
+        return await _begin(request, service, leases[0], body, make_job, has_reasoning, echo, can_resume)
+    except BaseException:  # a client may leave in the moment in which the model is there
+        for one in leases:
+            one.release()
+        raise
+
+
+async def _begin(
+    request: Request,
+    service: Service,
+    lease: Lease,
+    body: Any,
+    make_job: Callable[[ServedModel], Job],
+    has_reasoning: bool,
+    echo: bool,
+    can_resume: bool,
+) -> tuple[Generation, StreamPosition]:
+    record, model = record_of(request.scope), lease.model
 
     def read() -> tuple[StreamPosition | None, Job, str]:
-        digest = request_digest(body, service.fingerprint)
-        resumed = _resumed(request, service, body, digest, can_resume)
+        digest = request_digest(body, model.fingerprint)
+        resumed = _resumed(request, model, body, digest, can_resume)
         if resumed is not None:
             body.seed = resumed.seed
-        job = make_job()
+        job = make_job(model)
         if service.options.log_prompts:
             record.prompt = repr(job.prompts)[:10_000]
         job.num_estimated  # noqa: B018 (computed once, here)
@@ -56,7 +85,9 @@ async def begin(
     if resumed is not None and len(resumed.choices) != job.num_answers:
         raise refused("Last-Event-ID", "the event's id is of a request with another number of answers")
     position = resumed or StreamPosition(new_answer_id(), digest, seed, job.num_answers)
-    generation = Generation(service, job, record, tags=tags, resumed=resumed if body.stream else None, echo=echo)
+    tags = model.tags if has_reasoning else None
+    resumed = resumed if body.stream else None
+    generation = Generation(service, lease, job, record, tags=tags, resumed=resumed, echo=echo)
     record.received_seconds = time.perf_counter() - record.start
     try:
         await while_connected(request.receive, generation.prepare())
@@ -66,14 +97,14 @@ async def begin(
     return generation, position
 
 
-def _resumed(request: Request, service: Service, body: Any, digest: str, can_resume: bool) -> StreamPosition | None:
+def _resumed(request: Request, model: ServedModel, body: Any, digest: str, can_resume: bool) -> StreamPosition | None:
     """Where the client was, if it says so. Raises APIError if the answer cannot be resumed."""
     text = request.headers.get("last-event-id") or request.headers.get("x-jaxinfer-resume")
     if not text:
         return None
     if not can_resume:
         raise refused("Last-Event-ID", "streams of this route cannot be resumed, those of /v1/chat/completions can")
-    if not service.is_resumable:
+    if not model.is_resumable:
         raise APIError(
             409, "acceptance=maximal promises no equal answers, so none can be resumed", code="not_resumable"
         )
@@ -90,12 +121,12 @@ def _resumed(request: Request, service: Service, body: Any, digest: str, can_res
     return position
 
 
-def answer_headers(service: Service, position: StreamPosition) -> dict[str, str]:
+def answer_headers(model: ServedModel, position: StreamPosition) -> dict[str, str]:
     """Headers of every answer: the seed that repeats it, and whether its stream can be resumed: `checked` means that it
     may turn out to differ, which the server then tells."""
-    spec = service.llm.engine.spec
+    spec = model.llm.engine.spec
     is_exact = spec.options.deterministic or spec.dtype.name == "float32"
-    resumable = "no" if not service.is_resumable else "yes" if is_exact else "checked"
+    resumable = "no" if not model.is_resumable else "yes" if is_exact else "checked"
     return {"x-jaxinfer-seed": str(position.seed), "x-jaxinfer-resumable": resumable}
 
 

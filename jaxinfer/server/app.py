@@ -1,5 +1,6 @@
 """The routes together, behind the guard."""
 
+import time
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
@@ -8,20 +9,22 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxinfer import __version__
+from jaxinfer.server import ollama, ollama_models
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.chat import chat_completions
 from jaxinfer.server.completions import completions
 from jaxinfer.server.embeddings import embeddings, rerank, score
 from jaxinfer.server.errors import APIError
-from jaxinfer.server.http import json_response
+from jaxinfer.server.http import json_response, read_body, while_connected
 from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import OPEN_PATHS, Guard
+from jaxinfer.server.models import ServedModel
 from jaxinfer.server.openapi import openapi
 from jaxinfer.server.page import chat_page
-from jaxinfer.server.params import check_model
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
+from jaxinfer.server.types import ModelRequest
 
 Endpoint = Callable[[Request, Service], Awaitable[Response]]
 
@@ -35,6 +38,8 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("GET", "/metrics"): metrics,
         ("GET", "/v1/models"): models,
         ("GET", "/v1/models/{id:path}"): model,
+        ("POST", "/models/load"): load_model,
+        ("POST", "/models/unload"): unload_model,
         ("POST", "/v1/chat/completions"): chat_completions,
         ("POST", "/v1/completions"): completions,
         ("POST", "/v1/responses"): responses,
@@ -46,6 +51,16 @@ def make_app(service: Service, keys: Keys | None = None) -> ASGIApp:
         ("POST", "/v1/embeddings"): embeddings,
         **{("POST", path): score for path in ("/v1/score", "/score")},
         **{("POST", path): rerank for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+        ("POST", "/api/chat"): ollama.chat,
+        ("POST", "/api/generate"): ollama.generate,
+        ("GET", "/api/version"): ollama_models.version,
+        ("GET", "/api/tags"): ollama_models.tags,
+        ("GET", "/api/ps"): ollama_models.ps,
+        ("POST", "/api/embed"): ollama_models.embed,
+        ("POST", "/api/show"): ollama_models.show,
+        ("POST", "/api/pull"): ollama_models.pull,
+        ("POST", "/api/copy"): ollama_models.copy,
+        ("DELETE", "/api/delete"): ollama_models.delete,
     }
     if service.options.ui:
         endpoints["GET", "/"] = page
@@ -111,25 +126,29 @@ async def metrics(request: Request, service: Service) -> Response:
     return Response(service.metrics.text(), 200, None, "text/plain; version=0.0.4; charset=utf-8")
 
 
-def _model_object(service: Service) -> dict[str, object]:
-    about: dict[str, object] = {
-        "id": service.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "jaxinfer",
-        "root": service.names[-1],
-    }
-    if service.state == "ready":
-        about["max_model_len"] = service.llm.max_model_len
-    return about
+def _described(model: ServedModel) -> dict[str, object]:
+    return {**model.facts(), "status": model.status(time.monotonic())}
 
 
 async def models(request: Request, service: Service) -> Response:
-    """The one model that is served."""
-    return json_response({"object": "list", "data": [_model_object(service)]})
+    """The models that may be named, and the state of each."""
+    return json_response({"object": "list", "data": [_described(one) for one in await service.models.all()]})
 
 
 async def model(request: Request, service: Service) -> Response:
     """The model by name."""
-    check_model(request.path_params["id"], service.names)
-    return json_response(_model_object(service))
+    return json_response(_described(await service.models.find(request.path_params["id"])))
+
+
+async def load_model(request: Request, service: Service) -> Response:
+    """Loads a model, and answers when it is loaded."""
+    service.check_accepts()
+    body = await read_body(request, ModelRequest, service)
+    async with service.using(request, body) as model:
+        return json_response(_described(model))
+
+
+async def unload_model(request: Request, service: Service) -> Response:
+    """Unloads a model as soon as its requests have ended, and answers then."""
+    body = await read_body(request, ModelRequest, service)
+    return json_response(_described(await while_connected(request.receive, service.models.unload(body.model))))

@@ -31,12 +31,12 @@ async def chat_completions(request: Request, service: Service) -> Response:
         request,
         service,
         body,
-        lambda: chat_job(body, service.llm, service.answers, service.options.max_n),
-        tags=service.tags,
+        lambda model: chat_job(body, model.llm, model.answers, service.options.max_n),
+        has_reasoning=True,
     )
-    headers = answer_headers(service, position)
+    headers = answer_headers(generation.model, position)
     if body.stream:
-        events = generation.events(_ChatEvents(service, body, generation, position))
+        events = generation.events(_ChatEvents(body, generation, position))
         return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
     try:
         outputs = await while_connected(request.receive, generation.run())
@@ -49,8 +49,8 @@ async def chat_completions(request: Request, service: Service) -> Response:
             "id": f"chatcmpl-{position.answer_id}",
             "object": KIND,
             "created": position.created,
-            "model": service.name,
-            "system_fingerprint": service.fingerprint,
+            "model": generation.model.name,
+            "system_fingerprint": generation.model.fingerprint,
             "choices": [_choice(one, body, generation) for one in output.outputs],
             "usage": usage_of(outputs),
             "seed": position.seed,
@@ -102,12 +102,12 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
 class _ChatEvents:
     """The chunks of a streamed chat."""
 
-    def __init__(self, service: Service, body: ChatRequest, generation: Generation, position: StreamPosition):
+    def __init__(self, body: ChatRequest, generation: Generation, position: StreamPosition):
         self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
         self._has_ids = bool(body.return_token_ids)
-        answer_id = f"chatcmpl-{position.answer_id}"
+        answer_id, model = f"chatcmpl-{position.answer_id}", generation.model
         self._chunks = ChatChunks(
-            f"{KIND}.chunk", answer_id, position.created, service.name, service.fingerprint, self._has_usage
+            f"{KIND}.chunk", answer_id, position.created, model.name, model.fingerprint, self._has_usage
         )
 
     def begin(self) -> bytes:

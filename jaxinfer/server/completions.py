@@ -27,12 +27,12 @@ async def completions(request: Request, service: Service) -> Response:
         request,
         service,
         body,
-        lambda: completion_job(body, service.llm, service.options.max_n),
+        lambda model: completion_job(body, model.llm, service.options.max_n),
         echo=bool(body.echo),
     )
-    headers = answer_headers(service, position)
+    headers = answer_headers(generation.model, position)
     if body.stream:
-        events = generation.events(_CompletionEvents(service, body, generation, position))
+        events = generation.events(_CompletionEvents(body, generation, position))
         return EventStream(events, generation.close, stream_error, service.options.send_timeout, headers)
     try:
         outputs = await while_connected(request.receive, generation.run())
@@ -44,8 +44,8 @@ async def completions(request: Request, service: Service) -> Response:
             "id": f"cmpl-{position.answer_id}",
             "object": KIND,
             "created": position.created,
-            "model": service.name,
-            "system_fingerprint": service.fingerprint,
+            "model": generation.model.name,
+            "system_fingerprint": generation.model.fingerprint,
             "choices": [
                 _choice(number, output, answer, body, generation)
                 for number, output in enumerate(outputs)
@@ -88,13 +88,13 @@ def _choice(
 class _CompletionEvents:
     """The chunks of streamed completions."""
 
-    def __init__(self, service: Service, body: CompletionRequest, generation: Generation, position: StreamPosition):
+    def __init__(self, body: CompletionRequest, generation: Generation, position: StreamPosition):
         self._generation, self._position, self._has_usage = generation, position, wants_usage(body)
         self._params, self._has_ids = generation.job.params, bool(body.return_token_ids)
         self._lists = [LogprobLists(generation.tokenizer, one.num_chars) for one in position.choices]
-        answer_id = f"cmpl-{position.answer_id}"
+        answer_id, model = f"cmpl-{position.answer_id}", generation.model
         self._chunks = CompletionChunks(
-            KIND, answer_id, position.created, service.name, service.fingerprint, self._has_usage
+            KIND, answer_id, position.created, model.name, model.fingerprint, self._has_usage
         )
 
     def begin(self) -> bytes:

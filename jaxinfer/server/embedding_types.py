@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from jaxinfer.server.answer_types import Answer
+from jaxinfer.server.types import KeepAlive, Priority
 
 _Positive = Annotated[int, Meta(ge=1)]
-_Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _Inputs = Annotated[
     list[Any], Meta(extra_json_schema={"anyOf": [_IDS, {"items": {"anyOf": [{"type": "string"}, _IDS]}}]})
@@ -23,7 +23,8 @@ class VectorFields(Struct, kw_only=True):
     model: str | None = None
     truncate: bool | None = None
     truncate_prompt_tokens: int | None = None
-    priority: _Priority | None = None
+    priority: Priority | None = None
+    keep_alive: KeepAlive | None = None
     user: str | None = None
 
 
@@ -121,3 +122,10 @@ class Reranked(Answer):
     model: str
     usage: TokenCounts
     results: list[RankedDocument]
+
+
+BODIES: dict[str, type[Struct]] = {
+    "/v1/embeddings": EmbeddingsRequest,
+    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+}

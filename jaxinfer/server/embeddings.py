@@ -16,7 +16,8 @@ from jaxinfer.engine.request import Prompt, RequestOptions
 from jaxinfer.server.embedding_types import EmbeddingsRequest, RerankRequest, ScoreRequest, VectorFields
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, while_connected
-from jaxinfer.server.params import CHARS_PER_TOKEN, check_model
+from jaxinfer.server.models import ServedModel
+from jaxinfer.server.params import CHARS_PER_TOKEN
 from jaxinfer.server.service import Service
 
 MAX_TEXTS = 2048  # of a request, as OpenAI allows
@@ -30,17 +31,19 @@ async def embeddings(request: Request, service: Service) -> Response:
     names = ("prompt_name", "prompt", "pooling", "dimensions", "normalize")
     given = {name: getattr(body, name) for name in names}
 
-    def make(options: RequestOptions) -> VectorJob:
-        return service.llm.embedder.embed(texts, **given, truncate=_truncates(body), options=options, what="input")
+    async with service.using(request, body) as model:
 
-    vectors, num_tokens = await _run(request, service, body, texts, make, "input")
+        def make(options: RequestOptions) -> VectorJob:
+            return model.llm.embedder.embed(texts, **given, truncate=_truncates(body), options=options, what="input")
+
+        vectors, num_tokens = await run_vectors(request, service, model, texts, make, "input", body.priority)
 
     def answer() -> Response:
         as_base64 = body.encoding_format == "base64"
         rows = [base64.b64encode(row).decode() for row in vectors.astype("<f4")] if as_base64 else vectors.tolist()
         data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(rows)]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return json_response({"object": "list", "data": data, "model": service.name, "usage": usage})
+        return json_response({"object": "list", "data": data, "model": model.name, "usage": usage})
 
     return await in_thread(record_of(request.scope), answer)
 
@@ -52,13 +55,13 @@ async def score(request: Request, service: Service) -> Response:
     first, second = ([one] if isinstance(one, str) else one for one in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise refused("text_2", f"{len(first)} texts in text_1 and {len(second)} in text_2 do not pair up")
-    found, num_tokens = await _relevance(request, service, body, first, second, "text_2")
+    name, found, num_tokens = await _relevance(request, service, body, first, second, "text_2")
     return json_response(
         {
             "id": f"score-{secrets.token_hex(12)}",
             "object": "list",
             "created": int(time.time()),
-            "model": service.name,
+            "model": name,
             "data": [{"index": i, "object": "score", "score": float(one)} for i, one in enumerate(found)],
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
@@ -70,47 +73,51 @@ async def rerank(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, RerankRequest, service)
     documents = [_document(one, number) for number, one in enumerate(body.documents)]
-    found, num_tokens = await _relevance(request, service, body, [body.query], documents, "documents")
+    name, found, num_tokens = await _relevance(request, service, body, [body.query], documents, "documents")
     results: list[dict[str, Any]] = [
         {"index": index, "relevance_score": value} for index, value in best_first(found, body.top_n)
     ]
     if body.return_documents is not False:
         results = [{**one, "document": {"text": documents[one["index"]]}} for one in results]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-    about = {"id": f"rerank-{secrets.token_hex(12)}", "model": service.name, "usage": usage}
+    about = {"id": f"rerank-{secrets.token_hex(12)}", "model": name, "usage": usage}
     return json_response({**about, "results": results})
 
 
 async def _relevance(
     request: Request, service: Service, body: Any, queries: list[str], documents: list[str], param: str
-) -> tuple[np.ndarray, int]:
-    def make(options: RequestOptions) -> VectorJob:
-        return service.llm.embedder.relevance(
-            queries, documents, instruction=body.instruction, truncate=_truncates(body), options=options
-        )
+) -> tuple[str, np.ndarray, int]:
+    """The model's name, the scores, and the tokens that they took."""
+    async with service.using(request, body) as model:
 
-    return await _run(request, service, body, [*queries, *documents], make, param)
+        def make(options: RequestOptions) -> VectorJob:
+            return model.llm.embedder.relevance(
+                queries, documents, instruction=body.instruction, truncate=_truncates(body), options=options
+            )
+
+        texts = [*queries, *documents]
+        return model.name, *await run_vectors(request, service, model, texts, make, param, body.priority)
 
 
-async def _run(
+async def run_vectors(
     request: Request,
     service: Service,
-    body: VectorFields,
+    model: ServedModel,
     texts: Sequence[Prompt],
     make: Callable[[RequestOptions], VectorJob],
     param: str,
+    priority: int | None = None,
 ) -> tuple[np.ndarray, int]:
     """The result of a job, in its turn, and how many tokens it took. Raises APIError for what cannot be served."""
-    check_model(body.model, service.names)
     if len(texts) > MAX_TEXTS:
         raise refused(param, f"{param}: {len(texts):,} texts, at most {MAX_TEXTS:,} are allowed")
     record, place = record_of(request.scope), object()
     estimate = sum(-(-len(one) // (CHARS_PER_TOKEN if isinstance(one, str) else 1)) for one in texts)
-    num_answers = max(min(len(texts), service.admission.capacity), 1)
+    num_answers = max(min(len(texts), model.admission.capacity), 1)
     start = time.perf_counter()
     service.generations.add(place)
     try:
-        with service.admission.enter(record.key, num_answers, estimate, body.priority or 0) as ticket:
+        with model.admission.enter(record.key, num_answers, estimate, priority or 0) as ticket:
             salted = RequestOptions(cache_salt=service.salt(record.key, ""))
             with client_errors(param):
                 job = await in_thread(record, lambda: make(salted))
@@ -118,7 +125,7 @@ async def _run(
             await while_connected(request.receive, ticket.turn())
             record.queued_seconds = time.perf_counter() - start
             requests = [replace(one, options=replace(one.options, priority=ticket.rank)) for one in job.requests]
-            outputs = await while_connected(request.receive, service.engine.run_job(replace(job, requests=requests)))
+            outputs = await while_connected(request.receive, model.engine.run_job(replace(job, requests=requests)))
             if any(one.outputs[0].finish_reason == "abort" for one in outputs):
                 raise unavailable("the server is going away", 5)
             record.end(outputs)

@@ -69,7 +69,11 @@ class APIError(Exception):
 
     def response(self, path: str) -> Response:
         """The whole answer, in the shape of the route."""
-        body = self.anthropic() if path.startswith("/v1/messages") else self.openai()
+        body = self.openai()
+        if path.startswith("/v1/messages"):
+            body = self.anthropic()
+        elif path.startswith("/api/"):
+            body = {"error": self.message}  # Ollama's
         return Response(msgspec.json.encode(body), self.status, self.headers, "application/json")
 
 

@@ -21,6 +21,7 @@ from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread
 from jaxinfer.server.params import Job
+from jaxinfer.server.pool import Lease
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service
@@ -64,13 +65,14 @@ class Generation:
     """One job of one client. `prepare`, then `events` to the end, or `run`; `close` in any case.
 
     Args:
-      tags: of the model's reasoning, where it is to be told apart.
+      lease: of the model, released with `close`. tags: of the model's reasoning, where it is to be told apart.
       resumed: what the client has already. echo: whether texts begin with the prompt's.
     """
 
     def __init__(
         self,
         service: Service,
+        lease: Lease,
         job: Job,
         record: Record,
         *,
@@ -78,9 +80,10 @@ class Generation:
         resumed: StreamPosition | None = None,
         echo: bool = False,
     ):
-        self._service, self.job, self._record, self._tags, self._echo = service, job, record, tags, echo
+        self._service, self._lease, self.model = service, lease, lease.model
+        self.job, self._record, self._tags, self._echo = job, record, tags, echo
         # Special tokens to be removed from the text, where the tags can only be seen beside them.
-        hidden = service.hidden if job.offer is None else job.offer.format.hidden
+        hidden = self.model.hidden if job.offer is None else job.offer.format.hidden
         self._hidden = (
             hidden if job.params.skip_special_tokens and (tags is not None or job.offer is not None) else None
         )
@@ -89,11 +92,11 @@ class Generation:
         self._streams: list[AnswerStream] = []
         self._several: _Several | None = None
         self._outputs: list[RequestOutput | None] = []
-        self._metrics, self._last = service.metrics, 0.0
+        self._metrics, self._last = self.model.metrics, 0.0
         self._skippers = None if resumed is None else [Skipper(one) for one in resumed.choices]
         self._start = time.perf_counter()
-        self._deadline = None if job.timeout is None else time.monotonic() + job.timeout
-        self._ticket: Ticket = service.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
+        self._deadline = lease.deadline
+        self._ticket: Ticket = self.model.admission.enter(record.key, job.num_answers, job.num_estimated, job.priority)
         service.generations.add(self)
 
     async def prepare(self) -> None:
@@ -102,7 +105,7 @@ class Generation:
         self._record.num_prompt = sum(request.num_prompt for request in self.requests)
 
     def _prepare(self) -> list[Request]:
-        llm, job, requests = self._service.llm, self.job, []
+        llm, job, requests = self.model.llm, self.job, []
         calls: dict[str, Any] = {}  # sampling parameters under which answers call tools as asked for
         if job.offer is not None:
             with client_errors("tools"):
@@ -114,7 +117,7 @@ class Generation:
             what = "the prompt" if len(job.prompts) == 1 else f"prompt {number}"
             with client_errors("prompt"), _errors_of_tools(job):
                 prepared = job.token_ids(llm, prompt)
-                if isinstance(prepared, str) and not job.has_limit:
+                if isinstance(prepared, str) and not (job.has_limit and job.max_length is None):
                     prepared = llm.client.tokenize(prepared, what=what)[1]
                 num_prompt = 0 if isinstance(prepared, str) else len(prepared)
                 params = job.params_for(num_prompt, llm.max_model_len)
@@ -131,11 +134,11 @@ class Generation:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self._service.llm.tokenizer
+        return self.model.llm.tokenizer
 
     def is_inside(self, number: int) -> bool:
         """Whether the prompt ends within the reasoning."""
-        tokenizer = self._service.llm.tokenizer
+        tokenizer = self.model.llm.tokenizer
         if self._tags is None or tokenizer is None:
             return False
         return starts_inside(self._tags, prompt_end(tokenizer, self.requests[number].token_ids))
@@ -149,9 +152,9 @@ class Generation:
         request = self.requests[number]
         if request.text is not None:
             return request.text
-        if self._service.llm.tokenizer is None:
+        if self.model.llm.tokenizer is None:
             raise refused("echo", "echo of token ids needs a tokenizer, and this model has none")
-        return self._service.llm.tokenizer.decode(request.token_ids, self.job.params.skip_special_tokens)
+        return self.model.llm.tokenizer.decode(request.token_ids, self.job.params.skip_special_tokens)
 
     async def run(self) -> list[RequestOutput]:
         """The outputs of the whole job. Raises APIError if an answer failed."""
@@ -254,7 +257,7 @@ class Generation:
         except TimeoutError:
             raise self._expired() from None
         self._record.queued_seconds = time.perf_counter() - self._start
-        engine = self._service.engine
+        engine = self.model.engine
         for request in self.requests:
             options = replace(request.options, priority=self._ticket.rank)  # the client's has counted in the queue
             self._streams.append(await engine.submit(replace(request, options=options)))
@@ -325,6 +328,7 @@ class Generation:
         if self._several is not None:
             self._several.close()
         self._ticket.leave(self._record.num_output)
+        self._lease.release()
 
 
 def _parts(delta: StreamDelta, reader: AnswerReader) -> list[Shown]:

@@ -13,12 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.server.chunks import KEEP_ALIVE
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
-from jaxinfer.server.record import Record
+from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop
-from jaxinfer.server.types import KNOWN
+from jaxinfer.server.types import known_fields
 
-RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
 _FREE_BYTES = 1 << 18  # of each body; what is more is limited for all bodies together
 _BODIES_AT_ONCE = 8  # of the largest size
 _MAX_UNKNOWN = 20  # names of unknown fields that are logged
@@ -50,9 +49,10 @@ async def read_body(request: Request, kind: type[Body], service: Service) -> Bod
     except ValueError:
         raise APIError(400, "content-length is no number") from None
     data, num_values = await _receive(
-        request, service, max_values(kind, service.llm.max_model_len, service.options.max_n)
+        request, service, max_values(kind, service.largest_model_len(), service.options.max_n)
     )
     record = record_of(request.scope)
+    record.num_bytes = len(data)
     record.is_large = is_large(len(data), num_values)
     body, unknown = await work_for(record, lambda: _decode(data, kind))
     if unknown:
@@ -106,7 +106,7 @@ def _decode(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise as_api_error(error) from None
     check_fields(body)
-    return body, heapq.nsmallest(_MAX_UNKNOWN, given.keys() - KNOWN[kind])
+    return body, heapq.nsmallest(_MAX_UNKNOWN, given.keys() - known_fields(kind))
 
 
 def _too_large(limit: int) -> APIError:
@@ -140,7 +140,8 @@ def json_response(value: Any, headers: dict[str, str] | None = None) -> Response
 
 
 class EventStream(Response):
-    """Server-sent events. The stream ends when the client leaves, or has not read for `send_timeout` seconds.
+    """Server-sent events, or lines of JSON. The stream ends when the client leaves, or has not read for `send_timeout`
+    seconds.
 
     Args:
       events: bytes of whole events. close: called at the end, however it comes. error_event: makes the last event of
@@ -154,10 +155,13 @@ class EventStream(Response):
         error_event: Callable[[APIError], bytes],
         send_timeout: float,
         headers: dict[str, str] | None = None,
+        *,
+        media_type: str = "text/event-stream",
     ):
         super().__init__(None, 200, {**(headers or {}), "cache-control": "no-cache", "x-accel-buffering": "no"})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
-        self.raw_headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
+        self.raw_headers.append((b"content-type", f"{media_type}; charset=utf-8".encode()))
+        self._keep_alive = KEEP_ALIVE if media_type == "text/event-stream" else b""  # lines of JSON have no comments
         self._events, self._close, self._error_event = events, close, error_event
         self._send_timeout = send_timeout
         self._sent_at = time.monotonic()
@@ -209,7 +213,7 @@ class EventStream(Response):
                 if not self._is_sending and idle >= period:
                     try:
                         async with asyncio.timeout(self._send_timeout):
-                            await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
+                            await send({"type": "http.response.body", "body": self._keep_alive, "more_body": True})
                     except TimeoutError:
                         return
         finally:

@@ -14,7 +14,8 @@ from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, while_connected
-from jaxinfer.server.params import Conversation, Job, check_model, make_job, offered_tools, read_messages
+from jaxinfer.server.models import ServedModel
+from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, read_messages
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import CountTokensRequest, MessagesRequest
@@ -30,11 +31,11 @@ async def messages(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, MessagesRequest, service)
     generation, position = await begin(
-        request, service, body, lambda: _job(body, service), tags=service.tags, can_resume=False
+        request, service, body, lambda model: _job(body, model), has_reasoning=True, can_resume=False
     )
-    headers = answer_headers(service, position)
+    headers = answer_headers(generation.model, position)
     if body.stream:
-        events = generation.events(_MessageEvents(service, generation, position))
+        events = generation.events(_MessageEvents(generation, position))
         return EventStream(events, generation.close, _error_event, service.options.send_timeout, headers)
     try:
         (output,) = await while_connected(request.receive, generation.run())
@@ -50,7 +51,7 @@ async def messages(request: Request, service: Service) -> Response:
     for call in whole.calls:
         blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
     about = {
-        **_message(service, position),
+        **_message(generation.model, position),
         "content": blocks,
         **_ending(whole.finish_reason, answer.stop_reason),
         "usage": _usage(output),
@@ -62,21 +63,21 @@ async def count_tokens(request: Request, service: Service) -> Response:
     """The number of tokens of a conversation."""
     service.check_accepts()
     body = await read_body(request, CountTokensRequest, service)
-    check_model(body.model, service.names)
-    llm = service.llm
 
-    def read() -> int:
-        return len(_conversation(body, service, _offer(body, service)).token_ids(llm))
+    async with service.using(request, body) as model:
 
-    with client_errors("messages"):
-        num_tokens = await in_thread(record_of(request.scope), read)
+        def read() -> int:
+            return len(_conversation(body, model, _offer(body, model)).token_ids(model.llm))
+
+        with client_errors("messages"):
+            num_tokens = await in_thread(record_of(request.scope), read)
     return json_response({"input_tokens": num_tokens})
 
 
 # From Anthropic's form.
 
 
-def _job(body: MessagesRequest, service: Service) -> Job:
+def _job(body: MessagesRequest, model: ServedModel) -> Job:
     if body.service_tier not in (None, "auto", "standard_only"):
         raise refused("service_tier", f"service_tier={body.service_tier!r:.60} is not supported")
     if body.max_tokens < 1:
@@ -84,14 +85,14 @@ def _job(body: MessagesRequest, service: Service) -> Job:
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.stop_sequences:
         values["stop"] = body.stop_sequences
-    names, offer = {"stop": "stop_sequences"}, _offer(body, service)
-    prompts = (_conversation(body, service, offer),)
+    names, offer = {"stop": "stop_sequences"}, _offer(body, model)
+    prompts = (_conversation(body, model, offer),)
     return make_job(
-        prompts, body, values, body.max_tokens, service.llm, 1, names=names, answers=service.answers, offer=offer
+        prompts, body, values, body.max_tokens, model.llm, 1, names=names, answers=model.answers, offer=offer
     )
 
 
-def _offer(body: MessagesRequest | CountTokensRequest, service: Service) -> ToolOffer | None:
+def _offer(body: MessagesRequest | CountTokensRequest, model: ServedModel) -> ToolOffer | None:
     choice, wanted = body.tool_choice or {}, None
     kind = choice.get("type", "auto")
     if kind in ("auto", "none"):
@@ -105,11 +106,11 @@ def _offer(body: MessagesRequest | CountTokensRequest, service: Service) -> Tool
     is_alone = choice.get("disable_parallel_tool_use")
     if is_alone not in (None, True, False):
         raise refused("tool_choice", f"disable_parallel_tool_use must be true or false, not {is_alone!r:.60}")
-    return offered_tools(service.answers, [_tool(tool) for tool in body.tools or ()], wanted, not is_alone)
+    return offered_tools(model.answers, [_tool(tool) for tool in body.tools or ()], wanted, not is_alone)
 
 
 def _conversation(
-    body: MessagesRequest | CountTokensRequest, service: Service, offer: ToolOffer | None
+    body: MessagesRequest | CountTokensRequest, model: ServedModel, offer: ToolOffer | None
 ) -> Conversation:
     found: list[dict[str, Any]] = []
     if body.system:
@@ -120,7 +121,7 @@ def _conversation(
     # An answer that the client has begun is continued.
     continues = bool(found) and found[-1]["role"] == "assistant"
     kwargs: dict[str, Any] = {"add_generation_prompt": not continues, "continue_final_message": continues}
-    kwargs |= _thinking(body, service.llm, service.tags)
+    kwargs |= _thinking(body, model.llm, model.tags)
     return Conversation(read_messages(found), None if offer is None else offer.shown, kwargs)
 
 
@@ -194,12 +195,12 @@ def _texts(blocks: Any, where: str) -> list[str]:
 # To Anthropic's form.
 
 
-def _message(service: Service, position: StreamPosition) -> dict[str, Any]:
+def _message(model: ServedModel, position: StreamPosition) -> dict[str, Any]:
     return {
         "id": f"msg_{position.answer_id}",
         "type": "message",
         "role": "assistant",
-        "model": service.name,
+        "model": model.name,
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
@@ -233,10 +234,10 @@ def _error_event(error: APIError) -> bytes:
 class _MessageEvents:
     """The events of a streamed message: its blocks, one after another."""
 
-    def __init__(self, service: Service, generation: Generation, position: StreamPosition):
+    def __init__(self, generation: Generation, position: StreamPosition):
         self._generation = generation
         usage = {"input_tokens": generation.requests[0].num_prompt, "output_tokens": 0}
-        self._message = {**_message(service, position), "usage": usage}
+        self._message = {**_message(generation.model, position), "usage": usage}
         self._ending: dict[str, Any] = {}
         self._kind: str | int | None = None  # of the open block, or the index of its call
         self._index = -1

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.server.auth import Keys, key_in
 from jaxinfer.server.errors import APIError, as_api_error
-from jaxinfer.server.http import RECORD, ClientLeftError
-from jaxinfer.server.record import Record, new_request_id
+from jaxinfer.server.http import ClientLeftError
+from jaxinfer.server.record import RECORD, Record, new_request_id
 from jaxinfer.server.service import Service
 
 # For probes, which have no key, and for the page, which asks its reader for one.

@@ -7,18 +7,22 @@ import msgspec
 
 from jaxinfer import __version__
 from jaxinfer.server import answer_types as answers
+from jaxinfer.server import embedding_types as embedding
+from jaxinfer.server import ollama_types as ollama
 from jaxinfer.server import params, responses
-from jaxinfer.server.embedding_types import Embeddings, Reranked, Scores
 from jaxinfer.server.message_types import AnthropicError, Message, MessageEvent, TokenCount
 from jaxinfer.server.response_types import Response, ResponseEvent
-from jaxinfer.server.types import BODIES
+from jaxinfer.server.types import BODIES as OTHER_BODIES
 
+BODIES = OTHER_BODIES | embedding.BODIES | ollama.BODIES
 _ANSWERS: dict[str, Any] = {
     "/health": answers.Status,
     "/ready": answers.Status,
     "/version": answers.Version,
     "/v1/models": answers.Models,
     "/v1/models/{id:path}": answers.Model,
+    "/models/load": answers.Model,
+    "/models/unload": answers.Model,
     "/v1/chat/completions": answers.ChatCompletion,
     "/v1/completions": answers.Completion,
     "/v1/messages": Message,
@@ -27,9 +31,9 @@ _ANSWERS: dict[str, Any] = {
     "/tokenize": answers.Tokens,
     "/detokenize": answers.Text,
     "/tokenizer_info": answers.TokenizerInfo,
-    "/v1/embeddings": Embeddings,
-    **dict.fromkeys(("/v1/score", "/score"), Scores),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), Reranked),
+    "/v1/embeddings": embedding.Embeddings,
+    **dict.fromkeys(("/v1/score", "/score"), embedding.Scores),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), embedding.Reranked),
 }
 # The data of events. OpenAI's older two routes end their streams with [DONE], and have errors among the chunks.
 _EVENTS: dict[str, Any] = {
@@ -39,6 +43,7 @@ _EVENTS: dict[str, Any] = {
     "/v1/responses": ResponseEvent,
 }
 _ENDS_WITH_DONE = ("/v1/chat/completions", "/v1/completions")
+_LINES = ("/api/chat", "/api/generate", "/api/pull")
 _TEXTS = {"/": "text/html", "/metrics": "text/plain"}
 _ERRORS = {
     400: "A field is wrong or not supported; the error names it",
@@ -52,6 +57,7 @@ _ERRORS = {
     429: "Too many requests wait",
     431: "The headers are too large",
     500: "The server failed; its log has the reason",
+    501: "The server cannot do this",
     503: "The model is being loaded, or the server is going away",
 }
 _ALWAYS = (403, 431, 500)
@@ -63,8 +69,13 @@ _MORE = {
     "/v1/messages": (429,),
     "/v1/responses": (429,),
     **dict.fromkeys(("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"), (429,)),
+    "/models/load": (429,),
+    "/api/chat": (429,),
+    "/api/generate": (429,),
+    "/api/embed": (429,),
+    "/api/delete": (400, 404, 408, 413, 415, 503),
     "/ready": (503,),
-    "/tokenizer_info": (400, 503),
+    "/tokenizer_info": (400, 404, 503),
 }  # besides those of all routes and of those with a body
 _STRING = {"schema": {"type": "string"}, "required": True}
 _RETRY_AFTER = {"retry-after": {"schema": {"type": "string", "pattern": "^[0-9]+$"}, "required": True}}
@@ -81,7 +92,7 @@ def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], h
     Args:
       open_paths: those that need no key. has_keys: whether the others need one.
     """
-    types = [*BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), answers.Error, AnthropicError]
+    types = [*BODIES.values(), *_ANSWERS.values(), *_EVENTS.values(), answers.Error, AnthropicError, ollama.OllamaError]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     _describe_neutral(components)
     found = iter(schemas)
@@ -107,7 +118,9 @@ def openapi(routes: Sequence[tuple[str, str, str]], open_paths: Sequence[str], h
 def _describe_neutral(components: dict[str, Any]) -> None:
     """Fields that are not supported take the values that change nothing."""
     neutral = dict.fromkeys(("ChatRequest", "CompletionRequest"), params.NEUTRAL)
-    for name, fields in {**neutral, "ResponsesRequest": responses.NEUTRAL}.items():
+    more = {"ResponsesRequest": responses.NEUTRAL, "OllamaOptions": ollama.NEUTRAL_OPTIONS}
+    more |= dict.fromkeys(("OllamaChatRequest", "OllamaGenerateRequest", "OllamaModelRequest"), ollama.NEUTRAL)
+    for name, fields in {**neutral, **more}.items():
         properties = components[name]["properties"]
         for field in fields.keys() & properties.keys():
             properties[field] = {"enum": [None, *fields[field]]}
@@ -117,6 +130,8 @@ def _responses(path: str, whole: Mapping[str, Any], events: Mapping[str, Any]) -
     """Every answer of a route, by its status."""
     content: dict[str, Any] = {_TEXTS.get(path, "application/json"): _content(whole.get(path))}
     headers = {"x-request-id": _STRING}
+    if path in _LINES:
+        content["application/x-ndjson"] = {}
     if path in events:
         content["text/event-stream"] = {"schema": _stream(events[path], path in _ENDS_WITH_DONE)}
         headers |= _GENERATED_HEADERS
@@ -134,6 +149,7 @@ def _content(schema: Any) -> dict[str, Any]:
 
 def _error(path: str, status: int) -> dict[str, Any]:
     name = "AnthropicError" if path.startswith("/v1/messages") else "Error"
+    name = "OllamaError" if path.startswith("/api/") else name
     return {
         "description": _ERRORS[status],
         "headers": {"x-request-id": _STRING, **_ERROR_HEADERS.get(status, {})},

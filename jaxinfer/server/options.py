@@ -1,5 +1,6 @@
 """Options of the server. Imports neither JAX nor the web stack, so that a command line can describe them at once."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,12 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s,*A-Z]+")
 _server = partial(option, group="Server")
 _access = partial(option, group="Access")
 _load = partial(option, group="Overload")
+_many = partial(option, group="Many models")
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_MAX_SECONDS = 2**31
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +91,37 @@ class ServerOptions:
         60.0, "Seconds after which a client that does not read its answer is disconnected.", "SECONDS", min=1
     )
 
+    models: list[str] | None = _many(
+        None,
+        "A model that requests may name, beside MODEL, the one of requests that name none. It is loaded when one does. "
+        "Without any model, those that are stored on this machine may be named.",
+        "NAME",
+        "--model",
+        is_repeated=True,
+    )
+    allow_any: bool = _many(
+        False, "Requests may name any model on this machine: a folder, a file, a hub id that was downloaded."
+    )
+    model_memory: str | None = _many(
+        None,
+        "Bytes of a device that the loaded models may need together, such as 24GiB, as they are counted before one is "
+        "loaded; by default memory_fraction of what is free at the start. Idle models are unloaded for another one.",
+        "BYTES",
+    )
+    pin: list[str] | None = _many(
+        None, "A model that is loaded at the start and never unloaded.", "NAME", "--pin", is_repeated=True
+    )
+    keep_alive: list[str] | None = _many(
+        None,
+        "How long a model stays loaded after its last request, such as 300, 5m or -1 for ever; NAME=5m for one model. "
+        "A request's keep_alive comes first. By default 5m; the one model of a server that has no other stays.",
+        "TIME",
+        "--keep-alive",
+        is_repeated=True,
+    )
+
     def __post_init__(self) -> None:
+        _ = self.keep_alive_seconds, self.memory_bytes
         if self.reasoning not in REASONING:
             raise ValueError(f"reasoning={self.reasoning!r} is none of {', '.join(REASONING)}")
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
@@ -106,11 +143,65 @@ class ServerOptions:
         return self.host in LOOPBACK
 
     @property
+    def memory_bytes(self) -> int | None:
+        """`model_memory` in bytes. Raises ValueError."""
+        if self.model_memory is None:
+            return None
+        try:
+            return parse_bytes(self.model_memory)
+        except ValueError as error:
+            raise ValueError(f"model_memory: {error}") from None
+
+    @property
+    def keep_alive_seconds(self) -> dict[str, float]:
+        """Seconds by the name of a model; "" is for all others. Raises ValueError."""
+        found = {"": 300.0}
+        for text in self.keep_alive or ():
+            name, _, value = text.rpartition("=")
+            try:
+                seconds = parse_duration(value)
+            except ValueError as error:
+                raise ValueError(f"keep_alive={text!r:.60}: {error}") from None
+            found[name] = math.inf if seconds is None else seconds
+        return found
+
+    @property
     def hosts(self) -> Sequence[str] | None:
         """Host names that requests may be for; None for any."""
         if self.allowed_hosts:
             return tuple(name.lower() for name in self.allowed_hosts)
         return LOOPBACK if self.is_loopback else None
+
+
+def parse_duration(value: str | float | None) -> float | None:
+    """Seconds of a number, or of a text such as "300", "5m" or "1h30m"; infinity for what is below 0. Raises ValueError
+    for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        text = value.strip()
+        sign, rest = (-1, text[1:]) if text.startswith("-") else (1, text)
+        try:
+            seconds = float(rest)
+        except ValueError:
+            parts = _DURATION.findall(rest)
+            if not parts or "".join(number + unit for number, unit in parts) != rest:
+                raise ValueError(f"{value!r:.60} is no time such as 300, 5m or -1") from None
+            seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+        value = sign * seconds
+    if isinstance(value, bool) or not abs(value) <= _MAX_SECONDS:
+        raise ValueError(f"{value!r:.60} is no time such as 300, 5m or -1")
+    return math.inf if value < 0 else float(value)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a text such as "24GiB" or "500000000". Raises ValueError."""
+    found = _BYTES.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text!r:.60} is no number of bytes such as 24GiB")
+    number, prefix, is_binary = found.groups()
+    power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+    return int(float(number) * (1024 if is_binary or not prefix else 1000) ** power)
 
 
 def _is_http_url(text: str) -> bool:

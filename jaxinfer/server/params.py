@@ -13,10 +13,9 @@ from jaxinfer.llm import LLM
 from jaxinfer.sampling import SamplingParams
 from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.server.errors import APIError, client_errors, refused
-from jaxinfer.server.sizes import MAX_FIELD, check_length, count_values, weight
+from jaxinfer.server.sizes import CHARS_PER_TOKEN, MAX_FIELD, check_length, count_values, weight
 from jaxinfer.server.types import (
     MAX_SALT_CHARS,
-    MAX_TIMEOUT,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
@@ -26,7 +25,6 @@ from jaxinfer.text import read_token_ids
 from jaxinfer.tool_calls import AnswerFormat, ToolOffer
 
 MAX_SEED = 2**53  # of seeds that the server chooses: every JSON parser keeps them
-CHARS_PER_TOKEN = 4  # of English text, about; for limits that are checked before a text is tokenized
 
 # What is not supported, with the values that change nothing, besides null.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -74,6 +72,7 @@ class Job:
         arrival after which the request is given up, waiting or not.
       num_kept: answer tokens that are returned at most; 0 where only the prompt is scored.
       offer: tools, where calls are told from the text of answers.
+      max_length: tokens of a prompt with its answer, where that is less than the model's length.
     """
 
     prompts: tuple[str | Sequence[int] | Conversation, ...]
@@ -86,6 +85,7 @@ class Job:
     timeout: float | None = None
     num_kept: int | None = None
     offer: ToolOffer | None = None
+    max_length: int | None = None
 
     @property
     def num_answers(self) -> int:
@@ -105,7 +105,13 @@ class Job:
         return prompt if self.truncate_to is None or isinstance(prompt, str) else prompt[-self.truncate_to :]
 
     def params_for(self, num_prompt: int, max_model_len: int) -> SamplingParams:
-        """The parameters for a prompt of that many tokens."""
+        """The parameters for a prompt of that many tokens. Raises APIError for one longer than `max_length`."""
+        if self.max_length is not None:
+            if num_prompt >= self.max_length:
+                message = f"the prompt has {num_prompt} tokens, and options.num_ctx={self.max_length}"
+                raise APIError(400, message, param="options.num_ctx", code="context_length_exceeded")
+            room = self.max_length - num_prompt
+            return replace(self.params, max_tokens=min(self.params.max_tokens or room, room))
         limit, room = self.params.max_tokens, max(max_model_len - num_prompt, 1)
         if self.has_limit or limit is None or limit <= room:
             return self.params
@@ -190,8 +196,6 @@ def make_job(
         timeout=request.timeout,
         offer=offer if offer is not None and offer.is_read else None,
     )
-    if job.timeout is not None and not 0 < job.timeout <= MAX_TIMEOUT:
-        raise refused("timeout", f"timeout={job.timeout} must be seconds above 0, at most {MAX_TIMEOUT:.0f}")
     if not -(2**31) <= job.priority < 2**31:
         raise refused("priority", f"priority={job.priority} must be an integer of 32 bits")
     if len(job.cache_salt) > MAX_SALT_CHARS:
@@ -366,11 +370,3 @@ def _estimate(prompt: str | Sequence[int] | Conversation) -> int:
     if isinstance(prompt, Conversation):
         return -(-weight([prompt.messages, prompt.tools]) // CHARS_PER_TOKEN) + 1
     return -(-len(prompt) // CHARS_PER_TOKEN) if isinstance(prompt, str) else len(prompt)
-
-
-def check_model(model: str | None, served: Sequence[str]) -> None:
-    """Raises APIError 404 for another model than the one that is served."""
-    if model is not None and model not in served:
-        raise APIError(
-            404, f"the model {model!r:.80} is not served here, but {served[0]!r}", param="model", code="model_not_found"
-        )

@@ -8,6 +8,8 @@ from jaxinfer.engine.request import RequestOutput, RequestTimings
 from jaxinfer.sampling.params import SamplingParams
 from jaxinfer.server.resume import new_answer_id
 
+RECORD = "jaxinfer.record"  # the key of the request's record in the ASGI scope
+
 
 @dataclass
 class Record:
@@ -15,6 +17,8 @@ class Record:
 
     Attributes:
       request_id: the client's or ours. key: the name of its API key, "" for none. route: the template of its path.
+      model: the name of the one that answers, "" before that is known. num_bytes: of the body.
+      load_seconds: that the request waited for the model to be loaded.
       is_large: whether work on the body is done outside of the event loop. timings: in the engine, of each prompt.
       received_seconds: from the request's arrival until it was queued; `queued_seconds` and `first_token_seconds` count
         from then. trace_context: the client's W3C headers.
@@ -25,6 +29,8 @@ class Record:
     start: float = 0.0
     route: str = "other"
     key: str = ""
+    model: str = ""
+    num_bytes: int = 0
     status: int = 0
     is_stream: bool = False
     is_large: bool = False
@@ -36,6 +42,7 @@ class Record:
     finish_reasons: Sequence[str] = ()
     params: SamplingParams | None = None
     trace_context: Mapping[str, str] = field(default_factory=dict)
+    load_seconds: float = 0.0
     received_seconds: float = 0.0
     queued_seconds: float | None = None
     first_token_seconds: float | None = None
@@ -57,12 +64,14 @@ class Record:
             "route": self.route,
             "status": self.status,
             "key": self.key or None,
+            "model": self.model or None,
             "seconds": round(self.total_seconds, 4),
             "stream": self.is_stream or None,
             "prompt_tokens": self.num_prompt or None,
             "cached_tokens": self.num_cached or None,
             "output_tokens": self.num_output or None,
             "finish_reasons": self.finish_reasons or None,
+            "load_seconds": round(self.load_seconds, 4) or None,
             "queued_seconds": None if self.queued_seconds is None else round(self.queued_seconds, 4),
             "first_token_seconds": None if self.first_token_seconds is None else round(self.first_token_seconds, 4),
             "seed": self.seed,

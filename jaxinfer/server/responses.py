@@ -14,6 +14,7 @@ from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation, WholeAnswer
 from jaxinfer.server.http import EventStream, json_response, read_body, while_connected
+from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, read_messages
 from jaxinfer.server.resume import StreamPosition
 from jaxinfer.server.service import Service
@@ -40,10 +41,10 @@ async def responses(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, ResponsesRequest, service)
     generation, position = await begin(
-        request, service, body, lambda: _job(body, service), tags=service.tags, can_resume=False
+        request, service, body, lambda model: _job(body, model, service), has_reasoning=True, can_resume=False
     )
-    headers = answer_headers(service, position)
-    about = _About(service, body, generation, position)
+    headers = answer_headers(generation.model, position)
+    about = _About(body, generation, position)
     if body.stream:
         events = generation.events(about)
         return EventStream(events, generation.close, about.error_event, service.options.send_timeout, headers)
@@ -57,7 +58,7 @@ async def responses(request: Request, service: Service) -> Response:
 # From the form of the responses API.
 
 
-def _job(body: ResponsesRequest, service: Service) -> Job:
+def _job(body: ResponsesRequest, model: ServedModel, service: Service) -> Job:
     for name, neutral in NEUTRAL.items():
         value = getattr(body, name)
         if value is not None and value not in neutral:
@@ -66,24 +67,24 @@ def _job(body: ResponsesRequest, service: Service) -> Job:
     tools = [_tool(tool) for tool in body.tools or () if tool.get("type") == "function"]
     others = sorted({f"{tool.get('type')!s:.80}" for tool in body.tools or () if tool.get("type") != "function"})
     service.log_unknown([f"tools of type {kind}" for kind in others], "/v1/responses")  # agents send them unasked
-    offer = offered_tools(service.answers, tools, _choice(body.tool_choice), body.parallel_tool_calls)
+    offer = offered_tools(model.answers, tools, _choice(body.tool_choice), body.parallel_tool_calls)
     values = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     with client_errors("text"):
         values |= structured_of({"response_format": (body.text or {}).get("format")})
     found = [{"role": "system", "content": body.instructions}] if body.instructions else []
     found += [{"role": "user", "content": body.input}] if isinstance(body.input, str) else _turns(body.input)
     shown = None if offer is None else offer.shown
-    conversation = Conversation(read_messages(found), shown, _effort(body, service.llm))
+    conversation = Conversation(read_messages(found), shown, _effort(body, model.llm))
     names = {"max_tokens": "max_output_tokens"}
     return make_job(
         (conversation,),
         body,
         values,
         body.max_output_tokens,
-        service.llm,
+        model.llm,
         1,
         names=names,
-        answers=service.answers,
+        answers=model.answers,
         offer=offer,
     )
 
@@ -161,7 +162,7 @@ def _texts(parts: Any, where: str) -> list[str]:
 class _About:
     """The object of one response, and the events of its stream."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, generation: Generation, position: StreamPosition):
+    def __init__(self, body: ResponsesRequest, generation: Generation, position: StreamPosition):
         self._body, self._generation, self._id = body, generation, position.answer_id
         self._number = -1
         # What was streamed: items that are complete, and the kind, the text and the call of the one that is not.
@@ -178,7 +179,7 @@ class _About:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": service.name,
+            "model": generation.model.name,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,

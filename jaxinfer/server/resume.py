@@ -19,7 +19,17 @@ import msgspec
 from jaxinfer.server.errors import APIError
 
 _ID = re.compile(r"([0-9a-f]{24})\.([0-9a-f]{16})\.(\d{1,20})\.([0-9a-fx,-]{1,4096})")
-_NOT_CONTENT = ("stream", "stream_options", "seed", "user", "metadata", "priority", "timeout", "cache_salt")
+_NOT_CONTENT = (
+    "keep_alive",
+    "stream",
+    "stream_options",
+    "seed",
+    "user",
+    "metadata",
+    "priority",
+    "timeout",
+    "cache_salt",
+)
 
 
 @dataclass

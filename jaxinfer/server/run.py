@@ -3,14 +3,12 @@
 import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,10 @@ from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.connection import limited_protocol
+from jaxinfer.server.errors import unavailable
+from jaxinfer.server.models import ModelSource
 from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.pool import OneModel
 from jaxinfer.server.service import Service
 
 if TYPE_CHECKING:
@@ -45,21 +46,37 @@ def run_server(
     on_listening: Callable[[str], None] = lambda url: None,
     on_ready: Callable[[Service], None] = lambda service: None,
 ) -> int:
-    """Serves until a signal comes; returns the exit code: 1 where the engine died or could not be opened.
+    """Serves one model, as `run_service`; `open_engine` loads it, in a thread. `name` also names it where the options
+    give it another one."""
+    names = tuple(dict.fromkeys((options.served_model_name or name, name)))
+    source = ModelSource(names, name, lambda _: open_engine())
+    service = Service(options, names[0], OneModel(source))
+    return run_service(service, names[:1], on_listening=on_listening, on_ready=on_ready)
 
-    The server listens before the model is loaded, so that an address in use is known at once; `/ready` is 503 until
-    then. `open_engine` runs in a thread of its own.
+
+def run_service(
+    service: Service,
+    first: Sequence[str] = (),
+    *,
+    on_listening: Callable[[str], None] = lambda url: None,
+    on_ready: Callable[[Service], None] = lambda service: None,
+) -> int:
+    """Serves until a signal comes; returns the exit code: 1 where a first model could not be loaded, or the only one's
+    engine died.
+
+    The server listens before the models named `first` are loaded, so that an address in use is known at once; `/ready`
+    is 503 until then.
 
     Raises OSError, ValueError for an address or a file of keys that cannot be used, ImportError for traces without the
     extra `tracing`, before anything is loaded.
     """
+    options = service.options
     keys = None if options.api_keys is None else Keys.read(options.api_keys)
-    service = Service(options, options.served_model_name or name, name)
-    tracer = _tracer(options, service.name)
+    tracer = _tracer(options, service.models.default_name or "")
     listener = _listen(options.host, options.port, options.send_timeout)
     host, port = listener.getsockname()[:2]
     on_listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    server = _Server(service, keys, open_engine, on_ready)
+    server = _Server(service, keys, first, on_ready)
     if tracer is not None:
         service.on_finish = tracer.trace
     try:
@@ -69,7 +86,7 @@ def run_server(
         listener.close()
         if tracer is not None:
             tracer.close()
-    if server.compiling is not None and server.compiling.is_alive():  # a compiler that outlives Python aborts
+    if any(thread.is_alive() for thread in service.models.compiling):  # a compiler that outlives Python aborts
         sys.stderr.flush()
         os._exit(server.exit_code)
     if server.error is not None:
@@ -113,20 +130,18 @@ def _listen(host: str, port: int, send_timeout: float) -> socket.socket:
 
 
 class _Server:
-    """One run. `error`: why the model could not be loaded. `compiling`: the thread that compiles while requests run."""
+    """One run. `error`: why a first model could not be loaded."""
 
     def __init__(
         self,
         service: Service,
         keys: Keys | None,
-        open_engine: Callable[[], AsyncEngine],
+        first: Sequence[str],
         on_ready: Callable[[Service], None],
     ):
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.exit_code = OK
-        self.compiling: threading.Thread | None = None
-        self._service, self._open_engine, self._on_ready = service, open_engine, on_ready
-        self._engine: AsyncEngine | None = None
+        self._service, self._first, self._on_ready = service, first, on_ready
         self._stopping = asyncio.Event()  # a signal has come, or loading has failed
         self._num_signals = 0
         self._uvicorn = make_uvicorn(service, keys)
@@ -151,27 +166,26 @@ class _Server:
             self._service.state = "stopped"
             self._uvicorn.should_exit = True
             await serving
-            if not loading.done() and self._num_signals:  # loading cannot be interrupted, and nothing would be lost
+            # Loading cannot be interrupted, and nothing would be lost.
+            if (not loading.done() or self._service.models.is_loading) and self._num_signals:
                 os._exit(OK)
             await loading
-            if self._engine is not None:
-                await self._engine.close()
+            await self._service.models.close()
 
     async def _load(self) -> None:
-        try:
-            self._engine = await asyncio.to_thread(self._open_engine)
-        except Exception as error:
-            self.error, self.exit_code = error, FAILED
-            self._stopping.set()
-            return
-        # What loading has made stays: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
+        service = self._service
+        for name in self._first:
+            try:
+                await service.models.load(name)
+            except Exception as error:
+                if self._stopping.is_set():
+                    return
+                self.error, self.exit_code = error.__cause__ or error, FAILED
+                self._stopping.set()
+                return
         if not self._stopping.is_set():
-            self._service.attach(self._engine)
-            if self._service.options.lazy:
-                self.compiling = self._engine.compile_ahead()
-            self._on_ready(self._service)
+            service.state = "ready"
+            self._on_ready(service)
 
     def _on_signal(self) -> None:
         """The first signal drains, a second one ends at once."""
@@ -183,6 +197,7 @@ class _Server:
         service = self._service
         if service.state == "ready":
             service.state = "draining"
+        service.models.refuse_waiting(unavailable("the server is shutting down and takes no new requests", 5))
         if service.generations:
             seconds = service.options.drain_timeout
             _LOG.info("%d answers have %g s to end; a second signal ends at once", len(service.generations), seconds)
@@ -192,8 +207,8 @@ class _Server:
                 _LOG.warning("%d answers had not ended in time and are aborted", len(service.generations))
                 break
             await asyncio.sleep(_POLL_SECONDS / 2)
-        if self._engine is not None and service.generations:
-            await self._engine.close()  # every reader gets an abort, which its client is told
+        if service.generations:
+            await service.models.close()  # every reader gets an abort, which its client is told
             deadline = asyncio.get_running_loop().time() + _FLUSH_SECONDS
             while service.generations and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(_POLL_SECONDS / 4)

@@ -1,102 +1,111 @@
-"""What the routes share: the engine and whether it takes requests, the queue, the metrics, the log."""
+"""What the routes share: the models, whether requests are taken, the metrics, the log."""
 
+import contextlib
 import hashlib
 import hmac
 import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Literal
 
-from jaxinfer import __version__
+from starlette.requests import Request
+
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.llm import LLM
-from jaxinfer.server.admission import Admission
-from jaxinfer.server.errors import unavailable
+from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.record import Record
-from jaxinfer.text.reasoning import Family, family_of, hidden_tokens
-from jaxinfer.tool_calls import AnswerFormat
+from jaxinfer.server.models import ModelSource, ServedModel
+from jaxinfer.server.options import ServerOptions, parse_duration
+from jaxinfer.server.pool import Catalogue, Lease, ModelPool, OneModel
+from jaxinfer.server.record import RECORD, Record
+from jaxinfer.server.sizes import CHARS_PER_TOKEN
+from jaxinfer.server.types import MAX_TIMEOUT
 
 State = Literal["loading", "ready", "draining", "stopped"]
 _REQUEST_LOG = logging.getLogger("jaxinfer.server.requests")
 _LOG = logging.getLogger("jaxinfer.server")
 _PROBES = ("/health", "/ready", "/metrics")
 _MAX_LOGGED_NAMES = 1000
+DEFAULT_MAX_MODEL_LEN = 4096  # of models that are not loaded
 
 
 class Service:
     """Args:
-    name: of the model, as requests name it; also its folder or hub id may be used, if it is `alias`.
+    name: of the default model, which requests mean that name none. catalogue: the models that may be named; by default
+      only that one, which `attach` gives its engine.
     """
 
-    def __init__(self, options: ServerOptions, name: str, alias: str | None = None):
+    def __init__(self, options: ServerOptions, name: str | None, catalogue: Catalogue | None = None):
         self.options = options
-        self.names: tuple[str, ...] = tuple(dict.fromkeys((name, alias or name)))
-        self.created = int(time.time())
         self.state: State = "loading"
-        self.metrics = Metrics(name)
-        self.admission = Admission(1, options.max_queued, options.max_queued_tokens)
+        self.metrics = Metrics(name or "")
+        self.is_one = catalogue is None or isinstance(catalogue, OneModel)
+        if catalogue is None:
+            catalogue = OneModel(ModelSource((name or "model",), name or "model", _not_to_be_loaded))
+        self.models = ModelPool(catalogue, options, self.metrics, name)
+        self._default = name
         self.generations: set[object] = set()  # those that have not ended
         self.num_body_bytes = 0  # of large bodies that are being received
-        self.fingerprint = ""
-        self.tags: Family | None = None
-        self.hidden: tuple[str, ...] | None = None  # special tokens beside the tags, where the tags are special too
-        self.answers = AnswerFormat(None)
-        self._engine: AsyncEngine | None = None
+        self.max_model_len = DEFAULT_MAX_MODEL_LEN
         self._secret = secrets.token_bytes(32)
         self._unknown_fields: set[str] = set()
         self.on_finish: Callable[[Record], None] | None = None  # makes a trace
+        if self.is_one:
+            source = catalogue.find(name or "model")
+            assert source is not None
+            self._only = self.models.add(source)
+
+    # The models.
 
     @property
-    def name(self) -> str:
-        return self.names[0]
-
-    # The engine.
+    def default(self) -> ServedModel:
+        """The one model, where no other can be served."""
+        return self._only
 
     def attach(self, engine: AsyncEngine) -> None:
-        """Takes requests from now on."""
-        llm = engine.llm
-        spec = llm.engine.spec
-        num_slots = spec.max_seqs * (len(getattr(llm.engine, "engines", ())) or 1)
-        # A few more than run at once, so that no slot stays free until the next turn.
-        self.admission.capacity = num_slots + max(1, num_slots // 4)
-        if num_slots >= 16:  # of few slots one would be too much
-            self.admission.num_unreserved = num_slots - num_slots // 16
-        facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.options.deterministic, __version__]
-        self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        template = None if llm.tokenizer is None else llm.tokenizer.chat_template
-        self.tags = family_of(self.options.reasoning, template)
-        self.hidden = hidden_tokens(self.tags, llm.tokenizer)
-        own = llm.answer_format
-        self.answers = own if own.reasoning == self.tags else AnswerFormat(llm.tokenizer, own.parser, self.tags)
-        self._engine = engine
-        self.metrics.watch(engine, lambda: self.admission.num_waiting)
+        """The one model is loaded: takes requests from now on."""
+        self.default.attach(engine)
         self.state = "ready"
 
-    @property
-    def engine(self) -> AsyncEngine:
-        """Raises APIError 503 where there is none that works."""
-        if self._engine is None or not self._engine.is_alive:
-            raise unavailable(self._why_not() or "the server has no engine", 5)
-        return self._engine
+    async def lease(self, request: Request, body: Any) -> Lease:
+        """The use of the model that a body names, for as long as it says. Raises as `ModelPool.acquire`."""
+        record: Record = request.scope[RECORD]
+        timeout = getattr(body, "timeout", None)
+        if timeout is not None and not 0 < timeout <= MAX_TIMEOUT:
+            raise refused("timeout", f"timeout={timeout} must be seconds above 0, at most {MAX_TIMEOUT:.0f}")
+        try:
+            keep_alive = parse_duration(getattr(body, "keep_alive", None))
+        except ValueError as error:
+            raise refused("keep_alive", f"keep_alive: {error}") from None
+        start = time.perf_counter()
+        lease = await self.models.acquire(
+            body.model,
+            key=record.key,
+            num_tokens=record.num_bytes // CHARS_PER_TOKEN + 1,
+            priority=getattr(body, "priority", None) or 0,
+            timeout=timeout,
+            keep_alive=keep_alive,
+        )
+        record.model = lease.model.name
+        record.load_seconds = time.perf_counter() - start
+        return lease
 
-    @property
-    def llm(self) -> LLM:
-        """As `engine`."""
-        return self.engine.llm
+    @contextlib.asynccontextmanager
+    async def using(self, request: Request, body: Any) -> AsyncIterator[ServedModel]:
+        """As `lease`, for the block."""
+        with await self.lease(request, body) as model:
+            yield model
+
+    def largest_model_len(self) -> int:
+        """Of the models that are loaded, and what others have unless they are told otherwise."""
+        loaded = [one.llm.max_model_len for one in self.models.models if one.state == "ready" and not one.is_dead]
+        return max(loaded) if loaded and self.is_one else max([*loaded, self.max_model_len])
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine's thread runs, or is still to be started."""
-        return self._engine is None or self._engine.is_alive
-
-    @property
-    def is_resumable(self) -> bool:
-        """Whether an answer is a function of its request, so that it can be computed again."""
-        return self.llm.acceptance == "exact"
+        """Whether the engine's thread runs, or is still to be started. One of several models is loaded again."""
+        return not (self.is_one and self.default.is_dead)
 
     def check_accepts(self) -> None:
         """Raises APIError 503 unless new requests are taken."""
@@ -136,3 +145,7 @@ class Service:
         level = logging.DEBUG if record.route in _PROBES else logging.INFO
         if _REQUEST_LOG.isEnabledFor(level):
             _REQUEST_LOG.log(level, "%s", json.dumps(record.facts(), ensure_ascii=True))
+
+
+def _not_to_be_loaded(_: object) -> AsyncEngine:
+    raise RuntimeError("this model is given to the server by `Service.attach`")

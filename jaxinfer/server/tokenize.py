@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from jaxinfer.server.errors import client_errors
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of
-from jaxinfer.server.params import check_model, tokenize_ids
+from jaxinfer.server.params import tokenize_ids
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import DetokenizeRequest, TokenizeRequest
 
@@ -16,38 +16,39 @@ async def tokenize(request: Request, service: Service) -> Response:
     """Token ids of a prompt, or of messages as the chat template renders them."""
     service.check_accepts()
     body = await read_body(request, TokenizeRequest, service)
-    check_model(body.model, service.names)
-    llm = service.llm
+    async with service.using(request, body) as model:
+        llm = model.llm
 
-    def read() -> dict[str, Any]:
-        ids = tokenize_ids(body, llm)
-        answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
-        if body.return_token_strs:
-            tokenizer = llm.get_tokenizer()
-            answer["token_strs"] = [tokenizer.id_to_token(one) for one in ids]
-        return answer
+        def read() -> dict[str, Any]:
+            ids = tokenize_ids(body, llm)
+            answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.max_model_len}
+            if body.return_token_strs:
+                tokenizer = llm.get_tokenizer()
+                answer["token_strs"] = [tokenizer.id_to_token(one) for one in ids]
+            return answer
 
-    with client_errors("prompt" if body.messages is None else "messages"):
-        return json_response(await in_thread(record_of(request.scope), read))
+        with client_errors("prompt" if body.messages is None else "messages"):
+            return json_response(await in_thread(record_of(request.scope), read))
 
 
 async def detokenize(request: Request, service: Service) -> Response:
     """The text of token ids."""
     service.check_accepts()
     body = await read_body(request, DetokenizeRequest, service)
-    check_model(body.model, service.names)
-    with client_errors("tokens"):
-        tokenizer = service.llm.get_tokenizer()
-        text = await in_thread(record_of(request.scope), lambda: tokenizer.decode(body.tokens, False))
+    async with service.using(request, body) as model:
+        with client_errors("tokens"):
+            tokenizer = model.llm.get_tokenizer()
+            text = await in_thread(record_of(request.scope), lambda: tokenizer.decode(body.tokens, False))
     return json_response({"prompt": text})
 
 
 async def tokenizer_info(request: Request, service: Service) -> Response:
     """The special tokens and the chat template, by which a client such as lm-eval needs no tokenizer of its own."""
     service.check_accepts()
-    with client_errors():
-        tokenizer = service.llm.get_tokenizer()
-    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
-    tokens = {name: None if one is None else tokenizer.id_to_token(one) for name, one in ids.items()}
-    about = {"chat_template": tokenizer.chat_template, "model_max_length": service.llm.max_model_len}
-    return json_response({**tokens, **about})
+    with await service.models.acquire(request.query_params.get("model")) as model:
+        with client_errors():
+            tokenizer = model.llm.get_tokenizer()
+        ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+        tokens = {name: None if one is None else tokenizer.id_to_token(one) for name, one in ids.items()}
+        about = {"chat_template": tokenizer.chat_template, "model_max_length": model.llm.max_model_len}
+        return json_response({**tokens, **about})

@@ -33,7 +33,8 @@ class RequestTracer:
     """Makes a span of each finished request.
 
     Args:
-      processor: what takes the spans. model: the name in `gen_ai.request.model` and in the names of spans.
+      processor: what takes the spans. model: the name in `gen_ai.request.model` and in the names of spans, where a
+        request was answered by none.
     """
 
     def __init__(self, processor: SpanProcessor, model: str):
@@ -50,16 +51,16 @@ class RequestTracer:
         operation = _OPERATIONS.get(record.route)
         if operation is None:
             return
-        end = time.time_ns()
+        end, model = time.time_ns(), record.model or self._model
         start = end - round(record.total_seconds * 1e9)
         span = self._tracer.start_span(
-            f"{operation} {self._model}",
+            f"{operation} {model}",
             context=_PARENT.extract(record.trace_context),
             kind=SpanKind.SERVER,
             attributes={
                 "gen_ai.operation.name": operation,
-                "gen_ai.request.model": self._model,
-                "gen_ai.response.model": self._model,
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
                 **_attributes(record),
             },
             start_time=start,

@@ -3,6 +3,7 @@
 What clients send and the server does not do is listed too, as `Any`: `jaxinfer.server.params` refuses it by name.
 """
 
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,7 +21,6 @@ from jaxinfer.sampling.params import (
     MAX_TEMPERATURE,
     MIN_REPETITION_PENALTY,
 )
-from jaxinfer.server.embedding_types import EmbeddingsRequest, RerankRequest, ScoreRequest
 
 MAX_SALT_CHARS = 1024
 MAX_TIMEOUT = 86_400.0  # seconds
@@ -55,6 +55,12 @@ Limit = Annotated[int, _described(minimum=1)]
 NumTokens = Annotated[int, _described(minimum=0)]
 NumLogprobs = Annotated[int, _described(minimum=0, maximum=MAX_LOGPROBS)]
 Priority = Annotated[int, _described(minimum=-(2**31), maximum=2**31 - 1)]
+KeepAlive = Annotated[
+    int | float | str,
+    _described(
+        description="Seconds, or a time such as 5m, that the model stays loaded after the request; below 0 it stays"
+    ),
+]
 Timeout = Annotated[float, _described(exclusiveMinimum=0, maximum=MAX_TIMEOUT)]
 CacheSalt = Annotated[str, _described(maxLength=MAX_SALT_CHARS)]
 _TEXT_PART = {
@@ -136,6 +142,7 @@ class SamplingFields(Struct, kw_only=True):
     return_token_ids: bool | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
     cache_salt: CacheSalt | None = None
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -182,6 +189,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     suffix: Any = None
     add_special_tokens: bool | None = None
+
+
+class ModelRequest(Struct, kw_only=True):
+    """The body of /models/load and /models/unload."""
+
+    model: str
+    keep_alive: KeepAlive | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -232,6 +246,7 @@ class MessagesRequest(Struct, kw_only=True):
     seed: Seed | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
     cache_salt: CacheSalt | None = None
 
 
@@ -266,6 +281,7 @@ class ResponsesRequest(Struct, kw_only=True):
     user: str | None = None
     priority: Priority | None = None
     timeout: Timeout | None = None
+    keep_alive: KeepAlive | None = None
     cache_salt: CacheSalt | None = None
     reasoning: dict[str, Any] | None = None
     text: dict[str, Any] | None = None
@@ -292,8 +308,12 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
-    "/v1/embeddings": EmbeddingsRequest,
-    **dict.fromkeys(("/v1/score", "/score"), ScoreRequest),
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), RerankRequest),
+    "/models/load": ModelRequest,
+    "/models/unload": ModelRequest,
 }
-KNOWN = {body: frozenset(field.encode_name for field in msgspec.structs.fields(body)) for body in BODIES.values()}
+
+
+@cache
+def known_fields(body: type[Struct]) -> frozenset[str]:
+    """Names of the fields that a body may have."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(body))

@@ -1,5 +1,10 @@
 """`jaxinfer serve` refuses what cannot be served before it loads anything."""
 
+import contextlib
+import http.server
+import json
+import threading
+
 from typer.testing import CliRunner
 
 from jaxinfer.cli.main import app
@@ -27,3 +32,74 @@ def test_a_file_of_keys_is_read_first(tmp_path):
 def test_values_are_checked():
     assert "reasoning" in run("demo", "--reasoning", "loud").output
     assert run("demo", "--port", "70000").exit_code == 2
+
+
+def test_options_of_several_models_are_checked():
+    assert "'much'" in run("--model-memory", "much").output
+    assert "'soon'" in run("--keep-alive", "soon").output
+    found = run("--model", "no/such-model")
+    assert (found.exit_code, "no/such-model is not on this machine" in found.output) == (2, True)
+    assert "--served-model-name is for one model" in run("--model", "demo", "--served-model-name", "x").output
+
+
+STATUS = {
+    "value": "ready",
+    "is_pinned": False,
+    "bytes": 2**20,
+    "requests": 1,
+    "waiting": 2,
+    "idle_seconds": None,
+    "keep_alive_seconds": 299.6,
+    "load_seconds": 1.0,
+    "error": None,
+}
+
+
+@contextlib.contextmanager
+def server():
+    """Answers as a server of one loaded and one unloaded model does; the requests that came, with their keys."""
+    requests = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self):
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            requests.append((self.command, self.path, json.loads(body or b"null"), self.headers["authorization"]))
+            models = [{"id": "a", "status": STATUS}, {"id": "b", "status": {**STATUS, "value": "unloaded"}}]
+            status, found = 200, {"data": models}
+            if self.path == "/models/unload":
+                found = models[1]
+                if requests[-1][2]["model"] != "b":
+                    status, found = 404, {"error": {"message": "the model 'c' is not served here"}}
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(found).encode())
+
+        do_GET = do_POST = answer
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.server_port}", requests
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+def test_ps_and_stop_ask_the_server(monkeypatch):
+    monkeypatch.setenv("JAXINFER_API_KEY", "secret-key")
+    with server() as (url, requests):
+        shown = CliRunner().invoke(app, ["ps", "--url", url])
+        assert shown.exit_code == 0
+        assert shown.output.splitlines()[1].split() == ["a", "ready", "1.0", "MiB", "1", "2", "300", "s"]
+        found = json.loads(CliRunner().invoke(app, ["ps", "--url", url, "--json"]).output)
+        assert [one["id"] for one in found["models"]] == ["a"]
+        assert CliRunner().invoke(app, ["stop", "b", "--url", url]).output == "b is unloaded\n"
+        failed = CliRunner().invoke(app, ["stop", "c", "--url", url])
+        assert (failed.exit_code, "'c' is not served here" in failed.output) == (1, True)
+    assert requests[-2] == ("POST", "/models/unload", {"model": "b"}, "Bearer secret-key")
+    gone = CliRunner().invoke(app, ["ps", "--url", url])
+    assert (gone.exit_code, "no server answers at" in gone.output) == (1, True)

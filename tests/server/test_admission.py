@@ -222,6 +222,6 @@ def test_the_server_refuses_what_is_too_much_and_loses_nothing_that_it_took(make
     answers = asyncio.run(ask())
     statuses = [one.status for one in answers]
     assert set(statuses) == {200, 429}
-    assert statuses.count(200) == service.admission.capacity + 3
+    assert statuses.count(200) == service.default.admission.capacity + 3
     assert all(int(one.headers["retry-after"]) >= 1 for one in answers if one.status == 429)
     assert len({one.json["choices"][0]["text"] for one in answers if one.status == 200}) == 1

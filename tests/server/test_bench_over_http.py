@@ -57,7 +57,7 @@ def test_load_on_a_server_is_measured(make_service, tmp_path):
 
 def test_refused_requests_are_counted_apart(make_service):
     service = make_service(max_queued=1)
-    service.admission.capacity = 1
+    service.default.admission.capacity = 1
     with listening(make_app(service)) as url:
         requests = [WorkloadRequest([7, 8, number], 40) for number in range(5)]
         run = Server.open(url).load(requests, [0.0] * 5, RunOptions())

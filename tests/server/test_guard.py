@@ -200,7 +200,7 @@ def test_a_client_that_stops_reading_is_let_go(make_service, engine):
         await stalled.task
         assert time.monotonic() - start < 30
         assert not service.generations
-        assert service.admission.num_running == 0
+        assert service.default.admission.num_running == 0
 
     run(ask())
 

@@ -60,7 +60,7 @@ def has_begun(phase, scheduler, service):
     """Whether the last request is in the phase."""
     answers = [one for one in scheduler.running if one.num_prompt > 2]
     if phase == "in the server's queue":
-        return service.admission.num_waiting == 1 and len(scheduler.waiting) == 1
+        return service.default.admission.num_waiting == 1 and len(scheduler.waiting) == 1
     if phase == "waiting":
         return any(one.num_prompt > 2 for one in scheduler.waiting) and len(scheduler.running) == OPTIONS["max_seqs"]
     if phase == "prefill":
@@ -78,7 +78,7 @@ async def leave(engine, service, phase, path, body):
             await gate.until(lambda: len(scheduler.running) == OPTIONS["max_seqs"])
         if phase == "in the server's queue":
             others.append(client.send("POST", COMPLETIONS, {"prompt": [5], "max_tokens": 9, "ignore_eos": True}))
-            await until(lambda: service.admission.num_running == service.admission.capacity)
+            await until(lambda: service.default.admission.num_running == service.default.admission.capacity)
         leaving = client.send("POST", path, body)
         if phase == "waiting":
             await until(lambda: not engine._commands.empty() or has_begun(phase, scheduler, service))
@@ -94,12 +94,12 @@ async def leave(engine, service, phase, path, body):
         else:
             assert is_idle(engine)
         assert len(service.generations) == len(others)
-        assert service.admission.num_waiting == 0
+        assert service.default.admission.num_waiting == 0
         for other in others:
             other.leave()
     await asyncio.gather(*(other.task for other in others))
     await until(lambda: is_idle(engine))
-    assert service.admission.num_running == 0
+    assert service.default.admission.num_running == 0
     assert leaving.task.exception() is None
     return leaving
 
@@ -153,7 +153,7 @@ def test_a_client_leaves_while_its_prompt_is_tokenized(engine, service, stream, 
         exchange.leave()
         await asyncio.wait_for(exchange.task, 60)
         assert not service.generations
-        assert service.admission.num_running == service.admission.num_waiting == 0
+        assert service.default.admission.num_running == service.default.admission.num_waiting == 0
         going_on.set()
 
     asyncio.run(ask())

@@ -88,7 +88,7 @@ def compare(engine, num_requests, num_clients):
 
     found = asyncio.run(ask())
     assert not service.generations
-    assert service.admission.num_running == service.admission.num_waiting == 0
+    assert service.default.admission.num_running == service.default.admission.num_waiting == 0
     for number, (body, tokens) in enumerate(zip(bodies, found, strict=True)):
         if tokens is not None:
             assert tokens == offline_answer(engine, body), (number, body)
@@ -140,4 +140,4 @@ def test_a_deadline_passes(engine, make_service, is_waiting, stream):
         await until(lambda: is_idle(engine))
 
     asyncio.run(ask())
-    assert service.admission.num_running == service.admission.num_waiting == 0
+    assert service.default.admission.num_running == service.default.admission.num_waiting == 0

@@ -61,22 +61,22 @@ def test_the_cache_is_described(client, engine):
 
 def test_what_waits_in_the_server_waits(client, service):
     async def ask():
-        service.admission.num_waiting = 3
+        service.default.admission.num_waiting = 3
         try:
             return (await client.get("/metrics")).body.decode()
         finally:
-            service.admission.num_waiting = 0
+            service.default.admission.num_waiting = 0
 
     assert samples(asyncio.run(ask()))[f"jaxinfer_num_requests_waiting{MODEL}"] == 3
 
 
 def test_a_quick_histogram_is_prometheus_clients():
     buckets, registries = (0.001, 0.5, 1, 2.5), (CollectorRegistry(), CollectorRegistry())
-    ours = QuickHistogram("x_seconds", "Of it.", buckets, {"model_name": "tiny"})
+    ours = QuickHistogram("x_seconds", "Of it.", buckets)
     registries[0].register(ours)
     theirs = Histogram("x_seconds", "Of it.", ("model_name",), buckets=buckets, registry=registries[1]).labels("tiny")
     for value in (0, 0.001, 0.0011, 0.5, 0.75, 1, 2, 2.5, 2.6, 100, 1e9):
-        ours.observe(value)
+        ours.labels("tiny").observe(value)
         theirs.observe(value)
     texts = [generate_latest(registry).decode().splitlines() for registry in registries]
     assert texts[0] == [line for line in texts[1] if "_created" not in line]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from jaxinfer.server.types import BODIES
+from jaxinfer.server.openapi import BODIES
 from tests.server.conftest import is_idle, offline, until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -205,7 +205,7 @@ def test_other_errors(client, service):
         assert half.status == 400
 
     run(ask())
-    assert service.admission.num_running == service.admission.num_waiting == 0
+    assert service.default.admission.num_running == service.default.admission.num_waiting == 0
 
 
 def test_null_is_the_default_and_unknown_fields_are_logged_once(client, caplog):
@@ -255,7 +255,10 @@ def test_other_routes(engine, client, service):
         models = (await client.get("/v1/models")).json
         assert [one["id"] for one in models["data"]] == ["tiny"]
         assert models["data"][0]["max_model_len"] == 256
-        assert (await client.get("/v1/models/tiny")).json == models["data"][0]
+        found = (await client.get("/v1/models/tiny")).json
+        for one in (found, models["data"][0]):
+            assert one["status"].pop("idle_seconds") >= 0
+        assert found == models["data"][0]
         assert (await client.get("/v1/models/a/b")).status == 404
         found = (await client.post("/tokenize", {"prompt": "a file", "return_token_strs": True})).json
         assert found["tokens"] == engine.llm.client.tokenize("a file")[1]
@@ -291,7 +294,7 @@ def test_a_client_that_leaves_frees_what_it_held(engine, client, service):
         whole.leave()
         await asyncio.gather(streamed.task, whole.task)
         await until(lambda: is_idle(engine))
-        assert service.admission.num_running == service.admission.num_waiting == 0
+        assert service.default.admission.num_running == service.default.admission.num_waiting == 0
         assert not service.generations
 
     run(ask())

@@ -161,7 +161,8 @@ def test_reasoning(make_service, engine):
     """The tiny model writes no tags, so a text that it does write stands for the closing one."""
     text = offline(engine, engine.llm.chat_prompt(TURNS), seed=3, max_tokens=16).outputs[0].text
     service = make_service()
-    service.tags = Tags("file", text[len(text) // 2 : len(text) // 2 + 3])  # the prompt ends with the opening tag
+    middle = text[len(text) // 2 : len(text) // 2 + 3]
+    service.default.tags = Tags("file", middle)  # the prompt ends with the opening tag
     client = Client(make_app(service))
     limits = {CHAT: "max_tokens", MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
 

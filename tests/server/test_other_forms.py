@@ -147,7 +147,7 @@ def test_reasoning_is_told_apart_on_every_route(make_service, engine):
     tags = type(FAMILIES["think"])("file", middle)  # the prompt ends with the opening tag
     before, after = text.split(middle, 1)
     service = make_service()
-    service.tags = tags
+    service.default.tags = tags
     client = Client(make_app(service))
 
     async def ask():
@@ -186,7 +186,7 @@ def test_tags_that_are_special_tokens(engine, make_service):
     assert not {one, other} & set(hidden)
     assert hidden_tokens(FAMILIES["think"], tokenizer) is None
     service = make_service()
-    service.tags, service.hidden = family, hidden
+    service.default.tags, service.default.hidden = family, hidden
     client = Client(make_app(service))
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "seed": 1, "ignore_eos": True}
     body["logit_bias"] = {str(sorted(tokenizer.special_ids)[0]): 100}  # only opening tags

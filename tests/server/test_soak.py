@@ -29,7 +29,8 @@ def test_random_load_leaves_nothing(make_service, engine):
     assert found.num_compared > 0
     assert is_idle(engine)
     assert not service.generations
-    assert service.admission.num_running == service.admission.num_waiting == service.admission.num_waiting_tokens == 0
+    admission = service.default.admission
+    assert admission.num_running == admission.num_waiting == admission.num_waiting_tokens == 0
 
 
 def test_too_much_load_is_refused_and_nothing_is_lost(make_service, tmp_path):

@@ -78,10 +78,10 @@ class _Script:
 def make_client(make_service, engine):
     def make(text=None, form="hermes", tags=None, **script):
         service = make_service()
-        service.tags = tags
-        service.answers = AnswerFormat(engine.llm.tokenizer, form, tags)
+        service.default.tags = tags
+        service.default.answers = AnswerFormat(engine.llm.tokenizer, form, tags)
         if text is not None:
-            service._engine = Scripted(engine, text, **script)
+            service.default._engine = Scripted(engine, text, **script)
         return Client(make_app(service))
 
     return make

@@ -446,8 +446,8 @@ SERVER = (
     Fault(
         "server/one-key-fills-the-queue",
         "jaxinfer/server",
-        "own.num_waiting + num_answers > self.max_queued // num_keys",
-        "own.num_waiting + num_answers > 0",
+        "for one in owns) + num_answers > self.max_queued // num_keys",
+        "for one in owns) + num_answers > 0",
         ("tests/server/test_admission.py::test_one_key_does_not_fill_the_queue_for_the_others",),
         "while one client floods the server, those of other keys are refused",
     ),
@@ -478,7 +478,7 @@ SERVER = (
     Fault(
         "server/what-waits-in-the-server-is-not-shown",
         "jaxinfer/server",
-        "num_waiting = self._num_queued() + sum(",
+        "num_waiting = self.num_queued() + sum(",
         "num_waiting = sum(",
         ("tests/server/test_metrics.py",),
         "an overloaded server looks idle: only the few in the engine's queue are counted",
@@ -587,4 +587,39 @@ PAGE = (
     ),
 )
 
-FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER, *SECURITY, *PAGE)
+MANY = (
+    Fault(
+        "server/a-busy-model-is-unloaded",
+        "jaxinfer/server/pool.py",
+        "idle = next((one for one in loaded if not one.num_users), None)",
+        "idle = next(iter(loaded), None)",
+        ("tests/server/test_models.py::test_a_busy_model_stays_and_is_then_not_used_again_before_the_one_that_waits",),
+        "a client's answer ends with an error since another client named another model",
+    ),
+    Fault(
+        "server/a-model-is-loaded-beside-the-budget",
+        "jaxinfer/server/pool.py",
+        "while (excess := self.num_bytes + num_bytes - self.budget) > 0:",
+        "while (excess := self.num_bytes - self.budget) > 0:",
+        ("tests/server/test_models.py::test_no_order_of_requests_hangs_or_passes_the_budget",),
+        "the second large model ends the process: the device has no memory for it",
+    ),
+    Fault(
+        "server/a-model-in-steady-use-keeps-the-others-out",
+        "jaxinfer/server/pool.py",
+        "                        one.is_leaving = True\n",
+        "",
+        ("tests/server/test_models.py::test_a_busy_model_stays_and_is_then_not_used_again_before_the_one_that_waits",),
+        "a request for another model waits for as long as the busy ones have work",
+    ),
+    Fault(
+        "server/ollama-options-are-dropped",
+        "jaxinfer/server/ollama.py",
+        "if value is not None and value not in neutral:\n            why",
+        "if False:\n            why",
+        ("tests/server/test_ollama.py::test_what_is_not_applied_is_refused_by_its_name",),
+        "a client believes that mirostat is applied",
+    ),
+)
+
+FAULTS = (*ENGINE, *NAMES, *BATCH, *PLANNING, *MEASURE, *CLI, *PROGRESS, *SERVER, *SECURITY, *PAGE, *MANY)

@@ -42,7 +42,13 @@ def use(name, environment, *arguments, cwd=None, **variables):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "environment"),
-    [("openai", "clients"), ("anthropic", "clients"), ("langchain", "clients"), ("litellm", "litellm")],
+    [
+        ("openai", "clients"),
+        ("anthropic", "clients"),
+        ("ollama", "clients"),
+        ("langchain", "clients"),
+        ("litellm", "litellm"),
+    ],
 )
 def test_a_client(server, name, environment):
     use(name, environment, server)

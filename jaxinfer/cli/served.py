@@ -1,0 +1,106 @@
+"""`jaxinfer ps` and `jaxinfer stop`: the models that a server has loaded."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from jaxinfer.checks import format_bytes
+from jaxinfer.cli.command import UsageError
+from jaxinfer.cli.options import as_json
+from jaxinfer.cli.output import console, plain_cell, write_json, write_text
+from jaxinfer.options import MISSING, argument, option
+
+_SECONDS = 600.0  # that a model's running answers may take until it is unloaded
+_KEY = "JAXINFER_API_KEY"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    url: str = option("http://127.0.0.1:8000", f"The server. Its API key is read from {_KEY}.", "URL")
+    as_json: bool = as_json("One JSON object.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopOptions(ServerAddress):
+    name: str = argument(MISSING, "The model, as requests name it.", "NAME")
+
+
+def ps(options: ServerAddress) -> None:
+    """Show the models that a server has loaded.
+
+    Of each: its bytes, the requests that use it and those that wait for it, the seconds since the last one, and those
+    until it is unloaded if none comes.
+    """
+    found = ask(options.url, "GET", "/v1/models")["data"]
+    shown = [one for one in found if one["status"]["value"] not in ("unloaded",)]
+    if options.as_json:
+        write_json({"models": shown})
+        return
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("model", "state", "size", "requests", "waiting", "idle", "unloaded in"):
+        table.add_column(title, overflow="fold")
+    for one in shown:
+        status = one["status"]
+        left = "stays" if status["value"] == "ready" and status["keep_alive_seconds"] is None else ""
+        cells = (
+            one["id"],
+            status["value"] if not status["error"] else f"{status['value']}: {status['error']}",
+            format_bytes(status["bytes"]) if status["bytes"] else "",
+            str(status["requests"]),
+            str(status["waiting"]),
+            _seconds(status["idle_seconds"]),
+            _seconds(status["keep_alive_seconds"]) or left,
+        )
+        table.add_row(*map(plain_cell, cells))
+    console().print(table)
+
+
+def stop(options: StopOptions) -> None:
+    """Unload a model of a server, when the requests that use it have ended.
+
+    The next request that names it loads it again.
+    """
+    found = ask(options.url, "POST", "/models/unload", {"model": options.name})
+    if options.as_json:
+        write_json(found)
+    else:
+        write_text(f"{found['id']} is {found['status']['value']}\n")
+
+
+def ask(url: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """A server's answer. Raises UsageError for what is no URL, RuntimeError with the server's reason where it refuses,
+    ConnectionError where there is none."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"--url {url}: a server's address is such as http://127.0.0.1:8000")
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get(_KEY):
+        headers["authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(parts.geturl().rstrip("/") + path, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(_reason(error)) from None
+    except urllib.error.URLError as error:
+        raise ConnectionError(f"no server answers at {url}: {error.reason}") from None
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        message = json.load(error)["error"]["message"]
+    except (ValueError, KeyError, TypeError, OSError):
+        return f"the server answered with status {error.code}"
+    return f"{message}: set {_KEY}" if error.code == 401 else message
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f} s"

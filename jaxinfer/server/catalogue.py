@@ -1,0 +1,171 @@
+"""The models that a server may load: those of the command line, or those on this machine; and what each will need."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxinfer import parallel
+from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.checks import format_bytes
+from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available_bytes
+from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.llm_arguments import checked_options
+from jaxinfer.llm_options import LLMOptions
+from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
+from jaxinfer.models import fit_to_mesh
+from jaxinfer.quantization.on_device import Copies, float32_copies
+from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.server.models import ModelNeeds, ModelSource
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.speculative import ModelDraft
+from jaxinfer.store import FoundModel, find_model, list_models
+
+
+@dataclass(frozen=True)
+class LocalModels:
+    """Models of this machine, each with the same options of `LLM`.
+
+    Attributes:
+      given: names that may be used; None for all that are stored. arguments: of `LLM`.
+      compiled: those whose programs this process has, so that loading them again is loading weights.
+    """
+
+    given: tuple[str, ...] | None
+    arguments: Mapping[str, Any]
+    options: ServerOptions
+    compiled: set[str] = field(default_factory=set)
+
+    @property
+    def is_store(self) -> bool:
+        return self.given is None
+
+    def names(self) -> Sequence[str]:
+        return [one.name for one in list_models()] if self.given is None else self.given
+
+    def find(self, name: str) -> ModelSource | None:
+        if name not in self.names() and not (self.options.allow_any and "://" not in name):
+            return None
+        found = locate(name)
+        if found is None or found.path is None:
+            return None
+        own = {"options": dict(found.options), "sampling": dict(found.sampling), "system": found.system}
+        key = json.dumps([str(found.path.resolve()), own], sort_keys=True, default=repr)
+        count = partial(count_needs, name, self.arguments)
+        return ModelSource((name,), name, partial(self._open, name, self.arguments), count, key)
+
+    def budget(self) -> int | None:
+        """Raises ValueError where the device does not report its memory, and none was given."""
+        if self.options.memory_bytes is not None:
+            return self.options.memory_bytes
+        available = available_bytes(jax.local_devices()[0])
+        if available is None:
+            raise ValueError("the device does not report its memory: give --model-memory")
+        fraction = self.arguments.get("memory_fraction", LLMOptions.memory_fraction)
+        return int(fraction * available)
+
+    def _open(self, name: str, arguments: Mapping[str, Any], needs: ModelNeeds) -> AsyncEngine:
+        engine = AsyncEngine(name, **{**arguments, "num_pages": needs.num_pages})
+        try:
+            found = resident_bytes(engine)
+            if found > needs.num_bytes:
+                raise RuntimeError(
+                    f"{name} holds {format_bytes(found)}, and {format_bytes(needs.num_bytes)} were counted beforehand"
+                )
+            if not self.options.lazy and name not in self.compiled:
+                engine.llm.warm_up()
+                self.compiled.add(name)
+        except BaseException:
+            asyncio.run(engine.close())
+            raise
+        return engine
+
+
+def locate(name: str) -> FoundModel | None:
+    """A model on this machine; None for one that is not here. Nothing is downloaded."""
+    try:
+        return find_model(name, offline=True, fetch=False)
+    except (ValueError, OSError):
+        return None
+
+
+def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNeeds:
+    """Bytes of a device that `LLM(name, **arguments)` will need, from configuration and headers alone, as
+    `LLM.explain` tells them once it is loaded; those of a step's activations are estimated.
+
+    Without num_pages, the cache has room for max_seqs sequences of max_model_len, or for fewer where the budget ends.
+
+    Raises OutOfMemoryError where not even one sequence fits the budget, and as `load_shapes`.
+    """
+    options = checked_options(name, arguments)
+    spec, copied = _abstract_spec(name, options)
+    parts = {**spec.with_pages(1).parts, "activations": activation_bytes(spec), "float32 copies": copied}
+    fixed = sum(size for part, size in parts.items() if part not in ("cache", "draft cache"))
+    num_pages = options.num_pages
+    if num_pages is None:
+        smallest = spec.pages_per_sequence + 1
+        fitting = (budget - fixed) // spec.page_bytes
+        if fitting < smallest:
+            raise OutOfMemoryError(
+                f"{name} needs {format_bytes(fixed)} and at least {format_bytes(smallest * spec.page_bytes)} of cache, "
+                f"and the budget is {format_bytes(budget)}: raise --model-memory, or lower --max-model-len"
+            )
+        num_pages = min(spec.max_seqs * spec.pages_per_sequence + 1, fitting)
+    return ModelNeeds({**parts, **spec.with_pages(num_pages).parts}, num_pages)
+
+
+def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int]:
+    """The spec that the model's engine will have, and the bytes of weights that a CPU keeps beside their copies."""
+    platform = jax.default_backend()
+    dtype = "float32" if options.dtype == "auto" and platform == "cpu" else options.dtype
+    config, params = load_shapes(
+        name, dtype=dtype, revision=options.revision, quantize=options.quantize, requantize=options.requantize
+    )
+    config, length = for_length(config, options.max_model_len)
+    draft = None
+    if options.draft is not None:
+        if isinstance(options.draft, tuple):
+            raise ValueError("a draft of live parameters cannot be counted")
+        draft = load_draft_shapes(options.draft, config, params, length, dtype)
+    mesh = None if options.mesh is None else parallel.replicas(parallel.make_mesh(options.mesh))[0]
+    copied = 0
+    if mesh is not None:
+        config, params = _fitted(mesh, config, params)
+        if isinstance(draft, ModelDraft):
+            draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
+            draft = replace(draft, config=draft_config, params=draft_params)
+    elif platform == "cpu":
+        copied = _copied_bytes(params) + (_copied_bytes(draft.params) if isinstance(draft, ModelDraft) else 0)
+    chosen = replace(options, max_model_len=length)
+    return EngineSpec(config, params, chosen, platform, mesh, draft), copied
+
+
+def _fitted(mesh: Any, config: Any, params: Any) -> tuple[Any, Any]:
+    fit = fit_to_mesh(mesh, config)
+    return fit.config, jax.eval_shape(fit.resize, params)
+
+
+def _copied_bytes(params: Any) -> int:
+    """Of the float32 copies that a CPU makes of quantized weights, beside which it keeps these."""
+    found: list[Copies] = []
+
+    def copied(params: Any) -> Any:
+        made, copies = float32_copies(params)
+        found.append(copies)
+        return made
+
+    jax.eval_shape(copied, params)
+    return found[0].num_bytes
+
+
+def resident_bytes(engine: AsyncEngine) -> int:
+    """What a loaded model holds of a device, and the estimate of a step's activations."""
+    spec, copies = getattr(engine.llm.engine, "engines", [engine.llm.engine])[0].spec, engine.llm._copies
+    parts = {**spec.parts, "activations": activation_bytes(spec)}
+    if copies is not None:
+        parts["weights"] = num_bytes(engine.llm.params) + copies.num_bytes
+    return sum(parts.values())

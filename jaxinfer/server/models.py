@@ -1,0 +1,173 @@
+"""One served model: its names, its engine while it is loaded, and what answers say of it."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxinfer import __version__
+from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.llm import LLM
+from jaxinfer.server.admission import Admission
+from jaxinfer.server.errors import unavailable
+from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.text.reasoning import Family, family_of, hidden_tokens
+from jaxinfer.tool_calls import AnswerFormat
+
+ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """Bytes of a device that a model needs, by part, counted before it is loaded; `num_pages` are those of its cache.
+    A model that is not counted has no parts."""
+
+    parts: dict[str, int]
+    num_pages: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a served model comes from.
+
+    Attributes:
+      names: of the model in requests; answers have the first.
+      root: its folder, file or hub id, as it was given.
+      open: loads it, in a thread. count: what it will need, of a budget in bytes, in a thread; raises
+        OutOfMemoryError where it needs more than the budget.
+      key: equal for names of the same weights, options and defaults, which share one engine.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    open: Callable[[ModelNeeds], AsyncEngine]
+    count: Callable[[int], ModelNeeds] = lambda budget: ModelNeeds({})
+    key: str = ""
+
+
+class ServedModel:
+    """A model by its names, loaded or not.
+
+    Attributes:
+      state: "ready" while it is loaded. error: why it could not be loaded, until the next try.
+      needs: what it holds, or is about to. num_users: requests that hold it. num_waiting: those that wait for it to be
+        loaded. is_leaving: whether requests that come now wait until it has been unloaded and loaded again.
+      last_used: when a request last came or ended. load_seconds: what the last load took, None before the first.
+      keep_alive: seconds after the last request until it is unloaded. expires: when that is, None while it is in use.
+    """
+
+    def __init__(self, source: ModelSource, options: ServerOptions, metrics: Metrics, admissions: list[Admission]):
+        self.source = source
+        self.names = list(source.names)
+        self.created = int(time.time())
+        self.admission = Admission(1, options.max_queued, options.max_queued_tokens, together=admissions)
+        self.metrics = metrics.of(self.name)
+        self.state: ModelState = "unloaded"
+        self.error: Exception | None = None
+        self.needs = ModelNeeds({})
+        self.counted: ModelNeeds | None = None  # of the last load
+        self.num_users = self.num_waiting = 0
+        self.is_leaving = False
+        self.is_pinned = False
+        self.last_used = 0.0
+        self.load_seconds: float | None = None
+        self.keep_alive = float("inf")
+        self.expires: float | None = None
+        self.fingerprint = ""
+        self.tags: Family | None = None
+        self.hidden: tuple[str, ...] | None = None  # special tokens beside the tags, where the tags are special too
+        self.answers = AnswerFormat(None)
+        self._reasoning, self._all_metrics = options.reasoning, metrics
+        self._engine: AsyncEngine | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def attach(self, engine: AsyncEngine) -> None:
+        """The model is loaded."""
+        llm = engine.llm
+        spec = llm.engine.spec
+        num_slots = spec.max_seqs * (len(getattr(llm.engine, "engines", ())) or 1)
+        # A few more than run at once, so that no slot stays free until the next turn.
+        self.admission.capacity = num_slots + max(1, num_slots // 4)
+        if num_slots >= 16:  # of few slots one would be too much
+            self.admission.num_unreserved = num_slots - num_slots // 16
+        facts = [llm.fingerprint(), llm.acceptance, spec.dtype.name, spec.options.deterministic, __version__]
+        self.fingerprint = "fp_" + hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        template = None if llm.tokenizer is None else llm.tokenizer.chat_template
+        self.tags = family_of(self._reasoning, template)
+        self.hidden = hidden_tokens(self.tags, llm.tokenizer)
+        own = llm.answer_format
+        self.answers = own if own.reasoning == self.tags else AnswerFormat(llm.tokenizer, own.parser, self.tags)
+        self._engine = engine
+        self._all_metrics.watch(self.name, engine, lambda: self.admission.num_waiting)
+        self.state, self.error = "ready", None
+
+    def detach(self) -> AsyncEngine | None:
+        """Takes the engine away, which the caller closes."""
+        engine, self._engine = self._engine, None
+        self._all_metrics.unwatch(self.name)
+        return engine
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """Raises APIError 503 where there is none that works."""
+        if self._engine is None or not self._engine.is_alive:
+            raise unavailable("the engine has stopped; the server is restarting or going away", 5)
+        return self._engine
+
+    @property
+    def llm(self) -> LLM:
+        """As `engine`."""
+        return self.engine.llm
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether its engine's thread has ended though nobody closed it."""
+        return self._engine is not None and not self._engine.is_alive
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a request that comes now can use it at once."""
+        return self.state == "ready" and not self.is_leaving and not self.is_dead
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether an answer is a function of its request, so that it can be computed again."""
+        return self.llm.acceptance == "exact"
+
+    def facts(self) -> dict[str, Any]:
+        """The model in the list of models."""
+        about: dict[str, Any] = {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "jaxinfer",
+            "root": self.source.root,
+        }
+        if self.state == "ready" and not self.is_dead:
+            about["max_model_len"] = self.llm.max_model_len
+        return about
+
+    def status(self, now: float) -> dict[str, Any]:
+        """What `jaxinfer ps` shows; seconds are None where they do not apply."""
+        left = None if self.expires is None else max(self.expires - now, 0.0)
+        return {
+            "value": self.state,
+            "is_pinned": self.is_pinned,
+            "bytes": self.needs.num_bytes,
+            "requests": self.num_users,
+            "waiting": self.num_waiting,
+            "idle_seconds": round(now - self.last_used, 3) if self.state == "ready" and not self.num_users else None,
+            "keep_alive_seconds": None if left in (None, float("inf")) else round(left, 3),
+            "load_seconds": None if self.load_seconds is None else round(self.load_seconds, 3),
+            "error": None if self.error is None else str(self.error)[:1000],
+        }

@@ -1,0 +1,482 @@
+"""Several models in one server: loaded when a request names them, within a budget of bytes, unloaded when idle.
+
+One model is loaded at a time, in a thread, in the order in which requests first named them. A model that needs room
+takes that of the model that was used least recently and is idle; if all are busy, those used least recently take no new
+requests until they are idle, so that a model in steady use cannot keep the others out for ever. A busy or pinned model
+is never unloaded for another one. Everything here runs in the event loop.
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import math
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol
+
+from jaxinfer.checks import format_bytes
+from jaxinfer.engine.memory import OutOfMemoryError
+from jaxinfer.server.admission import Admission
+from jaxinfer.server.errors import APIError, unavailable
+from jaxinfer.server.metrics import Metrics
+from jaxinfer.server.models import ModelNeeds, ModelSource, ServedModel
+from jaxinfer.server.options import ServerOptions
+
+_LOG = logging.getLogger("jaxinfer.server")
+_MAX_KNOWN = 1000  # names that are remembered; those that are loaded always are
+_COLLECT_SECONDS = 5.0  # after a model was unloaded
+_FIRST_LOAD_SECONDS = 10.0  # told to clients before a load has been timed
+
+
+class Catalogue(Protocol):
+    """The models that may be named. Its methods may read files: they are called in threads."""
+
+    @property
+    def is_store(self) -> bool:
+        """Whether they are those stored on this machine, whichever these are."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """All of them, as far as they can be listed."""
+        ...
+
+    def find(self, name: str) -> ModelSource | None:
+        """The model of that name; None for an unknown one."""
+        ...
+
+    def budget(self) -> int | None:
+        """Bytes of a device that all models together may need; None where they are not counted."""
+        ...
+
+
+class OneModel:
+    """The catalogue of a server of one model."""
+
+    is_store = False
+
+    def __init__(self, source: ModelSource):
+        self._source = source
+
+    def names(self) -> Sequence[str]:
+        return self._source.names[:1]
+
+    def find(self, name: str) -> ModelSource | None:
+        return self._source if name in self._source.names else None
+
+    def budget(self) -> int | None:
+        return None
+
+
+class Lease:
+    """The use of a model by one request: it is not unloaded before `release`.
+
+    Attributes:
+      deadline: of the request, on the clock of time.monotonic(); None for none.
+    """
+
+    def __init__(self, pool: "ModelPool", model: ServedModel, deadline: float | None, keep_alive: float | None):
+        self._pool, self.model, self.deadline, self._keep_alive = pool, model, deadline, keep_alive
+        self._is_released = False
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._pool._release(self.model, self._keep_alive)
+
+    def __enter__(self) -> ServedModel:
+        return self.model
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class ModelPool:
+    """Args:
+    default: the name that requests mean which name none; None where they have to.
+    """
+
+    def __init__(self, catalogue: Catalogue, options: ServerOptions, metrics: Metrics, default: str | None):
+        self._catalogue, self._options, self._metrics = catalogue, options, metrics
+        self.default_name = default
+        self._models: dict[str, ServedModel] = {}  # by each of their names
+        self._by_key: dict[str, ServedModel] = {}
+        self._admissions: list[Admission] = []
+        self._line: list[ServedModel] = []  # to be loaded
+        self._waiters: dict[ServedModel, set[asyncio.Future[None]]] = {}
+        self._loader: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # a model became idle, or a request gave up waiting
+        self._lock = asyncio.Lock()  # of loading and unloading
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_closed = False
+        self._collecting: asyncio.TimerHandle | None = None
+        self.budget: int | None = None
+        self.is_store = catalogue.is_store
+        self.compiling: list[threading.Thread] = []  # programs of models that answer already
+
+    # Names.
+
+    @property
+    def models(self) -> list[ServedModel]:
+        """Those that requests have named, or that were loaded at the start."""
+        return list(dict.fromkeys(self._models.values()))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all models that are loaded, or about to be."""
+        return sum(model.needs.num_bytes for model in self.models)
+
+    def add(self, source: ModelSource) -> ServedModel:
+        """A model from where it comes; the one that is known already where it is the same under another name."""
+        model = self._by_key.get(source.key) if source.key else None
+        if model is None:
+            model = ServedModel(source, self._options, self._metrics, self._admissions)
+            model.keep_alive = self._keep_alive_of(model)
+            if source.key:
+                self._by_key[source.key] = model
+        model.names = list(dict.fromkeys((*model.names, *source.names)))
+        model.is_pinned |= bool({*source.names} & {*(self._options.pin or ())}) or isinstance(self._catalogue, OneModel)
+        self._models |= dict.fromkeys(source.names, model)
+        return model
+
+    async def find(self, name: str | None) -> ServedModel:
+        """Raises APIError: 404 for a name that is not served, 400 where a name is needed."""
+        if name is None:
+            if self.default_name is None:
+                raise APIError(400, f"model is missing; {await self._served()}", param="model")
+            name = self.default_name
+        model = self._models.get(name)
+        if model is not None and (model.state != "unloaded" or model.num_waiting):
+            return model
+        source = await asyncio.to_thread(self._catalogue.find, name)
+        if source is None:
+            if model is not None:
+                self._forget(name)
+            message = f"the model {name!r:.80} is not served here; {await self._served()}"
+            raise APIError(404, message, param="model", code="model_not_found")
+        if len(self._models) >= _MAX_KNOWN:
+            for other in [
+                name for name, one in self._models.items() if one.state == "unloaded" and not one.num_waiting
+            ]:
+                self._forget(other)
+        model = self._models.get(name)
+        if model is None or model.source.key != source.key:
+            self._forget(name)
+            model = self.add(source)
+        return model
+
+    def _forget(self, name: str) -> None:
+        """A name that is no longer served, or means another model."""
+        model = self._models.pop(name, None)
+        if model is None:
+            return
+        if model not in self._models.values():
+            self._by_key.pop(model.source.key, None)
+            if model.admission in self._admissions and not model.num_users:
+                self._admissions.remove(model.admission)
+        elif name in model.names:
+            model.names.remove(name)
+
+    def seconds_left(self, model: ServedModel) -> float | None:
+        """Until a loaded model is unloaded, if no request comes after those that use it; None where it stays."""
+        if model.is_pinned or math.isinf(model.keep_alive):
+            return None
+        return model.keep_alive if model.expires is None else max(model.expires - time.monotonic(), 0.0)
+
+    async def _served(self) -> str:
+        names = await asyncio.to_thread(self._catalogue.names)
+        more = f" and {len(names) - 5} others" if len(names) > 5 else ""
+        return f"served are {', '.join(repr(name) for name in names[:5])}{more}" if names else "no model is known"
+
+    async def all(self) -> list[ServedModel]:
+        """Every model that may be named, known ones first, without loading any."""
+        for name in await asyncio.to_thread(self._catalogue.names):
+            if name not in self._models:
+                with contextlib.suppress(Exception):  # it was removed meanwhile, or its files are broken
+                    await self.find(name)
+        return self.models
+
+    # Use.
+
+    async def acquire(
+        self,
+        name: str | None,
+        *,
+        key: str = "",
+        num_tokens: int = 0,
+        priority: int = 0,
+        timeout: float | None = None,
+        keep_alive: float | None = None,
+    ) -> Lease:
+        """The use of a model, which is loaded first if it is not. The caller releases it.
+
+        Args:
+          key, num_tokens, priority: as of `Admission.enter`, in whose queue the request counts while it waits.
+          timeout: seconds that the request has. keep_alive: seconds that the model stays after it.
+
+        Raises APIError: as `find`; 429 where too many wait; 503 where the model cannot be ready in time, with the
+        seconds until it may be; 500, with the reason, where it cannot be loaded.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        model = await self.find(name)
+        if model.is_usable:
+            model.num_users += 1
+        else:
+            with model.admission.enter(key, 1, num_tokens, priority):
+                await self._wait_for(model, timeout)
+        model.last_used, model.expires = time.monotonic(), None
+        return Lease(self, model, deadline, keep_alive)
+
+    async def load(self, name: str) -> ServedModel:
+        """Loads a model, unless it is. Raises APIError where its name is unknown, or what it failed with."""
+        (await self.acquire(name)).release()
+        return await self.find(name)
+
+    async def unload(self, name: str) -> ServedModel:
+        """Unloads a model when its requests have ended; those that come later load it again. Raises APIError: 404
+        for an unknown name, 400 for the only model of a server."""
+        model = await self.find(name)
+        if isinstance(self._catalogue, OneModel):
+            raise APIError(400, f"{model.name} is the only model of this server: it stays", param="model")
+        try:
+            while model.state in ("ready", "loading", "unloading"):
+                model.is_leaving = model.state == "ready"
+                if model.state == "ready" and not model.num_users:
+                    async with self._lock:
+                        if model.state == "ready" and not model.num_users:
+                            await self._unload(model, "it was stopped")
+                            break
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            model.is_leaving = False
+        return model
+
+    def _release(self, model: ServedModel, keep_alive: float | None) -> None:
+        if keep_alive is not None:
+            model.keep_alive = keep_alive
+        model.num_users -= 1
+        model.last_used = time.monotonic()
+        self._changed.set()
+        self._set_expiry(model)
+
+    def _set_expiry(self, model: ServedModel) -> None:
+        if model.num_users or model.state != "ready":
+            return
+        model.expires = None if model.is_pinned else model.last_used + model.keep_alive
+        if model.expires is not None and not math.isinf(model.expires):
+            asyncio.get_running_loop().call_later(model.keep_alive, lambda: self._start(self._expire(model)))
+
+    async def _expire(self, model: ServedModel) -> None:
+        async with self._lock:
+            if model.state == "ready" and model.expires is not None and time.monotonic() >= model.expires - 1e-3:
+                await self._unload(model, f"it was idle for {model.keep_alive:g} s")
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # Waiting.
+
+    async def _wait_for(self, model: ServedModel, timeout: float | None) -> None:
+        """Waits until the model is loaded, and counts as its user then."""
+        if self._is_closed:
+            raise unavailable("the server is shutting down", 5)
+        expected = self._seconds_until(model)
+        if timeout is not None and expected is not None and expected > timeout:
+            raise self._late(model, timeout, expected)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(model, set()).add(future)
+        model.num_waiting += 1
+        if model not in self._line:
+            self._line.append(model)
+        if self._loader is None or self._loader.done():
+            self._loader = asyncio.ensure_future(self._load_line())
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(future)
+        except BaseException as error:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._release(model, None)
+            if isinstance(error, TimeoutError):
+                raise self._late(model, timeout or 0, self._seconds_until(model)) from None
+            raise
+        finally:
+            self._waiters.get(model, set()).discard(future)
+            model.num_waiting -= 1
+            future.cancel()
+            self._changed.set()
+
+    def _late(self, model: ServedModel, timeout: float, expected: float | None) -> APIError:
+        message = f"the model {model.name!r:.80} is not loaded, and cannot be within the {timeout:g} s of the request"
+        return unavailable(message, _FIRST_LOAD_SECONDS if expected is None else expected)
+
+    def _seconds_until(self, model: ServedModel) -> float | None:
+        """Until the model will be loaded, as far as the loads of those before it are known."""
+        before = self._line[: self._line.index(model)] if model in self._line else self._line
+        if model.load_seconds is None:
+            return None
+        return model.load_seconds + sum(one.load_seconds or 0.0 for one in before)
+
+    def _answer_waiters(self, model: ServedModel, error: Exception | None) -> None:
+        for future in self._waiters.pop(model, ()):
+            if future.done():
+                continue
+            if error is None:
+                model.num_users += 1
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+    # Loading, one model at a time.
+
+    async def _load_line(self) -> None:
+        while self._line:
+            model, error = self._line[0], None
+            while model.is_leaving and model.state == "ready" and self._is_wanted(model):  # it is being stopped
+                self._changed.clear()
+                await self._changed.wait()
+            try:
+                async with self._lock:
+                    if not model.is_usable and self._is_wanted(model):
+                        await self._load(model)
+            except Exception as found:
+                _LOG.warning("the model %s could not be loaded: %s", model.name, found)
+                error = _load_error(model, found)
+            self._line.remove(model)
+            if error is not None or model.is_usable:
+                self._answer_waiters(model, error)
+            elif self._is_wanted(model):  # it is being stopped, or was unloaded meanwhile
+                self._line.append(model)
+            self._set_expiry(model)
+            self._changed.set()
+
+    def _is_wanted(self, model: ServedModel) -> bool:
+        return bool(self._waiters.get(model)) and not self._is_closed
+
+    async def _load(self, model: ServedModel) -> None:
+        if model.state == "ready":  # it died, or was told to leave
+            if not model.is_dead:
+                return
+            await self._unload(model, "its engine has died")
+        start = time.monotonic()
+        if self.budget is None:
+            self.budget = await asyncio.to_thread(self._catalogue.budget)
+        try:
+            needs = ModelNeeds({})
+            if self.budget is not None:
+                if model.counted is None:
+                    model.counted = await asyncio.to_thread(model.source.count, self.budget)
+                needs = model.counted
+                if not await self._make_room(model, needs.num_bytes):
+                    return
+            model.state, model.needs = "loading", needs
+            engine = await asyncio.to_thread(model.source.open, needs)
+            if isinstance(self._catalogue, OneModel):
+                # What loading has made stays: the collector need not look at it again.
+                gc.collect()
+                gc.freeze()
+            await asyncio.to_thread(model.attach, engine)
+            if self._options.lazy and model.load_seconds is None:
+                self.compiling.append(engine.compile_ahead())
+        except Exception as error:
+            model.state, model.error, model.needs = "failed", error, ModelNeeds({})
+            raise
+        model.load_seconds = time.monotonic() - start
+        model.last_used, model.expires = time.monotonic(), None
+        model.metrics.loads.inc()
+        model.metrics.load_seconds.inc(model.load_seconds)
+        _LOG.info("loaded %s in %.2f s, %s", model.name, model.load_seconds, format_bytes(needs.num_bytes))
+
+    async def _make_room(self, model: ServedModel, num_bytes: int) -> bool:
+        """Unloads other models until this one has room; False where nobody waits for it any more.
+
+        Raises OutOfMemoryError where it can never have room.
+        """
+        assert self.budget is not None
+        others = [one for one in self.models if one is not model]
+        kept = sum(one.needs.num_bytes for one in others if one.is_pinned)
+        if num_bytes + kept > self.budget:
+            beside = f" beside {format_bytes(kept)} of the models that are always kept" if kept else ""
+            raise OutOfMemoryError(
+                f"{model.name} needs {format_bytes(num_bytes)}, and the budget of all models is "
+                f"{format_bytes(self.budget)}{beside}: raise --model-memory, or lower --max-seqs, --max-model-len or "
+                f"--num-pages"
+            )
+        leaving: set[ServedModel] = set()
+        try:
+            while (excess := self.num_bytes + num_bytes - self.budget) > 0:
+                if not self._is_wanted(model):
+                    return False
+                loaded = [one for one in others if one.state == "ready" and not one.is_pinned]
+                loaded.sort(key=lambda one: one.last_used)
+                idle = next((one for one in loaded if not one.num_users), None)
+                if idle is not None:
+                    await self._unload(idle, f"{model.name} needs its room")
+                    continue
+                for one in loaded:  # all are busy
+                    if excess > 0:
+                        one.is_leaving = True
+                        leaving.add(one)
+                        excess -= one.needs.num_bytes
+                self._changed.clear()
+                await self._changed.wait()
+            return self._is_wanted(model)
+        finally:
+            for one in leaving:
+                one.is_leaving = False
+
+    async def _unload(self, model: ServedModel, why: str) -> None:
+        engine = model.detach()
+        model.state, model.expires = "unloading", None
+        if engine is not None:
+            await engine.close()  # frees the arrays; the rest is collected when the next model has been loaded
+            if self._collecting is None:
+                self._collecting = asyncio.get_running_loop().call_later(_COLLECT_SECONDS, self._collect)
+        model.state, model.needs = "unloaded", ModelNeeds({})
+        self._changed.set()
+        _LOG.info("unloaded %s: %s", model.name, why)
+
+    def _collect(self) -> None:
+        self._collecting = None
+        self._start(asyncio.to_thread(gc.collect))
+
+    def _keep_alive_of(self, model: ServedModel) -> float:
+        found = self._options.keep_alive_seconds
+        return next((found[name] for name in model.names if name in found), found.get("", float("inf")))
+
+    # The end.
+
+    def refuse_waiting(self, error: APIError) -> None:
+        """Those that wait for a model are told that none will be loaded."""
+        self._is_closed = True
+        for model in list(self._waiters):
+            self._answer_waiters(model, error)
+        self._changed.set()
+
+    async def close(self) -> None:
+        """Ends every engine: readers of running answers are told of an abort. A load that runs is waited for."""
+        self.refuse_waiting(unavailable("the server is shutting down", 5))
+        if self._loader is not None:
+            await self._loader
+        async with self._lock:
+            for model in self.models:
+                if (engine := model.detach()) is not None:
+                    await engine.close()
+                    model.state = "unloaded"
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a model is being loaded, which cannot be interrupted."""
+        return any(model.state == "loading" for model in self.models)
+
+
+def _load_error(model: ServedModel, error: Exception) -> APIError:
+    status = 503 if isinstance(error, OutOfMemoryError) else 500
+    message = f"the model {model.name!r:.80} could not be loaded: {error}"
+    found = APIError(status, message, param="model", code="model_not_loaded", headers={"retry-after": "10"})
+    found.__cause__ = error
+    return found
