@@ -106,6 +106,7 @@ MIN_PIECE_BYTES = 4 * 2**20
 _NUM_CONNECTIONS = 8
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.\-:]*://")
 _DESCRIBING = (*COMPANION_FILES, *QUANTIZATION_FILES, WEIGHTS_INDEX)
+_FOLDERS = tuple(folder for pattern in _DESCRIBING if (folder := pattern.rpartition("/")[0]))
 # Fields that identify a version of an object, by the names that stores use.
 _VERSION_KEYS = (
     "etag",
@@ -236,7 +237,7 @@ def _listed(url: str) -> RemoteDirectory:
         files = _files(entries)
         for entry in entries:
             name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
-            if entry["type"] == "directory" and any(pattern.startswith(f"{name}/") for pattern in _DESCRIBING):
+            if entry["type"] == "directory" and any(fnmatch(name, folder) for folder in _FOLDERS):
                 files |= {
                     f"{name}/{inner}": info for inner, info in _files(system.ls(entry["name"], detail=True)).items()
                 }
