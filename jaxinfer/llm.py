@@ -81,7 +81,7 @@ class LLM(Closable):
 
     Args:
       model: a folder with a Hugging Face or converted checkpoint, the URL of the former (gs://, s3://), a GGUF file, a
-        hub id, an alias, "demo" or "demo-draft" (the embedded pair), or live `(ModelConfig, params)` or `(ModelConfig, params,
+        hub id, an alias, "demo" or "demo-draft" (embedded), or live `(ModelConfig, params)` or `(ModelConfig, params,
         tokenizer)`; live parameters are used as they are and stay the caller's.
       **options: the fields of `LLMOptions`, listed below and in docs/options.md. Names of other engines, such as
         `tensor_parallel_size`, are applied where they mean the same, and refused with the name to use elsewhere.
