@@ -127,7 +127,7 @@ def test_an_interrupted_conversion_says_how_to_go_on(jaxinfer, monkeypatch):
     result = jaxinfer("convert", "demo", "b")
     assert result.exit_code == 130
     assert "continues after the last complete layer" in result.stderr
-    result = jaxinfer("convert", "a", "b", "--to", "huggingface")
+    result = jaxinfer("convert", "demo", "b", "--to", "huggingface")
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
