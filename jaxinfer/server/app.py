@@ -24,7 +24,7 @@ from jaxinfer.server.page import chat_page
 from jaxinfer.server.responses import responses
 from jaxinfer.server.service import Service
 from jaxinfer.server.tokenize import detokenize, tokenize, tokenizer_info
-from jaxinfer.server.types import ModelRequest
+from jaxinfer.server.types import LoadRequest, ModelRequest
 
 Endpoint = Callable[[Request, Service], Awaitable[Response]]
 
@@ -143,7 +143,7 @@ async def model(request: Request, service: Service) -> Response:
 async def load_model(request: Request, service: Service) -> Response:
     """Loads a model, and answers when it is loaded."""
     service.check_accepts()
-    body = await read_body(request, ModelRequest, service)
+    body = await read_body(request, LoadRequest, service)
     async with service.using(request, body) as model:
         return json_response(_described(model))
 

@@ -135,6 +135,8 @@ async def embed(request: Request, service: Service) -> Response:
     for name in OllamaOptions.__struct_fields__ if body.options is not None else ():
         if getattr(body.options, name) is not None:
             raise refused(f"options.{name}", f"options.{name} is not supported for embeddings")
+    if body.dimensions is not None and not 1 <= body.dimensions < 2**31:
+        raise refused("dimensions", f"dimensions={body.dimensions} must be at least 1, at most a vector's length")
     body.model = await known_name(service, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
     async with service.using(request, body) as model:

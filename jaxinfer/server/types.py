@@ -192,9 +192,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class ModelRequest(Struct, kw_only=True):
-    """The body of /models/load and /models/unload."""
+    """The body of /models/unload."""
 
     model: str
+
+
+class LoadRequest(ModelRequest, kw_only=True):
+    """The body of /models/load."""
+
     keep_alive: KeepAlive | None = None
 
 
@@ -308,7 +313,7 @@ BODIES: dict[str, type[Struct]] = {
     "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
-    "/models/load": ModelRequest,
+    "/models/load": LoadRequest,
     "/models/unload": ModelRequest,
 }
 
