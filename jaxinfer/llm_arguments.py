@@ -109,8 +109,8 @@ def _is_option(name: str) -> bool:
 
 def unknown_attribute(self: Any, name: str) -> NoReturn:
     """The `__getattr__` of a class. Raises AttributeError with its public methods."""
-    named = {one: value for kind in reversed(type(self).__mro__[:-1]) for one, value in vars(kind).items()}
-    methods = [one for one, value in named.items() if callable(value) and not one.startswith("_")]
+    named = [one for kind in type(self).__mro__[:-1] for one, value in vars(kind).items() if callable(value)]
+    methods = [one for one in dict.fromkeys(named) if not one.startswith("_")]
     known = "" if name.startswith("_") else f"; its methods are {', '.join(methods)}"
     raise AttributeError(
         f"{type(self).__name__} has no attribute {name!r}{did_you_mean(name, methods, otherwise=known)}"

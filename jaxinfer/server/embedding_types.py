@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from jaxinfer.server.answer_types import Answer
-from jaxinfer.server.types import KeepAlive, Priority
+from jaxinfer.server.types import KeepAlive
 
 _Positive = Annotated[int, Meta(ge=1)]
+_Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _Inputs = Annotated[
     list[Any], Meta(extra_json_schema={"anyOf": [_IDS, {"items": {"anyOf": [{"type": "string"}, _IDS]}}]})
@@ -23,7 +24,7 @@ class VectorFields(Struct, kw_only=True):
     model: str | None = None
     truncate: bool | None = None
     truncate_prompt_tokens: int | None = None
-    priority: Priority | None = None
+    priority: _Priority | None = None
     keep_alive: KeepAlive | None = None
     user: str | None = None
 

@@ -63,6 +63,9 @@ VALID = {
     MESSAGES: {"messages": ASK, "max_tokens": 2},
     "/v1/messages/count_tokens": {"messages": ASK},
     RESPONSES: {"input": "a", "max_output_tokens": 2},
+    "/v1/embeddings": {"input": "a"},
+    **dict.fromkeys(("/v1/score", "/score"), {"text_1": "a", "text_2": "b"}),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), {"query": "a", "documents": ["b"]}),
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
