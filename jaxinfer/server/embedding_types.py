@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from jaxinfer.server.answer_types import Answer
 from jaxinfer.server.types import KeepAlive
 
-_Positive = Annotated[int, Meta(ge=1)]
+_Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
 _Inputs = Annotated[

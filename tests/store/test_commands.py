@@ -37,6 +37,7 @@ def test_from_pull_to_rm(jaxinfer, json_lines, hub):
     assert json_lines(jaxinfer("disk", "--json").stdout) == []
 
 
+@pytest.mark.slow
 def test_run_pulls_and_an_alias_answers_alike(jaxinfer, json_lines, hub):
     refused = jaxinfer("run", REPOSITORY, "hi")
     assert refused.exit_code == 2
