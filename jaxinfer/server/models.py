@@ -3,9 +3,9 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from jaxinfer import __version__
 from jaxinfer.async_engine import AsyncEngine
@@ -52,6 +52,45 @@ class ModelSource:
     key: str = ""
 
 
+class Catalogue(Protocol):
+    """The models that may be named. Its methods may read files: they are called in threads."""
+
+    @property
+    def is_store(self) -> bool:
+        """Whether they are those stored on this machine, whichever these are."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """All of them, as far as they can be listed."""
+        ...
+
+    def find(self, name: str) -> ModelSource | None:
+        """The model of that name; None for an unknown one."""
+        ...
+
+    def budget(self) -> int | None:
+        """Bytes of a device that all models together may need; None where they are not counted."""
+        ...
+
+
+class OneModel:
+    """The catalogue of a server of one model."""
+
+    is_store = False
+
+    def __init__(self, source: ModelSource):
+        self._source = source
+
+    def names(self) -> Sequence[str]:
+        return self._source.names[:1]
+
+    def find(self, name: str) -> ModelSource | None:
+        return self._source if name in self._source.names else None
+
+    def budget(self) -> int | None:
+        return None
+
+
 class ServedModel:
     """A model by its names, loaded or not.
 
@@ -86,6 +125,7 @@ class ServedModel:
         self.answers = AnswerFormat(None)
         self._reasoning, self._all_metrics = options.reasoning, metrics
         self._engine: AsyncEngine | None = None
+        self._watched = self.name
 
     @property
     def name(self) -> str:
@@ -108,13 +148,14 @@ class ServedModel:
         own = llm.answer_format
         self.answers = own if own.reasoning == self.tags else AnswerFormat(llm.tokenizer, own.parser, self.tags)
         self._engine = engine
-        self._all_metrics.watch(self.name, engine, lambda: self.admission.num_waiting)
+        self._watched = self.name  # it may lose this name
+        self._all_metrics.watch(self._watched, engine, lambda: self.admission.num_waiting)
         self.state, self.error = "ready", None
 
     def detach(self) -> AsyncEngine | None:
         """Takes the engine away, which the caller closes."""
         engine, self._engine = self._engine, None
-        self._all_metrics.unwatch(self.name)
+        self._all_metrics.unwatch(self._watched)
         return engine
 
     @property
@@ -133,6 +174,11 @@ class ServedModel:
     def is_dead(self) -> bool:
         """Whether its engine's thread has ended though nobody closed it."""
         return self._engine is not None and not self._engine.is_alive
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nobody uses it or waits for it, so that it may be forgotten, or come from elsewhere."""
+        return self.state in ("unloaded", "failed") and not self.num_waiting
 
     @property
     def is_usable(self) -> bool:

@@ -13,60 +13,21 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import Coroutine
+from typing import Any
 
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import APIError, unavailable
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.models import ModelNeeds, ModelSource, ServedModel
+from jaxinfer.server.models import Catalogue, ModelNeeds, ModelSource, OneModel, ServedModel
 from jaxinfer.server.options import ServerOptions
 
 _LOG = logging.getLogger("jaxinfer.server")
 _MAX_KNOWN = 1000  # names that are remembered; those that are loaded always are
 _COLLECT_SECONDS = 5.0  # after a model was unloaded
 _FIRST_LOAD_SECONDS = 10.0  # told to clients before a load has been timed
-
-
-class Catalogue(Protocol):
-    """The models that may be named. Its methods may read files: they are called in threads."""
-
-    @property
-    def is_store(self) -> bool:
-        """Whether they are those stored on this machine, whichever these are."""
-        ...
-
-    def names(self) -> Sequence[str]:
-        """All of them, as far as they can be listed."""
-        ...
-
-    def find(self, name: str) -> ModelSource | None:
-        """The model of that name; None for an unknown one."""
-        ...
-
-    def budget(self) -> int | None:
-        """Bytes of a device that all models together may need; None where they are not counted."""
-        ...
-
-
-class OneModel:
-    """The catalogue of a server of one model."""
-
-    is_store = False
-
-    def __init__(self, source: ModelSource):
-        self._source = source
-
-    def names(self) -> Sequence[str]:
-        return self._source.names[:1]
-
-    def find(self, name: str) -> ModelSource | None:
-        return self._source if name in self._source.names else None
-
-    def budget(self) -> int | None:
-        return None
 
 
 class Lease:
@@ -136,6 +97,8 @@ class ModelPool:
             model.keep_alive = self._keep_alive_of(model)
             if source.key:
                 self._by_key[source.key] = model
+        elif model.is_resting:
+            self._renew(model, source)
         model.names = list(dict.fromkeys((*model.names, *source.names)))
         model.is_pinned |= bool({*source.names} & {*(self._options.pin or ())}) or isinstance(self._catalogue, OneModel)
         self._models |= dict.fromkeys(source.names, model)
@@ -148,24 +111,34 @@ class ModelPool:
                 raise APIError(400, f"model is missing; {await self._served()}", param="model")
             name = self.default_name
         model = self._models.get(name)
-        if model is not None and (model.state != "unloaded" or model.num_waiting):
+        if model is not None and not model.is_resting:
             return model
         source = await asyncio.to_thread(self._catalogue.find, name)
+        model = self._models.get(name)
+        if model is not None and not model.is_resting:  # another request has come for it meanwhile
+            return model
         if source is None:
-            if model is not None:
-                self._forget(name)
+            self._forget(name)
             message = f"the model {name!r:.80} is not served here; {await self._served()}"
             raise APIError(404, message, param="model", code="model_not_found")
         if len(self._models) >= _MAX_KNOWN:
-            for other in [
-                name for name, one in self._models.items() if one.state == "unloaded" and not one.num_waiting
-            ]:
+            for other in [known for known, one in self._models.items() if one.is_resting]:
                 self._forget(other)
-        model = self._models.get(name)
+            model = self._models.get(name)
         if model is None or model.source.key != source.key:
             self._forget(name)
-            model = self.add(source)
+            return self.add(source)
+        self._renew(model, source)
         return model
+
+    def _renew(self, model: ServedModel, source: ModelSource) -> None:
+        """The same model, to be loaded by the name that was just found: the others may be gone, or mean others now."""
+        for name in {*model.names} - {*source.names}:
+            self._models.pop(name, None)
+        model.source, model.names = source, list(source.names)
+        model.metrics = self._metrics.of(model.name)
+        if model.state == "failed":  # its files may have changed
+            model.counted = None
 
     def _forget(self, name: str) -> None:
         """A name that is no longer served, or means another model."""
@@ -247,11 +220,12 @@ class ModelPool:
                     async with self._lock:
                         if model.state == "ready" and not model.num_users:
                             await self._unload(model, "it was stopped")
-                            break
+                    continue  # it may have changed while others held the lock
                 self._changed.clear()
                 await self._changed.wait()
         finally:
             model.is_leaving = False
+            self._changed.set()
         return model
 
     def _release(self, model: ServedModel, keep_alive: float | None) -> None:
@@ -293,6 +267,7 @@ class ModelPool:
         model.num_waiting += 1
         if model not in self._line:
             self._line.append(model)
+            self._changed.set()
         if self._loader is None or self._loader.done():
             self._loader = asyncio.ensure_future(self._load_line())
         try:
@@ -335,10 +310,12 @@ class ModelPool:
 
     async def _load_line(self) -> None:
         while self._line:
-            model, error = self._line[0], None
-            while model.is_leaving and model.state == "ready" and self._is_wanted(model):  # it is being stopped
+            error = None
+            model = next((one for one in self._line if not self._is_being_stopped(one)), None)
+            if model is None:
                 self._changed.clear()
                 await self._changed.wait()
+                continue
             try:
                 async with self._lock:
                     if not model.is_usable and self._is_wanted(model):
@@ -353,6 +330,9 @@ class ModelPool:
                 self._line.append(model)
             self._set_expiry(model)
             self._changed.set()
+
+    def _is_being_stopped(self, model: ServedModel) -> bool:
+        return model.is_leaving and model.state == "ready" and self._is_wanted(model)
 
     def _is_wanted(self, model: ServedModel) -> bool:
         return bool(self._waiters.get(model)) and not self._is_closed

@@ -20,9 +20,8 @@ from jaxinfer.server.app import make_app
 from jaxinfer.server.auth import Keys
 from jaxinfer.server.connection import limited_protocol
 from jaxinfer.server.errors import unavailable
-from jaxinfer.server.models import ModelSource
+from jaxinfer.server.models import ModelSource, OneModel
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.pool import OneModel
 from jaxinfer.server.service import Service
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ class Models:
         self._names, self._budget, self.sizes = list(names), budget, sizes
         self.gate = threading.Event()
         self.gate.set()
-        self.loads, self.failing = [], {}
+        self.loads, self.failing, self.keys = [], {}, {}
         self.num_bytes = self.most_bytes = 0
 
     def names(self):
@@ -57,7 +57,8 @@ class Models:
         if name not in self._names:
             return None
         needs = ModelNeeds({"weights": self.sizes.get(name, 10)})
-        return ModelSource((name,), name, functools.partial(self._open, name), lambda budget: needs, key=name)
+        key = self.keys.get(name, name)
+        return ModelSource((name,), name, functools.partial(self._open, name), lambda budget: needs, key=key)
 
     def budget(self):
         return self._budget
@@ -263,6 +264,92 @@ def test_stop_waits_for_running_requests(pool_of):
         (await asyncio.wait_for(later, 5)).release()
         assert models.loads == ["a", "a"]
         await pool.unload("b")  # is not loaded
+
+    asyncio.run(run())
+
+
+def test_names_of_one_model_may_come_to_mean_others(pool_of):
+    async def run():
+        models = Models(["alias", "repo"], 30)
+        models.keys = {"alias": "one", "repo": "one"}
+        pool = pool_of(models)
+        await use(pool, "alias", "repo")
+        assert models.loads == ["alias"]
+        await pool.unload("repo")
+        models.keys["alias"] = "other"
+        await use(pool, "repo", "alias")
+        assert models.loads == ["alias", "repo", "alias"]  # each by its own name
+        await pool.unload("repo")
+        models._names.remove("alias")
+        await use(pool, "repo")
+        await pool.unload("repo")
+        models.failing["repo"] = FileNotFoundError("gone")
+        with pytest.raises(APIError, match="gone"):
+            await pool.acquire("repo")
+        models._names.remove("repo")
+        with pytest.raises(APIError) as found:
+            await pool.acquire("repo")
+        assert found.value.status == 404
+
+    asyncio.run(run())
+
+
+def test_a_model_that_is_loaded_while_it_is_looked_up_is_kept(pool_of, monkeypatch):
+    async def run():
+        models = Models()
+        pool, looking, go_on = pool_of(models), threading.Event(), threading.Event()
+        await use(pool, "a")
+        await pool.unload("a")
+        find = models.find
+
+        def gone(name):
+            looking.set()
+            assert go_on.wait(30)
+
+        monkeypatch.setattr(models, "find", gone)
+        late = asyncio.ensure_future(pool.acquire("a"))
+        await until(looking.is_set)
+        monkeypatch.setattr(models, "find", find)
+        lease = await pool.acquire("a")
+        go_on.set()
+        (await late).release()
+        lease.release()
+        assert pool.num_bytes == 10
+        assert models.loads == ["a", "a"]
+
+    asyncio.run(run())
+
+
+def test_two_stops_of_a_model_while_another_is_loaded(pool_of):
+    async def run():
+        models = Models(budget=30)
+        pool = pool_of(models)
+        await use(pool, "a")
+        models.gate.clear()
+        loading = asyncio.ensure_future(pool.acquire("b"))
+        await until(lambda: pool.is_loading)
+        stops = [asyncio.ensure_future(pool.unload("a")) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        models.gate.set()
+        await asyncio.wait_for(asyncio.gather(*stops), 5)
+        (await loading).release()
+        assert loaded(pool) == {"b"}
+
+    asyncio.run(run())
+
+
+def test_a_stop_of_a_busy_model_holds_up_no_other(pool_of):
+    async def run():
+        pool = pool_of(Models(budget=30))
+        busy = await pool.acquire("a")
+        stop = asyncio.ensure_future(pool.unload("a"))
+        await until(lambda: busy.model.is_leaving)
+        later = asyncio.ensure_future(pool.acquire("a"))
+        await until(lambda: pool._line)
+        (await asyncio.wait_for(pool.acquire("b"), 5)).release()
+        stop.cancel()
+        (await asyncio.wait_for(later, 5)).release()  # it stays loaded
+        busy.release()
 
     asyncio.run(run())
 

@@ -12,7 +12,7 @@ from jaxinfer.server import ollama_models
 from jaxinfer.server.app import make_app
 from jaxinfer.server.ollama import _ChatLines
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.pool import OneModel
+from jaxinfer.server.models import OneModel
 from jaxinfer.server.service import Service
 from jaxinfer.store import UnknownModelError
 from jaxinfer.tool_calls import ToolCallDelta
