@@ -12,7 +12,7 @@ from jaxinfer.batch.responses import usage
 from jaxinfer.engine.request import RequestOutput
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import json_response, record_of, while_connected, work_for
+from jaxinfer.server.http import json_response, lease_for, record_of, while_connected, work_for
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import Job
 from jaxinfer.server.pool import Lease
@@ -42,17 +42,11 @@ async def begin(
     """
     record = record_of(request.scope)
     record.is_stream = bool(body.stream)
-    leases: list[Lease] = []
-
-    async def lease() -> None:
-        leases.append(await service.lease(request, body))
-
+    lease = await lease_for(request, service, body)
     try:
-        await while_connected(request.receive, lease())
-        return await _begin(request, service, leases[0], body, make_job, has_reasoning, echo, can_resume)
-    except BaseException:  # a client may leave in the moment in which the model is there
-        for one in leases:
-            one.release()
+        return await _begin(request, service, lease, body, make_job, has_reasoning, echo, can_resume)
+    except BaseException:
+        lease.release()
         raise
 
 

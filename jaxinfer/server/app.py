@@ -15,7 +15,7 @@ from jaxinfer.server.chat import chat_completions
 from jaxinfer.server.completions import completions
 from jaxinfer.server.embeddings import embeddings, rerank, score
 from jaxinfer.server.errors import APIError
-from jaxinfer.server.http import json_response, read_body, while_connected
+from jaxinfer.server.http import json_response, read_body, using, while_connected
 from jaxinfer.server.messages import count_tokens, messages
 from jaxinfer.server.middleware import OPEN_PATHS, Guard
 from jaxinfer.server.models import ServedModel
@@ -144,7 +144,7 @@ async def load_model(request: Request, service: Service) -> Response:
     """Loads a model, and answers when it is loaded."""
     service.check_accepts()
     body = await read_body(request, LoadRequest, service)
-    async with service.using(request, body) as model:
+    async with using(request, service, body) as model:
         return json_response(_described(model))
 
 

@@ -15,7 +15,7 @@ from jaxinfer.embedding import VectorJob, best_first
 from jaxinfer.engine.request import Prompt, RequestOptions
 from jaxinfer.server.embedding_types import EmbeddingsRequest, RerankRequest, ScoreRequest, VectorFields
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
-from jaxinfer.server.http import in_thread, json_response, read_body, record_of, while_connected
+from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import CHARS_PER_TOKEN
 from jaxinfer.server.service import Service
@@ -31,7 +31,7 @@ async def embeddings(request: Request, service: Service) -> Response:
     names = ("prompt_name", "prompt", "pooling", "dimensions", "normalize")
     given = {name: getattr(body, name) for name in names}
 
-    async with service.using(request, body) as model:
+    async with using(request, service, body) as model:
 
         def make(options: RequestOptions) -> VectorJob:
             return model.llm.embedder.embed(texts, **given, truncate=_truncates(body), options=options, what="input")
@@ -88,7 +88,7 @@ async def _relevance(
     request: Request, service: Service, body: Any, queries: list[str], documents: list[str], param: str
 ) -> tuple[str, np.ndarray, int]:
     """The model's name, the scores, and the tokens that they took."""
-    async with service.using(request, body) as model:
+    async with using(request, service, body) as model:
 
         def make(options: RequestOptions) -> VectorJob:
             return model.llm.embedder.relevance(

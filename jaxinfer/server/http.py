@@ -1,6 +1,7 @@
 """Bodies in, streams out: JSON that is read typed, events that are sent while the client is there to read them."""
 
 import asyncio
+import contextlib
 import heapq
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.server.chunks import KEEP_ALIVE
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
+from jaxinfer.server.models import ServedModel
+from jaxinfer.server.pool import Lease
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop
@@ -128,6 +131,29 @@ async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
             if not one.done():
                 one.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def lease_for(request: Request, service: Service, body: Any) -> Lease:
+    """As `Service.lease`; a client that leaves waits for its model no more."""
+    leases: list[Lease] = []
+
+    async def lease() -> None:
+        leases.append(await service.lease(request, body))
+
+    try:
+        await while_connected(request.receive, lease())
+    except BaseException:  # the client may leave in the moment in which the model is there
+        for one in leases:
+            one.release()
+        raise
+    return leases[0]
+
+
+@contextlib.asynccontextmanager
+async def using(request: Request, service: Service, body: Any) -> AsyncIterator[ServedModel]:
+    """The model that a body names, for the block. Raises as `lease_for`."""
+    with await lease_for(request, service, body) as model:
+        yield model
 
 
 async def _wait_for_leaving(receive: Receive) -> None:

@@ -13,7 +13,7 @@ from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.chunks import named_event
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, while_connected
+from jaxinfer.server.http import EventStream, in_thread, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.params import Conversation, Job, make_job, offered_tools, read_messages
 from jaxinfer.server.resume import StreamPosition
@@ -64,7 +64,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
     service.check_accepts()
     body = await read_body(request, CountTokensRequest, service)
 
-    async with service.using(request, body) as model:
+    async with using(request, service, body) as model:
 
         def read() -> int:
             return len(_conversation(body, model, _offer(body, model)).token_ids(model.llm))

@@ -1,5 +1,6 @@
 """One served model: its names, its engine while it is loaded, and what answers say of it."""
 
+import asyncio
 import hashlib
 import json
 import time
@@ -109,7 +110,7 @@ class ServedModel:
         self.admission = Admission(1, options.max_queued, options.max_queued_tokens, together=admissions)
         self.metrics = metrics.of(self.name)
         self.state: ModelState = "unloaded"
-        self.error: Exception | None = None
+        self.error: str | None = None
         self.needs = ModelNeeds({})
         self.counted: ModelNeeds | None = None  # of the last load
         self.num_users = self.num_waiting = 0
@@ -119,6 +120,7 @@ class ServedModel:
         self.load_seconds: float | None = None
         self.keep_alive = float("inf")
         self.expires: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self.fingerprint = ""
         self.tags: Family | None = None
         self.hidden: tuple[str, ...] | None = None  # special tokens beside the tags, where the tags are special too
@@ -151,6 +153,17 @@ class ServedModel:
         self._watched = self.name  # it may lose this name
         self._all_metrics.watch(self._watched, engine, lambda: self.admission.num_waiting)
         self.state, self.error = "ready", None
+
+    def set_expiry(self, expires: float | None, on_expiry: Callable[[], None] = lambda: None) -> None:
+        """When it is to be unloaded, on the clock of time.monotonic(), in place of what was set before; None for not
+        at all."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.expires = expires
+        if expires is not None:
+            delay = max(expires - time.monotonic(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(delay, on_expiry)
 
     def detach(self) -> AsyncEngine | None:
         """Takes the engine away, which the caller closes."""
@@ -215,5 +228,5 @@ class ServedModel:
             "idle_seconds": round(now - self.last_used, 3) if self.state == "ready" and not self.num_users else None,
             "keep_alive_seconds": None if left in (None, float("inf")) else round(left, 3),
             "load_seconds": None if self.load_seconds is None else round(self.load_seconds, 3),
-            "error": None if self.error is None else str(self.error)[:1000],
+            "error": None if self.error is None else self.error[:1000],
         }

@@ -16,7 +16,7 @@ from jaxinfer.engine.request import RequestOutput, StreamDelta
 from jaxinfer.server.answering import answer_headers, begin
 from jaxinfer.server.errors import APIError, client_errors, refused
 from jaxinfer.server.generation import Generation
-from jaxinfer.server.http import EventStream, json_response, read_body, record_of, while_connected
+from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama_types import (
     NEUTRAL,
@@ -72,7 +72,7 @@ async def _load(request: Request, service: Service, body: OllamaRequest, answer:
     if is_unloaded:
         model = await while_connected(request.receive, service.models.unload(body.model))
     else:
-        async with service.using(request, body) as model:
+        async with using(request, service, body) as model:
             pass
     reason = "unload" if is_unloaded else "load"
     return json_response({"model": model.name, "created_at": now(), **answer, "done": True, "done_reason": reason})

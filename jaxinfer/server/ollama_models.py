@@ -21,7 +21,7 @@ from jaxinfer.engine.request import RequestOptions
 from jaxinfer.quantization.tree import describe, num_parameters
 from jaxinfer.server.embeddings import run_vectors
 from jaxinfer.server.errors import APIError, refused
-from jaxinfer.server.http import EventStream, json_response, read_body, record_of, while_connected
+from jaxinfer.server.http import EventStream, json_response, read_body, record_of, using, while_connected
 from jaxinfer.server.models import ServedModel
 from jaxinfer.server.ollama import LINES, check_neutral, error_line, known_name
 from jaxinfer.server.ollama_types import (
@@ -139,7 +139,7 @@ async def embed(request: Request, service: Service) -> Response:
         raise refused("dimensions", f"dimensions={body.dimensions} must be at least 1, at most a vector's length")
     body.model = await known_name(service, body.model)
     texts = [body.input] if isinstance(body.input, str) else body.input
-    async with service.using(request, body) as model:
+    async with using(request, service, body) as model:
         record, start = record_of(request.scope), time.perf_counter()
         given = {"truncate": body.truncate is not False, "dimensions": body.dimensions}
 

@@ -13,9 +13,11 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections.abc import Coroutine
 from typing import Any
 
+from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server.admission import Admission
@@ -72,6 +74,7 @@ class ModelPool:
         self._lock = asyncio.Lock()  # of loading and unloading
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._collecting: asyncio.TimerHandle | None = None
         self.budget: int | None = None
         self.is_store = catalogue.is_store
@@ -199,7 +202,8 @@ class ModelPool:
         else:
             with model.admission.enter(key, 1, num_tokens, priority):
                 await self._wait_for(model, timeout)
-        model.last_used, model.expires = time.monotonic(), None
+        model.last_used = time.monotonic()
+        model.set_expiry(None)
         return Lease(self, model, deadline, keep_alive)
 
     async def load(self, name: str) -> ServedModel:
@@ -239,9 +243,10 @@ class ModelPool:
     def _set_expiry(self, model: ServedModel) -> None:
         if model.num_users or model.state != "ready":
             return
-        model.expires = None if model.is_pinned else model.last_used + model.keep_alive
-        if model.expires is not None and not math.isinf(model.expires):
-            asyncio.get_running_loop().call_later(model.keep_alive, lambda: self._start(self._expire(model)))
+        if model.is_pinned or math.isinf(model.keep_alive):
+            model.set_expiry(None)
+        else:
+            model.set_expiry(model.last_used + model.keep_alive, lambda: self._start(self._expire(model)))
 
     async def _expire(self, model: ServedModel) -> None:
         async with self._lock:
@@ -359,17 +364,26 @@ class ModelPool:
                 # What loading has made stays: the collector need not look at it again.
                 gc.collect()
                 gc.freeze()
-            await asyncio.to_thread(model.attach, engine)
+            await self._attach(model, engine)
             if self._options.lazy and model.load_seconds is None:
                 self.compiling.append(engine.compile_ahead())
         except Exception as error:
-            model.state, model.error, model.needs = "failed", error, ModelNeeds({})
+            _drop_locals(error)
+            model.state, model.error, model.needs = "failed", str(error), ModelNeeds({})
             raise
         model.load_seconds = time.monotonic() - start
-        model.last_used, model.expires = time.monotonic(), None
+        model.last_used = time.monotonic()
         model.metrics.loads.inc()
         model.metrics.load_seconds.inc(model.load_seconds)
         _LOG.info("loaded %s in %.2f s, %s", model.name, model.load_seconds, format_bytes(needs.num_bytes))
+
+    async def _attach(self, model: ServedModel, engine: AsyncEngine) -> None:
+        try:
+            await asyncio.to_thread(model.attach, engine)
+        except BaseException:
+            model.detach()
+            await engine.close()
+            raise
 
     async def _make_room(self, model: ServedModel, num_bytes: int) -> bool:
         """Unloads other models until this one has room; False where nobody waits for it any more.
@@ -411,7 +425,8 @@ class ModelPool:
 
     async def _unload(self, model: ServedModel, why: str) -> None:
         engine = model.detach()
-        model.state, model.expires = "unloading", None
+        model.state = "unloading"
+        model.set_expiry(None)
         if engine is not None:
             await engine.close()  # frees the arrays; the rest is collected when the next model has been loaded
             if self._collecting is None:
@@ -438,20 +453,38 @@ class ModelPool:
         self._changed.set()
 
     async def close(self) -> None:
-        """Ends every engine: readers of running answers are told of an abort. A load that runs is waited for."""
-        self.refuse_waiting(unavailable("the server is shutting down", 5))
+        """Ends every engine: readers of running answers are told of an abort. Then a load that runs is waited for. A
+        second call waits for the first, which goes on though a caller gives up."""
+        if self._closing is None:
+            self.refuse_waiting(unavailable("the server is shutting down", 5))
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self._close_engines()
         if self._loader is not None:
             await self._loader
         async with self._lock:
-            for model in self.models:
-                if (engine := model.detach()) is not None:
-                    await engine.close()
-                    model.state = "unloaded"
+            await self._close_engines()  # of the one that was loaded meanwhile
+
+    async def _close_engines(self) -> None:
+        for model in self.models:
+            if (engine := model.detach()) is not None:
+                model.set_expiry(None)
+                await engine.close()
+                model.state = "unloaded"
 
     @property
     def is_loading(self) -> bool:
         """Whether a model is being loaded, which cannot be interrupted."""
         return any(model.state == "loading" for model in self.models)
+
+
+def _drop_locals(error: BaseException | None) -> None:
+    """Of the frames that a load has left: they would hold weights for as long as somebody holds the error."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _load_error(model: ServedModel, error: Exception) -> APIError:

@@ -207,7 +207,9 @@ class _Server:
                 break
             await asyncio.sleep(_POLL_SECONDS / 2)
         if service.generations:
-            await service.models.close()  # every reader gets an abort, which its client is told
+            with contextlib.suppress(TimeoutError):  # a load that runs cannot be interrupted
+                async with asyncio.timeout(_FLUSH_SECONDS):
+                    await service.models.close()  # every reader gets an abort, which its client is told
             deadline = asyncio.get_running_loop().time() + _FLUSH_SECONDS
             while service.generations and asyncio.get_running_loop().time() < deadline:
                 await asyncio.sleep(_POLL_SECONDS / 4)

@@ -1,13 +1,12 @@
 """What the routes share: the models, whether requests are taken, the metrics, the log."""
 
-import contextlib
 import hashlib
 import hmac
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -90,12 +89,6 @@ class Service:
         record.model = lease.model.name
         record.load_seconds = time.perf_counter() - start
         return lease
-
-    @contextlib.asynccontextmanager
-    async def using(self, request: Request, body: Any) -> AsyncIterator[ServedModel]:
-        """As `lease`, for the block."""
-        with await self.lease(request, body) as model:
-            yield model
 
     def largest_model_len(self) -> int:
         """Of the models that are loaded, and what others have unless they are told otherwise."""

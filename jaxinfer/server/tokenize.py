@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxinfer.server.errors import client_errors
-from jaxinfer.server.http import in_thread, json_response, read_body, record_of
+from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
 from jaxinfer.server.params import tokenize_ids
 from jaxinfer.server.service import Service
 from jaxinfer.server.types import DetokenizeRequest, TokenizeRequest
@@ -16,7 +16,7 @@ async def tokenize(request: Request, service: Service) -> Response:
     """Token ids of a prompt, or of messages as the chat template renders them."""
     service.check_accepts()
     body = await read_body(request, TokenizeRequest, service)
-    async with service.using(request, body) as model:
+    async with using(request, service, body) as model:
         llm = model.llm
 
         def read() -> dict[str, Any]:
@@ -35,7 +35,7 @@ async def detokenize(request: Request, service: Service) -> Response:
     """The text of token ids."""
     service.check_accepts()
     body = await read_body(request, DetokenizeRequest, service)
-    async with service.using(request, body) as model:
+    async with using(request, service, body) as model:
         with client_errors("tokens"):
             tokenizer = model.llm.get_tokenizer()
             text = await in_thread(record_of(request.scope), lambda: tokenizer.decode(body.tokens, False))

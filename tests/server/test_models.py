@@ -7,6 +7,7 @@ import functools
 import random
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import jax
@@ -35,6 +36,7 @@ class FakeEngine:
         self.llm = SimpleNamespace(max_model_len=64)
 
     async def close(self):
+        await asyncio.sleep(0.001)
         self.is_alive = False
 
 
@@ -383,14 +385,79 @@ def test_a_model_whose_engine_died_is_loaded_again(pool_of):
     asyncio.run(run())
 
 
+def test_a_failed_load_holds_nothing(pool_of, monkeypatch):
+    class Weights:
+        pass
+
+    async def run():
+        models, held, engine = Models(), [], FakeEngine()
+        pool = pool_of(models)
+
+        def fails(name, needs):
+            weights = Weights()
+            held.append(weakref.ref(weights))
+            raise ValueError("half of it is loaded")
+
+        monkeypatch.setattr(models, "_open", fails)
+        with pytest.raises(APIError) as found:
+            await pool.acquire("a")
+        assert isinstance(found.value.__cause__, ValueError)
+        assert held[0]() is None
+        assert pool.num_bytes == 0
+        assert (await pool.find("a")).status(0.0)["error"] == "half of it is loaded"
+
+        def refuses(self, engine):
+            raise ValueError("no such template")
+
+        monkeypatch.setattr(models, "_open", lambda name, needs: engine)
+        monkeypatch.setattr(ServedModel, "attach", refuses)
+        with pytest.raises(APIError, match="no such template"):
+            await pool.acquire("b")
+        assert not engine.is_alive
+
+    asyncio.run(run())
+
+
+def test_a_model_has_one_timer(pool_of):
+    async def run():
+        pool = pool_of(Models(), keep_alive=["24h"])
+        before = len(asyncio.get_running_loop()._scheduled)
+        for _ in range(1000):
+            await use(pool, "a")
+        assert len(asyncio.get_running_loop()._scheduled) < before + 250  # it drops cancelled ones now and then
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_waits_for_no_model(pool_of):
+    async def run():
+        models = Models()
+        service = Service(ServerOptions(keep_alive=["-1"]), None, models)
+        service.state = "ready"
+        models.gate.clear()
+        client = Client(make_app(service))
+        bodies = {"/tokenize": {"prompt": "a"}, "/v1/embeddings": {"input": "a"}, "/models/load": {}}
+        exchanges = [client.send("POST", path, {"model": "a", **body}) for path, body in bodies.items()]
+        await until(lambda: any(model.num_waiting == 3 for model in service.models.models))
+        for exchange in exchanges:
+            exchange.leave()
+        await until(lambda: not any(model.num_waiting for model in service.models.models))
+        models.gate.set()
+        await service.models.close()
+
+    asyncio.run(run())
+
+
 def test_a_server_that_ends_refuses_those_that_wait(pool_of):
     async def run():
         models = Models()
         pool = pool_of(models)
+        engine = (await pool.acquire("b")).model._engine
         models.gate.clear()
         waiting = asyncio.ensure_future(pool.acquire("a"))
         await asyncio.sleep(0.02)
         closing = asyncio.ensure_future(pool.close())
+        await until(lambda: not engine.is_alive)  # its readers need not wait for the load
         with pytest.raises(APIError, match="shutting down"):
             await waiting
         models.gate.set()

@@ -10,9 +10,9 @@ from jaxinfer.embedding_files import EmbeddingConfig
 from jaxinfer.engine.request import StreamDelta
 from jaxinfer.server import ollama_models
 from jaxinfer.server.app import make_app
+from jaxinfer.server.models import OneModel
 from jaxinfer.server.ollama import _ChatLines
 from jaxinfer.server.options import ServerOptions
-from jaxinfer.server.models import OneModel
 from jaxinfer.server.service import Service
 from jaxinfer.store import UnknownModelError
 from jaxinfer.tool_calls import ToolCallDelta
