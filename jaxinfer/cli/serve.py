@@ -66,6 +66,10 @@ def serve(model_options: ServeModelOptions, options: ServerOptions) -> int:
         say(f"ready: {name}{page}")
 
     if is_one:
+        for name in ("pin", "model_memory", "keep_alive"):
+            if getattr(options, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise UsageError(f"{flag} is for several models: add --model or --allow-any")
         first = [model]
         return run_server(options, model, open_engine, on_listening=say_listening, on_ready=say_ready)
     if options.served_model_name is not None:
@@ -90,6 +94,9 @@ def several_models(model: str, arguments: dict[str, Any], options: ServerOptions
             raise UsageError(f"{name} is not on this machine")
     checked_options("demo", arguments)  # before the server listens
     catalogue = LocalModels(given if options.models or model else None, arguments, options)
+    for name in options.pin or ():
+        if catalogue.find(name) is None:
+            raise UsageError(f"--pin {name}: requests cannot name it; add --model {name}")
     service = Service(options, model or None, catalogue)
     service.max_model_len = arguments.get("max_model_len") or service.max_model_len
     return service

@@ -13,9 +13,8 @@ from jaxinfer.engine.request import RequestOutput
 from jaxinfer.server.errors import APIError, refused
 from jaxinfer.server.generation import Generation
 from jaxinfer.server.http import json_response, lease_for, record_of, while_connected, work_for
-from jaxinfer.server.models import ServedModel
+from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.params import Job
-from jaxinfer.server.pool import Lease
 from jaxinfer.server.resume import StreamPosition, new_answer_id, request_digest
 from jaxinfer.server.service import Service
 

@@ -69,6 +69,7 @@ class LocalModels:
         return int(fraction * available)
 
     def _open(self, name: str, arguments: Mapping[str, Any], needs: ModelNeeds) -> AsyncEngine:
+        check_is_here(name, arguments)
         engine = AsyncEngine(name, **{**arguments, "num_pages": needs.num_pages})
         try:
             found = resident_bytes(engine)
@@ -93,14 +94,26 @@ def locate(name: str) -> FoundModel | None:
         return None
 
 
+def check_is_here(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raises FileNotFoundError where a model, or what drafts for it, would have to be downloaded."""
+    draft = checked_options(name, arguments).draft
+    names = [name]
+    if isinstance(draft, str) and draft != "ngram" and not draft.startswith("layers:"):
+        names.append(draft)
+    for one in names:
+        if find_model(one, offline=True, fetch=False).path is None:
+            raise FileNotFoundError(f"{one} is not on this machine: jaxinfer pull {one}")
+
+
 def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNeeds:
     """Bytes of a device that `LLM(name, **arguments)` will need, from configuration and headers alone, as
     `LLM.explain` tells them once it is loaded; those of a step's activations are estimated.
 
     Without num_pages, the cache has room for max_seqs sequences of max_model_len, or for fewer where the budget ends.
 
-    Raises OutOfMemoryError where not even one sequence fits the budget, and as `load_shapes`.
+    Raises OutOfMemoryError where not even one sequence fits the budget, and as `check_is_here` and `load_shapes`.
     """
+    check_is_here(name, arguments)
     options = checked_options(name, arguments)
     spec, copied = _abstract_spec(name, options)
     parts = {**spec.with_pages(1).parts, "activations": activation_bytes(spec), "float32 copies": copied}

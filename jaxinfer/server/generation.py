@@ -20,8 +20,8 @@ from jaxinfer.sampling.seeds import sample_seed
 from jaxinfer.server.admission import Ticket
 from jaxinfer.server.errors import APIError, client_errors, refused, unavailable
 from jaxinfer.server.http import in_thread
+from jaxinfer.server.models import Lease
 from jaxinfer.server.params import Job
-from jaxinfer.server.pool import Lease
 from jaxinfer.server.record import Record
 from jaxinfer.server.resume import Skipper, StreamPosition
 from jaxinfer.server.service import Service

@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxinfer.server.chunks import KEEP_ALIVE
 from jaxinfer.server.errors import APIError, as_api_error, unavailable
-from jaxinfer.server.models import ServedModel
-from jaxinfer.server.pool import Lease
+from jaxinfer.server.models import Lease, ServedModel
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.service import Service
 from jaxinfer.server.sizes import check_fields, count_values, is_large, max_values, off_loop

@@ -230,3 +230,27 @@ class ServedModel:
             "load_seconds": None if self.load_seconds is None else round(self.load_seconds, 3),
             "error": None if self.error is None else self.error[:1000],
         }
+
+
+class Lease:
+    """The use of a model by one request: it is not unloaded before `release`.
+
+    Attributes:
+      deadline: of the request, on the clock of time.monotonic(); None for none.
+    """
+
+    def __init__(self, model: ServedModel, deadline: float | None, on_release: Callable[[], None]):
+        self.model, self.deadline, self._on_release = model, deadline, on_release
+        self._is_released = False
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        if not self._is_released:
+            self._is_released = True
+            self._on_release()
+
+    def __enter__(self) -> ServedModel:
+        return self.model
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -169,15 +169,12 @@ async def copy(request: Request, service: Service) -> Response:
 
 
 async def delete(request: Request, service: Service) -> Response:
-    """Removes an alias, or a model whose files no alias needs; one that is loaded is unloaded first."""
+    """Removes an alias, or a model whose files no alias needs; one that is loaded is then unloaded."""
     _check_store(service)
     body = await read_body(request, OllamaModelRequest, service)
     name = await known_name(service, _name(body))
-    model = await service.models.find(name)
-    if model.names == [name]:
-        await while_connected(request.receive, service.models.unload(name))
     try:
-        await asyncio.to_thread(remove, name)
+        await while_connected(request.receive, service.models.drop(name, lambda: remove(name)))
     except (ValueError, OSError) as error:
         raise _store_error(error) from None
     return json_response({"status": "success"})

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from jaxinfer.async_engine import AsyncEngine
@@ -23,37 +23,13 @@ from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server.admission import Admission
 from jaxinfer.server.errors import APIError, unavailable
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.models import Catalogue, ModelNeeds, ModelSource, OneModel, ServedModel
+from jaxinfer.server.models import Catalogue, Lease, ModelNeeds, ModelSource, OneModel, ServedModel
 from jaxinfer.server.options import ServerOptions
 
 _LOG = logging.getLogger("jaxinfer.server")
 _MAX_KNOWN = 1000  # names that are remembered; those that are loaded always are
 _COLLECT_SECONDS = 5.0  # after a model was unloaded
 _FIRST_LOAD_SECONDS = 10.0  # told to clients before a load has been timed
-
-
-class Lease:
-    """The use of a model by one request: it is not unloaded before `release`.
-
-    Attributes:
-      deadline: of the request, on the clock of time.monotonic(); None for none.
-    """
-
-    def __init__(self, pool: "ModelPool", model: ServedModel, deadline: float | None, keep_alive: float | None):
-        self._pool, self.model, self.deadline, self._keep_alive = pool, model, deadline, keep_alive
-        self._is_released = False
-
-    def release(self) -> None:
-        """A second call does nothing."""
-        if not self._is_released:
-            self._is_released = True
-            self._pool._release(self.model, self._keep_alive)
-
-    def __enter__(self) -> ServedModel:
-        return self.model
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class ModelPool:
@@ -73,6 +49,7 @@ class ModelPool:
         self._changed = asyncio.Event()  # a model became idle, or a request gave up waiting
         self._lock = asyncio.Lock()  # of loading and unloading
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._load_start = 0.0  # of the load that runs
         self._is_closed = False
         self._closing: asyncio.Task[None] | None = None
         self._collecting: asyncio.TimerHandle | None = None
@@ -168,10 +145,11 @@ class ModelPool:
 
     async def all(self) -> list[ServedModel]:
         """Every model that may be named, known ones first, without loading any."""
-        for name in await asyncio.to_thread(self._catalogue.names):
-            if name not in self._models:
-                with contextlib.suppress(Exception):  # it was removed meanwhile, or its files are broken
-                    await self.find(name)
+        names = await asyncio.to_thread(self._catalogue.names)
+        gone = [name for name, model in self._models.items() if model.is_resting and name not in names]
+        for name in [*gone, *(name for name in names if name not in self._models)]:
+            with contextlib.suppress(Exception):  # it was removed, or its files are broken
+                await self.find(name)
         return self.models
 
     # Use.
@@ -204,7 +182,7 @@ class ModelPool:
                 await self._wait_for(model, timeout)
         model.last_used = time.monotonic()
         model.set_expiry(None)
-        return Lease(self, model, deadline, keep_alive)
+        return Lease(model, deadline, lambda: self._release(model, keep_alive))
 
     async def load(self, name: str) -> ServedModel:
         """Loads a model, unless it is. Raises APIError where its name is unknown, or what it failed with."""
@@ -213,10 +191,31 @@ class ModelPool:
 
     async def unload(self, name: str) -> ServedModel:
         """Unloads a model when its requests have ended; those that come later load it again. Raises APIError: 404
-        for an unknown name, 400 for the only model of a server."""
+        for an unknown name, 400 for the only model of a server and for one that is pinned."""
         model = await self.find(name)
+        self._check_leaves(model)
+        await self._stop(model)
+        return model
+
+    async def drop(self, name: str, remove: Callable[[], object]) -> None:
+        """Removes a model from where it is stored, in a thread, then unloads it unless it has other names. Raises what
+        `remove` does, and as `unload`."""
+        model = await self.find(name)
+        if is_last := model.names == [name]:
+            self._check_leaves(model)
+        await asyncio.to_thread(remove)
+        if is_last:
+            await self._stop(model)
+        if self._models.get(name) is model and (not is_last or model.is_resting):
+            self._forget(name)
+
+    def _check_leaves(self, model: ServedModel) -> None:
         if isinstance(self._catalogue, OneModel):
             raise APIError(400, f"{model.name} is the only model of this server: it stays", param="model")
+        if model.is_pinned:
+            raise APIError(400, f"{model.name} is one of --pin: it stays", param="model")
+
+    async def _stop(self, model: ServedModel) -> None:
         try:
             while model.state in ("ready", "loading", "unloading"):
                 model.is_leaving = model.state == "ready"
@@ -230,7 +229,6 @@ class ModelPool:
         finally:
             model.is_leaving = False
             self._changed.set()
-        return model
 
     def _release(self, model: ServedModel, keep_alive: float | None) -> None:
         if keep_alive is not None:
@@ -264,9 +262,8 @@ class ModelPool:
         """Waits until the model is loaded, and counts as its user then."""
         if self._is_closed:
             raise unavailable("the server is shutting down", 5)
-        expected = self._seconds_until(model)
-        if timeout is not None and expected is not None and expected > timeout:
-            raise self._late(model, timeout, expected)
+        if timeout is not None and self._seconds_ahead(model) > timeout:
+            raise self._late(model, timeout)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(model, set()).add(future)
         model.num_waiting += 1
@@ -282,7 +279,7 @@ class ModelPool:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._release(model, None)
             if isinstance(error, TimeoutError):
-                raise self._late(model, timeout or 0, self._seconds_until(model)) from None
+                raise self._late(model, timeout or 0) from None
             raise
         finally:
             self._waiters.get(model, set()).discard(future)
@@ -290,16 +287,20 @@ class ModelPool:
             future.cancel()
             self._changed.set()
 
-    def _late(self, model: ServedModel, timeout: float, expected: float | None) -> APIError:
+    def _late(self, model: ServedModel, timeout: float) -> APIError:
         message = f"the model {model.name!r:.80} is not loaded, and cannot be within the {timeout:g} s of the request"
-        return unavailable(message, _FIRST_LOAD_SECONDS if expected is None else expected)
+        own = _FIRST_LOAD_SECONDS if model.load_seconds is None else model.load_seconds
+        return unavailable(message, self._seconds_ahead(model) + own)
 
-    def _seconds_until(self, model: ServedModel) -> float | None:
-        """Until the model will be loaded, as far as the loads of those before it are known."""
+    def _seconds_ahead(self, model: ServedModel) -> float:
+        """Until the model's own load begins, as far as the loads before it are known. How long its own takes is no
+        reason to refuse it: its last one may have compiled, or read from a colder disk."""
         before = self._line[: self._line.index(model)] if model in self._line else self._line
-        if model.load_seconds is None:
-            return None
-        return model.load_seconds + sum(one.load_seconds or 0.0 for one in before)
+        left = 0.0
+        for one in before:
+            elapsed = time.monotonic() - self._load_start if one.state == "loading" else 0.0
+            left += max((one.load_seconds or 0.0) - elapsed, 0.0)
+        return left
 
     def _answer_waiters(self, model: ServedModel, error: Exception | None) -> None:
         for future in self._waiters.pop(model, ()):
@@ -347,7 +348,6 @@ class ModelPool:
             if not model.is_dead:
                 return
             await self._unload(model, "its engine has died")
-        start = time.monotonic()
         if self.budget is None:
             self.budget = await asyncio.to_thread(self._catalogue.budget)
         try:
@@ -359,6 +359,7 @@ class ModelPool:
                 if not await self._make_room(model, needs.num_bytes):
                     return
             model.state, model.needs = "loading", needs
+            self._load_start = time.monotonic()
             engine = await asyncio.to_thread(model.source.open, needs)
             if isinstance(self._catalogue, OneModel):
                 # What loading has made stays: the collector need not look at it again.
@@ -371,7 +372,7 @@ class ModelPool:
             _drop_locals(error)
             model.state, model.error, model.needs = "failed", str(error), ModelNeeds({})
             raise
-        model.load_seconds = time.monotonic() - start
+        model.load_seconds = time.monotonic() - self._load_start
         model.last_used = time.monotonic()
         model.metrics.loads.inc()
         model.metrics.load_seconds.inc(model.load_seconds)

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.server.errors import refused, unavailable
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.models import Catalogue, ModelSource, OneModel, ServedModel
+from jaxinfer.server.models import Catalogue, Lease, ModelSource, OneModel, ServedModel
 from jaxinfer.server.options import ServerOptions, parse_duration
-from jaxinfer.server.pool import Lease, ModelPool
+from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.record import RECORD, Record
 from jaxinfer.server.sizes import CHARS_PER_TOKEN
 from jaxinfer.server.types import MAX_TIMEOUT

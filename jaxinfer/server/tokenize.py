@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from jaxinfer.server.errors import client_errors
+from jaxinfer.server.errors import APIError, client_errors
 from jaxinfer.server.http import in_thread, json_response, read_body, record_of, using
 from jaxinfer.server.params import tokenize_ids
 from jaxinfer.server.service import Service
@@ -45,10 +45,12 @@ async def detokenize(request: Request, service: Service) -> Response:
 async def tokenizer_info(request: Request, service: Service) -> Response:
     """The special tokens and the chat template, by which a client such as lm-eval needs no tokenizer of its own."""
     service.check_accepts()
-    with await service.models.acquire(request.query_params.get("model")) as model:
-        with client_errors():
-            tokenizer = model.llm.get_tokenizer()
-        ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
-        tokens = {name: None if one is None else tokenizer.id_to_token(one) for name, one in ids.items()}
-        about = {"chat_template": tokenizer.chat_template, "model_max_length": model.llm.max_model_len}
-        return json_response({**tokens, **about})
+    model = await service.models.find(request.query_params.get("model"))
+    if model.state != "ready":  # any web page can make a browser send a GET: it loads nothing
+        raise APIError(409, f"{model.name} is not loaded: POST /models/load", param="model", code="model_not_loaded")
+    with client_errors():
+        tokenizer = model.llm.get_tokenizer()
+    ids = {name: getattr(tokenizer, f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    tokens = {name: None if one is None else tokenizer.id_to_token(one) for name, one in ids.items()}
+    about = {"chat_template": tokenizer.chat_template, "model_max_length": model.llm.max_model_len}
+    return json_response({**tokens, **about})

@@ -8,6 +8,7 @@ import threading
 from typer.testing import CliRunner
 
 from jaxinfer.cli.main import app
+from tests.cli.conftest import write_checkpoint
 
 
 def run(*arguments):
@@ -40,6 +41,15 @@ def test_options_of_several_models_are_checked():
     found = run("--model", "no/such-model")
     assert (found.exit_code, "no/such-model is not on this machine" in found.output) == (2, True)
     assert "--served-model-name is for one model" in run("--model", "demo", "--served-model-name", "x").output
+    for flag, value in {"--pin": "demo", "--model-memory": "1GiB", "--keep-alive": "5m"}.items():
+        found = run("demo", flag, value)
+        assert (found.exit_code, f"{flag} is for several models: add --model" in found.output) == (2, True)
+
+
+def test_a_pinned_model_is_one_that_can_be_named(tmp_path):
+    folder = write_checkpoint(tmp_path / "own")
+    found = run("--pin", str(folder))
+    assert (found.exit_code, "requests cannot name it; add --model" in found.output) == (2, True)
 
 
 STATUS = {
