@@ -613,6 +613,22 @@ MANY = (
         "a request for another model waits for as long as the busy ones have work",
     ),
     Fault(
+        "server/a-name-is-loaded-as-it-was-meant-before",
+        "jaxinfer/server/pool.py",
+        "        model.source, model.names = source, list(source.names)\n",
+        "",
+        ("tests/server/test_models.py::test_names_of_one_model_may_come_to_mean_others",),
+        "a request for a repository is answered by the model that an alias of it was changed to",
+    ),
+    Fault(
+        "server/a-second-stop-waits-for-ever",
+        "jaxinfer/server/pool.py",
+        "                    continue  # it may have changed while others held the lock\n",
+        "",
+        ("tests/server/test_models.py::test_two_stops_of_a_model_while_another_is_loaded",),
+        "jaxinfer stop hangs although the model has been unloaded",
+    ),
+    Fault(
         "server/ollama-options-are-dropped",
         "jaxinfer/server/ollama.py",
         "if value is not None and value not in neutral:\n            why",
