@@ -121,6 +121,11 @@ class Checkpoint(Closable, ABC):
         self.requantize_errors: dict[str, float] = {}
         self._executor: ThreadPoolExecutor | None = None
 
+    def check_head(self) -> None:
+        """Raises CheckpointError for a model without a head, which no written checkpoint could be told to be."""
+        if self.is_headless:
+            raise CheckpointError(self.directory, "its model has no head: only models that generate are written")
+
     @abstractmethod
     def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
         """A parameter as host arrays: the given parts of a dense one (the whole if none are given), or a quantized one

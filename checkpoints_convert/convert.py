@@ -115,6 +115,7 @@ def convert(
         open_checkpoint(directory, dtype=dtype, measure_casts=True, requantize=requantize) as source,
         Progress(progress, source.num_bytes(), "converting") as bar,
     ):
+        source.check_head()
         companions: Companions = source.companions(with_tokenizer=tokenizer is None)
         if tokenizer is not None:
             companions = with_tokenizer_of(companions, tokenizer)

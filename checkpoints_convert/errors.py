@@ -32,3 +32,7 @@ def shortened(text: str) -> str:
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """No checkpoint under that name: a missing directory, an unknown hub id, or one that could not be fetched."""
+
+
+class HubUnreachableError(CheckpointNotFoundError):
+    """The hub could not be asked: there is no network."""

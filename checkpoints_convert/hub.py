@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from fnmatch import translate
 from pathlib import Path
 
-from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError
+from checkpoints_convert.errors import CheckpointError, CheckpointNotFoundError, HubUnreachableError
 from checkpoints_convert.files import (
     COMPANION_FILES,
     CONFIG,
@@ -215,7 +215,7 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
     except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub gave {_first_line(error)}"
         if not constants.HF_HUB_OFFLINE and _has_no_connection(error):
-            raise CheckpointNotFoundError(repo_id, _NO_NETWORK) from None
+            raise HubUnreachableError(repo_id, _NO_NETWORK) from None
         raise CheckpointNotFoundError(repo_id, f"is not in the local cache, and {reason}") from None
     except errors.HfHubHTTPError as error:
         raise CheckpointNotFoundError(repo_id, f"the hub answered: {_first_line(error)}") from None
@@ -223,7 +223,7 @@ def explained(repo_id: str, revision: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         if _has_no_connection(error):
-            raise CheckpointNotFoundError(repo_id, _NO_NETWORK) from None
+            raise HubUnreachableError(repo_id, _NO_NETWORK) from None
         if isinstance(error, OSError):
             raise CheckpointNotFoundError(repo_id, f"could not be fetched: {_first_line(error)}") from None
         raise

@@ -62,7 +62,7 @@ def checked_options(model: Any, options: Mapping[str, Any]) -> LLMOptions:
     elsewhere = {"SamplingParams, which generate takes": [name for name in _SAMPLING_NAMES if name not in known]}
     given = translated("LLM", options, known, "LLM has no argument {}", elsewhere)
     for name, value in alias_options(model).items() if isinstance(model, str) else ():
-        if given.get(name) is None and not (name == "quantize" and given.get("requantize") is not None):
+        if name not in given and not (name == "quantize" and given.get("requantize") is not None):
             given[name] = value
     return LLMOptions(**given)
 

@@ -25,6 +25,7 @@ from jaxinfer.store import FoundModel, StoreError, find_model
 from jaxinfer.text import Tokenizer, TokenizerNotFoundError, check_same_tokens, tokenizer_files_of
 
 DEFAULT_MAX_MODEL_LEN = 4096
+OF_ALIAS = "as the alias says"
 LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | None]
 
 
@@ -91,7 +92,7 @@ def load_model(
     tokenizer: Tokenizer | str | Path | None = None,
     dtype: str = "auto",
     revision: str | None = None,
-    quantize: str | None = None,
+    quantize: str | None = OF_ALIAS,
     requantize: str | None = None,
     quantization: str | None = None,
     verify: bool | None = None,
@@ -100,13 +101,16 @@ def load_model(
     """Loads what `find_model` finds, as its alias says, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
 
-    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read;
+    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read (None: not;
+    by default as the model's alias says);
     `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in `checkpoints_convert.load`;
     `quantization` names the quantized format that its files have to be in.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
     """
+    named = None if isinstance(model, tuple) else find_model(model, revision)
+    quantize = _recipe(quantize, requantize, named)
     chosen = None if quantize is None else Selection(quantize)
     if isinstance(model, tuple):
         if requantize is not None:
@@ -118,7 +122,8 @@ def load_model(
     else:
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
-        found = _read(find_model(model, revision), dtype, chosen, mesh, opening=opening, **needed)
+        assert named is not None
+        found = _read(named, dtype, chosen, mesh, opening=opening, **needed)
     params = found.params
     if jax.default_backend() == "gpu" and mesh is None:
         params = outputs_together(params, donate=found.is_owned)
@@ -169,8 +174,6 @@ def _read(
 
     name, path = named.name, named.path
     assert path is not None
-    if chosen is None and "quantize" in named.options and opening["requantize"] is None:
-        chosen = Selection(named.options["quantize"])
     if dtype == "auto" and jax.default_backend() == "cpu":
         dtype = "float32"
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
@@ -203,6 +206,13 @@ def _read(
         )
 
 
+def _recipe(quantize: str | None, requantize: str | None, named: FoundModel | None) -> str | None:
+    """What weights are rounded to: as is asked for, or else as the model's alias says."""
+    if quantize != OF_ALIAS:
+        return quantize
+    return None if named is None or requantize is not None else named.options.get("quantize")
+
+
 def _alias_sampling(named: FoundModel) -> dict[str, Any]:
     """The alias's fields of `SamplingParams`. Raises StoreError for what is none."""
     try:
@@ -217,7 +227,7 @@ def load_shapes(
     *,
     dtype: str = "auto",
     revision: str | None = None,
-    quantize: str | None = None,
+    quantize: str | None = OF_ALIAS,
     requantize: str | None = None,
 ) -> tuple[ModelConfig, Params]:
     """What `load_model` would load for a TPU or GPU, as `jax.ShapeDtypeStruct`s: from configuration and headers alone.
@@ -229,9 +239,7 @@ def load_shapes(
     named = find_model(model, revision, fetch=False)
     source, revision = named.source
     config, params = checkpoints_convert.abstract(source, dtype=dtype, revision=revision, requantize=requantize)
-    if quantize is None and requantize is None:
-        quantize = named.options.get("quantize")
-    if quantize is not None:
+    if (quantize := _recipe(quantize, requantize, named)) is not None:
         params = jax.eval_shape(partial(quantize_params, how=Selection(quantize).recipe), params)
     return config, params
 

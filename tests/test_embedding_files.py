@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from checkpoints_convert import convert
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import companion_files
 from checkpoints_convert.huggingface.config import is_headless, model_config
@@ -67,6 +68,14 @@ def test_modules_that_are_not_supported_are_refused(tmp_path, modules, message):
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with pytest.raises(ValueError, match=message):
         read_embedding_config(tmp_path)
+
+
+def test_models_without_a_head_are_not_written(tmp_path):
+    """What is written could not be told to have none."""
+    source = write(tmp_path / "source", CASES["mistral_last"])
+    with pytest.raises(CheckpointError, match="its model has no head"):
+        convert(source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
 
 
 def test_attention_in_both_directions_is_refused(tmp_path):

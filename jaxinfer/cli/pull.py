@@ -35,10 +35,10 @@ def pull(options: PullOptions) -> None:
     are downloaded: never pickles, never code. A model is then used as it was pulled, without asking the hub; pulling it
     again brings what has changed. HF_TOKEN, HF_HOME and HF_ENDPOINT have the meaning of huggingface_hub.
     """
-    from jaxinfer.store import prepare
+    from jaxinfer.store import alias_options, prepare
 
     download = prepare(options.name, options.revision)
-    fit = fits_here(download)
+    fit = fits_here(download, alias_options(options.name).get("quantize"))
     if not options.as_json:
         write_text(sentence_of(download) + "\n" + (f"{fit['text']}\n" if fit is not None else ""))
     pulled = None if options.dry_run else download.fetch()
@@ -69,8 +69,9 @@ def sentence_of(download: "Download") -> str:
     return f"{download.name}: {files}, {format_bytes(download.num_bytes)}, {left}{license}"
 
 
-def fits_here(download: "Download") -> dict[str, Any] | None:
-    """Whether the model fits this machine, by counting, and which quantization makes it fit: a sentence as "text".
+def fits_here(download: "Download", quantize: str | None = None) -> dict[str, Any] | None:
+    """Whether the model, with `quantize`, fits this machine, by counting, and which quantization makes it fit: a
+    sentence as "text".
 
     None where it cannot be told: for GGUF files, whose headers are not here, and where no device can be opened.
     """
@@ -87,7 +88,7 @@ def fits_here(download: "Download") -> dict[str, Any] | None:
             # A CPU computes in float32.
             model = str(download.name.at(download.commit))
             dtype = "float32" if jax.default_backend() == "cpu" else "auto"
-            config, params = load_shapes(model, dtype=dtype)
+            config, params = load_shapes(model, dtype=dtype, quantize=quantize)
             plan = plan_here(model, config, params)
             if plan is None:
                 return None

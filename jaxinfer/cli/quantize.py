@@ -126,6 +126,7 @@ def quantize(
     check_destination(destination, overwrite=options.overwrite, source=path)
     work = destination.with_name(destination.name + ".quantizing")
     with open_checkpoint(path) as opened:
+        opened.check_head()
         companions = opened.companions()  # as they are now: one that is gone when it is copied is an error
         with CalibrationJournal(work / "layers") as journal, Stage("preparing"):
             check_not_quantized(opened)

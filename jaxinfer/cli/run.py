@@ -58,7 +58,13 @@ def run(model_options: RunModelOptions, sampling_options: SamplingOptions, optio
 
 
 def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | None, options: RunOptions) -> int:
-    _have(model_options.model, model_options.revision, options.yes)
+    from jaxinfer.store import alias_options
+
+    settings = alias_options(model_options.model)
+    _have(model_options.model, model_options.revision, options.yes, model_options.quantize or settings.get("quantize"))
+    draft = model_options.draft or settings.get("draft")
+    if draft is not None and draft != "ngram" and not draft.startswith("layers:"):
+        _have(draft, None, options.yes)
     if prompt is None:
         return talk(model_options, values, options.system, as_json=options.as_json)
     with open_llm(model_options, max_seqs=1) as llm:
@@ -71,8 +77,8 @@ def _run(model_options: RunModelOptions, values: dict[str, Any], prompt: str | N
     return OK
 
 
-def _have(model: str, revision: str | None, is_agreed: bool) -> None:
-    """Pulls the model if it is not here. Raises UsageError if that is not agreed to."""
+def _have(model: str, revision: str | None, is_agreed: bool, quantize: str | None = None) -> None:
+    """Pulls the model, which `quantize` is for, if it is not here. Raises UsageError if that is not agreed to."""
     from jaxinfer.store import find_model, prepare
     from jaxinfer.store.pulled import is_offline
 
@@ -82,7 +88,7 @@ def _have(model: str, revision: str | None, is_agreed: bool) -> None:
         find_model(model, revision)  # it may be in the hub's cache; raises if it is not
         return
     download = prepare(model, revision)
-    fit = fits_here(download)
+    fit = fits_here(download, quantize)
     say(sentence_of(download) + (f"\n{fit['text']}" if fit is not None else ""))
     if not is_agreed:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):

@@ -59,7 +59,7 @@ def parse_hub_name(name: str, revision: str | None = None) -> HubName | None:
     Raises StoreError for two revisions.
     """
     match = _HUB_NAME.fullmatch(name)
-    if match is None or ".." in name or name.endswith(("/", ".safetensors", ".bin", ".pt")):
+    if match is None or ".." in name or "://" in name or name.endswith(("/", ".safetensors", ".bin", ".pt")):
         return None
     if match["first"] and match["last"]:
         return None
@@ -170,16 +170,26 @@ def _resolved(model: str | Path, revision: str | None) -> Path:
 
 
 def _in_hub(name: str, hub: HubName, offline: bool, fetch: bool) -> FoundModel:
+    from checkpoints_convert.errors import CheckpointNotFoundError, HubUnreachableError
+    from checkpoints_convert.hub import cached
+
     pulled = find_pulled(hub)
     if pulled is None and fetch and not offline:
-        pulled = prepare_download(hub).fetch()
+        try:
+            pulled = prepare_download(hub).fetch()
+        except HubUnreachableError as error:
+            if hub.variant is not None:
+                raise
+            try:  # another tool may have downloaded it
+                path = cached(hub.repository, hub.revision)
+            except CheckpointNotFoundError:
+                raise error from None
+            return FoundModel(name, path, replace(hub, revision=path.name))
     if pulled is not None:
         return FoundModel(name, pulled.path, replace(hub, revision=pulled.commit))
     if not fetch:
         return FoundModel(name, None, hub)
     if hub.variant is not None:
         raise UnknownModelError(f"{name} was not pulled, and the hub is not to be asked (offline)")
-    from checkpoints_convert.hub import cached
-
     path = cached(hub.repository, hub.revision)
     return FoundModel(name, path, replace(hub, revision=path.name))

@@ -2,7 +2,9 @@
 
 import tomllib
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants, hf_api
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -89,7 +91,11 @@ def test_what_is_given_wins_over_an_alias(model):
     write_alias(Alias("small", model, draft="ngram", system="Be brief."))
     assert checked_options("small", {"num_draft_tokens": 2}).draft == "ngram"
     assert checked_options("small", {"draft": "layers:1"}).draft == "layers:1"
+    assert checked_options("small", {"draft": None}).draft is None
     assert checked_options(model, {}).draft is None
+    write_alias(Alias("rounded", model, quantize="int8"))
+    assert describe(load_shapes("rounded")[1])
+    assert not describe(load_shapes("rounded", quantize=None)[1])
     with LLM("small") as llm:
         assert llm.engine.spec.draft is not None
         template = llm.tokenizer.apply_chat_template
@@ -153,6 +159,24 @@ values = texts | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_
 def test_what_is_written_to_toml_is_read_back(plain, table):
     data = {**plain, **({"sampling": table} if table else {})}
     assert tomllib.loads(toml_text(data)) == data
+
+
+def test_what_another_tool_downloaded_is_used_without_a_network(hub, monkeypatch):
+    huggingface_hub.snapshot_download(REPOSITORY)
+    commit = find_model(REPOSITORY, offline=True).hub.revision
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(hf_api.api, "endpoint", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    found = find_model(REPOSITORY)
+    assert found.hub.revision == commit
+    assert (found.path / "config.json").is_file()
+    with pytest.raises(ValueError, match="no network"):
+        find_model("someone/else")
+
+
+def test_a_url_is_no_name_of_the_hub():
+    assert parse_hub_name("gs://bucket/model") is None
+    assert parse_hub_name("memory://model") is None
 
 
 def test_a_copy_keeps_its_commit(hub, files):

@@ -15,6 +15,10 @@ from tests.server.process import Process
 
 HERE = Path(__file__).parent
 NUM_CALLS, NUM_EXAMPLES = 10_000, 1050  # of all routes; of each, beside those for its boundaries
+GENERATING = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
+    *("/tokenize", "/detokenize"),
+)
 ENVIRONMENTS = {name: HERE.parents[2] / f".venv-{name}" / "bin" / "python" for name in ("clients", "litellm")}
 
 pytestmark = [pytest.mark.slow, pytest.mark.clients]
@@ -138,5 +142,7 @@ def test_calls_of_schemathesis_are_answered_as_described(server, tmp_path):
     assert sum(answered.values()) >= num_calls
     assert [key for key in answered if key[1] >= 500] == []
     for path in posts:
-        assert answered[path, 200] >= 100, path
+        assert sum(count for (one, _), count in answered.items() if one == path) >= 100, path
+        # Others need the name of a model, which random texts are not, or one that embeds.
+        assert path not in GENERATING or answered[path, 200] >= 100, path
         assert sum(count for (route, code), count in answered.items() if route == path and code >= 400) >= 100, path
