@@ -101,28 +101,25 @@ def load_model(
     """Loads what `find_model` finds, as its alias says, or checks live `(ModelConfig, params[, tokenizer])`.
     With a mesh the parameters lie there, and the configuration is as `fit_to_mesh` makes it.
 
-    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read (None: not;
-    by default as the model's alias says);
-    `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in `checkpoints_convert.load`;
-    `quantization` names the quantized format that its files have to be in.
+    With `quantize`, the name of a `Recipe`, the weights of linear layers are rounded to it as they are read; None for
+    none, whatever the alias says. `requantize` is for what a GGUF file quantized, `verify` for checksums, both as in
+    `checkpoints_convert.load`; `quantization` names the quantized format that its files have to be in.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing or broken, with file and tensor; warns of
     generation_config settings that are not applied.
     """
-    named = None if isinstance(model, tuple) else find_model(model, revision)
-    quantize = _recipe(quantize, requantize, named)
-    chosen = None if quantize is None else Selection(quantize)
     if isinstance(model, tuple):
         if requantize is not None:
             raise ValueError("requantize is for GGUF files, not for live parameters")
         if verify:
             raise ValueError("verify is for the files of a checkpoint, not for live parameters")
         check_format(quantization, None, "a live model")
-        found = _live(model, dtype, chosen, mesh)
+        found = _live(model, dtype, _selection(quantize, {}), mesh)
     else:
+        named = find_model(model, revision)
+        chosen = _selection(quantize, {} if requantize else named.options)
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
-        assert named is not None
         found = _read(named, dtype, chosen, mesh, opening=opening, **needed)
     params = found.params
     if jax.default_backend() == "gpu" and mesh is None:
@@ -206,11 +203,10 @@ def _read(
         )
 
 
-def _recipe(quantize: str | None, requantize: str | None, named: FoundModel | None) -> str | None:
-    """What weights are rounded to: as is asked for, or else as the model's alias says."""
-    if quantize != OF_ALIAS:
-        return quantize
-    return None if named is None or requantize is not None else named.options.get("quantize")
+def _selection(quantize: str | None, settings: Mapping[str, str]) -> Selection | None:
+    """What weights are rounded to: as is asked for, or else as the alias's settings say."""
+    name = settings.get("quantize") if quantize == OF_ALIAS else quantize
+    return None if name is None else Selection(name)
 
 
 def _alias_sampling(named: FoundModel) -> dict[str, Any]:
@@ -239,8 +235,8 @@ def load_shapes(
     named = find_model(model, revision, fetch=False)
     source, revision = named.source
     config, params = checkpoints_convert.abstract(source, dtype=dtype, revision=revision, requantize=requantize)
-    if (quantize := _recipe(quantize, requantize, named)) is not None:
-        params = jax.eval_shape(partial(quantize_params, how=Selection(quantize).recipe), params)
+    if (chosen := _selection(quantize, {} if requantize else named.options)) is not None:
+        params = jax.eval_shape(partial(quantize_params, how=chosen.recipe), params)
     return config, params
 
 

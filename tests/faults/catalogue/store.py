@@ -38,7 +38,7 @@ FAULTS = (
     Fault(
         "store/an-alias-wins-over-what-is-given",
         "jaxinfer/llm_arguments.py",
-        "if given.get(name) is None and",
+        "if name not in given and",
         "if True and",
         ("tests/store/test_names.py::test_what_is_given_wins_over_an_alias",),
         "--draft is ignored where an alias has one",
