@@ -4,6 +4,7 @@ import json
 import math
 import re
 import tomllib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from jaxinfer.checks import did_you_mean
 from jaxinfer.data import EMBEDDED
 from jaxinfer.files import write_text_atomically
-from jaxinfer.store.pulled import StoreError, home
+from jaxinfer.store.pulled import StoreError, home, lock_aliases
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\-]*(:[A-Za-z0-9_.\-]+)?")
 _MAX_LENGTH = 120
@@ -64,6 +65,11 @@ def is_alias_name(name: str) -> bool:
     )
 
 
+def is_alias(name: str) -> bool:
+    """Whether there is an alias of that name; its file may be broken."""
+    return is_alias_name(name) and alias_path(name).exists()
+
+
 def read_alias(name: str) -> Alias | None:
     """The alias of that name, or None. Raises StoreError for a file that is not one, with the key."""
     if not is_alias_name(name):
@@ -108,13 +114,25 @@ def _check_sampling(alias: Alias, where: str | Path) -> None:
 
 
 def aliases() -> list[Alias]:
-    """All aliases, by name. Raises StoreError for a file that is not one."""
-    names = [path.name.removesuffix(_SUFFIX) for path in sorted((home() / "aliases").glob(f"*{_SUFFIX}"))]
-    return [alias for name in names if (alias := read_alias(name)) is not None]
+    """All aliases, by name. A file that is not one is left out, with a warning."""
+    found = []
+    for path in sorted((home() / "aliases").glob(f"*{_SUFFIX}")):
+        name = path.name.removesuffix(_SUFFIX)
+        try:
+            alias = read_alias(name)
+        except StoreError as error:
+            warnings.warn(f"{error}: the alias is left out; jaxinfer rm {name} removes it", stacklevel=2)
+            continue
+        if alias is not None:
+            found.append(alias)
+    return found
 
 
 def write_alias(alias: Alias, *, overwrite: bool = False) -> Path:
-    """Writes an alias's file. Raises StoreError for a name that cannot be one, or that is taken."""
+    """Writes an alias's file.
+
+    Raises StoreError for a name that cannot be one, or that is taken, and for a model that is an alias of this one.
+    """
     if not is_alias_name(alias.name):
         raise StoreError(
             f"{alias.name!r} cannot be an alias: letters, digits, - _ and . with at most one colon, such as coder or "
@@ -129,20 +147,51 @@ def write_alias(alias: Alias, *, overwrite: bool = False) -> Path:
             recipe(alias.quantize)
         except ValueError as error:
             raise StoreError(f"{alias.name}: quantize: {error}") from None
-    if path.exists() and not overwrite:
-        raise StoreError(f"the alias {alias.name} exists already: --overwrite replaces it, or jaxinfer rm {alias.name}")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_text_atomically(path, toml_text(alias.to_dict()))
+    text = toml_text(alias.to_dict())
+    with lock_aliases():
+        if path.exists() and not overwrite:
+            message = f"the alias {alias.name} exists already: --overwrite replaces it, or jaxinfer rm {alias.name}"
+            raise StoreError(message)
+        _check_cycle(alias)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_text_atomically(path, text)
     return path
 
 
-def toml_text(data: Mapping[str, Any]) -> str:
-    """A table of texts, numbers and lists, and of such tables, in TOML. Raises StoreError for other values."""
-    plain = {key: value for key, value in data.items() if not isinstance(value, Mapping)}
+def _check_cycle(alias: Alias) -> None:
+    """Raises StoreError for an alias that stands for itself, by way of others too."""
+    names, model = [alias.name], alias.model
+    while model not in names[1:]:
+        names.append(model)
+        if model == alias.name:
+            raise StoreError(f"the aliases {' -> '.join(names)} never come to a model")
+        inner = read_alias(model)
+        if inner is None:
+            return
+        model = inner.model
+
+
+def remove_alias(name: str) -> bool:
+    """Removes an alias's file, also a broken one; returns whether there was one."""
+    if not is_alias(name):
+        return False
+    with lock_aliases():
+        was_there = is_alias(name)
+        alias_path(name).unlink(missing_ok=True)
+    return was_there
+
+
+def toml_text(data: Mapping[Any, Any], within: str = "") -> str:
+    """A table of texts, numbers and lists, and of such tables, in TOML; numbers as keys become texts.
+
+    Raises StoreError for other values.
+    """
+    plain = {str(key): value for key, value in data.items() if not isinstance(value, Mapping)}
     lines = [f"{_key(key)} = {_value(key, value)}\n" for key, value in plain.items() if value is not None]
     for key, table in data.items():
         if isinstance(table, Mapping):
-            lines += [f"\n[{_key(key)}]\n", toml_text(table)]
+            path = within + _key(str(key))
+            lines += [f"\n[{path}]\n", toml_text(table, f"{path}.")]
     return "".join(lines)
 
 

@@ -37,7 +37,7 @@ class StoredModel:
 def list_models() -> tuple[StoredModel, ...]:
     """Pulled models, aliases of models that are here, and embedded models. None of them lacks a file.
 
-    Raises StoreError for a manifest or an alias that cannot be read.
+    An alias that cannot be read is left out, with a warning. Raises StoreError for such a manifest.
     """
     found = []
     newest: set[str] = set()
@@ -110,7 +110,9 @@ def pin_model(model: str) -> tuple[str, str | None]:
         return model, None
     found = find_model(model, fetch=False)
     if found.hub is not None and found.path is not None:
-        return str(HubName(found.hub.repository, variant=found.hub.variant)), found.hub.revision
+        pulled = find_pulled(found.hub)
+        variant = found.hub.variant if pulled is None else pulled.variant
+        return str(HubName(found.hub.repository, variant=variant)), found.hub.revision
     if found.path is None:
         raise UnknownModelError(f"{model} is not here: jaxinfer pull {model}")
     is_file = Path(model).expanduser().exists()
@@ -202,8 +204,7 @@ def disk_usage() -> list[dict[str, Any]]:
         repository = folder.name.removeprefix("models--").replace("--", "/")
         own = [one for one in models if one.repository == repository]
         used = {(one.snapshot / file.name).resolve(): file.num_bytes for one in own for file in one.files}
-        partial = sum(path.stat().st_size for path in (folder / "blobs").glob("*.incomplete"))
-        total = folder_bytes(folder)
+        partial, total = folder_bytes(folder / "blobs", ".incomplete"), folder_bytes(folder)
         found.append(
             {
                 "repository": repository,

@@ -87,15 +87,21 @@ def find_model(
     if (path := embedded_path(name)) is not None:
         return FoundModel(name, path)
     alias = _whole_alias(name)
-    if alias is not None:
-        if revision is not None and alias.revision is not None:
-            raise StoreError(f"revision={revision!r} is for repositories, and {name} is an alias")
-        found = find_model(alias.model, revision or alias.revision, offline=offline, fetch=fetch)
-        return replace(found, name=name, options=alias.options, sampling=alias.sampling, system=alias.system)
-    hub = None if _exists(name) else parse_hub_name(name, revision)
-    if hub is None:
-        return FoundModel(name, _resolved(name, revision))
-    return _in_hub(name, hub, is_offline() if offline is None else offline, fetch)
+    if alias is None:
+        hub = _repository(name, revision)
+        if hub is None:
+            return FoundModel(name, _resolved(name, revision))
+        return _in_hub(name, hub, is_offline() if offline is None else offline, fetch)
+    if alias.revision is None:
+        found = find_model(alias.model, revision, offline=offline, fetch=fetch)
+    elif revision is not None:
+        raise StoreError(f"revision={revision!r} is for repositories, and {name} is an alias")
+    else:
+        hub = _repository(alias.model, alias.revision, is_pinned=True)
+        if hub is None:
+            raise StoreError(f"the alias {name} has a revision, and its model {alias.model} is no repository's name")
+        found = _in_hub(alias.model, hub, is_offline() if offline is None else offline, fetch)
+    return replace(found, name=name, options=alias.options, sampling=alias.sampling, system=alias.system)
 
 
 def alias_options(model: str) -> Mapping[str, str]:
@@ -124,7 +130,8 @@ def prepare(model: str, revision: str | None = None) -> Download:
         raise StoreError(f"{model} is a part of jaxinfer: it need not be pulled")
     alias = _whole_alias(model)
     name = model if alias is None else alias.model
-    hub = None if _exists(name) else parse_hub_name(name, revision or (None if alias is None else alias.revision))
+    own = None if alias is None else alias.revision
+    hub = _repository(name, revision or own, is_pinned=own is not None)
     if hub is None:
         here = "is on this machine already" if _exists(name) else "is not of the form user/model[:variant][@revision]"
         raise StoreError(f"{name} {here}: repositories of the hub are pulled")
@@ -157,6 +164,11 @@ def _whole_alias(name: str) -> Alias | None:
             revision=alias.revision or inner.revision,
         )
     return alias
+
+
+def _repository(name: str, revision: str | None, *, is_pinned: bool = False) -> HubName | None:
+    """The repository of that name, if there is no file or folder of it. The name of a pinned alias always is one's."""
+    return None if not is_pinned and _exists(name) else parse_hub_name(name, revision)
 
 
 def _exists(name: str) -> bool:

@@ -18,6 +18,8 @@ from jaxinfer.store.pulled import (
     PulledFile,
     PulledModel,
     StoreError,
+    find_pulled,
+    gguf_name,
     hub_cache,
     lock_repository,
     pulled_models,
@@ -84,7 +86,7 @@ class Download:
         """Writes the manifest, if all files are there."""
         model = PulledModel(
             self.name.repository,
-            self.name.revision,
+            self._revisions(),
             self.commit,
             self.files,
             time.time(),
@@ -96,6 +98,18 @@ class Download:
         set_reference(self.name, self.commit)
         write_manifest(model)
         return model
+
+    def _revisions(self) -> tuple[str, ...]:
+        """That of the name, and those by which the commit was pulled before, if no newer commit has them. The commit
+        itself is one only without any other."""
+        former = pulled_models(self.name.repository)
+        names = [self.name.revision]
+        for one in former:
+            if one.commit == self.commit and one.variant == self.name.variant:
+                for revision in one.revisions:
+                    if find_pulled(replace(self.name, revision=revision)) == one:
+                        names.append(revision)
+        return tuple(dict.fromkeys(name for name in names if name != self.commit)) or (self.commit,)
 
 
 def _checked(name: HubName) -> frozenset[str]:
@@ -120,7 +134,8 @@ def prepare_download(name: HubName) -> Download:
     every = tuple(_file(one) for one in info.siblings or ())
     license = getattr(info.card_data, "license", None) if info.card_data is not None else None
     if name.variant is not None:
-        files = _gguf_files(name, every)
+        variant, files = _gguf_files(name, every)
+        name = replace(name, variant=variant)
     else:
         files = _checkpoint_files(name, info.sha, every)
     return Download(name, info.sha, files, missing_bytes(name, files), str(license) if license else None)
@@ -199,22 +214,18 @@ def _variants(every: Sequence[PulledFile]) -> dict[str, list[PulledFile]]:
     return found
 
 
-def _gguf_files(name: HubName, every: Sequence[PulledFile]) -> tuple[PulledFile, ...]:
-    """The parts of one GGUF checkpoint: that of a quantization such as Q4_K_M, or of a file's name."""
+def _gguf_files(name: HubName, every: Sequence[PulledFile]) -> tuple[str, tuple[PulledFile, ...]]:
+    """One GGUF checkpoint, by its quantization such as Q4_K_M or by a file's name: the variant, and its parts."""
     from checkpoints_convert import CheckpointError
 
-    wanted = str(name.variant).removesuffix(".gguf").lower()
     variants = _variants(every)
-    found = [
-        files
-        for variant, files in variants.items()
-        if wanted in (variant.lower(), re.sub(r"-\d{5}-of-\d{5}$", "", files[0].name.removesuffix(".gguf")).lower())
-    ]
+    wanted = gguf_name(str(name.variant))
+    found = [key for key, files in variants.items() if wanted in (gguf_name(key), gguf_name(files[0].name))]
     if not found:
         shown = ", ".join(list(variants)[:_NUM_SHOWN]) or "no GGUF file"
         raise CheckpointError(name.repository, f"the repository has no {name.variant}; it has {shown}")
-    files = found[0]
+    files = variants[found[0]]
     match = re.search(r"-of-(\d{5})\.gguf$", files[0].name)
     if match and len(files) != int(match[1]):
-        raise CheckpointError(name.repository, f"has {len(files)} of the {int(match[1])} parts of {name.variant}")
-    return tuple(files)
+        raise CheckpointError(name.repository, f"has {len(files)} of the {int(match[1])} parts of {found[0]}")
+    return found[0], tuple(files)

@@ -65,12 +65,12 @@ class PulledModel:
     """A manifest. The model is complete: all files were there, with the checksums of the hub, when it was written.
 
     Attributes:
-      repository, revision, variant: as of `HubName`. commit: what the revision was when it was pulled.
+      repository, variant: as of `HubName`. revisions: those by which it was pulled. commit: what they were then.
       files: all of the model's files. pulled_at: seconds since 1970. license: as its page says.
     """
 
     repository: str
-    revision: str
+    revisions: tuple[str, ...]
     commit: str
     files: tuple[PulledFile, ...]
     pulled_at: float
@@ -79,7 +79,8 @@ class PulledModel:
 
     @property
     def name(self) -> str:
-        return str(HubName(self.repository, self.revision, self.variant))
+        revision = MAIN if MAIN in self.revisions else self.revisions[0]
+        return str(HubName(self.repository, revision, self.variant))
 
     @property
     def pinned_name(self) -> str:
@@ -102,6 +103,16 @@ class PulledModel:
     def pulled_on(self) -> str:
         return datetime.fromtimestamp(self.pulled_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
+    def is_revision(self, revision: str) -> bool:
+        """Whether the commit is, or was when it was pulled, of that name."""
+        return revision == self.commit or revision in self.revisions
+
+    def is_variant(self, variant: str | None) -> bool:
+        """Whether users may call the variant so: by its quantization or its file, in upper or lower case."""
+        if variant is None or self.variant is None:
+            return variant is self.variant
+        return gguf_name(variant) in (gguf_name(self.variant), gguf_name(self.files[0].name))
+
     def missing(self) -> list[str]:
         """Files that are not there, or that have another size."""
         return [file.name for file in self.files if _size(self.snapshot / file.name) != file.num_bytes]
@@ -110,6 +121,11 @@ class PulledModel:
     def manifest(self) -> Path:
         variant = "" if self.variant is None else f".{self.variant}"
         return manifests_of(self.repository) / f"{self.commit}{variant.replace('/', '--')}.json"
+
+
+def gguf_name(name: str) -> str:
+    """The name of a GGUF file, or of a variant, without the number of its part and in lower case."""
+    return re.sub(r"-\d{5}-of-\d{5}$", "", name.lower().removesuffix(".gguf"))
 
 
 def _size(path: Path) -> int | None:
@@ -168,15 +184,16 @@ def write_manifest(model: PulledModel) -> None:
     write_text_atomically(path, json.dumps({"version": _VERSION, **asdict(model)}, indent=1) + "\n")
 
 
-def pulled_models(repository: str | None = None) -> list[PulledModel]:
-    """All manifests, or those of a repository, the newest first. Those of models that are not complete are left out.
+def pulled_models(repository: str | None = None, *, is_complete: bool = True) -> list[PulledModel]:
+    """All manifests, or those of a repository, the newest first. Models that lack a file are left out if `is_complete`.
 
     Raises StoreError for a manifest that is no such file.
     """
     folder = home() / "manifests" if repository is None else manifests_of(repository)
     pattern = "*/*.json" if repository is None else "*.json"
     found = [model for path in sorted(folder.glob(pattern)) if (model := _read(path)) is not None]
-    return sorted((one for one in found if not one.missing()), key=lambda one: -one.pulled_at)
+    whole = [one for one in found if not (is_complete and one.missing())]
+    return sorted(whole, key=lambda one: -one.pulled_at)
 
 
 def _read(path: Path) -> PulledModel | None:
@@ -186,19 +203,21 @@ def _read(path: Path) -> PulledModel | None:
         if data.pop("version") != _VERSION:
             raise ValueError(f"version is not {_VERSION}")
         files = tuple(PulledFile(**file) for file in data.pop("files"))
-        if not files:
-            raise ValueError("no files")
-        return PulledModel(files=files, **data)
+        # The former form has one revision.
+        revisions = tuple(data.pop("revisions")) if "revisions" in data else (data.pop("revision"),)
+        if not (files and revisions):
+            raise ValueError("no files or no revisions")
+        return PulledModel(files=files, revisions=revisions, **data)
     except FileNotFoundError:  # it was removed after the folder was listed
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise StoreError(f"{path} is no manifest of a pulled model ({error}): remove it, and pull again") from None
 
 
-def find_pulled(name: HubName) -> PulledModel | None:
-    """The newest complete model of a name; a revision may also be the commit that another one was."""
-    for model in pulled_models(name.repository):
-        if model.variant == name.variant and name.revision in (model.revision, model.commit):
+def find_pulled(name: HubName, *, is_complete: bool = True) -> PulledModel | None:
+    """The newest model of a name; a revision may also be the commit that another one was."""
+    for model in pulled_models(name.repository, is_complete=is_complete):
+        if model.is_variant(name.variant) and model.is_revision(name.revision):
             return model
     return None
 
@@ -206,11 +225,24 @@ def find_pulled(name: HubName) -> PulledModel | None:
 @contextmanager
 def lock_repository(repository: str) -> Iterator[None]:
     """Held while the files of a repository are written or removed; waits for other processes."""
+    with _lock(HubName(repository).folder, f"waiting for another process that pulls or removes {repository}"):
+        yield
+
+
+@contextmanager
+def lock_aliases() -> Iterator[None]:
+    """Held while an alias is written or removed."""
+    with _lock("aliases", "waiting for another process that writes an alias"):
+        yield
+
+
+@contextmanager
+def _lock(name: str, stage: str) -> Iterator[None]:
     from huggingface_hub.utils import WeakFileLock
 
-    path = home() / "locks" / f"{HubName(repository).folder}.lock"
+    path = home() / "locks" / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with ExitStack() as stack:
-        with Stage(f"waiting for another process that pulls or removes {repository}"):
+        with Stage(stage):
             stack.enter_context(WeakFileLock(path))
         yield

@@ -1,11 +1,12 @@
 """Removing aliases, and pulled models with the files that nothing else needs."""
 
-import shutil
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxinfer.store.aliases import alias_path, aliases, read_alias
+from jaxinfer.store.aliases import aliases, is_alias, remove_alias
 from jaxinfer.store.names import UnknownModelError, parse_hub_name
 from jaxinfer.store.pulled import (
     MAIN,
@@ -15,8 +16,11 @@ from jaxinfer.store.pulled import (
     find_pulled,
     hub_cache,
     lock_repository,
+    manifests_of,
     pulled_models,
 )
+
+_OTHER_PARTS = ("trees", ".no_exist")  # what `huggingface_hub` notes of a repository beside its files
 
 
 @dataclass(frozen=True)
@@ -36,47 +40,45 @@ class Removed:
 def remove(name: str) -> Removed:
     """Removes an alias, whose model stays; or a pulled model, at the commit of the name, or all that no alias uses.
 
-    A repository in the hub's cache that was not pulled, or not to its end, is removed whole. Waits for a process that
-    pulls it. A process that has opened the files can go on reading them.
+    A repository in the hub's cache of which nothing was pulled is removed whole. Waits for processes that download
+    files of it. A process that has opened the files can go on reading them.
 
     Raises UnknownModelError for a name that is not here, StoreError where aliases use all of it.
     """
-    if read_alias(name) is not None:
-        alias_path(name).unlink(missing_ok=True)
+    if remove_alias(name):
         return Removed((name,))
     hub = parse_hub_name(name)
-    if hub is None or not (hub_cache() / hub.folder).exists():
+    if hub is None or not ((hub_cache() / hub.folder).exists() or manifests_of(hub.repository).exists()):
         raise UnknownModelError(f"{name} is not here: jaxinfer list shows what is")
     with lock_repository(hub.repository):
         return _remove_pulled(hub)
 
 
 def _remove_pulled(hub: HubName) -> Removed:
-    every = pulled_models(hub.repository)
+    every = pulled_models(hub.repository, is_complete=False)
     is_whole = hub.revision == MAIN
-    models = [
-        one for one in every if one.variant == hub.variant and (is_whole or hub.revision in (one.revision, one.commit))
-    ]
-    users = {one: users_of(one) for one in models}
-    gone = [one for one in models if not users[one]]
-    if models and not gone:
-        names = ", ".join(sorted({name for one in models for name in users[one]}))
-        raise StoreError(
-            f"{hub} is used by the aliases {names}: remove these first, jaxinfer rm {names.split(', ')[0]}"
-        )
-    if not models and (every or not is_whole or hub.variant is not None):
+    models = [one for one in every if one.is_variant(hub.variant) and (is_whole or one.is_revision(hub.revision))]
+    folder = hub_cache() / hub.folder
+    if not models and (every or not is_whole or hub.variant is not None or not folder.exists()):
         names = ", ".join(one.pinned_name for one in every)
         raise UnknownModelError(f"{hub} is not here; of {hub.repository} there are {names or 'no pulled models'}")
+    users = {one: users_of(one) for one in models}
+    gone = [one for one in models if not users[one]]
+    if not gone and (used := {name for names in users.values() for name in names} or _users_of_repository(hub, models)):
+        names = sorted(used)
+        raise StoreError(f"{hub} is used by the aliases {', '.join(names)}: remove these first, jaxinfer rm {names[0]}")
     for one in gone:  # first: what has lost a file is not listed
         one.manifest.unlink(missing_ok=True)
     kept = [one for one in every if one not in gone]
-    before = {path: path.stat().st_size for path in _blobs(gone)}
-    total = folder_bytes(hub_cache() / hub.folder)
+    before = {path: path.stat().st_size for path in _blobs(gone) if path.exists()}
+    total = folder_bytes(folder)
     if models:
-        _remove_files(hub, gone, kept)
+        _unlink_models(folder, gone, kept)
     else:
-        _remove_repository(hub)
-    freed = total - folder_bytes(hub_cache() / hub.folder)
+        _unlink_all(folder, "refs", "snapshots")
+    _remove_unlinked(folder)
+    _remove_empty(folder, [one.commit for one in gone] if models else None)
+    freed = total - folder_bytes(folder)
     kept_bytes = sum(size for path, size in before.items() if path.exists())
     kept_by = {name for names in users.values() for name in names} | (_others(kept, before) if kept_bytes else set())
     names = tuple(one.pinned_name for one in gone) or (hub.repository,)
@@ -85,16 +87,27 @@ def _remove_pulled(hub: HubName) -> Removed:
 
 def users_of(model: PulledModel) -> list[str]:
     """Aliases whose model, or whose draft, this one is."""
-    found = []
+    found = set()
+    for name, hub in _names_in_aliases():
+        if hub.repository == model.repository and model.is_variant(hub.variant):
+            named = find_pulled(hub) or find_pulled(hub, is_complete=False)
+            if named is not None and named.manifest == model.manifest:
+                found.add(name)
+    return sorted(found)
+
+
+def _users_of_repository(hub: HubName, models: list[PulledModel]) -> set[str]:
+    """Aliases of a repository of which nothing was pulled."""
+    return set() if models else {name for name, named in _names_in_aliases() if named.repository == hub.repository}
+
+
+def _names_in_aliases() -> Iterator[tuple[str, HubName]]:
+    """Names of aliases, with the repositories that they name as a model or a draft."""
     for alias in aliases():
         for name, revision in ((alias.model, alias.revision), (alias.draft or "", None)):
-            hub = None if not name or read_alias(name) is not None else parse_hub_name(name, revision)
-            if hub is None or (hub.repository, hub.variant) != (model.repository, model.variant):
-                continue
-            named = find_pulled(hub)
-            if named is not None and named.commit == model.commit:
-                found.append(alias.name)
-    return sorted(set(found))
+            hub = None if not name or is_alias(name) else parse_hub_name(name, revision)
+            if hub is not None:
+                yield alias.name, hub
 
 
 def _blobs(models: list[PulledModel]) -> set[Path]:
@@ -107,29 +120,27 @@ def _others(kept: list[PulledModel], before: dict[Path, int]) -> set[str]:
     return names or {"snapshots in the hub's cache that were not pulled"}
 
 
-def _remove_files(hub: HubName, gone: list[PulledModel], kept: list[PulledModel]) -> None:
-    """Removes snapshots without a kept model, of others the files that only removed models have; then what no
-    snapshot links to."""
-    folder = hub_cache() / hub.folder
+def _unlink_models(folder: Path, gone: list[PulledModel], kept: list[PulledModel]) -> None:
+    """Removes the files of models from their snapshots, but not those that kept models or other tools have there."""
     for model in gone:
         beside = {file.name for one in kept if one.commit == model.commit for file in one.files}
-        if beside:
-            for file in model.files:
-                if file.name not in beside:
-                    (model.snapshot / file.name).unlink(missing_ok=True)
-        else:
-            _remove_references(folder, model.commit)
-            shutil.rmtree(model.snapshot, ignore_errors=True)
-    if any((folder / "snapshots").glob("*/*")):
-        _remove_unlinked(folder)
-    else:
-        _remove_repository(hub)
+        own = {model.snapshot / file.name for file in model.files if file.name not in beside}
+        if own.issuperset(_files(model.snapshot)):
+            _remove_references(folder, model.commit)  # first: a branch names a whole snapshot
+        for path in own:
+            path.unlink(missing_ok=True)
+
+
+def _unlink_all(folder: Path, *parts: str) -> None:
+    for part in parts:
+        for path in _files(folder / part):
+            path.unlink(missing_ok=True)
 
 
 def _remove_references(folder: Path, commit: str) -> None:
-    for path in (folder / "refs").rglob("*"):
+    for path in _files(folder / "refs"):
         with suppress(OSError):
-            if path.is_file() and path.read_text() == commit:
+            if path.read_text() == commit:
                 path.unlink()
     (folder / "trees" / f"{commit}.json").unlink(missing_ok=True)
 
@@ -141,34 +152,55 @@ def _remove_unlinked(folder: Path) -> None:
     """
     from huggingface_hub.utils import WeakFileLock
 
-    for blob in sorted((folder / "blobs").iterdir()):
+    for blob in sorted(_files(folder / "blobs")):
         digest = blob.name.partition(".")[0]
         lock = hub_cache() / ".locks" / folder.name / f"{digest}.lock"
         lock.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             if blob.name not in _linked(folder):
-                blob.unlink()
+                blob.unlink(missing_ok=True)  # an unfinished download was finished while this waited
 
 
 def _linked(folder: Path) -> set[str]:
     """Names of the blobs that snapshots link to."""
-    links = (path for path in (folder / "snapshots").rglob("*") if path.is_symlink())
-    return {path.readlink().name for path in links}
-
-
-def _remove_repository(hub: HubName) -> None:
-    folder = hub_cache() / hub.folder
-    # Snapshots before blobs, so that no snapshot lacks a file if this is killed.
-    for part in ("refs", "snapshots", "blobs"):
-        shutil.rmtree(folder / part, ignore_errors=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def folder_bytes(folder: Path) -> int:
-    """Bytes of the files below a folder; of links nothing."""
-    total = 0
-    for path in folder.rglob("*"):
+    found = set()
+    for path in _files(folder / "snapshots"):
         with suppress(OSError):
-            status = path.lstat()
-            total += status.st_size if not path.is_symlink() and path.is_file() else 0
+            found.add(path.readlink().name)
+    return found
+
+
+def _remove_empty(folder: Path, commits: Iterable[str] | None) -> None:
+    """Removes empty folders of these snapshots, None: of all; and the repository's, if it has neither blobs nor
+    snapshots. A folder in which another process has put a file meanwhile stays."""
+    snapshots = folder / "snapshots"
+    for part in [snapshots] if commits is None else [snapshots / commit for commit in commits]:
+        _remove_empty_folders(part)
+    for name in ("snapshots", "blobs"):
+        with suppress(OSError):
+            (folder / name).rmdir()
+    if not ((folder / "snapshots").exists() or (folder / "blobs").exists()):
+        _unlink_all(folder, "refs", *_OTHER_PARTS)
+        _remove_empty_folders(folder)
+
+
+def _remove_empty_folders(folder: Path) -> None:
+    for path, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            os.rmdir(path)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files and links below a folder. Folders that are removed meanwhile have none."""
+    return [Path(path, name) for path, _, names in os.walk(folder) for name in names]
+
+
+def folder_bytes(folder: Path, ending: str = "") -> int:
+    """Bytes of the files below a folder, with that ending; of links nothing."""
+    total = 0
+    for path in _files(folder):
+        if not path.name.endswith(ending):
+            continue
+        with suppress(OSError):
+            total += 0 if path.is_symlink() else path.lstat().st_size
     return total

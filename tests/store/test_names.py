@@ -23,7 +23,7 @@ from jaxinfer.store import (
     read_alias,
     write_alias,
 )
-from jaxinfer.store.aliases import parse_alias, toml_text
+from jaxinfer.store.aliases import alias_path, parse_alias, toml_text
 from jaxinfer.store.names import parse_hub_name
 from jaxinfer.store.pulled import HubName
 from tests.store.conftest import REPOSITORY
@@ -114,7 +114,10 @@ def test_aliases_of_aliases():
         {"quantize": "int8"},
         {"temperature": 0.2, "top_k": 3},
     )
-    write_alias(Alias("one", "two"), overwrite=True)
+    for name, model in (("one", "two"), ("self", "self")):
+        with pytest.raises(StoreError, match=f"{name} -> .*{name} never come to a model"):
+            write_alias(Alias(name, model), overwrite=True)
+    alias_path("one").write_text('model = "two"\n')
     with pytest.raises(StoreError, match="one -> two -> one never come to a model"):
         find_model("one")
     assert [model.name for model in list_models()] == ["demo", "demo-draft"]
