@@ -1,6 +1,7 @@
 """Names: aliases, what they add, and that a name means the same everywhere."""
 
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 
 import huggingface_hub
 import pytest
@@ -21,6 +22,7 @@ from jaxinfer.store import (
     list_models,
     pull,
     read_alias,
+    remove,
     write_alias,
 )
 from jaxinfer.store.aliases import alias_path, parse_alias, toml_text
@@ -175,6 +177,50 @@ def test_what_another_tool_downloaded_is_used_without_a_network(hub, monkeypatch
     assert (found.path / "config.json").is_file()
     with pytest.raises(ValueError, match="no network"):
         find_model("someone/else")
+
+
+def test_a_commit_keeps_the_branch_by_which_it_was_pulled(hub):
+    commit = pull(REPOSITORY).commit
+    pull(f"{REPOSITORY}@{commit}")
+    assert find_model(REPOSITORY, fetch=False).path is not None
+    assert [model.name for model in list_models() if model.kind == "pulled"] == [REPOSITORY]
+
+
+def test_variants_are_found_by_any_of_their_names(hub):
+    hub.push("someone/gguf", {"tiny-Q4_K_M.gguf": b"GGUF"})
+    pull("someone/gguf:Q4_K_M")
+    for name in ("q4_k_m", "tiny-Q4_K_M.gguf", "tiny-q4_k_m"):
+        assert find_model(f"someone/gguf:{name}", fetch=False).path is not None
+        pull(f"someone/gguf:{name}")
+    assert [model.name for model in list_models() if model.kind == "pulled"] == ["someone/gguf:Q4_K_M"]
+
+
+def test_an_alias_of_a_commit_is_of_the_hub_beside_a_folder_of_its_name(hub, tmp_path, monkeypatch):
+    path = pull(REPOSITORY).path
+    copy_model(REPOSITORY, "tiny")
+    (tmp_path / REPOSITORY).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_model("tiny").path == path
+
+
+def test_tables_within_sampling_are_copied_and_broken_aliases_can_be_removed(recwarn):
+    write_alias(Alias("one", "demo", sampling={"logit_bias": {5: 1.0}, "temperature": 0.5}))
+    copy_model("one", "two")
+    assert find_model("two").sampling == {"logit_bias": {"5": 1.0}, "temperature": 0.5}
+    alias_path("two").write_text("no TOML")
+    assert "one" in [model.name for model in list_models()]
+    assert "jaxinfer rm two removes it" in str(recwarn.pop(UserWarning).message)
+    assert remove("two").removed == ("two",)
+
+
+def test_aliases_that_are_written_at_once_are_whole():
+    def write(number):
+        for _ in range(20):
+            write_alias(Alias("one", "demo", system=str(number) * 200), overwrite=True)
+            assert len(find_model("one").system) == 200
+
+    with ThreadPoolExecutor(3) as executor:
+        list(executor.map(write, range(3)))
 
 
 def test_a_url_is_no_name_of_the_hub():

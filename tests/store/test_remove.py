@@ -1,9 +1,11 @@
 """Removing: what it frees, and what stays."""
 
+import threading
 import time
 
 import pytest
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import WeakFileLock
 
 from jaxinfer.store import StoreError, UnknownModelError, copy_model, disk_usage, find_model, list_models, pull, remove
 from jaxinfer.store.remove import folder_bytes
@@ -62,6 +64,44 @@ def test_snapshots_of_other_tools_keep_their_files(hub, tmp_path, files):
     assert found.kept_by == ("snapshots in the hub's cache that were not pulled",)
     assert found.kept_bytes == len(files["model.safetensors"])
     assert (cache(tmp_path) / "blobs").exists()
+
+
+def test_a_file_of_another_tool_stays_in_the_same_snapshot(hub, tmp_path, files):
+    pull(REPOSITORY)
+    other = cache(tmp_path) / "snapshots" / find_model(REPOSITORY).hub.revision / "README.md"
+    snapshot_download(REPOSITORY, allow_patterns=["README.md"])
+    remove(REPOSITORY)
+    assert other.read_bytes() == files["README.md"]
+    assert find_model(REPOSITORY, fetch=False).path is None
+    assert not (other.parent / "model.safetensors").exists()
+
+
+def test_a_model_that_lost_a_file_takes_no_other_snapshot_with_it(hub, tmp_path, files):
+    first = pull(REPOSITORY)
+    second = hub.push(REPOSITORY, {**files, "LICENSE": b"mine"})
+    snapshot_download(REPOSITORY, allow_patterns=["*.safetensors", "LICENSE"])
+    (first.snapshot / "config.json").unlink()
+    remove(REPOSITORY)
+    other = cache(tmp_path) / "snapshots" / second
+    assert (other / "model.safetensors").read_bytes() == files["model.safetensors"]
+    assert not first.manifest.exists()
+
+
+def test_a_download_that_another_process_has_begun_stays(hub, tmp_path):
+    """It has the lock of its blob, and nothing is linked yet."""
+    pull(REPOSITORY)
+    unfinished = cache(tmp_path) / "blobs" / f"{'0' * 64}.deadbeef.incomplete"
+    lock = tmp_path / "hf" / "hub" / ".locks" / cache(tmp_path).name / f"{'0' * 64}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    done = threading.Event()
+    with WeakFileLock(lock):
+        unfinished.write_bytes(b"half")
+        thread = threading.Thread(target=lambda: (remove(REPOSITORY), done.set()))
+        thread.start()
+        assert not done.wait(0.3)
+        unfinished.rename(unfinished.with_name("0" * 64))  # it is finished
+    thread.join(20)
+    assert done.is_set()
 
 
 def test_what_other_tools_downloaded_can_be_removed(hub, tmp_path):
