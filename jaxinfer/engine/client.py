@@ -47,8 +47,7 @@ class Client:
 
     Args:
       name: of the model, for messages. eos_token_ids: end answers. tokenizer: None for token ids only. has_head: False
-        for a model that makes vectors only. system: for conversations
-        without a system message.
+        for a model that makes vectors only. system: for conversations without a system message.
     """
 
     def __init__(
