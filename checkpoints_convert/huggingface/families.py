@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
+from checkpoints_convert.huggingface.families_dense import DENSE
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
@@ -15,7 +16,7 @@ from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (*LLAMA_LIKE, *MIXTURES, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
+    family.architecture: family for family in (*LLAMA_LIKE, *DENSE, *MIXTURES, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
 }
 
 # Models of text and images, of which the text part is read: default model_type of `text_config`.

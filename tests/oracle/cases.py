@@ -289,6 +289,48 @@ CASES = {
     )
 }
 
+CASES |= {
+    case.name: case
+    for case in (
+        Case("seed_oss", "seed_oss", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True}),
+        Case("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}, ties=(True, False)),
+        Case(
+            "hunyuan_dense",
+            "hunyuan_v1_dense",
+            "HunYuanDenseV1ForCausalLM",
+            {
+                "head_dim": 24,
+                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+            },
+        ),
+        Case("arcee", "arcee", "ArceeForCausalLM", {"head_dim": 24}),
+        Case("exaone4", "exaone4", "Exaone4ForCausalLM", {**_PATTERN, "sliding_window_pattern": 2, "head_dim": 24}),
+        Case(
+            "exaone4_full",
+            "exaone4",
+            "Exaone4ForCausalLM",
+            {"sliding_window": None, "layer_types": _types("f", "f"), "head_dim": 24},
+            ties=(True,),
+            seeds=(0,),
+        ),
+        Case(
+            "apertus",
+            "apertus",
+            "ApertusForCausalLM",
+            {
+                "head_dim": 24,
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 12000000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                },
+            },
+        ),
+    )
+}
 _GROUPS = {"n_group": 4, "topk_group": 2}
 _LATENT = {
     "kv_lora_rank": 24,
@@ -463,6 +505,10 @@ _MIXTURE_GAINS = {
 }
 
 
+# Of xIELU.
+_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -1e-6}
+
+
 def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndarray:
     """float32 values of a tensor of a Transformers checkpoint, a function of its name.
 
@@ -474,6 +520,9 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     is_norm = any(part.rpartition(".")[2].startswith(("ln_", "norm")) or "norm" in part for part in name.split("."))
     if name.endswith("bias"):
         return np.float32(0.3) * noise
+    for ending, centre in _SCALARS.items():
+        if name.endswith(ending):
+            return np.asarray(np.float32(centre) * (1 + np.float32(0.2) * noise))
     if is_norm:
         # Gemma's norms multiply by 1 + w.
         centre = np.float32(0.0 if case.model_type.startswith("gemma") else 1.0)
