@@ -7,7 +7,7 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
 from checkpoints_convert.formats import FormatError, quantization_method
-from checkpoints_convert.huggingface.families import FAMILIES, WRAPPERS, family_of, text_part
+from checkpoints_convert.huggingface.families import FAMILIES, TYPE_ALIASES, WRAPPERS, family_of, text_part
 from checkpoints_convert.huggingface.family import Bias, Family, Fields, Setting
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean
@@ -218,6 +218,7 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
     if names is None:
         by_type = {family.model_type: family for family in FAMILIES.values()}
         kind = data.get("model_type")
+        kind = TYPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if isinstance(kind, str) and kind in by_type:
             return by_type[kind]
         raise CheckpointError(where, f"architectures is missing, and model_type {kind!r} does not tell it")

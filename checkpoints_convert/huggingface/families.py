@@ -9,23 +9,31 @@ from typing import Any
 
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
 from checkpoints_convert.huggingface.families_dense import DENSE
+from checkpoints_convert.huggingface.families_experts import EXPERTS
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
+from checkpoints_convert.huggingface.families_llama4 import LLAMA4
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
 from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (*LLAMA_LIKE, *DENSE, *MIXTURES, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
+    family.architecture: family
+    for family in (*LLAMA_LIKE, *DENSE, *LLAMA4, *MIXTURES, *EXPERTS, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
 }
 
 # Models of text and images, of which the text part is read: default model_type of `text_config`.
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
 }
 # Tensors of their other parts.
-WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector)\..*",)
+# Names of a type in repositories, and Transformers' for the same model.
+TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 # Fields that `text_config` inherits from config.json.
 _INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "bos_token_id", "eos_token_id")
 
@@ -44,6 +52,7 @@ def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
         return data
     inherited = {key: data[key] for key in _INHERITED if key in data and key not in part}
     kind = part.get("model_type") or WRAPPERS[name]
+    kind = TYPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     by_type = {family.model_type: family.architecture for family in FAMILIES.values()}
     # The text model of that type, whatever `architectures` of the part says.
     return {**inherited, **part, "model_type": kind, "architectures": [by_type.get(kind, kind)]}

@@ -210,6 +210,8 @@ class ModelConfig:
       qkv_clip: queries, keys and values are clipped to +-this, before rotation; None for no clipping (OLMoE).
       query_temperature, query_temperature_period: queries at position p of layers without rotation are multiplied by
         1 + query_temperature * ln(1 + floor((p + 1) / query_temperature_period)) (Llama 4); None for no factor.
+      attention_chunk: a query of a rotated layer sees the keys of its own chunk of that many tokens only (Llama 4). There
+        is no mask for it: sequences are not longer than one chunk. None for no chunks.
       attention_scale: factor on attention scores; None is head_dim**-0.5.
       attention_softcap, logit_softcap: scores, or logits, become c * tanh(x / c) (Gemma 2, section 2).
       embedding_multiplier, residual_multiplier, logit_scale: factors on the embedding (rounded to its dtype first), on
@@ -266,6 +268,7 @@ class ModelConfig:
     qkv_clip: float | None = None
     query_temperature: float | None = None
     query_temperature_period: int = 8192
+    attention_chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -275,7 +278,7 @@ class ModelConfig:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         for name in ("norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier",
                      "residual_multiplier", "logit_scale", "qkv_clip", "query_temperature",
-                     "query_temperature_period"):  # fmt: skip
+                     "query_temperature_period", "attention_chunk"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be positive, got {value!r}")
@@ -347,8 +350,22 @@ class ModelConfig:
             moe = replace(moe, layers=tuple(new for new, old in enumerate(layers) if old in moe.layers))
         return replace(self, num_layers=len(layers), moe=moe, **per_layer)
 
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that can be computed, in tokens."""
+        return min(self.max_position_embeddings, self.attention_chunk or self.max_position_embeddings)
+
     def for_length(self, num_tokens: int) -> "ModelConfig":
-        """The configuration with rotary embeddings for sequences of `num_tokens`, where they depend on the length."""
+        """The configuration with rotary embeddings for sequences of `num_tokens`, where they depend on the length.
+
+        Raises ValueError for sequences longer than `attention_chunk`.
+        """
+        if self.attention_chunk is not None and num_tokens > self.attention_chunk:
+            raise ValueError(
+                f"sequences of {num_tokens} tokens are not supported: in {self.architecture} a query sees the keys of "
+                f"its own chunk of attention_chunk_size={self.attention_chunk} tokens, which only shorter ones need not "
+                "be masked for"
+            )
         rope, *local = (
             replace(rope, sequence_length=num_tokens)
             if rope.depends_on_length and rope.sequence_length is None

@@ -92,8 +92,7 @@ def test_saved_again_it_is_the_same_bit_for_bit(reference, case, checkpoints, tm
         before, after = load_file(folder / "model.safetensors"), load_file(saved / "model.safetensors")
         assert before.keys() == after.keys()
         assert all(np.array_equal(before[name], after[name]) for name in before)
-        again = transformers.AutoModelForCausalLM.from_pretrained(
-            saved, dtype=torch.float32, attn_implementation="eager"
-        )
-        assert type(again) is type(model)
+        config = transformers.AutoConfig.from_pretrained(saved)
+        assert type(config) is type(model.config)
+        again = type(model).from_pretrained(saved, dtype=torch.float32, attn_implementation="eager")
         assert np.array_equal(reference.forward(again, tokens_of(case)), reference.forward(model, tokens_of(case)))
