@@ -315,9 +315,7 @@ def _windows(fields: Fields, layer_types: tuple[str, ...], window: int | None) -
     return tuple(window if kind == _SLIDING else None for kind in layer_types)
 
 
-def _rotated_layers(
-    fields: Fields, family: Family, layer_types: tuple[str, ...], has_window: bool
-) -> tuple[bool, ...]:
+def _rotated_layers(fields: Fields, family: Family, layer_types: tuple[str, ...], has_window: bool) -> tuple[bool, ...]:
     rotated = family.rope.rotated
     if rotated == "none":
         return (False,) * len(layer_types)

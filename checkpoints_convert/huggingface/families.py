@@ -98,6 +98,7 @@ def supported_families() -> list[SupportedFamily]:
     ]
 
 
+_ACTIVATIONS = {"relu2": "squared ReLU", "xielu": "xIELU"}
 _BLOCKS = {
     "post_norm": "norms after attention and MLP",
     "sandwich_norm": "norms before and after attention and MLP",
@@ -125,6 +126,7 @@ _SETTINGS = {
     "embedding_multiplier": "scaled embedding",
     "residual_multiplier": "scaled residuals",
     "qk_norm": "norms of queries and keys",
+    "qkv_clip": "clipped queries, keys and values",
 }
 
 
@@ -142,14 +144,21 @@ def _differences(family: Family) -> Iterator[str]:
         yield _BLOCKS["parallel_two_norms"]
     if fixed.get("is_mlp_gated") is False:
         yield "MLP without gate"
-    elif family.activations[family.activation] != "silu":
+    kind = family.activations[family.activation]
+    if kind in _ACTIVATIONS:
+        yield _ACTIVATIONS[kind]
+    elif kind != "silu" and fixed.get("is_mlp_gated") is not False:
         yield "GELU"
-    if family.qk_norm:
+    has_norm = family.qk_norm or any(setting.field == "qk_norm" for setting in family.settings)
+    if has_norm and fixed.get("is_qk_norm_after_rotation"):
+        yield "norms of queries and keys after rotation"
+    elif family.qk_norm:
         yield _SETTINGS["qk_norm"]
     for setting in family.settings:
-        is_off = setting.kind == "optional" and setting.default is None
-        if setting.field in _SETTINGS and not is_off:
-            yield _SETTINGS[setting.field] + (" in some models" if setting.default is False else "")
+        is_off = setting.kind == "optional" and setting.default is None and setting.field != "qkv_clip"
+        is_named = setting.field == "qk_norm" and fixed.get("is_qk_norm_after_rotation")
+        if setting.field in _SETTINGS and not is_off and not is_named:
+            yield _SETTINGS[setting.field] + (" in some models" if not setting.default else "")
     if family.windows in _WINDOWS:
         yield _WINDOWS[family.windows]
     if fixed.get("has_position_embedding"):
@@ -167,3 +176,4 @@ def _differences(family: Family) -> Iterator[str]:
     # Whether experts are stored fused depends on the writer, not on the family.
     if any(len(rule.targets) > 1 and not any(part in rule.targets[0] for part in _PARTS) for rule in family.tensors):
         yield "fused projections"
+    yield from family.notes

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3 and what has their blocks: latent attention, experts in groups, shared experts. GLM-4.5 to 4.7 have
-V3's experts, and Mistral 4 V2's."""
+"""DeepSeek-V2 and V3, and the families with their blocks: latent attention, experts in groups, shared experts. GLM-4.5
+to 4.7 have the experts of V3, Mistral 4 has those of V2."""
 
 import math
 from collections.abc import Mapping
@@ -49,9 +49,7 @@ _TENSORS = (*EMBEDDING, *NORMS, *_LATENT_ATTENTION, *_FEED_FORWARD, *HEAD)
 _GLM_TENSORS = (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORMS, *_FEED_FORWARD, *HEAD)
 
 
-def _attention(
-    fields: Fields, values: Mapping[str, Any], *, is_interleaved: bool, **defaults: int
-) -> dict[str, Any]:
+def _attention(fields: Fields, values: Mapping[str, Any], *, is_interleaved: bool, **defaults: int) -> dict[str, Any]:
     """Latent attention, and what the cache holds of it; `defaults` are those of DeepSeek where they are not given."""
     defaults = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, **defaults}
     rank = None
@@ -160,7 +158,13 @@ def _v3(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sigmoid_experts(
-    fields: Fields, values: Mapping[str, Any], first_dense: int, *, num_groups: int, num_chosen_groups: int, **sizes: Any
+    fields: Fields,
+    values: Mapping[str, Any],
+    first_dense: int,
+    *,
+    num_groups: int,
+    num_chosen_groups: int,
+    **sizes: Any,
 ) -> MoEConfig:
     """V3's experts; the arguments are defaults."""
     return _experts(
@@ -199,7 +203,9 @@ def _glm_lite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     kinds, count = fields.data.get("mlp_layer_types"), values["num_layers"]
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
-            fields.problem("mlp_layer_types", f"must list 'dense' or 'sparse' for each of {count} layers, got {kinds!r}")
+            fields.problem(
+                "mlp_layer_types", f"must list 'dense' or 'sparse' for each of {count} layers, got {kinds!r}"
+            )
             kinds = []
         moe = replace(moe, layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"))
     defaults = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}

@@ -67,10 +67,9 @@ def _express_phimoe(config: ModelConfig) -> dict[str, Any]:
 def _minimax_rotation(data: Mapping[str, Any]) -> dict[str, Any]:
     """Repositories give the rotated dimensions, not their share of a head."""
     rotated, head_dim = data.get("rotary_dim"), data.get("head_dim", 128)
-    is_size = isinstance(rotated, int) and isinstance(head_dim, int) and head_dim > 0
-    if not is_size or data.get("partial_rotary_factor") is not None:
+    if not isinstance(rotated, int) or not isinstance(head_dim, int) or head_dim < 1:
         return dict(data)
-    return {**data, "partial_rotary_factor": rotated / head_dim}
+    return {"partial_rotary_factor": rotated / head_dim, **data}
 
 
 def _minimax(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,6 +198,7 @@ EXPERTS: tuple[Family, ...] = (
             *router(f"{LAYER}.mlp.router"),
             *_MIXTRAL_EXPERTS,
         ),
+        notes=("SparseMixer routing",),
         build=_phimoe,
         express=_express_phimoe,
     ),

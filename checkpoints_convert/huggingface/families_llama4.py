@@ -26,9 +26,7 @@ _TENSORS = (
     *(rule for name in _PROJECTIONS for rule in linear(f"{_FEED_FORWARD}.{name}", f"{_MLP}.{name}")),
     TensorRule(f"{_FEED_FORWARD}.router.weight", (f"{_MLP}.router.weight",), transpose=True),
     # [E, D, 2 F] and [E, F, D], not transposed
-    TensorRule(
-        f"{_FEED_FORWARD}.experts.gate_up_proj", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight")
-    ),
+    TensorRule(f"{_FEED_FORWARD}.experts.gate_up_proj", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight")),
     TensorRule(f"{_FEED_FORWARD}.experts.down_proj", (f"{EXPERTS}.down_proj.weight",)),
     *(
         rule
@@ -132,6 +130,10 @@ LLAMA4: tuple[Family, ...] = (
         fixed={"has_qk_norm_weight": False, "is_qk_norm_after_rotation": True},
         settings=(Setting("qk_norm", "use_qk_norm", "boolean", True),),
         tensors=_TENSORS,
+        notes=(
+            "queries that grow with the position in layers without rotation",
+            "sequences within one attention chunk",
+        ),
         normalize=_fields,
         build=_llama4,
         express=_express,

@@ -106,8 +106,8 @@ Bias = bool | str
 # Which layers have a sliding window: none; all, if `sliding_window` is set; if `use_sliding_window` is set, those from
 # `max_window_layers` on ("late"), or those without rotation; all but every n-th ("pattern"). `layer_types` overrides.
 Windows = Literal["none", "all", "late", "unrotated", "pattern"]
-# Which layers have rotary embeddings: all; none; those with a window; those with a window, or all if `sliding_window` is
-# null; those with a 1 in `no_rope_layers`.
+# Which layers have rotary embeddings: all; none; those with a window; those with a window or, if `sliding_window` is
+# null, all; those with a 1 in `no_rope_layers`.
 Rotated = Literal["all", "none", "windowed", "windowed_or_all", "listed"]
 
 # Buffers that old exports store; they are computed from the configuration.
@@ -218,6 +218,7 @@ class Family:
       normalize, express: from the family's own fields of config.json to common ones, and back; None if renaming fields
         is enough.
       build: fields of ModelConfig that are made of several fields of config.json, such as `moe`.
+      notes: differences from Llama that the other fields do not show, for documentation.
       has_later_layers: whether checkpoints have layers beyond the last, for multi-token prediction, which are not used.
     """
 
@@ -253,6 +254,7 @@ class Family:
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     express: Callable[[ModelConfig], dict[str, Any]] | None = None
     build: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] | None = None
+    notes: tuple[str, ...] = ()
     has_later_layers: bool = False
 
     def is_skipped(self, name: str) -> bool:

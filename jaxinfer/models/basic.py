@@ -66,9 +66,7 @@ def hidden_norm(config: ModelConfig, dtype) -> Norm:
     )
 
 
-def head_norm(
-    config: ModelConfig, num_heads: int, heads_axis: str, dtype, *, is_rotated: bool = True
-) -> Norm | None:
+def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype, *, is_rotated: bool = True) -> Norm | None:
     """The norm of queries or keys [..., H, K], or of [..., H * K] if it spans all heads; None if the layer has none."""
     if not config.qk_norm or (config.is_qk_norm_after_rotation and not is_rotated):
         return None

@@ -125,7 +125,7 @@ class MoEConfig:
       layers: layers with experts; the others have an MLP of the model's `intermediate_size`.
       scoring: "softmax" over all logits (Mixtral, Qwen, DeepSeek-V2), "sigmoid" of each (DeepSeek-V3),
         "softmax_of_chosen" or "sigmoid_of_chosen", of the logits of the chosen only (gpt-oss; Llama 4), or
-        "sparsemixer": the softmax at each of two experts over those whose logits are within `jitter` of it (Phi-3.5-MoE).
+        "sparsemixer": for each of two experts, the softmax over those whose logits are near its own (Phi-3.5-MoE).
       normalize: whether the scores of a token's experts are divided by their sum.
       scale: multiplies the scores (DeepSeek's routed_scaling_factor).
       num_groups, num_chosen_groups: experts form groups of equal size, and a token's experts are taken from the groups
@@ -210,8 +210,8 @@ class ModelConfig:
       qkv_clip: queries, keys and values are clipped to +-this, before rotation; None for no clipping (OLMoE).
       query_temperature, query_temperature_period: queries at position p of layers without rotation are multiplied by
         1 + query_temperature * ln(1 + floor((p + 1) / query_temperature_period)) (Llama 4); None for no factor.
-      attention_chunk: a query of a rotated layer sees the keys of its own chunk of that many tokens only (Llama 4). There
-        is no mask for it: sequences are not longer than one chunk. None for no chunks.
+      attention_chunk: a query of a rotated layer sees the keys of its own chunk of that many tokens only (Llama 4).
+        There is no mask for it: sequences are not longer than one chunk. None for no chunks.
       attention_scale: factor on attention scores; None is head_dim**-0.5.
       attention_softcap, logit_softcap: scores, or logits, become c * tanh(x / c) (Gemma 2, section 2).
       embedding_multiplier, residual_multiplier, logit_scale: factors on the embedding (rounded to its dtype first), on
@@ -362,9 +362,8 @@ class ModelConfig:
         """
         if self.attention_chunk is not None and num_tokens > self.attention_chunk:
             raise ValueError(
-                f"sequences of {num_tokens} tokens are not supported: in {self.architecture} a query sees the keys of "
-                f"its own chunk of attention_chunk_size={self.attention_chunk} tokens, which only shorter ones need not "
-                "be masked for"
+                f"sequences of {num_tokens} tokens are not supported: the attention of {self.architecture} is cut into "
+                f"chunks of attention_chunk_size={self.attention_chunk} tokens, and sequences must fit in the first"
             )
         rope, *local = (
             replace(rope, sequence_length=num_tokens)

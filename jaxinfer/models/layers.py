@@ -130,7 +130,7 @@ class MLP(nnx.Module):
         self.up_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs)
         self.down_proj = Linear(inner, width, ("ffn", "hidden"), **kwargs)
         self.act = XIELU(dtype) if config.activation == "xielu" else None
-        self.activation = config.activation
+        self.activation: Activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate_proj is None:
