@@ -56,8 +56,12 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
     num_layers, num_heads = fields.integer("num_hidden_layers", most=MAX_LAYERS), fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
-    if family.names.get("head_dim", "") is None and hidden_size % num_heads and not problems:
-        fields.problem("hidden_size", f"{hidden_size} is not a multiple of the {num_heads} attention heads")
+    if family.names.get("head_dim", "") is None and not problems:
+        if hidden_size % num_heads:
+            fields.problem("hidden_size", f"{hidden_size} is not a multiple of the {num_heads} attention heads")
+        elif data.get("head_dim") not in (None, head_dim):
+            found = data["head_dim"]
+            problems.append(f"head_dim {found!r} is not supported for {family.architecture}, only {head_dim} is")
     max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     window = _window(fields, family)
     layer_types = _layer_types(fields, family, num_layers, window)
@@ -201,7 +205,7 @@ def _check_supported(data: Mapping[str, Any], fields: Fields, family: Family) ->
             fields.problem(name, f"is {str(value).lower()}, which is not supported: {reason}")
     for name, values in family.supported.items():
         if (value := data.get(name)) is not None and value not in values:
-            known = " and ".join(map(repr, values))
+            known = " and ".join(map(repr, values)) or "null"
             fields.problem(name, f"{value!r} is not supported for {family.architecture}, only {known} is")
     for name, values in _BIDIRECTIONAL.items():
         if (value := data.get(name)) in values and value is not None:

@@ -148,9 +148,6 @@ def _express_v2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _v3(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    for name, known in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        if fields.text(name, known) != known:
-            fields.problem(name, f"{fields.data[name]!r} is not supported for DeepSeek-V3, only {known!r} is")
     sizes = {"expert_size": 2048, "num_experts": 256, "per_token": 8, "scale": 2.5}
     moe = _sigmoid_experts(fields, values, 3, num_groups=8, num_chosen_groups=4, **sizes)
     is_interleaved = fields.boolean("rope_interleave", True)
@@ -265,7 +262,9 @@ _SHARED: dict[str, Any] = {
     "names": {"head_dim": "qk_rope_head_dim"},
     "head_dim": 64,
 }
-_V3_ROUTER = {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+# Every layer from `first_k_dense_replace` on has experts.
+_V2_SUPPORTED = {"mlp_bias": (False,), "moe_layer_freq": (1,)}
+_V3_ROUTER = {"moe_layer_freq": (1,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
 
 DEEPSEEK: tuple[Family, ...] = (
     Family(
@@ -274,6 +273,7 @@ DEEPSEEK: tuple[Family, ...] = (
         title="DeepSeek-V2",
         examples="DeepSeek-V2, V2-Lite, Coder-V2",
         max_position_embeddings=2048,
+        supported=_V2_SUPPORTED,
         tensors=_TENSORS,
         build=_v2,
         express=_express_v2,
@@ -285,6 +285,7 @@ DEEPSEEK: tuple[Family, ...] = (
         title="DeepSeek-V3",
         examples="DeepSeek-V3, V3.1, R1, Kimi K2",
         max_position_embeddings=4096,
+        supported=_V3_ROUTER,
         tensors=_TENSORS,
         build=_v3,
         express=_express_v3,

@@ -174,6 +174,7 @@ EXPERTS: tuple[Family, ...] = (
         names={"head_dim": None},
         fixed={"qk_norm_span": "all_heads"},
         settings=(Setting("qkv_clip", "clip_qkv", "optional", None),),
+        supported={"sliding_window": ()},
         tensors=(*_COMMON, *router(f"{LAYER}.mlp.gate"), *experts_of(f"{LAYER}.mlp")),
         build=_olmoe,
         express=_express_olmoe,

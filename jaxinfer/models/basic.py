@@ -37,8 +37,9 @@ class Norm(nnx.Module):
         dtype,
         has_weight: bool = True,
     ):
-        initial = np.zeros if kind == "rms_zero_centred" else np.ones
-        self.weight = nnx.Param(initial(shape, dtype), axes=axes) if has_weight else None
+        # Views of one number: a configuration may claim any width.
+        initial = np.zeros((), dtype) if kind == "rms_zero_centred" else np.ones((), dtype)
+        self.weight = nnx.Param(np.broadcast_to(initial, shape), axes=axes) if has_weight else None
         self.bias = nnx.Param(np.zeros(shape, dtype), axes=axes) if bias else None
         self.kind, self.eps = kind, eps
 
