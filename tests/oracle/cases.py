@@ -631,8 +631,8 @@ _MIXTURE_GAINS = {
 }
 
 
-# Of xIELU.
-_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -1e-6}
+# Of xIELU; published models have -1e-6 as eps, which no logit would show.
+_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -0.5}
 
 
 def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndarray:
