@@ -226,3 +226,28 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
     # Of a text model such a tensor is none.
     text.tensors["vision_tower.layer.weight"] = np.zeros(3, np.float32)
     assert "'vision_tower.layer.weight' [3] is not of this model" in problems(text, tmp_path / "extra")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "changes", "image"),
+    [
+        ("deepseek_v3", "KimiK25ForConditionalGeneration", {"model_type": "kimi_k2"}, "mm_projector.proj.0.weight"),
+        ("llama4", "Llama4ForConditionalGeneration", {}, "vision_model.layernorm_pre.weight"),
+        ("mistral4", "Mistral3ForConditionalGeneration", {}, "multi_modal_projector.norm.weight"),
+    ],
+)
+def test_the_text_part_of_newer_models_of_text_and_images(name, architecture, changes, image, tmp_path):
+    text = read(name, "untied")
+    wanted = load(text.write(tmp_path / "text"))
+    part = {key: value for key, value in text.config.items() if key != "architectures"} | changes
+    tensors = {f"language_model.{tensor}": value for tensor, value in text.tensors.items()}
+    tensors[image] = np.zeros(3, np.float32)
+    files = Files({"architectures": [architecture], "text_config": part}, tensors)
+    config, params = load(files.write(tmp_path / "whole"))
+    assert config == wanted[0]
+    assert_same(params, wanted[1])
+
+
+def test_kimi_k2_is_known_by_its_type():
+    config = read("deepseek_v3").config | {"model_type": "kimi_k2"}
+    assert model_config(config) == model_config({**config, "architectures": None})

@@ -4,86 +4,32 @@ Plain data and NumPy: the tests read it, and `make_golden.py` and `test_live.py`
 Weights are not stored: they are made again from names, shapes and a seed.
 """
 
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-GOLDEN = Path(__file__).parent / "golden"
-FOLDER = GOLDEN / "families"
-VOCAB_SIZE = 256
-SEEDS = (0, 1, 2)
-NUM_TOKENS = 300
-POSITIONS = (0, 1, 23, 24, 25, 127, 255, 299)  # windows are of 24 tokens
-NUM_GREEDY = 64
-GREEDY_LENGTHS = (40, 53)
-WINDOW = 24
-# Two implementations agree to about 1e-5 in float32: where the best token leads by 1e-3, they choose the same.
-MIN_MARGIN = 1e-3
-# Fewer different tokens among the 64 would be a loop, which says little about the model.
-MIN_DISTINCT = 16
-COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+from tests.oracle.case import (
+    FOLDER,
+    GOLDEN,
+    GROUPS,
+    LATENT,
+    MIN_DISTINCT,
+    MIN_MARGIN,
+    NUM_GREEDY,
+    NUM_TOKENS,
+    VOCAB_SIZE,
+    WINDOW,
+    Case,
+    layer_types,
+)
+from tests.oracle.recent_cases import RECENT_CASES
 
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One model.
-
-    Attributes:
-      model_type: Transformers' name. options: fields of its config, beside those all have.
-      architecture: in config.json. ties: the values of tie_word_embeddings that are compared, the first in full.
-      without: fields of `COMMON` that the family does not have.
-      first_seed, live_seed: from which on greedy answers are tried, for those of which few are clear.
-      seeds: of the weights and tokens whose hidden states are compared. num_tokens: of their forward pass.
-      greedy_lengths: lengths of the prompts that are continued. max_model_len: what an engine is given for them.
-    """
-
-    name: str
-    model_type: str
-    architecture: str
-    options: dict[str, Any] = field(default_factory=dict)
-    ties: tuple[bool, ...] = (False, True)
-    without: tuple[str, ...] = ()
-    first_seed: int = 0
-    live_seed: int = 0
-    seeds: tuple[int, ...] = SEEDS
-    num_tokens: int = NUM_TOKENS
-    greedy_lengths: tuple[int, ...] = GREEDY_LENGTHS
-    max_model_len: int = 128
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """Where hidden states and logits are stored."""
-        return tuple(position for position in POSITIONS if position < self.num_tokens)
-
-    def config(self, tied: bool) -> dict[str, Any]:
-        common = {name: value for name, value in COMMON.items() if name not in self.without}
-        return {"model_type": self.model_type, **common, **self.options, "tie_word_embeddings": tied}
-
+__all__ = ["CASES", "FOLDER", "GOLDEN", "MIN_DISTINCT", "MIN_MARGIN", "NUM_GREEDY", "Case", "prompt_tokens", "weights"]
 
 _LAYER_NORM = ("rms_norm_eps",)
 _EPS = {"layer_norm_eps": 1e-5}
 _PATTERN = {"sliding_window": WINDOW}
-
-
-def _types(*kinds: str) -> list[str]:
-    return [{"f": "full_attention", "s": "sliding_attention"}[kind] for kind in kinds]
-
 
 CASES = {
     case.name: case
@@ -94,7 +40,7 @@ CASES = {
             "ministral",
             "ministral",
             "MinistralForCausalLM",
-            {**_PATTERN, "layer_types": _types("s", "f"), "head_dim": 24},
+            {**_PATTERN, "layer_types": layer_types("s", "f"), "head_dim": 24},
         ),
         Case(
             "ministral3",
@@ -139,7 +85,7 @@ CASES = {
             "Olmo3ForCausalLM",
             {
                 **_PATTERN,
-                "layer_types": _types("s", "f"),
+                "layer_types": layer_types("s", "f"),
                 "rope_parameters": {
                     "full_attention": {
                         "rope_type": "yarn",
@@ -193,7 +139,7 @@ CASES = {
             "Gemma3ForCausalLM",
             {
                 **_PATTERN,
-                "layer_types": _types("s", "f"),
+                "layer_types": layer_types("s", "f"),
                 "head_dim": 24,
                 "query_pre_attn_scalar": 20,
                 "rope_parameters": {
@@ -215,7 +161,7 @@ CASES = {
             "cohere2",
             "cohere2",
             "Cohere2ForCausalLM",
-            {**_EPS, **_PATTERN, "layer_types": _types("s", "f"), "logit_scale": 0.5},
+            {**_EPS, **_PATTERN, "layer_types": layer_types("s", "f"), "logit_scale": 0.5},
             without=_LAYER_NORM,
         ),
         Case("phi", "phi", "PhiForCausalLM", _EPS, without=_LAYER_NORM, live_seed=1045),
@@ -289,63 +235,6 @@ CASES = {
     )
 }
 
-CASES |= {
-    case.name: case
-    for case in (
-        Case("seed_oss", "seed_oss", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True}),
-        Case("ernie4_5", "ernie4_5", "Ernie4_5ForCausalLM", {"head_dim": 24, "use_bias": True}, ties=(True, False)),
-        Case(
-            "hunyuan_dense",
-            "hunyuan_v1_dense",
-            "HunYuanDenseV1ForCausalLM",
-            {
-                "head_dim": 24,
-                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
-            },
-        ),
-        Case("arcee", "arcee", "ArceeForCausalLM", {"head_dim": 24}),
-        Case("exaone4", "exaone4", "Exaone4ForCausalLM", {**_PATTERN, "sliding_window_pattern": 2, "head_dim": 24}),
-        Case(
-            "exaone4_full",
-            "exaone4",
-            "Exaone4ForCausalLM",
-            {"sliding_window": None, "layer_types": _types("f", "f"), "head_dim": 24},
-            ties=(False,),
-            seeds=(0,),
-        ),
-        Case(
-            "apertus",
-            "apertus",
-            "ApertusForCausalLM",
-            {
-                "head_dim": 24,
-                "rope_parameters": {
-                    "rope_type": "llama3",
-                    "rope_theta": 12000000.0,
-                    "factor": 8.0,
-                    "original_max_position_embeddings": 64,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                },
-            },
-        ),
-    )
-}
-_GROUPS = {"n_group": 4, "topk_group": 2}
-_LATENT = {
-    "kv_lora_rank": 24,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 1.5,
-}
 _LATENT_YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -413,148 +302,23 @@ CASES |= {
             "deepseek_v2",
             "deepseek_v2",
             "DeepseekV2ForCausalLM",
-            {**_LATENT, **_LATENT_YARN, **_GROUPS, "topk_method": "group_limited_greedy"},
+            {**LATENT, **_LATENT_YARN, **GROUPS, "topk_method": "group_limited_greedy"},
         ),
         # V2-Lite: queries without a vector of their own, no groups.
         Case(
-            "deepseek_v2_lite", "deepseek_v2", "DeepseekV2ForCausalLM", {**_LATENT, "q_lora_rank": None}, ties=(False,)
+            "deepseek_v2_lite", "deepseek_v2", "DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": None}, ties=(False,)
         ),
-        Case("deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM", {**_LATENT, **_LATENT_YARN, **_GROUPS}),
+        Case("deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM", {**LATENT, **_LATENT_YARN, **GROUPS}),
         Case(
             "deepseek_v3_halves",
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
-            {**_LATENT, **_GROUPS, "rope_interleave": False, "attention_bias": True},
+            {**LATENT, **GROUPS, "rope_interleave": False, "attention_bias": True},
             ties=(False,),
         ),
     )
 }
-_GLM = {**{name: _LATENT[name] for name in _LATENT if name.startswith(("moe_", "n_", "num_ex", "first_", "routed"))}}
-_MISTRAL4_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.3,
-}
-_PHI_MSCALES = {
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "original_max_position_embeddings": 128,
-        "short_mscale": 1.2,
-        "long_mscale": 1.3,
-        "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0],
-        "long_factor": [1.0, 1.4, 1.9, 2.6, 3.5, 4.7, 6.2, 8.0],
-    }
-}
-CASES |= {
-    case.name: case
-    for case in (
-        Case("glm4_moe", "glm4_moe", "Glm4MoeForCausalLM", {**_GLM, "head_dim": 24, "use_qk_norm": True}),
-        Case(
-            "glm4_moe_groups",
-            "glm4_moe",
-            "Glm4MoeForCausalLM",
-            {**_GLM, **_GROUPS, "head_dim": 16, "attention_bias": True},
-            ties=(False,),
-            seeds=(0,),
-        ),
-        Case(
-            "glm4_moe_lite",
-            "glm4_moe_lite",
-            "Glm4MoeLiteForCausalLM",
-            {**_LATENT, "mlp_layer_types": ["dense", "sparse"]},
-        ),
-        Case(
-            "mistral4",
-            "mistral4",
-            "Mistral4ForCausalLM",
-            {**_LATENT, **_GROUPS, "first_k_dense_replace": 0, "rope_parameters": _MISTRAL4_ROPE},
-        ),
-        Case(
-            "minimax_m2",
-            "minimax_m2",
-            "MiniMaxM2ForCausalLM",
-            {"head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 12},
-        ),
-        Case(
-            "olmoe",
-            "olmoe",
-            "OlmoeForCausalLM",
-            {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.1, "norm_topk_prob": False},
-        ),
-        Case(
-            "phimoe",
-            "phimoe",
-            "PhimoeForCausalLM",
-            {
-                "num_local_experts": 8,
-                "attention_bias": True,
-                "lm_head_bias": True,
-                "router_jitter_noise": 0.1,
-                "sliding_window": WINDOW,
-            },
-        ),
-        # Transformers has the factors of short sequences for all lengths: compared within 128 tokens.
-        Case(
-            "phimoe_longrope",
-            "phimoe",
-            "PhimoeForCausalLM",
-            {"num_local_experts": 8, **_PHI_MSCALES},
-            ties=(False,),
-            seeds=(0,),
-            num_tokens=128,
-        ),
-        Case(
-            "ernie4_5_moe",
-            "ernie4_5_moe",
-            "Ernie4_5_MoeForCausalLM",
-            {
-                "num_hidden_layers": 3,
-                "moe_layer_start_index": 1,
-                "moe_layer_end_index": 2,
-                "use_bias": True,
-                "moe_num_experts": 8,
-                "moe_k": 3,
-                "moe_intermediate_size": 32,
-                "moe_num_shared_experts": 2,
-            },
-            ties=(True, False),
-        ),
-        Case(
-            "hunyuan_moe",
-            "hunyuan_v1_moe",
-            "HunYuanMoEV1ForCausalLM",
-            {
-                "head_dim": 24,
-                "num_experts": 8,
-                "moe_topk": [3, 3],
-                "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
-            },
-        ),
-        Case(
-            "llama4",
-            "llama4_text",
-            "Llama4ForCausalLM",
-            {
-                "head_dim": 24,
-                "num_hidden_layers": 3,
-                "moe_layers": [1, 2],
-                "no_rope_layers": [1, 0, 1],
-                "intermediate_size": 48,
-                "intermediate_size_mlp": 96,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 2,
-                "attention_chunk_size": 512,
-                "floor_scale": 16,
-                "attn_scale": 0.3,
-            },
-        ),
-    )
-}
+CASES |= {case.name: case for case in RECENT_CASES}
 
 # One for each field of a config that changes the numbers and that no family above has, or not alone.
 LONGROPE = {
