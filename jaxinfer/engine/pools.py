@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
+from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.request import SequenceState
 
 
@@ -94,17 +95,24 @@ class PagePools:
             for index in self._windows
         )
 
-    def release_behind(self, sequence: SequenceState) -> None:
+    def release_behind(self, sequence: SequenceState, prefixes: PrefixTree) -> None:
         """Gives back the pages behind the windows. What is confirmed decides: dispatches in flight begin there, and
-        drafts that are rejected are stored after it."""
+        drafts that are rejected are stored after it.
+
+        Most of these pages are in the middle of a text, where no other sequence goes on, and there is one for every few
+        tokens: they are reused before pages at the end of a window that one may go on from.
+        """
+        prompt_end = (sequence.num_prompt - 1) // self.page_size
         for index in self._windows:
+            group, pool, table = self.groups[index], self.all[index], sequence.tables[index]
             first = sequence.num_released[index]
-            end = self.groups[index].first_needed(sequence.num_confirmed, self.page_size)
-            if end > first:
-                table = sequence.tables[index]
-                self.all[index].release(table[first:end])
-                table[first:end] = [NULL_PAGE] * (end - first)
-                sequence.num_released[index] = end
+            end = group.first_needed(sequence.num_confirmed, self.page_size)
+            num_pages = -(-((group.window or 0) - 1) // self.page_size)
+            for number in range(first, end):
+                is_useful = prefixes.is_before_an_end(sequence.place, number, num_pages, prompt_end)
+                pool.release([table[number]], goes_first=not is_useful)
+                table[number] = NULL_PAGE
+            sequence.num_released[index] = max(first, end)
 
     def release_all(self, sequence: SequenceState) -> None:
         """Gives back all pages of a sequence."""

@@ -94,6 +94,20 @@ class PrefixTree:
         self._drop_empty(node, salt)
         return is_changed
 
+    def is_before_an_end(self, place: PrefixPlace | None, index: int, num_pages: int, prompt_end: int) -> bool:
+        """Whether another sequence is likely to go on within `num_pages` pages after page `index` of a path: where the
+        path branches, or at page `prompt_end`, where a prompt ends that may come again."""
+        if place is None or place.node is None or index < prompt_end <= index + num_pages:
+            return True
+        node: _Node | None = place.node
+        for depth in range(place.count, index, -1):
+            if node is None:
+                return True
+            if depth <= index + num_pages and len(node.children) > 1:
+                return True
+            node = node.parent
+        return False
+
     def check(self) -> None:
         """Raises RuntimeError where a page is known twice, or not kept, or could be given away before one after it."""
         stack = list(self._roots.values())

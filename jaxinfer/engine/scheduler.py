@@ -469,7 +469,7 @@ class Scheduler:
         for sequence in self.running:
             if self.pools.has_behind(sequence):
                 self._cache_prefix(sequence)
-                self.pools.release_behind(sequence)
+                self.pools.release_behind(sequence, self.prefixes)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.options.page_size)

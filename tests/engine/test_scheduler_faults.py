@@ -124,9 +124,9 @@ def keep_the_slot(monkeypatch):
 def give_back_a_token_early(monkeypatch):
     release_behind = PagePools.release_behind
 
-    def faulty(self, sequence):
+    def faulty(self, sequence, prefixes):
         sequence.num_confirmed += 1
-        release_behind(self, sequence)
+        release_behind(self, sequence, prefixes)
         sequence.num_confirmed -= 1
 
     monkeypatch.setattr(PagePools, "release_behind", faulty)
@@ -136,9 +136,9 @@ def give_back_a_token_early(monkeypatch):
 def give_back_what_is_planned(monkeypatch):
     """By what is stored once everything planned has run, which speculation takes back."""
 
-    def release(self, sequence):
+    def release(self, sequence, prefixes):
         confirmed, sequence.num_confirmed = sequence.num_confirmed, min(sequence.num_reserved, sequence.num_storable)
-        release_behind(self, sequence)
+        release_behind(self, sequence, prefixes)
         sequence.num_confirmed = confirmed
 
     release_behind = PagePools.release_behind
@@ -146,7 +146,7 @@ def give_back_what_is_planned(monkeypatch):
 
 
 def never_give_back(monkeypatch):
-    monkeypatch.setattr(PagePools, "release_behind", lambda self, sequence: None)
+    monkeypatch.setattr(PagePools, "release_behind", lambda self, sequence, prefixes: None)
 
 
 def match_without_the_last_window(monkeypatch):
