@@ -66,17 +66,24 @@ class PoolSizes:
     reuse, in proportion more; where it has fewer, never more pages than the first.
 
     Attributes:
-      windows: of the groups, None first, else the largest first. page_size: tokens of a page.
+      windows: of the groups, None first, else the largest first. page_bytes: of a page of each on a device, in all of
+        its layers and the draft's. page_size: tokens of a page.
       max_seqs, max_model_len, prefill_chunk: of the engine. dispatch_tokens: that a dispatch may store of a decoding
         sequence.
     """
 
     windows: Sequence[int | None]
+    page_bytes: Sequence[int]
     page_size: int
     max_seqs: int
     max_model_len: int
     prefill_chunk: int
     dispatch_tokens: int
+
+    @property
+    def default(self) -> int:
+        """Pages of the first group if nothing else is asked for, the null page included."""
+        return self.base(self.windows[0])
 
     def base(self, window: int | None) -> int:
         """Pages of a group in which `max_seqs` sequences find room at any time, the null page included."""
@@ -98,18 +105,33 @@ class PoolSizes:
 
     def pages(self, first: int) -> tuple[int, ...]:
         """Pages of each group where the first has so many, null pages included."""
-        default = self.base(self.windows[0])
         found = [first]
         for window in self.windows[1:]:
             base = self.base(window)
-            found.append(min(base, first) if first <= default else base * first // default)
+            found.append(min(base, first) if first <= self.default else base * first // self.default)
         return tuple(found)
 
-    def fitting(self, num_bytes: int, page_bytes: Sequence[int]) -> int:
-        """The most pages of the first group with which all groups, of these bytes a page, fit; 0 if none do."""
-        least, most = 0, max(num_bytes // max(page_bytes[0], 1), 0)
+    # Bytes on a device, of all groups.
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token in all layers, while it is in their windows."""
+        return sum(self.page_bytes) / self.page_size
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of a decoding sequence of `max_model_len` tokens, at most."""
+        counts = [self.of_sequence(window) for window in self.windows]
+        return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
+
+    def bytes_of(self, first: int) -> int:
+        """Of all pools where the first has so many pages."""
+        return sum(count * size for count, size in zip(self.pages(first), self.page_bytes, strict=True))
+
+    def fitting(self, num_bytes: int) -> int:
+        """The most pages of the first group with which all groups fit; 0 if none do."""
+        least, most = 0, max(num_bytes // max(self.page_bytes[0], 1), 0)
         while least < most:
             middle = (least + most + 1) // 2
-            needed = sum(count * size for count, size in zip(self.pages(middle), page_bytes, strict=True))
-            least, most = (middle, most) if needed <= num_bytes else (least, middle - 1)
+            least, most = (middle, most) if self.bytes_of(middle) <= num_bytes else (least, middle - 1)
         return least

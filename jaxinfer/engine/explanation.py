@@ -231,7 +231,7 @@ def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
         if group.window is not None:
             layers = f"{len(group.layers)} layers, {group.num_pages:,} pages of {group.page_bytes:,} bytes"
             facts[f"pages of {group.name}"] = layers
-    return {**facts, "bytes of a full sequence": spec.sequence_bytes}
+    return {**facts, "bytes of a full sequence": spec.pool_sizes.sequence_bytes}
 
 
 def _pages_in_use(engine: Engine) -> dict[str, str]:

@@ -47,33 +47,33 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     OutOfMemoryError where not even one sequence of max_model_len fits.
     """
     max_seqs, vocab_size = spec.max_seqs, spec.config.vocab_size
-    num_pages, smallest = spec.options.num_pages, spec.pool_sizes.smallest
+    sizes, num_pages = spec.pool_sizes, spec.options.num_pages
     # Of each slot and token: bias and counts of 4 bytes, a mask of 1. Beside them grammars.
     sampler = max_seqs * vocab_size * 9 + spec.table_sizes.num_bytes
     activations = activation_bytes(spec)
-    wanted = spec.pool_sizes.base(spec.windows[0])
+    wanted = sizes.default
     parts = {"weights": weights, "sampler": sampler, "activations": activations}
 
     def plan(pages: int) -> PoolPlan:
-        figures = spec.page_bytes, spec.pool_bytes_of(pages), *parts.values(), available
+        figures = spec.page_bytes, sizes.bytes_of(pages), *parts.values(), available
         return PoolPlan(pages, *figures, is_reduced=pages < wanted)
 
     if available is None:
         return plan(wanted if num_pages is None else num_pages)
     budget = int(spec.options.memory_fraction * (available + weights)) - sum(parts.values())
-    fitting = spec.pages_within(budget)
+    fitting = sizes.fitting(budget)
     if num_pages is not None:
-        if spec.pool_bytes_of(num_pages) > available - sampler - activations:
+        if sizes.bytes_of(num_pages) > available - sampler - activations:
             raise _does_not_fit(spec, parts, num_pages, available, f"num_pages={fitting}")
         return plan(num_pages)
-    if fitting < smallest:
+    if fitting < sizes.smallest:
         if fitting > 1:
             helps = f"max_model_len={(fitting - 1) * spec.page_size}"
-        elif sampler + LIVE_LOGITS * max_seqs * vocab_size * 4 > spec.pool_bytes_of(smallest):
+        elif sampler + LIVE_LOGITS * max_seqs * vocab_size * 4 > sizes.bytes_of(sizes.smallest):
             helps = "a smaller max_seqs"
         else:
             helps = "a smaller dtype or a quantized checkpoint"
-        raise _does_not_fit(spec, parts, smallest, available, helps)
+        raise _does_not_fit(spec, parts, sizes.smallest, available, helps)
     fills_memory = spec.platform != "cpu" and spec.options.cache == "paged"
     return plan(fitting if fills_memory else min(fitting, wanted))
 
@@ -107,7 +107,7 @@ def available_bytes(device: Any) -> int | None:
 
 def _does_not_fit(spec: EngineSpec, parts: dict[str, int], pages: int, available: int, helps: str) -> OutOfMemoryError:
     lines = [f"  {name}: {_mib(size)}" for name, size in parts.items()]
-    size = spec.pool_bytes_of(pages)
+    size = spec.pool_sizes.bytes_of(pages)
     others = f", and {len(spec.windows) - 1} smaller pools" if len(spec.windows) > 1 else ""
     return OutOfMemoryError(
         "the model and its cache do not fit:\n"

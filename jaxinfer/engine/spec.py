@@ -140,8 +140,8 @@ class EngineSpec:
     @property
     def num_pages(self) -> int:
         """Pages of the first group's pool, the null page included: of the layers without a window, where there are any.
-        Unless set, `PoolSizes.base`."""
-        return self.pool_pages or self.options.num_pages or self.pool_sizes.base(self.windows[0])
+        Unless set, `PoolSizes.default`."""
+        return self.pool_pages or self.options.num_pages or self.pool_sizes.default
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -182,7 +182,7 @@ class EngineSpec:
         """The rule for the numbers of pages."""
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
-        return PoolSizes(self.windows, self.page_size, self.max_seqs, *tokens)
+        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -393,21 +393,6 @@ class EngineSpec:
     def page_bytes(self) -> int:
         """Bytes of one page on a device, in all layers of the first group and the draft's."""
         return self.group_page_bytes[0]
-
-    def pool_bytes_of(self, num_pages: int) -> int:
-        """Bytes of all pools on a device, the draft's cache included, where the first has so many pages."""
-        counts = self.pool_sizes.pages(num_pages)
-        return sum(count * size for count, size in zip(counts, self.group_page_bytes, strict=True))
-
-    @property
-    def sequence_bytes(self) -> int:
-        """Bytes of the pages of a decoding sequence of max_model_len tokens, in all groups, on a device."""
-        counts = [self.pool_sizes.of_sequence(window) for window in self.windows]
-        return sum(count * size for count, size in zip(counts, self.group_page_bytes, strict=True))
-
-    def pages_within(self, num_bytes: int) -> int:
-        """`num_pages` of the largest pools that fit in so many bytes of a device; 0 if none do."""
-        return self.pool_sizes.fitting(num_bytes, self.group_page_bytes)
 
     # Variants.
 
