@@ -55,8 +55,14 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     parts = {"weights": weights, "sampler": sampler, "activations": activations}
 
     def plan(pages: int) -> PoolPlan:
-        figures = spec.page_bytes, sizes.bytes_of(pages), *parts.values(), available
-        return PoolPlan(pages, *figures, is_reduced=pages < wanted)
+        return PoolPlan(
+            num_pages=pages,
+            page_bytes=spec.page_bytes,
+            pool_bytes=sizes.bytes_of(pages),
+            available=available,
+            is_reduced=pages < wanted,
+            **parts,
+        )
 
     if available is None:
         return plan(wanted if num_pages is None else num_pages)
