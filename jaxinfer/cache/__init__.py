@@ -19,6 +19,7 @@ from jaxinfer.cache.kv_dtype import (
 from jaxinfer.cache.paged import (
     PagedAttention,
     PagedCache,
+    PageTables,
     abstract_paged_cache,
     init_paged_cache,
     move_tokens,
@@ -30,6 +31,7 @@ __all__ = [
     "CachedAttention",
     "ContiguousCache",
     "KVScales",
+    "PageTables",
     "PagedAttention",
     "PagedCache",
     "abstract_paged_cache",
