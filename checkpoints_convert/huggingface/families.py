@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
+from checkpoints_convert.huggingface.families_delta import DELTA
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
@@ -15,16 +16,18 @@ from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (*LLAMA_LIKE, *MIXTURES, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
+    family.architecture: family for family in (*LLAMA_LIKE, *MIXTURES, *DEEPSEEK, *DELTA, *GEMMA, *PARALLEL, *EARLY)
 }
 
 # Models of text and images, of which the text part is read: default model_type of `text_config`.
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Tensors of their other parts.
-WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|visual|multi_modal_projector)\..*",)
 # Fields that `text_config` inherits from config.json.
 _INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "bos_token_id", "eos_token_id")
 
@@ -105,6 +108,7 @@ _PARTS = {
     ".mlp.experts.": "a mixture of experts",
     ".mlp.shared.": "shared experts",
     ".attention.k_up.": "latent attention",
+    ".recurrent.decay_proj": "gated delta nets",
     ".attention.sinks": "attention sinks",
 }
 # Titles of fields of ModelConfig that a family may set.

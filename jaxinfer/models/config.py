@@ -5,6 +5,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from jaxinfer.models.recurrent_config import (
+    ATTENTION_KINDS,
+    RECURRENT_KINDS,
+    ConvConfig,
+    DeltaConfig,
+    LayerKind,
+    MambaConfig,
+    RecurrentConfig,
+)
+
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 # RMSNorm (Zhang & Sennrich 2019), whose weight multiplies the result after rounding to the input's dtype ("rms": Llama)
 # or before ("rms_float32": OLMo 2; "rms_zero_centred", weight plus one: Gemma); or LayerNorm (Ba et al. 2016).
@@ -16,7 +26,7 @@ NormKind = Literal["rms", "rms_float32", "rms_zero_centred", "layer"]
 #   parallel_one_norm   x += A(y) + M(y) with y = N(x)
 #   parallel_two_norms  x += A(N(x)) + M(N(x))
 BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel_one_norm", "parallel_two_norms"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
 # What a norm of queries or keys normalizes: each head, with one weight [K] for all heads ("head") or one per head [H,
 # K] ("each_head"); or all heads together, with a weight [H * K] ("all_heads").
 QKNormSpan = Literal["head", "each_head", "all_heads"]
@@ -202,6 +212,13 @@ class ModelConfig:
       moe: mixture of experts in place of the MLP of some layers; None for none.
       mla: multi-head latent attention; None for ordinary attention. `num_kv_heads` and `head_dim` then describe the
         cache: 1 and mla.key_size.
+      layer_kinds: per layer, what mixes tokens; empty means attention in every layer.
+      delta, mamba, conv: the recurrent layers of kind "gated_delta", "mamba2" and "short_conv".
+      mlp_layers: per layer, whether it has an MLP or experts; empty means all do.
+      is_attention_gated: the queries' projection has a gate beside each head's query, and attention's output is
+        multiplied by its sigmoid (Qwen3-Next).
+      attention_in_multiplier, attention_out_multiplier, mlp_multipliers: factors on the input and output of attention,
+        and on gate and output of the MLP (Falcon-H1).
       max_position_embeddings: longest sequence that the checkpoint declares, in tokens.
       dtype: dtype of the stored weights.
     """
@@ -243,6 +260,15 @@ class ModelConfig:
     has_sinks: bool = False
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    conv: ConvConfig | None = None
+    mlp_layers: tuple[bool, ...] = ()
+    is_attention_gated: bool = False
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -272,6 +298,7 @@ class ModelConfig:
             raise ValueError(f"moe.layers={self.moe.layers} of a model with {self.num_layers} layers")
         if self.mla is not None:
             _check_latent(self, self.mla)
+        _check_kinds(self)
         if self.norm_bias and self.norm != "layer":
             raise ValueError(f"norm_bias: only norms of kind 'layer' have a bias, not {self.norm!r}")
 
@@ -288,6 +315,39 @@ class ModelConfig:
     def experts_of(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of a layer, or None if it has an MLP."""
         return self.moe if self.moe is not None and layer in self.moe.layers else None
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """What mixes tokens in a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else "attention"
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer caches keys and values."""
+        return self.layer_kind(layer) in ATTENTION_KINDS
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not self.mlp_layers or self.mlp_layers[layer]
+
+    def recurrent_of(self, layer: int) -> RecurrentConfig | None:
+        """The recurrent part of a layer, or None."""
+        return self._recurrent(self.layer_kind(layer))
+
+    def _recurrent(self, kind: LayerKind) -> RecurrentConfig | None:
+        if kind == "gated_delta":
+            return self.delta
+        if kind == "short_conv":
+            return self.conv
+        return self.mamba if kind in RECURRENT_KINDS else None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that cache keys and values."""
+        return tuple(i for i in range(self.num_layers) if self.has_attention(i))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state."""
+        return tuple(i for i in range(self.num_layers) if self.recurrent_of(i) is not None)
 
     @property
     def qk_norm_bias(self) -> bool:
@@ -306,7 +366,10 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the number of the first one that differs from it in its weights only."""
-        kinds = [(self.window(i), self.rope_of(i), self.experts_of(i)) for i in range(self.num_layers)]
+        kinds = [
+            (self.window(i), self.rope_of(i), self.experts_of(i), self.layer_kind(i), self.has_mlp(i))
+            for i in range(self.num_layers)
+        ]
         return tuple(kinds.index(kind) for kind in kinds)
 
     def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
@@ -336,14 +399,40 @@ class ModelConfig:
         """Inverse of `to_dict`. Raises ValueError for unknown fields."""
         _check_fields(cls, data)
         values: dict[str, Any] = {key: _as_tuple(value) for key, value in data.items()}
-        for name, kind in (("rope", RopeConfig), ("local_rope", RopeConfig), ("moe", MoEConfig), ("mla", MLAConfig)):
+        for name, kind in _NESTED.items():
             if values.get(name) is not None:
                 values[name] = _nested_from_dict(kind, values[name])
         return cls(**values)
 
 
 # Fields with one entry per layer, or empty.
-_PER_LAYER = ("sliding_windows", "rotated_layers")
+_PER_LAYER = ("sliding_windows", "rotated_layers", "layer_kinds", "mlp_layers")
+# Fields that are configurations of their own.
+_NESTED = {
+    "rope": RopeConfig,
+    "local_rope": RopeConfig,
+    "moe": MoEConfig,
+    "mla": MLAConfig,
+    "delta": DeltaConfig,
+    "mamba": MambaConfig,
+    "conv": ConvConfig,
+}
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    if unknown := sorted(set(config.layer_kinds) - set(get_args(LayerKind))):
+        raise ValueError(f"layer_kinds names {unknown[0]!r}, known are {', '.join(get_args(LayerKind))}")
+    for kind in RECURRENT_KINDS:
+        if kind in config.layer_kinds and config._recurrent(kind) is None:
+            raise ValueError(f"layer_kinds has {kind!r}, but the configuration describes no such layer")
+    for name in ("attention_in_multiplier", "attention_out_multiplier"):
+        if not math.isfinite(getattr(config, name)):
+            raise ValueError(f"{name} must be finite, got {getattr(config, name)!r}")
+    if config.recurrent_layers and config.block != "pre_norm":
+        raise ValueError(f"recurrent layers need block='pre_norm', got {config.block!r}")
+    empty = [i for i in range(config.num_layers) if config.layer_kind(i) == "none" and not config.has_mlp(i)]
+    if empty:
+        raise ValueError(f"layer {empty[0]} has neither a mixer nor an MLP")
 
 
 def _check_latent(config: ModelConfig, mla: MLAConfig) -> None:
