@@ -52,7 +52,9 @@ class LayerView:
 
     def recur(self, tokens: RecurrentTokens) -> jax.Array:
         if self._is_function():
-            batched = RecurrentTokens(*(None if x is None else _as_batch(x, n) for x, n in zip(tokens, _RANKS, strict=True)))  # pyright: ignore[reportArgumentType]
+            batched = RecurrentTokens(
+                *(None if x is None else _as_batch(x, n) for x, n in zip(tokens, _RANKS, strict=True))
+            )  # pyright: ignore[reportArgumentType]
             return recurrence_of_sequences(batched).reshape(tokens.v.shape)
         return self._attend.recur(self._layer, tokens)
 

@@ -460,7 +460,13 @@ _MIXTURE_GAINS = {
     ("mlp.gate.weight", "router.weight"): 8.0,
     (".experts.", ".shared_expert"): 1.0,
     ("q_a_proj", "q_b_proj", "kv_a_proj", "kv_b_proj"): 1.2,
+    # Outputs of recurrent layers are normalized, which magnifies rounding where they are small.
+    ("linear_attn.", "mamba.", ".mixer."): 0.7,
 }
+
+
+# Models whose norms multiply by 1 + w.
+_ZERO_CENTRED = ("gemma", "qwen3_next", "qwen3_5")
 
 
 def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndarray:
@@ -475,8 +481,8 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     if name.endswith("bias"):
         return np.float32(0.3) * noise
     if is_norm:
-        # Gemma's norms multiply by 1 + w.
-        centre = np.float32(0.0 if case.model_type.startswith("gemma") else 1.0)
+        is_zero_centred = case.model_type.startswith(_ZERO_CENTRED) and "linear_attn" not in name
+        centre = np.float32(0.0 if is_zero_centred else 1.0)
         is_last = name.startswith(("model.norm", "model.final", "transformer.ln_f", "gpt_neox.final"))
         return centre + np.float32(0.3) * noise if not is_last else np.float32(0.5) * (centre + np.float32(0.3) * noise)
     if any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
