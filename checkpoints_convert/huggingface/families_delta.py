@@ -17,7 +17,7 @@ from checkpoints_convert.huggingface.families_llama import (
 )
 from checkpoints_convert.huggingface.families_mixtures import QWEN_EXPERTS, express_qwen, qwen_mixture
 from checkpoints_convert.huggingface.family import ROTARY_BUFFERS, Family, Fields, RopeForm
-from checkpoints_convert.huggingface.rules import TensorRule, linear
+from checkpoints_convert.huggingface.rules import TensorRule
 from jaxinfer.models import DeltaConfig, ModelConfig
 from jaxinfer.models.recurrent_config import LayerKind
 

@@ -29,7 +29,8 @@ class TensorRule:
         an expert or a head, along which the tensors are stacked.
       targets: the parameters; of a fused tensor, in the order of their outputs.
       transpose: whether the last two axes are transposed, as Linear weights [out, in] are stored.
-      groups: field of ModelConfig, or of a configuration in it, with the number of groups of outputs, each a share of every target; None for one.
+      groups: field of ModelConfig, or of a configuration in it ("delta.num_key_heads"), with the number of groups of
+        outputs, each a share of every target; None for one.
       is_rotated: the outputs are those of queries or keys, which some families store interleaved.
       add: added to the stored values.
       when: a field of ModelConfig and the value for which the rule holds.

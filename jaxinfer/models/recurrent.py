@@ -52,10 +52,10 @@ class LayerView:
 
     def recur(self, tokens: RecurrentTokens) -> jax.Array:
         if self._is_function():
-            batched = RecurrentTokens(
-                *(None if x is None else _as_batch(x, n) for x, n in zip(tokens, _RANKS, strict=True))
-            )  # pyright: ignore[reportArgumentType]
-            return recurrence_of_sequences(batched).reshape(tokens.v.shape)
+            q, k, v = _as_batch(tokens.q, 2), _as_batch(tokens.k, 2), _as_batch(tokens.v, 2)
+            beta = None if tokens.beta is None else _as_batch(tokens.beta, 1)
+            full = RecurrentTokens(q, k, v, _as_batch(tokens.g, 1), beta)
+            return recurrence_of_sequences(full).reshape(tokens.v.shape)
         return self._attend.recur(self._layer, tokens)
 
     def _is_function(self) -> bool:
@@ -65,10 +65,6 @@ class LayerView:
         if not hasattr(attend, "recur"):
             raise ValueError(f"{type(attend).__name__} has no states for recurrent layers")
         return False
-
-
-# Dimensions of a token in each array of RecurrentTokens.
-_RANKS = (2, 2, 2, 1, 1)
 
 
 def _as_batch(x: jax.Array, rank: int) -> jax.Array:

@@ -25,5 +25,5 @@ def convolution(x, weight, bias=None, state=None) -> tuple[np.ndarray, np.ndarra
     x, weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
     width = weight.shape[1]
     padded = np.concatenate([np.zeros((width - 1, x.shape[1])) if state is None else np.asarray(state), x])
-    out = sum(padded[i : i + len(x)] * weight[:, i] for i in range(width))
+    out = np.sum([padded[i : i + len(x)] * weight[:, i] for i in range(width)], axis=0)
     return out if bias is None else out + np.asarray(bias, np.float64), padded[len(padded) - (width - 1) :]

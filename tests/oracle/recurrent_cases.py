@@ -21,14 +21,21 @@ _QWEN_EXPERTS = {
 RECURRENT_CASES = {
     case.name: case
     for case in (
-        Case("qwen3_next", "qwen3_next", "Qwen3NextForCausalLM", {**_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1]}),
-        Case("qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM", _DELTA),
+        Case(
+            "qwen3_next",
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            {**_DELTA, **_QWEN_EXPERTS, "mlp_only_layers": [1]},
+            gain=0.4,
+        ),
+        Case("qwen3_5", "qwen3_5_text", "Qwen3_5ForCausalLM", _DELTA, gain=0.4),
         Case(
             "qwen3_5_moe",
             "qwen3_5_moe_text",
             "Qwen3_5MoeForCausalLM",
             {**_DELTA, **_QWEN_EXPERTS},
             without=("intermediate_size",),
+            gain=0.4,
         ),
     )
 }

@@ -198,6 +198,6 @@ def test_operands_that_do_not_fit_are_refused(change, message):
     tokens = tokens_of(0, 3, "gated_delta")._replace(**change)
     with pytest.raises(ValueError, match=message):
         linear_recurrence(tokens, jnp.zeros((1, HEADS, KEY, VALUE)), batch_of((0, 3)))
+    good = tokens_of(0, 3, "ssd")
     with pytest.raises(ValueError, match="short_tokens is 1 to 64; got 0"):
-        good = tokens_of(0, 3, "ssd")
         linear_recurrence(good, jnp.zeros((1, HEADS, KEY, VALUE)), batch_of((0, 3)), short_tokens=0)
