@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import jax
-
 from jaxinfer import compilation_cache, parallel
 from jaxinfer.embedding import Embedder
 from jaxinfer.engine.client import Client
@@ -49,7 +47,7 @@ from jaxinfer.parallel import hosts
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import describe, num_bytes
 from jaxinfer.sampling import SamplingParams
-from jaxinfer.speculative import ModelDraft, SpeculationStats
+from jaxinfer.speculative import SpeculationStats
 from jaxinfer.text import Tokenizer
 from jaxinfer.tool_calls import AnswerFormat
 
@@ -113,7 +111,7 @@ class LLM(ScoringMethods):
         self.params = loaded.params
         self.fit, self.seed, self.acceptance = loaded.fit, chosen.seed, chosen.acceptance
         self.default_params, self.ignored_generation_config = loaded.default_params, loaded.ignored_defaults
-        self.eos_token_ids, self._owned_params = loaded.eos_token_ids, [loaded.params] if loaded.is_owned else []
+        self.eos_token_ids, self._weights = loaded.eos_token_ids, [loaded.weights]
         run, self._copies = loaded.runnable()
         engine = self._make_engine(loaded, run, replace(chosen, max_model_len=self.max_model_len))
         self.client = Client(
@@ -137,11 +135,11 @@ class LLM(ScoringMethods):
     def _make_engine(self, loaded: LoadedModel, params: Params, options: LLMOptions) -> Engine | Replicas:
         draft = None
         if options.draft is not None:
-            draft, is_owned = load_draft(
+            draft, weights = load_draft(
                 options.draft, loaded, self.max_model_len, dtype=options.dtype, verify=options.verify
             )
-            if is_owned and isinstance(draft, ModelDraft):
-                self._owned_params.append(draft.params)
+            if weights is not None:
+                self._weights.append(weights)
         scales = loaded.on_mesh(loaded.kv_scales if options.kv_scales is None else options.kv_scales)
         return make_engine(self.config, params, options, draft=draft, kv_scales=scales, mesh=self.mesh)
 
@@ -374,11 +372,12 @@ class LLM(ScoringMethods):
             return f"LLM({self.name!r}, closed)"
 
     def close(self) -> None:
-        """Frees the device memory of cache and parameters now; live parameters stay. Closing twice is harmless."""
+        """Frees the device memory of the cache now, and that of the parameters unless they are live ones or another
+        model of this process, loaded from the same files, uses them. Closing twice is harmless."""
         self.client.close()
-        for leaf in jax.tree.leaves(self._owned_params):
-            leaf.delete()
-        self.params, self._owned_params = {}, []
+        for weights in self._weights:
+            weights.release()
+        self.params, self._weights = {}, []
 
     # Several hosts.
 

@@ -1,10 +1,12 @@
 """From what a user names as a model to what an engine runs: configuration, parameters, tokenizer, defaults."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -32,7 +34,7 @@ LiveModel = tuple[ModelConfig, Params] | tuple[ModelConfig, Params, Tokenizer | 
 @dataclass(frozen=True)
 class LoadedModel:
     """Attributes:
-    name: what the user called it. is_owned: whether the parameters were loaded here, and may be freed.
+    name: what the user called it. weights: the parameters, which other models may use too.
     default_params: generation_config.json's; ignored_defaults: its settings that are not applied.
     kv_scales: the checkpoint's scales for an fp8 cache, if it has some.
     has_head: False where its files have no head. embedding: how it embeds texts, where its files say so.
@@ -42,9 +44,8 @@ class LoadedModel:
 
     name: str
     config: ModelConfig
-    params: Params
+    weights: "Weights"
     tokenizer: Tokenizer | None
-    is_owned: bool
     default_params: SamplingParams = field(default_factory=SamplingParams)
     ignored_defaults: Sequence[str] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -54,6 +55,10 @@ class LoadedModel:
     fit: MeshFit | None = None
     mesh: Mesh | None = None
     system: str | None = None
+
+    @property
+    def params(self) -> Params:
+        return self.weights.params
 
     def on_mesh(self, scales: KVScales | None) -> KVScales | None:
         """Scales of the checkpoint's key-value heads as the engine takes them."""
@@ -65,7 +70,7 @@ class LoadedModel:
         """What the engine takes: on a CPU, float32 copies of quantized weights, as far as their budget goes."""
         if not describe(self.params) or jax.default_backend() != "cpu" or self.fit is not None:
             return self.params, None
-        return float32_copies(self.params)
+        return self.weights.with_copies()
 
     def for_length(self, max_model_len: int | None) -> tuple["LoadedModel", int]:
         """The model made for prompts and answers of that many tokens (None: what it allows, at most 4,096).
@@ -74,6 +79,85 @@ class LoadedModel:
         """
         config, length = for_length(self.config, max_model_len)
         return replace(self, config=config), length
+
+
+class Weights:
+    """The parameters of a model. Those that were loaded from files are shared by all models of this process that were
+    loaded from the same ones alike, and freed with the last of them.
+
+    `key` says what they were loaded from, None for live parameters, which stay the caller's.
+    """
+
+    def __init__(self, params: Params, key: Hashable = None):
+        self.params, self.key = params, key
+        self._num_users = 1
+        self._copied: tuple[Params, Copies] | None = None
+
+    def with_copies(self) -> tuple[Params, Copies]:
+        """The parameters with the float32 copies that a CPU runs, which are shared too."""
+        if self._copied is None:
+            self._copied = float32_copies(self.params)
+        return self._copied
+
+    def release(self) -> None:
+        """One user less. After the last one the device memory of what was loaded is free, also where somebody still
+        has the arrays."""
+        with _WEIGHTS_LOCK:
+            self._num_users -= 1
+            if self._num_users or self.key is None:
+                return
+            _WEIGHTS.pop(self.key, None)
+        for leaf in jax.tree.leaves((self.params, self._copied)):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+
+    @classmethod
+    def shared(cls, key: Hashable, load: Callable[[], Params]) -> "Weights":
+        """The weights of that key, loaded unless a model has them; the caller becomes a user."""
+        with _WEIGHTS_LOCK:
+            if (found := _WEIGHTS.get(key)) is not None:
+                found._num_users += 1
+                return found
+        made = cls(load(), key)
+        with _WEIGHTS_LOCK:
+            _WEIGHTS[key] = made
+        return made
+
+
+# Of the models of this process. A model that is dropped without `close` leaves nothing here.
+_WEIGHTS: weakref.WeakValueDictionary[Hashable, Weights] = weakref.WeakValueDictionary()
+_WEIGHTS_LOCK = Lock()
+
+
+def weights_key(
+    model: str | Path,
+    revision: str | None = None,
+    quantize: str | None = OF_ALIAS,
+    requantize: str | None = None,
+    *,
+    dtype: str = "auto",
+    verify: bool | None = None,
+    mesh: Mesh | None = None,
+) -> Hashable:
+    """Equal for calls of `load_model` that give equal parameters: of the same files, unchanged, read alike."""
+    named = find_model(model, revision, fetch=False)
+    chosen = _selection(quantize, {} if requantize else named.options)
+    return _weights_key(named.path, dtype, chosen, mesh, {"requantize": requantize, "verify": verify})
+
+
+def _weights_key(
+    path: Any, dtype: str, chosen: Selection | None, mesh: Mesh | None, opening: Mapping[str, Any]
+) -> Hashable:
+    if not isinstance(path, Path):  # in an object store: whether they have changed is not known
+        return object()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    states = [(str(one), state.st_size, state.st_mtime_ns, state.st_ino) for one in files for state in (one.stat(),)]
+    dtype = _resolved(dtype)
+    return (*states, dtype, None if chosen is None else chosen.recipe, mesh, *sorted(opening.items()))
+
+
+def _resolved(dtype: str) -> str:
+    return "float32" if dtype == "auto" and jax.default_backend() == "cpu" else dtype
 
 
 def for_length(config: ModelConfig, max_model_len: int | None) -> tuple[ModelConfig, int]:
@@ -121,9 +205,6 @@ def load_model(
         opening = {"requantize": requantize, "verify": verify}
         needed = {"reads_tokenizer": tokenizer is None, "quantization": quantization}
         found = _read(named, dtype, chosen, mesh, opening=opening, **needed)
-    params = found.params
-    if jax.default_backend() == "gpu" and mesh is None:
-        params = outputs_together(params, donate=found.is_owned)
     if tokenizer is not None:
         chosen_tokenizer = Tokenizer.from_dir(tokenizer) if isinstance(tokenizer, (str, Path)) else tokenizer
     else:
@@ -140,7 +221,6 @@ def load_model(
     return replace(
         found,
         config=found.config if fit is None else fit.config,
-        params=params,
         tokenizer=chosen_tokenizer,
         eos_token_ids=tuple(sorted(eos_ids)),
         fit=fit,
@@ -154,7 +234,13 @@ def _live(model: LiveModel, dtype: str, chosen: Selection | None, mesh: Mesh | N
         params = quantize_params(params, chosen.recipe)
     if mesh is not None:
         params = fit_to_mesh(mesh, config).place(params)
-    return LoadedModel("live parameters", config, params, tokenizer, is_owned=False)
+    return LoadedModel("live parameters", config, Weights(_laid_out(params, mesh)), tokenizer)
+
+
+def _laid_out(params: Params, mesh: Mesh | None, *, donate: bool = False) -> Params:
+    """The parameters in the layouts of a GPU's kernels."""
+    is_gpu = jax.default_backend() == "gpu" and mesh is None
+    return outputs_together(params, donate=donate) if is_gpu else params
 
 
 def _read(
@@ -171,8 +257,7 @@ def _read(
 
     name, path = named.name, named.path
     assert path is not None
-    if dtype == "auto" and jax.default_backend() == "cpu":
-        dtype = "float32"
+    dtype = _resolved(dtype)
     with checkpoints_convert.open_checkpoint(path, dtype=dtype, **opening) as checkpoint:
         check_format(quantization, checkpoint.quantization, name)
         # What is small is read, and refused, before the weights.
@@ -183,16 +268,19 @@ def _read(
         eos_token_ids = (*checkpoint.eos_token_ids, *defaults.eos_token_ids)
         tokenizer = _tokenizer(path, checkpoint.tokenizer_files()) if reads_tokenizer else None
         embedding = read_embedding_config(path) if path.is_dir() else None
-        params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen)
+
+        def load() -> Params:
+            params = checkpoints_convert.load_params(checkpoint, mesh=mesh, progress=True, convert=chosen)
+            return _laid_out(params, mesh, donate=True)
+
         kv_scales = None
         if layers := checkpoint.kv_scales:
             kv_scales = KVScales.of_layers(checkpoint.config, [one.k for one in layers], [one.v for one in layers])
         return LoadedModel(
             name,
             checkpoint.config,
-            params,
+            Weights.shared(_weights_key(path, dtype, chosen, mesh, opening), load),
             tokenizer,
-            is_owned=True,
             default_params=replace(defaults.params, **_alias_sampling(named)),
             ignored_defaults=defaults.ignored,
             eos_token_ids=eos_token_ids,
@@ -276,15 +364,15 @@ def load_draft(
     *,
     dtype: str = "auto",
     verify: bool | None = None,
-) -> tuple[Draft, bool]:
-    """What drafts for `target`, from "ngram", "layers:N", or a model as `load_model` takes it; and whether its
-    parameters were loaded here.
+) -> tuple[Draft, Weights | None]:
+    """What drafts for `target`, from "ngram", "layers:N", or a model as `load_model` takes it; and the weights of the
+    latter.
 
     Raises ValueError where the draft's tokens are not the target's, with the first id that differs, and as
     `load_model`.
     """
     if (found := _draft_by_name(draft, target.config, target.params)) is not None:
-        return found, False
+        return found, None
     verify = None if isinstance(draft, tuple) else verify
     loaded = load_model(draft, dtype=dtype, verify=verify, mesh=target.mesh)
     own, its = target.tokenizer, loaded.tokenizer
@@ -300,7 +388,7 @@ def load_draft(
     except ValueError as error:
         raise ValueError(f"draft {loaded.name!r}: {error}") from None
     params, copies = loaded.runnable()
-    return ModelDraft(loaded.name, loaded.config, params, loaded.on_mesh(loaded.kv_scales), copies), loaded.is_owned
+    return ModelDraft(loaded.name, loaded.config, params, loaded.on_mesh(loaded.kv_scales), copies), loaded.weights
 
 
 def tokenizer_named(model: str | Path, revision: str | None = None) -> Tokenizer | None:

@@ -2,9 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxinfer.engine.memory import OutOfMemoryError, activation_bytes, available
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.llm_arguments import checked_options
 from jaxinfer.llm_options import LLMOptions
-from jaxinfer.loading import for_length, load_draft_shapes, load_shapes
+from jaxinfer.loading import for_length, load_draft_shapes, load_shapes, weights_key
 from jaxinfer.models import fit_to_mesh
 from jaxinfer.quantization.on_device import Copies, float32_copies
 from jaxinfer.quantization.tree import num_bytes
@@ -115,7 +116,7 @@ def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNe
     """
     check_is_here(name, arguments)
     options = checked_options(name, arguments)
-    spec, copied = _abstract_spec(name, options)
+    spec, copied, shared = _abstract_spec(name, options)
     parts = {**spec.with_pages(1).parts, "activations": activation_bytes(spec), "float32 copies": copied}
     fixed = sum(size for part, size in parts.items() if part not in ("cache", "draft cache"))
     num_pages = options.num_pages
@@ -128,11 +129,12 @@ def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNe
                 f"and the budget is {format_bytes(budget)}: raise --model-memory, or lower --max-model-len"
             )
         num_pages = min(spec.max_seqs * spec.pages_per_sequence + 1, fitting)
-    return ModelNeeds({**parts, **spec.with_pages(num_pages).parts}, num_pages)
+    return ModelNeeds({**parts, **spec.with_pages(num_pages).parts}, num_pages, shared)
 
 
-def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int]:
-    """The spec that the model's engine will have, and the bytes of weights that a CPU keeps beside their copies."""
+def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int, dict[Hashable, int]]:
+    """The spec that the model's engine will have, the bytes of weights that a CPU keeps beside their copies, and those
+    of all weights by the key under which they are shared."""
     platform = jax.default_backend()
     dtype = "float32" if options.dtype == "auto" and platform == "cpu" else options.dtype
     config, params = load_shapes(
@@ -144,17 +146,25 @@ def _abstract_spec(name: str, options: LLMOptions) -> tuple[EngineSpec, int]:
         if isinstance(options.draft, tuple):
             raise ValueError("a draft of live parameters cannot be counted")
         draft = load_draft_shapes(options.draft, config, params, length, dtype)
-    mesh = None if options.mesh is None else parallel.replicas(parallel.make_mesh(options.mesh))[0]
-    copied = 0
+    whole = None if options.mesh is None else parallel.make_mesh(options.mesh)
+    mesh = None if whole is None else parallel.replicas(whole)[0]
+    copied = draft_copied = 0
     if mesh is not None:
         config, params = _fitted(mesh, config, params)
         if isinstance(draft, ModelDraft):
             draft_config, draft_params = _fitted(mesh, draft.config, draft.params)
             draft = replace(draft, config=draft_config, params=draft_params)
     elif platform == "cpu":
-        copied = _copied_bytes(params) + (_copied_bytes(draft.params) if isinstance(draft, ModelDraft) else 0)
-    chosen = replace(options, max_model_len=length)
-    return EngineSpec(config, params, chosen, platform, mesh, draft), copied
+        copied = _copied_bytes(params)
+        draft_copied = _copied_bytes(draft.params) if isinstance(draft, ModelDraft) else 0
+    spec = EngineSpec(config, params, replace(options, max_model_len=length), platform, mesh, draft)
+    how = {"dtype": options.dtype, "verify": options.verify, "mesh": whole}
+    shared = {
+        weights_key(name, options.revision, options.quantize, options.requantize, **how): spec.parts["weights"] + copied
+    }
+    if isinstance(draft, ModelDraft) and isinstance(options.draft, str | Path):
+        shared[weights_key(options.draft, **how)] = spec.parts["draft weights"] + draft_copied
+    return spec, copied + draft_copied, shared
 
 
 def _fitted(mesh: Any, config: Any, params: Any) -> tuple[Any, Any]:

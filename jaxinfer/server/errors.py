@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from jaxinfer.async_engine import EngineDeadError
 from jaxinfer.batch.errors import RowError
+from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.engine.scheduler import QueueFullError, RequestTooLargeError
 from jaxinfer.sampling.params import SamplingParamsError
 from jaxinfer.text import ChatTemplateError, TextTooLongError
@@ -124,3 +125,12 @@ def as_api_error(error: BaseException) -> APIError:
         return unavailable("the engine has stopped; the server is restarting or going away", 5)
     _LOG.error("a request failed", exc_info=error)
     return APIError(500, "the server failed to answer; its log has the reason")
+
+
+def load_error(name: str, error: Exception) -> APIError:
+    """What those are told who wait for a model that could not be loaded."""
+    status = 503 if isinstance(error, OutOfMemoryError) else 500
+    message = f"the model {name!r:.80} could not be loaded: {error}"
+    found = APIError(status, message, param="model", code="model_not_loaded", headers={"retry-after": "10"})
+    found.__cause__ = error
+    return found

@@ -4,8 +4,8 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from jaxinfer import __version__
@@ -24,14 +24,23 @@ ModelState = Literal["unloaded", "loading", "ready", "unloading", "failed"]
 @dataclass(frozen=True)
 class ModelNeeds:
     """Bytes of a device that a model needs, by part, counted before it is loaded; `num_pages` are those of its cache.
-    A model that is not counted has no parts."""
+    A model that is not counted has no parts. `shared` are the bytes of weights, contained in the parts, by what they
+    are loaded from: models with the same ones share them."""
 
     parts: dict[str, int]
     num_pages: int | None = None
+    shared: dict[Hashable, int] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         return sum(self.parts.values())
+
+
+def bytes_together(needs: Iterable[ModelNeeds]) -> int:
+    """Bytes that models need which are loaded at once."""
+    needs = list(needs)
+    own = sum(one.num_bytes - sum(one.shared.values()) for one in needs)
+    return own + sum({key: size for one in needs for key, size in one.shared.items()}.values())
 
 
 @dataclass(frozen=True)

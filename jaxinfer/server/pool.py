@@ -21,9 +21,9 @@ from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.checks import format_bytes
 from jaxinfer.engine.memory import OutOfMemoryError
 from jaxinfer.server.admission import Admission
-from jaxinfer.server.errors import APIError, unavailable
+from jaxinfer.server.errors import APIError, load_error, unavailable
 from jaxinfer.server.metrics import Metrics
-from jaxinfer.server.models import Catalogue, Lease, ModelNeeds, ModelSource, OneModel, ServedModel
+from jaxinfer.server.models import Catalogue, Lease, ModelNeeds, ModelSource, OneModel, ServedModel, bytes_together
 from jaxinfer.server.options import ServerOptions
 
 _LOG = logging.getLogger("jaxinfer.server")
@@ -67,7 +67,7 @@ class ModelPool:
     @property
     def num_bytes(self) -> int:
         """Of all models that are loaded, or about to be."""
-        return sum(model.needs.num_bytes for model in self.models)
+        return bytes_together(model.needs for model in self.models)
 
     def add(self, source: ModelSource) -> ServedModel:
         """A model from where it comes; the one that is known already where it is the same under another name."""
@@ -248,7 +248,8 @@ class ModelPool:
 
     async def _expire(self, model: ServedModel) -> None:
         async with self._lock:
-            if model.state == "ready" and model.expires is not None and time.monotonic() >= model.expires - 1e-3:
+            is_due = model.expires is not None and time.monotonic() >= model.expires - 1e-3
+            if model.state == "ready" and is_due and not model.num_users:
                 await self._unload(model, f"it was idle for {model.keep_alive:g} s")
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -328,7 +329,7 @@ class ModelPool:
                         await self._load(model)
             except Exception as found:
                 _LOG.warning("the model %s could not be loaded: %s", model.name, found)
-                error = _load_error(model, found)
+                error = load_error(model.name, found)
             self._line.remove(model)
             if error is not None or model.is_usable:
                 self._answer_waiters(model, error)
@@ -356,7 +357,7 @@ class ModelPool:
                 if model.counted is None:
                     model.counted = await asyncio.to_thread(model.source.count, self.budget)
                 needs = model.counted
-                if not await self._make_room(model, needs.num_bytes):
+                if not await self._make_room(model, needs):
                     return
             model.state, model.needs = "loading", needs
             self._load_start = time.monotonic()
@@ -386,24 +387,30 @@ class ModelPool:
             await engine.close()
             raise
 
-    async def _make_room(self, model: ServedModel, num_bytes: int) -> bool:
+    async def _make_room(self, model: ServedModel, needs: ModelNeeds) -> bool:
         """Unloads other models until this one has room; False where nobody waits for it any more.
 
         Raises OutOfMemoryError where it can never have room.
         """
         assert self.budget is not None
         others = [one for one in self.models if one is not model]
-        kept = sum(one.needs.num_bytes for one in others if one.is_pinned)
-        if num_bytes + kept > self.budget:
-            beside = f" beside {format_bytes(kept)} of the models that are always kept" if kept else ""
+        pinned = [one.needs for one in others if one.is_pinned]
+        if bytes_together([needs, *pinned]) > self.budget:
+            kept = format_bytes(bytes_together(pinned))
+            beside = f" beside {kept} of the models that are always kept" if pinned else ""
             raise OutOfMemoryError(
-                f"{model.name} needs {format_bytes(num_bytes)}, and the budget of all models is "
+                f"{model.name} needs {format_bytes(needs.num_bytes)}, and the budget of all models is "
                 f"{format_bytes(self.budget)}{beside}: raise --model-memory, or lower --max-seqs, --max-model-len or "
                 f"--num-pages"
             )
         leaving: set[ServedModel] = set()
+        budget = self.budget
+
+        def is_full(gone: set[ServedModel]) -> bool:
+            return bytes_together([needs, *(one.needs for one in self.models if one not in {model, *gone})]) > budget
+
         try:
-            while (excess := self.num_bytes + num_bytes - self.budget) > 0:
+            while is_full(set()):
                 if not self._is_wanted(model):
                     return False
                 loaded = [one for one in others if one.state == "ready" and not one.is_pinned]
@@ -412,11 +419,12 @@ class ModelPool:
                 if idle is not None:
                     await self._unload(idle, f"{model.name} needs its room")
                     continue
+                going: set[ServedModel] = set()
                 for one in loaded:  # all are busy
-                    if excess > 0:
+                    if is_full(going):
                         one.is_leaving = True
-                        leaving.add(one)
-                        excess -= one.needs.num_bytes
+                        going.add(one)
+                leaving |= going
                 self._changed.clear()
                 await self._changed.wait()
             return self._is_wanted(model)
@@ -486,11 +494,3 @@ def _drop_locals(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _load_error(model: ServedModel, error: Exception) -> APIError:
-    status = 503 if isinstance(error, OutOfMemoryError) else 500
-    message = f"the model {model.name!r:.80} could not be loaded: {error}"
-    found = APIError(status, message, param="model", code="model_not_loaded", headers={"retry-after": "10"})
-    found.__cause__ = error
-    return found

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import functools
 import os
 import random
@@ -12,6 +13,7 @@ import weakref
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
@@ -189,6 +191,48 @@ def test_idle_models_go_after_their_keep_alive(pool_of):
         assert loaded(pool) == {"a", "c"}  # in use
         lease.release()
         await until(lambda: loaded(pool) == {"c"}, 5)
+
+    asyncio.run(run())
+
+
+def test_a_model_that_was_just_given_to_a_request_does_not_expire(pool_of):
+    """The request's own task has not run yet, and the timer of the model is still that of its idle time."""
+
+    async def run():
+        pool = pool_of(Models())
+        await use(pool, "a", keep_alive=0.0)
+        (model,) = pool.models
+        model.num_users += 1
+        await asyncio.sleep(0.02)
+        assert model.state == "ready"
+        pool._release(model, None)
+        await until(lambda: model.state == "unloaded")
+
+    asyncio.run(run())
+
+
+def test_shared_weights_are_counted_once(pool_of):
+    """Of a and b the weights are the same, and of c the draft's are those of d: three models fit where two would."""
+    models = Models(names="abcd", budget=24)
+    shared = {"a": {"ab": 8}, "b": {"ab": 8}, "c": {"c": 4, "d": 4}, "d": {"d": 4}}
+    find = models.find
+
+    def with_shared(name):
+        needs = ModelNeeds({"weights": sum(shared[name].values()), "cache": 2}, shared=shared[name])
+        return dataclasses.replace(find(name), count=lambda budget: needs)
+
+    models.find = with_shared
+
+    async def run():
+        pool = pool_of(models)
+        await use(pool, "a", "b")
+        assert pool.num_bytes == 8 + 2 + 2
+        await use(pool, "c")
+        assert (loaded(pool), pool.num_bytes) == ({"a", "b", "c"}, 22)
+        await use(pool, "d")
+        assert (loaded(pool), pool.num_bytes) == ({"a", "b", "c", "d"}, 24)
+        await pool.unload("a")
+        assert pool.num_bytes == 22
 
     asyncio.run(run())
 
@@ -648,6 +692,35 @@ def test_what_is_counted_is_what_is_held(checkpoints):
     assert count_needs(checkpoints[0], ENGINE, fixed + 8 * page_bytes).num_pages == 8
     with pytest.raises(OutOfMemoryError, match="and at least"):
         count_needs(checkpoints[0], ENGINE, fixed + 6 * page_bytes)
+
+
+def test_models_of_the_same_files_share_their_weights(checkpoints):
+    """Also where their options differ, and a draft that is served itself; the last one that is closed frees them."""
+    arguments = {**ENGINE, "draft": checkpoints[1], "dtype": "float32"}
+    needs = [count_needs(checkpoints[0], arguments, 2**40), count_needs(checkpoints[1], ENGINE, 2**40)]
+    assert [len(one.shared) for one in needs] == [2, 1]
+    assert list(needs[0].shared)[1:] == list(needs[1].shared)
+    assert sum(needs[0].shared.values()) == needs[0].parts["weights"] + needs[0].parts["draft weights"]
+    with LLM(checkpoints[0], **ENGINE) as first, LLM(checkpoints[0], **{**ENGINE, "max_seqs": 2}) as second:
+        leaves = [jax.tree.leaves(llm.params) for llm in (first, second)]
+        assert all(one is other for one, other in zip(*leaves, strict=True))
+        first.close()
+        assert second.generate("def", SamplingParams(max_tokens=2), use_tqdm=False)
+        with LLM(checkpoints[0], **ENGINE, quantize="int8") as quantized:
+            assert quantized.params["embed"] is not second.params["embed"]
+    assert all(leaf.is_deleted() for leaf in leaves[0])
+    with LLM(checkpoints[0], **ENGINE) as again:
+        assert again.generate("def", SamplingParams(max_tokens=2), use_tqdm=False)
+
+
+def test_changed_files_are_read_again(tmp_path):
+    path = write_checkpoint(tmp_path / "model")
+    with LLM(str(path), **ENGINE) as before:
+        other = write_checkpoint(tmp_path / "other", seed=1)
+        os.replace(other / "model.safetensors", path / "model.safetensors")
+        with LLM(str(path), **ENGINE) as after:
+            embeddings = [np.asarray(jax.tree.leaves(llm.params["embed"])[0]) for llm in (before, after)]
+            assert not np.array_equal(*embeddings)
 
 
 def served(checkpoints, num_fitting, **options):

@@ -3,15 +3,22 @@
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
+import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import write_checkpoint
+from tests.server.clients.calling_model import write_calling_checkpoint
 from tests.server.conftest import offline
 from tests.server.process import Process
+from tests.store.conftest import environment as hub_environment
+from tests.store.fake_hub import serving
 
 HERE = Path(__file__).parent
 NUM_CALLS, NUM_EXAMPLES = 10_000, 1050  # of all routes; of each, beside those for its boundaries
@@ -56,6 +63,31 @@ def use(name, environment, *arguments, cwd=None, **variables):
 )
 def test_a_client(server, name, environment):
     use(name, environment, server)
+
+
+@pytest.mark.timeout(900)
+def test_ollama_pulls_copies_calls_and_deletes(tmp_path):
+    """A server that was started without a model, and a hub."""
+    if not ENVIRONMENTS["clients"].exists():
+        pytest.skip("clients: there is no .venv-clients; make test-clients makes it")
+    checkpoints = {
+        "someone/calls": write_calling_checkpoint(tmp_path / "calls"),
+        "someone/tiny": write_checkpoint(tmp_path / "tiny"),
+    }
+    with serving() as hub:
+        for name, folder in checkpoints.items():
+            hub.push(name, {path.name: path.read_bytes() for path in folder.iterdir()})
+        variables = {**os.environ, **hub_environment(hub, tmp_path), "PYTHONPATH": str(HERE.parents[2])}
+        command = [sys.executable, "-m", "jaxinfer.cli", "serve", "--port", "0"]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables) as process:
+            try:
+                assert process.stderr is not None
+                url = next(found[0] for line in process.stderr if (found := re.search(r"http://[\d.]+:\d+", line)))
+                threading.Thread(target=process.stderr.read, daemon=True).start()
+                use("ollama_store", "clients", url)
+            finally:
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(60) == 0
 
 
 def score(engine, context, continuation):
