@@ -7,16 +7,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from checkpoints_convert.huggingface.families_conv import SHORT_CONV
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
 from checkpoints_convert.huggingface.families_delta import DELTA
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
+from checkpoints_convert.huggingface.families_mamba import MAMBA
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
 from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (*LLAMA_LIKE, *MIXTURES, *DEEPSEEK, *DELTA, *GEMMA, *PARALLEL, *EARLY)
+    family.architecture: family
+    for family in (*LLAMA_LIKE, *MIXTURES, *DEEPSEEK, *DELTA, *MAMBA, *SHORT_CONV, *GEMMA, *PARALLEL, *EARLY)
 }
 
 # Models of text and images, of which the text part is read: default model_type of `text_config`.
@@ -109,6 +112,7 @@ _PARTS = {
     ".mlp.shared.": "shared experts",
     ".attention.k_up.": "latent attention",
     ".recurrent.decay_proj": "gated delta nets",
+    ".recurrent.skip": "Mamba 2 layers",
     ".attention.sinks": "attention sinks",
 }
 # Titles of fields of ModelConfig that a family may set.

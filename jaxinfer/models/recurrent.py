@@ -141,8 +141,7 @@ class Mamba2(nnx.Module):
         inner = inner.reshape(*lead, mamba.num_heads, mamba.head_size).astype(jnp.float32)
         b, c = (y.reshape(*lead, mamba.num_groups, mamba.state_size) for y in (b, c))
         steps = jax.nn.softplus(steps.astype(jnp.float32) + self.step_bias[...].astype(jnp.float32))
-        if mamba.time_step_limit is not None:
-            steps = jnp.clip(steps, *mamba.time_step_limit)
+        steps = jnp.clip(steps, mamba.time_step_min, mamba.time_step_max)
         g = -jnp.exp(self.decay_log[...].astype(jnp.float32)) * steps
         with jax.named_scope("recur"):
             out = states.recur(RecurrentTokens(c, b, steps[..., None] * inner, g))

@@ -62,7 +62,7 @@ class MambaConfig:
       conv_width, has_conv_bias: of the convolution before it. has_bias, has_output_bias: of the projections.
       has_norm: a gated norm over each group of the outputs; without it the gate multiplies them (Falcon-H1).
       gates_after_norm: whether the gate multiplies after the norm instead of before.
-      time_step_limit: dt is clipped to this range, if there is one.
+      time_step_min, time_step_max: dt is clipped to this range; None for no end.
       in_multiplier, out_multiplier: factors on the layer's input and output (Falcon-H1).
       part_multipliers: factors on gate, x, B, C and dt (Falcon-H1); empty for none.
     """
@@ -77,7 +77,8 @@ class MambaConfig:
     has_output_bias: bool = False
     has_norm: bool = True
     gates_after_norm: bool = False
-    time_step_limit: tuple[float, float] | None = None
+    time_step_min: float = 0.0
+    time_step_max: float | None = None
     in_multiplier: float = 1.0
     out_multiplier: float = 1.0
     part_multipliers: tuple[float, ...] = ()
