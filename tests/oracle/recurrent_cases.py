@@ -65,6 +65,7 @@ RECURRENT_CASES = {
             {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-5},
             ties=(True, False),
             without=("rms_norm_eps",),
+            gain=0.6,
         ),
         Case(
             "lfm2_bias",
@@ -73,6 +74,7 @@ RECURRENT_CASES = {
             {"full_attn_idxs": [0], "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
             ties=(False,),
             without=("rms_norm_eps",),
+            gain=0.6,
         ),
         Case(
             "lfm2_moe",
@@ -89,6 +91,7 @@ RECURRENT_CASES = {
             },
             ties=(True, False),
             without=("rms_norm_eps",),
+            gain=0.6,
         ),
         Case(
             "granite_hybrid",

@@ -31,12 +31,9 @@ def build(case: Case, tied: bool, seed: int) -> transformers.PreTrainedModel:
 
 
 def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds: parameters, and the one buffer that is learned."""
-    buffers = {
-        name: buffer
-        for name, buffer in model.named_buffers()
-        if name.endswith(("e_score_correction_bias", "expert_bias"))
-    }
+    """What a checkpoint holds: parameters, and the buffers that are learned."""
+    learned = ("e_score_correction_bias", "expert_bias")
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(learned)}
     return dict(model.named_parameters()) | buffers
 
 
