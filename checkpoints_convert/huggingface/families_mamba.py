@@ -373,7 +373,7 @@ MAMBA: tuple[Family, ...] = (
         rope=RopeForm(rotated="none"),
         names={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
         activation="relu2",
-        activations={"relu2": "relu_squared"},
+        activations={"relu2": "relu2"},
         fixed={"is_mlp_gated": False},
         prefix="backbone.",
         tensors=_NEMOTRON_TENSORS,

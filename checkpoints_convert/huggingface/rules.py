@@ -35,6 +35,7 @@ class TensorRule:
       add: added to the stored values.
       when: a field of ModelConfig and the value for which the rule holds.
       stack: field of ModelConfig with the number of equal runs of outputs that become the first axis.
+      stored: shape of the stored tensor where it differs by axes of length 1; -1 is the parameter's only axis.
     """
 
     source: str
@@ -45,6 +46,7 @@ class TensorRule:
     add: float = 0.0
     when: tuple[str, Any] | None = None
     stack: str | None = None
+    stored: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,8 @@ def _placements(
             rotary = {"head_dim": config.head_dim, "rotary_dim": config.rope.rotary_dim} if is_paired else {}
             outputs = Outputs(total, groups, start, start + size, **rotary)
         view = None
+        if rule.stored is not None:
+            view, stored = stored, tuple(total if size == -1 else size for size in rule.stored)
         if rule.stack is not None:
             view = (getattr(config, rule.stack), *stored)
             axis = -2 if rule.transpose else -1

@@ -106,7 +106,7 @@ class EngineSpec:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt with its answer."""
-        allowed = min(self.config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+        allowed = min(self.config.max_length, DEFAULT_MAX_MODEL_LEN)
         return self.options.max_model_len or allowed
 
     @property

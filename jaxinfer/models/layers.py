@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.basic import Linear, Norm, head_norm, hidden_norm, normal
+from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal
 from jaxinfer.models.config import Activation, ModelConfig, NormKind
 from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, RecurrentStates, ShortConv
@@ -43,12 +43,16 @@ class AttendByLayer(Protocol):
     def update(self, layer: int, state: Any) -> None: ...
 
 
+def _relu2(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "relu2": _relu2,
 }
 
 
@@ -71,10 +75,15 @@ class Attention(nnx.Module):
         self.k_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
         self.v_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
         self.o_proj = Linear(query_width, width, ("heads", "hidden"), bias=config.output_bias, **kwargs)
-        self.q_norm = head_norm(config, config.num_heads, "heads", dtype)
-        self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype)
+        self.rope = config.rope_of(layer)
+        is_rotated = self.rope is not None
+        self.q_norm = head_norm(config, config.num_heads, "heads", dtype, is_rotated=is_rotated)
+        self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype, is_rotated=is_rotated)
         self.head_dim, self.window = head_dim, config.window(layer)
-        self.rope, self.qk_norm_span = config.rope_of(layer), config.qk_norm_span
+        self.qk_norm_span, self.is_norm_after_rotation = config.qk_norm_span, config.is_qk_norm_after_rotation
+        self.clip = config.qkv_clip
+        self.temperature = None if is_rotated else config.query_temperature
+        self.temperature_period = config.query_temperature_period
         sinks = np.zeros((config.num_heads,), dtype) if config.has_sinks else None
         self.sinks = None if sinks is None else nnx.Param(sinks, axes=("heads",))
         self.options, self.is_gated = attention_options(config), config.is_attention_gated
@@ -90,12 +99,18 @@ class Attention(nnx.Module):
         is_norm_over_heads = self.qk_norm_span == "all_heads"
         if is_norm_over_heads:
             q, k = self._normalize(q, k)
+        if self.clip is not None:
+            q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
         q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in (q, k, v))
-        if not is_norm_over_heads:
+        if not (is_norm_over_heads or self.is_norm_after_rotation):
             q, k = self._normalize(q, k)
         if self.rope is not None:
             cos, sin = positions.rotation(self.rope)
             q, k = positions.scaled_queries(self.rope, rotate(q, cos, sin)), rotate(k, cos, sin)
+        if self.is_norm_after_rotation:
+            q, k = self._normalize(q, k)
+        if self.temperature is not None:
+            q = positions.temperature_scaled(q, self.temperature, self.temperature_period)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
         with jax.named_scope("attend"):
             out = attend(q, k, v, self.window, **self.options, **sinks)
@@ -125,7 +140,9 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs) if config.is_mlp_gated else None
         self.up_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs)
         self.down_proj = Linear(inner, width, ("ffn", "hidden"), **kwargs)
-        self._activate, self.multipliers = partial(activate, config.activation), config.mlp_multipliers
+        self.act = XIELU(dtype) if config.activation == "xielu" else None
+        self.activation: Activation = config.activation
+        self.multipliers = config.mlp_multipliers
 
     def __call__(self, x: jax.Array) -> jax.Array:
         on_gate, on_output = self.multipliers
@@ -133,6 +150,9 @@ class MLP(nnx.Module):
             return _scaled(self.down_proj(self._activate(self.up_proj(x))), on_output)
         gated = self._activate(_scaled(self.gate_proj(x), on_gate))
         return _scaled(self.down_proj(gated * self.up_proj(x)), on_output)
+
+    def _activate(self, x: jax.Array) -> jax.Array:
+        return activate(self.activation, x) if self.act is None else self.act(x)
 
 
 def _scaled(x: jax.Array, factor: float) -> jax.Array:
@@ -271,6 +291,7 @@ class LatentAttention(nnx.Module):
         latent, k_rope = jnp.split(self.kv_a_proj(x), [mla.latent_size], axis=-1)
         latent, k_rope = self.kv_a_norm(latent)[..., None, :], k_rope[..., None, :]
         q = jnp.concatenate([self.k_up.to_latent(q_nope), rotate(self._paired(q_rope), cos, sin)], axis=-1)
+        q = positions.scaled_queries(self.rope, q)
         k = jnp.concatenate([latent, rotate(self._paired(k_rope), cos, sin)], axis=-1)
         with jax.named_scope("attend"):
             out = attend(q, k, latent, self.window, scale=self.scale)

@@ -1,6 +1,6 @@
 """Tiny models with recurrent layers, beside those of cases.py."""
 
-from tests.oracle.cases import Case
+from tests.oracle.case import Case
 
 _DELTA = {
     "num_hidden_layers": 3,
