@@ -7,19 +7,26 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from checkpoints_convert.huggingface.families_conv import SHORT_CONV
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
+from checkpoints_convert.huggingface.families_delta import DELTA
 from checkpoints_convert.huggingface.families_dense import DENSE
 from checkpoints_convert.huggingface.families_experts import EXPERTS
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
 from checkpoints_convert.huggingface.families_llama4 import LLAMA4
+from checkpoints_convert.huggingface.families_mamba import MAMBA
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
 from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (*LLAMA_LIKE, *DENSE, *LLAMA4, *MIXTURES, *EXPERTS, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
+    for group in (
+        *(LLAMA_LIKE, DENSE, LLAMA4, MIXTURES, EXPERTS, DEEPSEEK),
+        *(DELTA, MAMBA, SHORT_CONV, GEMMA, PARALLEL, EARLY),
+    )
+    for family in group
 }
 
 # Models of text and images, of which the text part is read: default model_type of `text_config`.
@@ -29,9 +36,11 @@ WRAPPERS: dict[str, str] = {
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Tensors of their other parts.
-WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|vision_model|multi_modal_projector|mm_projector)\..*",)
+WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\..*",)
 # Names of a type in repositories, and Transformers' for the same model.
 TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 # Fields that `text_config` inherits from config.json.
@@ -116,6 +125,8 @@ _PARTS = {
     ".mlp.experts.": "a mixture of experts",
     ".mlp.shared.": "shared experts",
     ".attention.k_up.": "latent attention",
+    ".recurrent.decay_proj": "gated delta nets",
+    ".recurrent.skip": "Mamba 2 layers",
     ".attention.sinks": "attention sinks",
 }
 # Titles of fields of ModelConfig that a family may set.

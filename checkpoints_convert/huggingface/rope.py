@@ -10,7 +10,7 @@ from typing import Any, get_args
 from checkpoints_convert.huggingface.family import Fields, RopeForm
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig, RopeConfig
-from jaxinfer.models.config import RopeKind
+from jaxinfer.models.rope_config import RopeKind
 
 _KINDS = get_args(RopeKind)
 # mrope's three position rows are equal for text, which makes it the default rotation.

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+from jaxinfer.models.recurrent_config import (
+    ATTENTION_KINDS,
+    RECURRENT_KINDS,
+    ConvConfig,
+    DeltaConfig,
+    LayerKind,
+    MambaConfig,
+    RecurrentConfig,
+)
+from jaxinfer.models.rope_config import RopeConfig
+
 # RMSNorm (Zhang & Sennrich 2019), whose weight multiplies the result after rounding to the input's dtype ("rms": Llama)
 # or before ("rms_float32": OLMo 2; "rms_zero_centred", weight plus one: Gemma); or LayerNorm (Ba et al. 2016).
 NormKind = Literal["rms", "rms_float32", "rms_zero_centred", "layer"]
@@ -23,53 +33,6 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 QKNormSpan = Literal["head", "each_head", "all_heads"]
 Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparsemixer"]
 GroupScore = Literal["max", "top2_sum"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and its published length extensions.
-
-    Attributes:
-      kind: formula of the inverse frequencies, see `jaxinfer.models.rope`.
-      theta: base of the frequencies.
-      rotary_dim: leading dimensions of a head that are rotated.
-      factor: context extension factor (linear, dynamic, llama3, yarn, longrope).
-      original_length: context length before extension, in tokens (dynamic, llama3, yarn, longrope).
-      sequence_length: length, in tokens, for which `dynamic` and `longrope` compute their frequencies. An engine fixes
-        it once, so that keys and queries of a sequence agree. None means at most `original_length`.
-      low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
-      attention_factor: multiplies cos and sin (yarn, longrope); None uses the formula.
-      short_factor, long_factor: one factor per frequency (longrope).
-      short_mscale, long_mscale: multiply cos and sin of short and of long sequences (longrope of Phi-3.5-MoE); None
-        uses `attention_factor`.
-      query_scale_beta: queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_length)), after
-        rotation (Ministral 3; the form is Llama 4's).
-    """
-
-    kind: RopeKind = "default"
-    theta: float = 10000.0
-    rotary_dim: int = 64
-    factor: float = 1.0
-    original_length: int | None = None
-    sequence_length: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    attention_factor: float | None = None
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
-    short_mscale: float | None = None
-    long_mscale: float | None = None
-    query_scale_beta: float | None = None
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on `sequence_length`."""
-        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -222,6 +185,13 @@ class ModelConfig:
       moe: mixture of experts in place of the MLP of some layers; None for none.
       mla: multi-head latent attention; None for ordinary attention. `num_kv_heads` and `head_dim` then describe the
         cache: 1 and mla.key_size.
+      layer_kinds: per layer, what mixes tokens; empty means attention in every layer.
+      delta, mamba, conv: the recurrent layers of kind "gated_delta", "mamba2" and "short_conv".
+      mlp_layers: per layer, whether it has an MLP or experts; empty means all do.
+      is_attention_gated: the queries' projection has a gate beside each head's query, and attention's output is
+        multiplied by its sigmoid (Qwen3-Next).
+      attention_in_multiplier, attention_out_multiplier, mlp_multipliers: factors on the input and output of attention,
+        and on gate and output of the MLP (Falcon-H1).
       max_position_embeddings: longest sequence that the checkpoint declares, in tokens.
       dtype: dtype of the stored weights.
     """
@@ -269,6 +239,15 @@ class ModelConfig:
     query_temperature: float | None = None
     query_temperature_period: int = 8192
     attention_chunk: int | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    conv: ConvConfig | None = None
+    mlp_layers: tuple[bool, ...] = ()
+    is_attention_gated: bool = False
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -299,6 +278,7 @@ class ModelConfig:
             raise ValueError(f"moe.layers={self.moe.layers} of a model with {self.num_layers} layers")
         if self.mla is not None:
             _check_latent(self, self.mla)
+        _check_kinds(self)
         if self.norm_bias and self.norm != "layer":
             raise ValueError(f"norm_bias: only norms of kind 'layer' have a bias, not {self.norm!r}")
         if self.is_qk_norm_after_rotation and self.qk_norm_span == "all_heads":
@@ -322,6 +302,39 @@ class ModelConfig:
         """The mixture of experts of a layer, or None if it has an MLP."""
         return self.moe if self.moe is not None and layer in self.moe.layers else None
 
+    def layer_kind(self, layer: int) -> LayerKind:
+        """What mixes tokens in a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else "attention"
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer caches keys and values."""
+        return self.layer_kind(layer) in ATTENTION_KINDS
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not self.mlp_layers or self.mlp_layers[layer]
+
+    def recurrent_of(self, layer: int) -> RecurrentConfig | None:
+        """The recurrent part of a layer, or None."""
+        return self._recurrent(self.layer_kind(layer))
+
+    def _recurrent(self, kind: LayerKind) -> RecurrentConfig | None:
+        if kind == "gated_delta":
+            return self.delta
+        if kind == "short_conv":
+            return self.conv
+        return self.mamba if kind in RECURRENT_KINDS else None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that cache keys and values."""
+        return tuple(i for i in range(self.num_layers) if self.has_attention(i))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state."""
+        return tuple(i for i in range(self.num_layers) if self.recurrent_of(i) is not None)
+
     @property
     def qk_norm_bias(self) -> bool:
         return self.norm_bias and self.qk_norm_span == "head"
@@ -339,7 +352,10 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the number of the first one that differs from it in its weights only."""
-        kinds = [(self.window(i), self.rope_of(i), self.experts_of(i)) for i in range(self.num_layers)]
+        kinds = [
+            (self.window(i), self.rope_of(i), self.experts_of(i), self.layer_kind(i), self.has_mlp(i))
+            for i in range(self.num_layers)
+        ]
         return tuple(kinds.index(kind) for kind in kinds)
 
     def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
@@ -382,14 +398,40 @@ class ModelConfig:
         """Inverse of `to_dict`. Raises ValueError for unknown fields."""
         _check_fields(cls, data)
         values: dict[str, Any] = {key: _as_tuple(value) for key, value in data.items()}
-        for name, kind in (("rope", RopeConfig), ("local_rope", RopeConfig), ("moe", MoEConfig), ("mla", MLAConfig)):
+        for name, kind in _NESTED.items():
             if values.get(name) is not None:
                 values[name] = _nested_from_dict(kind, values[name])
         return cls(**values)
 
 
 # Fields with one entry per layer, or empty.
-_PER_LAYER = ("sliding_windows", "rotated_layers")
+_PER_LAYER = ("sliding_windows", "rotated_layers", "layer_kinds", "mlp_layers")
+# Fields that are configurations of their own.
+_NESTED = {
+    "rope": RopeConfig,
+    "local_rope": RopeConfig,
+    "moe": MoEConfig,
+    "mla": MLAConfig,
+    "delta": DeltaConfig,
+    "mamba": MambaConfig,
+    "conv": ConvConfig,
+}
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    if unknown := sorted(set(config.layer_kinds) - set(get_args(LayerKind))):
+        raise ValueError(f"layer_kinds names {unknown[0]!r}, known are {', '.join(get_args(LayerKind))}")
+    for kind in RECURRENT_KINDS:
+        if kind in config.layer_kinds and config._recurrent(kind) is None:
+            raise ValueError(f"layer_kinds has {kind!r}, but the configuration describes no such layer")
+    for name in ("attention_in_multiplier", "attention_out_multiplier"):
+        if not math.isfinite(getattr(config, name)):
+            raise ValueError(f"{name} must be finite, got {getattr(config, name)!r}")
+    if config.recurrent_layers and config.block != "pre_norm":
+        raise ValueError(f"recurrent layers need block='pre_norm', got {config.block!r}")
+    empty = [i for i in range(config.num_layers) if config.layer_kind(i) == "none" and not config.has_mlp(i)]
+    if empty:
+        raise ValueError(f"layer {empty[0]} has neither a mixer nor an MLP")
 
 
 def _check_latent(config: ModelConfig, mla: MLAConfig) -> None:

@@ -44,6 +44,7 @@ class Case:
       first_seed, live_seed: from which on greedy answers are tried, for those of which few are clear.
       seeds: of the weights and tokens whose hidden states are compared. num_tokens: of their forward pass.
       greedy_lengths: lengths of the prompts that are continued. max_model_len: what an engine is given for them.
+      gain: factor on matrices: smaller where norms within layers magnify rounding.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Case:
     num_tokens: int = NUM_TOKENS
     greedy_lengths: tuple[int, ...] = GREEDY_LENGTHS
     max_model_len: int = 128
+    gain: float = 1.0
 
     @property
     def positions(self) -> tuple[int, ...]:

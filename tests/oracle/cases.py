@@ -395,6 +395,8 @@ _MIXTURE_GAINS = {
 }
 
 
+# Models whose norms multiply by 1 + w.
+_ZERO_CENTRED = ("gemma", "qwen3_next", "qwen3_5")
 # Of xIELU; published models have -1e-6 as eps, which no logit would show.
 _SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -0.5}
 
@@ -414,9 +416,11 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
         if name.endswith(ending):
             return np.asarray(np.float32(centre) * (1 + np.float32(0.2) * noise))
     if is_norm:
-        # Gemma's norms multiply by 1 + w.
-        centre = np.float32(0.0 if case.model_type.startswith("gemma") else 1.0)
+        is_zero_centred = case.model_type.startswith(_ZERO_CENTRED) and "linear_attn" not in name
+        centre = np.float32(0.0 if is_zero_centred else 1.0)
         is_last = name.startswith(("model.norm", "model.final", "transformer.ln_f", "gpt_neox.final"))
+        if is_last and is_zero_centred and case.gain != 1.0:
+            return np.float32(0.15) * noise - np.float32(0.5)
         return centre + np.float32(0.3) * noise if not is_last else np.float32(0.5) * (centre + np.float32(0.3) * noise)
     if any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
         return np.float32(0.4) * noise
@@ -426,4 +430,5 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     for parts, factor in _MIXTURE_GAINS.items():
         if any(part in name for part in parts):
             gain = factor
+    gain *= case.gain
     return np.float32(gain / np.sqrt(fan_in)) * noise
