@@ -162,10 +162,11 @@ def _resolved(dtype: str) -> str:
 
 def for_length(config: ModelConfig, max_model_len: int | None) -> tuple[ModelConfig, int]:
     """`LoadedModel.for_length` of a configuration."""
-    allowed = config.max_position_embeddings
+    allowed = config.max_length
     length = min(allowed, DEFAULT_MAX_MODEL_LEN) if max_model_len is None else max_model_len
     stretches = any(rope.depends_on_length for rope in config.ropes) and not config.has_position_embedding
     if length > allowed and not stretches:
+        config.for_length(length)  # which names a limit of its own
         raise ValueError(f"max_model_len={length} is more than the {allowed} tokens the model declares")
     return config.for_length(length), length
 

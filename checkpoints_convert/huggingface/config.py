@@ -7,8 +7,8 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
 from checkpoints_convert.formats import FormatError, quantization_method
-from checkpoints_convert.huggingface.families import FAMILIES, WRAPPERS, family_of, text_part
-from checkpoints_convert.huggingface.family import ACTIVATIONS, Bias, Family, Fields, Setting
+from checkpoints_convert.huggingface.families import FAMILIES, TYPE_ALIASES, WRAPPERS, family_of, text_part
+from checkpoints_convert.huggingface.family import Bias, Family, Fields, Setting
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig, RopeConfig
@@ -56,8 +56,12 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
     num_layers, num_heads = fields.integer("num_hidden_layers", most=MAX_LAYERS), fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     head_dim = fields.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
-    if family.names.get("head_dim", "") is None and hidden_size % num_heads and not problems:
-        fields.problem("hidden_size", f"{hidden_size} is not a multiple of the {num_heads} attention heads")
+    if family.names.get("head_dim", "") is None and not problems:
+        if hidden_size % num_heads:
+            fields.problem("hidden_size", f"{hidden_size} is not a multiple of the {num_heads} attention heads")
+        elif data.get("head_dim") not in (None, head_dim):
+            found = data["head_dim"]
+            problems.append(f"head_dim {found!r} is not supported for {family.architecture}, only {head_dim} is")
     max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     window = _window(fields, family)
     layer_types = _layer_types(fields, family, num_layers, window)
@@ -77,7 +81,7 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
         "qk_norm": family.qk_norm,
         "activation": _activation(fields, family),
         "sliding_windows": _windows(fields, layer_types, window),
-        "rotated_layers": _rotated_layers(fields, family, layer_types),
+        "rotated_layers": _rotated_layers(fields, family, layer_types, window is not None),
         "max_position_embeddings": max_positions,
         "dtype": declared_dtype(data, problems) or "float32",
         **family.fixed,
@@ -199,6 +203,10 @@ def _check_supported(data: Mapping[str, Any], fields: Fields, family: Family) ->
     for name, (value, reason) in family.refused.items():
         if data.get(name) == value:
             fields.problem(name, f"is {str(value).lower()}, which is not supported: {reason}")
+    for name, values in family.supported.items():
+        if (value := data.get(name)) is not None and value not in values:
+            known = " and ".join(map(repr, values)) or "null"
+            fields.problem(name, f"{value!r} is not supported for {family.architecture}, only {known} is")
     for name, values in _BIDIRECTIONAL.items():
         if (value := data.get(name)) in values and value is not None:
             shown = str(value).lower()
@@ -214,6 +222,7 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
     if names is None:
         by_type = {family.model_type: family for family in FAMILIES.values()}
         kind = data.get("model_type")
+        kind = TYPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if isinstance(kind, str) and kind in by_type:
             return by_type[kind]
         raise CheckpointError(where, f"architectures is missing, and model_type {kind!r} does not tell it")
@@ -258,7 +267,8 @@ def _activation(fields: Fields, family: Family) -> str:
 def _activation_name(family: Family, config: ModelConfig) -> str:
     if family.activations[family.activation] == config.activation:
         return family.activation
-    return next(name for name, kind in ACTIVATIONS.items() if kind == config.activation)
+    found = (name for name, kind in family.activations.items() if kind == config.activation)
+    return next(found, config.activation)
 
 
 def _window(fields: Fields, family: Family) -> int | None:
@@ -309,11 +319,11 @@ def _windows(fields: Fields, layer_types: tuple[str, ...], window: int | None) -
     return tuple(window if kind == _SLIDING else None for kind in layer_types)
 
 
-def _rotated_layers(fields: Fields, family: Family, layer_types: tuple[str, ...]) -> tuple[bool, ...]:
+def _rotated_layers(fields: Fields, family: Family, layer_types: tuple[str, ...], has_window: bool) -> tuple[bool, ...]:
     rotated = family.rope.rotated
     if rotated == "none":
         return (False,) * len(layer_types)
-    if rotated == "windowed":
+    if rotated == "windowed" or (rotated == "windowed_or_all" and has_window):
         found = tuple(kind == _SLIDING for kind in layer_types)
     else:
         found = _listed_rotations(fields, len(layer_types)) if rotated == "listed" else ()

@@ -7,24 +7,42 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from checkpoints_convert.huggingface.families_conv import SHORT_CONV
 from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
+from checkpoints_convert.huggingface.families_delta import DELTA
+from checkpoints_convert.huggingface.families_dense import DENSE
+from checkpoints_convert.huggingface.families_experts import EXPERTS
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
+from checkpoints_convert.huggingface.families_llama4 import LLAMA4
+from checkpoints_convert.huggingface.families_mamba import MAMBA
 from checkpoints_convert.huggingface.families_mixtures import MIXTURES
 from checkpoints_convert.huggingface.family import Family
 from jaxinfer.models import ModelConfig
 
 FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (*LLAMA_LIKE, *MIXTURES, *DEEPSEEK, *GEMMA, *PARALLEL, *EARLY)
+    family.architecture: family
+    for group in (
+        *(LLAMA_LIKE, DENSE, LLAMA4, MIXTURES, EXPERTS, DEEPSEEK),
+        *(DELTA, MAMBA, SHORT_CONV, GEMMA, PARALLEL, EARLY),
+    )
+    for family in group
 }
 
 # Models of text and images, of which the text part is read: default model_type of `text_config`.
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "KimiK25ForConditionalGeneration": "deepseek_v3",
+    "Kimi_K25ForConditionalGeneration": "deepseek_v3",
+    "Llama4ForConditionalGeneration": "llama4_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Tensors of their other parts.
-WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|multi_modal_projector)\..*",)
+WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\..*",)
+# Names of a type in repositories, and Transformers' for the same model.
+TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 # Fields that `text_config` inherits from config.json.
 _INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "bos_token_id", "eos_token_id")
 
@@ -43,6 +61,7 @@ def text_part(data: Mapping[str, Any]) -> Mapping[str, Any]:
         return data
     inherited = {key: data[key] for key in _INHERITED if key in data and key not in part}
     kind = part.get("model_type") or WRAPPERS[name]
+    kind = TYPE_ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     by_type = {family.model_type: family.architecture for family in FAMILIES.values()}
     # The text model of that type, whatever `architectures` of the part says.
     return {**inherited, **part, "model_type": kind, "architectures": [by_type.get(kind, kind)]}
@@ -88,6 +107,7 @@ def supported_families() -> list[SupportedFamily]:
     ]
 
 
+_ACTIVATIONS = {"relu2": "squared ReLU", "xielu": "xIELU"}
 _BLOCKS = {
     "post_norm": "norms after attention and MLP",
     "sandwich_norm": "norms before and after attention and MLP",
@@ -105,6 +125,8 @@ _PARTS = {
     ".mlp.experts.": "a mixture of experts",
     ".mlp.shared.": "shared experts",
     ".attention.k_up.": "latent attention",
+    ".recurrent.decay_proj": "gated delta nets",
+    ".recurrent.skip": "Mamba 2 layers",
     ".attention.sinks": "attention sinks",
 }
 # Titles of fields of ModelConfig that a family may set.
@@ -115,6 +137,7 @@ _SETTINGS = {
     "embedding_multiplier": "scaled embedding",
     "residual_multiplier": "scaled residuals",
     "qk_norm": "norms of queries and keys",
+    "qkv_clip": "clipped queries, keys and values",
 }
 
 
@@ -132,14 +155,21 @@ def _differences(family: Family) -> Iterator[str]:
         yield _BLOCKS["parallel_two_norms"]
     if fixed.get("is_mlp_gated") is False:
         yield "MLP without gate"
-    elif family.activations[family.activation] != "silu":
+    kind = family.activations[family.activation]
+    if kind in _ACTIVATIONS:
+        yield _ACTIVATIONS[kind]
+    elif kind != "silu" and fixed.get("is_mlp_gated") is not False:
         yield "GELU"
-    if family.qk_norm:
+    has_norm = family.qk_norm or any(setting.field == "qk_norm" for setting in family.settings)
+    if has_norm and fixed.get("is_qk_norm_after_rotation"):
+        yield "norms of queries and keys after rotation"
+    elif family.qk_norm:
         yield _SETTINGS["qk_norm"]
     for setting in family.settings:
-        is_off = setting.kind == "optional" and setting.default is None
-        if setting.field in _SETTINGS and not is_off:
-            yield _SETTINGS[setting.field] + (" in some models" if setting.default is False else "")
+        is_off = setting.kind == "optional" and setting.default is None and setting.field != "qkv_clip"
+        is_named = setting.field == "qk_norm" and fixed.get("is_qk_norm_after_rotation")
+        if setting.field in _SETTINGS and not is_off and not is_named:
+            yield _SETTINGS[setting.field] + (" in some models" if not setting.default else "")
     if family.windows in _WINDOWS:
         yield _WINDOWS[family.windows]
     if fixed.get("has_position_embedding"):
@@ -157,3 +187,4 @@ def _differences(family: Family) -> Iterator[str]:
     # Whether experts are stored fused depends on the writer, not on the family.
     if any(len(rule.targets) > 1 and not any(part in rule.targets[0] for part in _PARTS) for rule in family.tensors):
         yield "fused projections"
+    yield from family.notes

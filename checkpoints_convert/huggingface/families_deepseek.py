@@ -1,19 +1,28 @@
-"""DeepSeek-V2 and V3: latent attention, experts in groups, shared experts."""
+"""DeepSeek-V2 and V3, and the families with their blocks: latent attention, experts in groups, shared experts. GLM-4.5
+to 4.7 have the experts of V3, Mistral 4 has those of V2."""
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from checkpoints_convert.huggingface.families_llama import EMBEDDING, GATED_MLP, HEAD, LAYER, NORMS, TARGET
+from checkpoints_convert.huggingface.families_llama import (
+    ATTENTION,
+    EMBEDDING,
+    GATED_MLP,
+    HEAD,
+    LAYER,
+    NORMS,
+    QK_NORMS,
+    TARGET,
+)
 from checkpoints_convert.huggingface.families_mixtures import experts_of, mixture, router, shared_mlp
-from checkpoints_convert.huggingface.family import Family, Fields
+from checkpoints_convert.huggingface.family import Family, Fields, RopeForm, Setting
 from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
 from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig
 
 _ATTENTION, _TARGET = f"{LAYER}.self_attn", f"{TARGET}.attention"
-_TENSORS = (
-    *EMBEDDING,
-    *NORMS,
+_LATENT_ATTENTION = (
     *linear(f"{_ATTENTION}.q_proj", f"{_TARGET}.q_proj"),
     *linear(f"{_ATTENTION}.q_a_proj", f"{_TARGET}.q_a_proj"),
     *norm(f"{_ATTENTION}.q_a_layernorm", f"{_TARGET}.q_a_norm"),
@@ -28,25 +37,29 @@ _TENSORS = (
         stack="num_heads",
     ),
     *linear(f"{_ATTENTION}.o_proj", f"{_TARGET}.o_proj"),
+)
+_FEED_FORWARD = (
     *GATED_MLP,
     *router(f"{LAYER}.mlp.gate"),
     TensorRule(f"{LAYER}.mlp.gate.e_score_correction_bias", (f"{TARGET}.mlp.router.correction",)),
     *experts_of(f"{LAYER}.mlp"),
     *shared_mlp(f"{LAYER}.mlp.shared_experts"),
-    *HEAD,
 )
+_TENSORS = (*EMBEDDING, *NORMS, *_LATENT_ATTENTION, *_FEED_FORWARD, *HEAD)
+_GLM_TENSORS = (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORMS, *_FEED_FORWARD, *HEAD)
 
 
-def _attention(fields: Fields, values: Mapping[str, Any], *, is_interleaved: bool) -> dict[str, Any]:
-    """Latent attention, and what the cache holds of it."""
+def _attention(fields: Fields, values: Mapping[str, Any], *, is_interleaved: bool, **defaults: int) -> dict[str, Any]:
+    """Latent attention, and what the cache holds of it; `defaults` are those of DeepSeek where they are not given."""
+    defaults = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, **defaults}
     rank = None
     if "q_lora_rank" not in fields.data or fields.data["q_lora_rank"] is not None:
-        rank = fields.integer("q_lora_rank", 1536)
+        rank = fields.integer("q_lora_rank", defaults["q_lora_rank"])
     mla = MLAConfig(
-        fields.integer("kv_lora_rank", 512),
+        fields.integer("kv_lora_rank", defaults["kv_lora_rank"]),
         values["rope"].rotary_dim,
-        fields.integer("qk_nope_head_dim", 128),
-        fields.integer("v_head_dim", 128),
+        fields.integer("qk_nope_head_dim", defaults["qk_nope_head_dim"]),
+        fields.integer("v_head_dim", defaults["v_head_dim"]),
         rank,
         is_interleaved,
     )
@@ -95,11 +108,14 @@ def _express_experts(config: ModelConfig) -> dict[str, Any]:
     first = config.num_layers - len(moe.layers)
     if moe.layers != tuple(range(first, config.num_layers)) or moe.shared_size % moe.expert_size:
         raise ValueError(f"{config.architecture}: experts in layers {moe.layers}, beside an MLP of {moe.shared_size}")
+    return {**_express_sizes(moe), "first_k_dense_replace": first}
+
+
+def _express_sizes(moe: MoEConfig) -> dict[str, Any]:
     return {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
         "moe_intermediate_size": moe.expert_size,
-        "first_k_dense_replace": first,
         "n_shared_experts": moe.shared_size // moe.expert_size,
         "routed_scaling_factor": moe.scale,
         "norm_topk_prob": moe.normalize,
@@ -132,27 +148,35 @@ def _express_v2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _v3(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
-    for name, known in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        if fields.text(name, known) != known:
-            fields.problem(name, f"{fields.data[name]!r} is not supported for DeepSeek-V3, only {known!r} is")
-    moe = _experts(
-        fields,
-        values,
-        3,
-        1,
-        expert_size=2048,
-        num_experts=256,
-        per_token=8,
-        scale=2.5,
-        scoring="sigmoid",
-        normalize=fields.boolean("norm_topk_prob", True),
-        num_groups=fields.integer("n_group", 8),
-        num_chosen_groups=fields.integer("topk_group", 4),
-        group_score="top2_sum",
-        has_correction_bias=True,
-    )
+    sizes = {"expert_size": 2048, "num_experts": 256, "per_token": 8, "scale": 2.5}
+    moe = _sigmoid_experts(fields, values, 3, num_groups=8, num_chosen_groups=4, **sizes)
     is_interleaved = fields.boolean("rope_interleave", True)
     return {**_attention(fields, values, is_interleaved=is_interleaved), "moe": moe}
+
+
+def _sigmoid_experts(
+    fields: Fields,
+    values: Mapping[str, Any],
+    first_dense: int,
+    *,
+    num_groups: int,
+    num_chosen_groups: int,
+    **sizes: Any,
+) -> MoEConfig:
+    """V3's experts; the arguments are defaults."""
+    return _experts(
+        fields,
+        values,
+        first_dense,
+        1,
+        scoring="sigmoid",
+        normalize=fields.boolean("norm_topk_prob", True),
+        num_groups=fields.integer("n_group", num_groups),
+        num_chosen_groups=fields.integer("topk_group", num_chosen_groups),
+        group_score="top2_sum",
+        has_correction_bias=True,
+        **sizes,
+    )
 
 
 def _express_v3(config: ModelConfig) -> dict[str, Any]:
@@ -161,12 +185,86 @@ def _express_v3(config: ModelConfig) -> dict[str, Any]:
     return {**data, "rope_interleave": config.mla.is_interleaved}
 
 
+def _glm(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"expert_size": 1408, "num_experts": 128, "per_token": 8, "scale": 1.0}
+    return {"moe": _sigmoid_experts(fields, values, 1, num_groups=1, num_chosen_groups=1, **sizes)}
+
+
+def _express_glm(config: ModelConfig) -> dict[str, Any]:
+    return {**_express_experts(config), "num_nextn_predict_layers": 0}
+
+
+def _glm_lite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"expert_size": 1536, "num_experts": 64, "per_token": 4, "scale": 1.8}
+    moe = _sigmoid_experts(fields, values, 1, num_groups=1, num_chosen_groups=1, **sizes)
+    kinds, count = fields.data.get("mlp_layer_types"), values["num_layers"]
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
+            fields.problem(
+                "mlp_layer_types", f"must list 'dense' or 'sparse' for each of {count} layers, got {kinds!r}"
+            )
+            kinds = []
+        moe = replace(moe, layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"))
+    defaults = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    is_interleaved = fields.boolean("rope_interleave", True)
+    return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
+
+
+def _express_glm_lite(config: ModelConfig) -> dict[str, Any]:
+    moe = mixture(config)
+    kinds = ["sparse" if layer in moe.layers else "dense" for layer in range(config.num_layers)]
+    data = {**_express_attention(config), **_express_sizes(moe), "mlp_layer_types": kinds}
+    return {**data, "num_nextn_predict_layers": 0, "rope_interleave": config.mla is None or config.mla.is_interleaved}
+
+
+def _mistral4_rope(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `partial_rotary_factor`, if it is the rotated share of a whole head, as Transformers writes it; we count
+    from the rotated part."""
+    rotated, rest = data.get("qk_rope_head_dim", 64), data.get("qk_nope_head_dim", 64)
+    is_share = isinstance(rotated, int) and isinstance(rest, int) and rotated > 0 and rest > 0
+    data = dict(data)
+    for name in ("rope_parameters", "rope_scaling"):
+        settings = data.get(name)
+        if is_share and isinstance(settings, Mapping):
+            share = settings.get("partial_rotary_factor")
+            if isinstance(share, float) and int((rotated + rest) * share) == rotated:
+                data[name] = {key: value for key, value in settings.items() if key != "partial_rotary_factor"}
+    return data
+
+
+def _mistral4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    moe = _experts(
+        fields,
+        values,
+        0,
+        1,
+        expert_size=2048,
+        num_experts=128,
+        per_token=4,
+        scale=1.0,
+        normalize=fields.boolean("norm_topk_prob", True),
+        num_groups=fields.integer("n_group", 1),
+        num_chosen_groups=fields.integer("topk_group", 1),
+        group_score="top2_sum",
+    )
+    defaults = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+    is_interleaved = fields.boolean("rope_interleave", True)
+    return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
+
+
+def _express_mistral4(config: ModelConfig) -> dict[str, Any]:
+    data = {**_express_attention(config), **_express_experts(config)}
+    return {**data, "rope_interleave": config.mla is None or config.mla.is_interleaved}
+
+
 _SHARED: dict[str, Any] = {
     "output_bias": "attention_bias",
     "names": {"head_dim": "qk_rope_head_dim"},
     "head_dim": 64,
-    "tensors": _TENSORS,
 }
+# Every layer from `first_k_dense_replace` on has experts.
+_V2_SUPPORTED = {"mlp_bias": (False,), "moe_layer_freq": (1,)}
+_V3_ROUTER = {"moe_layer_freq": (1,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
 
 DEEPSEEK: tuple[Family, ...] = (
     Family(
@@ -175,6 +273,8 @@ DEEPSEEK: tuple[Family, ...] = (
         title="DeepSeek-V2",
         examples="DeepSeek-V2, V2-Lite, Coder-V2",
         max_position_embeddings=2048,
+        supported=_V2_SUPPORTED,
+        tensors=_TENSORS,
         build=_v2,
         express=_express_v2,
         **_SHARED,
@@ -183,11 +283,80 @@ DEEPSEEK: tuple[Family, ...] = (
         "DeepseekV3ForCausalLM",
         "deepseek_v3",
         title="DeepSeek-V3",
-        examples="DeepSeek-V3, V3.1, R1",
+        examples="DeepSeek-V3, V3.1, R1, Kimi K2",
         max_position_embeddings=4096,
+        supported=_V3_ROUTER,
+        tensors=_TENSORS,
         build=_v3,
         express=_express_v3,
         has_later_layers=True,
+        **_SHARED,
+    ),
+    Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        title="GLM-4 mixtures",
+        examples="GLM-4.5, 4.5-Air, 4.6, 4.7",
+        max_position_embeddings=131072,
+        num_kv_heads=8,
+        norm_eps=1e-5,
+        qkv_bias="attention_bias",
+        rope=RopeForm(partial=0.5, has_partial=True),
+        settings=(Setting("qk_norm", "use_qk_norm", "boolean", False),),
+        supported=_V3_ROUTER,
+        tensors=_GLM_TENSORS,
+        build=_glm,
+        express=_express_glm,
+        has_later_layers=True,
+    ),
+    Family(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        title="GLM-4 mixtures, lite",
+        examples="GLM-4.7-Flash",
+        max_position_embeddings=202752,
+        norm_eps=1e-5,
+        supported=_V3_ROUTER,
+        tensors=_TENSORS,
+        build=_glm_lite,
+        express=_express_glm_lite,
+        has_later_layers=True,
+        **_SHARED,
+    ),
+    Family(
+        "Mistral4ForCausalLM",
+        "mistral4",
+        title="Mistral 4",
+        examples="Mistral Small 4",
+        max_position_embeddings=1048576,
+        rope=RopeForm(
+            has_query_scale=True,
+            default={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+        supported={"topk_method": (), "scoring_func": ("softmax",)},
+        tensors=(
+            *EMBEDDING,
+            *NORMS,
+            *_LATENT_ATTENTION,
+            *GATED_MLP,
+            *router(f"{LAYER}.mlp.gate"),
+            *experts_of(f"{LAYER}.mlp")[::-1],  # the fused ones are those that are written
+            *shared_mlp(f"{LAYER}.mlp.shared_experts"),
+            *HEAD,
+        ),
+        normalize=_mistral4_rope,
+        build=_mistral4,
+        express=_express_mistral4,
         **_SHARED,
     ),
 )

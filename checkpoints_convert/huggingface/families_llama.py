@@ -44,7 +44,7 @@ NORMS: tuple[TensorRule, ...] = (
     *norm("model.norm", "final_norm"),
 )
 LLAMA_TENSORS = (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD)
-_POST_NORMS = (
+POST_NORMS = (
     *norm(f"{LAYER}.post_attention_layernorm", f"{TARGET}.attention_post_norm"),
     *norm(f"{LAYER}.post_feedforward_layernorm", f"{TARGET}.mlp_post_norm"),
     *norm("model.norm", "final_norm"),
@@ -88,7 +88,7 @@ _OLMO2 = Family(
     qk_norm=True,
     names=_NO_HEAD_DIM,
     fixed={"norm": "rms_float32", "block": "post_norm", "qk_norm_span": "all_heads"},
-    tensors=(*EMBEDDING, *_POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
+    tensors=(*EMBEDDING, *POST_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HEAD),
 )
 
 LLAMA_LIKE: tuple[Family, ...] = (

@@ -52,15 +52,13 @@ _MIXTRAL_TENSORS = (
     *router(f"{LAYER}.mlp.gate"),
     *experts_of(f"{LAYER}.block_sparse_moe", ("w1", "w3", "w2")),
 )
-_QWEN_TENSORS = (
-    *_COMMON,
-    *QK_NORMS,
-    *GATED_MLP,
+QWEN_EXPERTS = (
     *router(f"{LAYER}.mlp.gate"),
     *experts_of(f"{LAYER}.mlp"),
     *shared_mlp(f"{LAYER}.mlp.shared_expert"),
     TensorRule(f"{LAYER}.mlp.shared_expert_gate.weight", (f"{TARGET}.mlp.shared_gate",), transpose=True),
 )
+_QWEN_TENSORS = (*_COMMON, *QK_NORMS, *GATED_MLP, *QWEN_EXPERTS)
 # Gates and ups lie in turn along 2 F, and nothing is transposed.
 _IN_TURN = "intermediate_size"
 _GPT_OSS_TENSORS = (
@@ -102,7 +100,7 @@ def mixture(config: ModelConfig) -> MoEConfig:
     return config.moe
 
 
-def _qwen(num_experts: int, per_token: int, expert_size: int, shared_size: int = 0):
+def qwen_mixture(num_experts: int, per_token: int, expert_size: int, shared_size: int = 0):
     """`build` of Qwen's mixtures, with their defaults where config.json has no value."""
 
     def build(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def _qwen(num_experts: int, per_token: int, expert_size: int, shared_size: int =
     return build
 
 
-def _express_qwen(config: ModelConfig) -> dict[str, Any]:
+def express_qwen(config: ModelConfig) -> dict[str, Any]:
     moe = mixture(config)
     data = {
         "num_experts": moe.num_experts,
@@ -142,7 +140,7 @@ def _express_qwen(config: ModelConfig) -> dict[str, Any]:
 
 
 def _express_qwen3(config: ModelConfig) -> dict[str, Any]:
-    return {**_express_qwen(config), "use_sliding_window": any(config.sliding_windows)}
+    return {**express_qwen(config), "use_sliding_window": any(config.sliding_windows)}
 
 
 def _qwen2_windows(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,8 +205,8 @@ MIXTURES: tuple[Family, ...] = (
         default_window=4096,
         tensors=_QWEN_TENSORS,
         normalize=_qwen2_windows,
-        build=_qwen(60, 4, 1408, 5632),
-        express=_express_qwen,
+        build=qwen_mixture(60, 4, 1408, 5632),
+        express=express_qwen,
     ),
     Family(
         "Qwen3MoeForCausalLM",
@@ -223,7 +221,7 @@ MIXTURES: tuple[Family, ...] = (
         default_window=4096,
         tensors=_QWEN_TENSORS,
         normalize=_qwen3_windows,
-        build=_qwen(128, 8, 768),
+        build=qwen_mixture(128, 8, 768),
         express=_express_qwen3,
     ),
     Family(

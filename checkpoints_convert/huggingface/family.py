@@ -106,8 +106,9 @@ Bias = bool | str
 # Which layers have a sliding window: none; all, if `sliding_window` is set; if `use_sliding_window` is set, those from
 # `max_window_layers` on ("late"), or those without rotation; all but every n-th ("pattern"). `layer_types` overrides.
 Windows = Literal["none", "all", "late", "unrotated", "pattern"]
-# Which layers have rotary embeddings: all; none; those with a window; those with a 1 in `no_rope_layers`.
-Rotated = Literal["all", "none", "windowed", "listed"]
+# Which layers have rotary embeddings: all; none; those with a window; those with a window or, if `sliding_window` is
+# null, all; those with a 1 in `no_rope_layers`.
+Rotated = Literal["all", "none", "windowed", "windowed_or_all", "listed"]
 
 # Buffers that old exports store; they are computed from the configuration.
 ROTARY_BUFFERS = r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)"
@@ -176,6 +177,8 @@ class RopeForm:
       aliases: other names of rope types. rotated: which layers are rotated.
       pairs_neighbours: whether rotary dimensions are interleaved, rather than half a head apart.
       has_query_scale: whether queries are scaled by their position ("llama_4_scaling_beta").
+      has_mscales: whether "longrope" has a factor on cos and sin for short and one for long sequences.
+      has_alpha: whether "dynamic" with "alpha" is a base that is stretched once, for all lengths.
       default: settings if config.json has none.
     """
 
@@ -190,6 +193,8 @@ class RopeForm:
     rotated: Rotated = "all"
     pairs_neighbours: bool = False
     has_query_scale: bool = False
+    has_mscales: bool = False
+    has_alpha: bool = False
     default: Mapping[str, Any] | None = None
 
 
@@ -203,6 +208,7 @@ class Family:
         head, and for hidden_size / num_attention_heads.
       names: names of fields of config.json that differ from Llama's; None for a field that it does not have.
       defaults: values of fields that config.json may omit. refused: values that are not supported, with the reason.
+      supported: the values that are supported of fields that are not read otherwise; null and absence are.
       fixed: fields of ModelConfig that all models share. settings: fields of ModelConfig read from config.json.
       activation: the default, by its name in config.json. activations: all that are supported.
       inner_factor: default width of the MLP over the model's; None if config.json must have it.
@@ -212,6 +218,7 @@ class Family:
       normalize, express: from the family's own fields of config.json to common ones, and back; None if renaming fields
         is enough.
       build: fields of ModelConfig that are made of several fields of config.json, such as `moe`.
+      notes: differences from Llama that the other fields do not show, for documentation.
       has_later_layers: whether checkpoints have layers beyond the last, for multi-token prediction, which are not used.
     """
 
@@ -233,6 +240,7 @@ class Family:
     names: Mapping[str, str | None] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     refused: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    supported: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     settings: tuple[Setting, ...] = ()
     activation: str = "silu"
@@ -246,6 +254,7 @@ class Family:
     normalize: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     express: Callable[[ModelConfig], dict[str, Any]] | None = None
     build: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] | None = None
+    notes: tuple[str, ...] = ()
     has_later_layers: bool = False
 
     def is_skipped(self, name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from checkpoints_convert.huggingface.family import Fields, RopeForm
 from jaxinfer.checks import did_you_mean
 from jaxinfer.models import ModelConfig, RopeConfig
-from jaxinfer.models.config import RopeKind
+from jaxinfer.models.rope_config import RopeKind
 
 _KINDS = get_args(RopeKind)
 # mrope's three position rows are equal for text, which makes it the default rotation.
@@ -28,6 +28,9 @@ _FIELDS = {
     },
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
+_MSCALES = {"short_mscale", "long_mscale"}
+# Files with "alpha" have YaRN's fields too, which Transformers does not compute with.
+_UNUSED_BESIDE_ALPHA = {"alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 # Fields that no implementation computes with.
 _INERT_FIELDS = {"finetuned", "mrope_section", "mrope_interleaved", "original_max_position_embeddings"}
 _MAX_PROBLEMS = 100  # more are not looked for
@@ -73,6 +76,11 @@ def rope_config(
         common["query_scale_beta"] = fields.number("llama_4_scaling_beta", None)
         if common["query_scale_beta"] is not None:
             common["original_length"] = fields.integer("original_max_position_embeddings", max_position_embeddings)
+    if form.has_alpha and kind == "dynamic" and (alpha := fields.number("alpha", None)):
+        stretched = theta * alpha ** (rotary_dim / (rotary_dim - 2)) if rotary_dim > 2 else theta
+        return RopeConfig("default", stretched, rotary_dim)
+    if form.has_mscales and kind == "longrope":
+        common |= {name: fields.number(name, None) for name in sorted(_MSCALES)}
     return RopeConfig(**common | _kind_settings(kind, fields, top, max_position_embeddings, rotary_dim))
 
 
@@ -86,6 +94,10 @@ def _kind(settings: Mapping[str, Any], fields: Fields, form: RopeForm) -> str:
         fields.problem("rope_type", f"{given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}")
         kind = "default"
     known = _FIELDS[kind] | ({"llama_4_scaling_beta", "max_position_embeddings"} if form.has_query_scale else set())
+    if kind == "longrope" and form.has_mscales:
+        known = known | _MSCALES
+    if kind == "dynamic" and form.has_alpha:
+        known = known | _UNUSED_BESIDE_ALPHA
     for key, value in settings.items():
         if len(fields.problems) > _MAX_PROBLEMS:
             break
@@ -158,6 +170,7 @@ def _scaling(rope: RopeConfig) -> dict[str, Any]:
     if rope.kind in ("yarn", "longrope"):
         scaling["attention_factor"] = rope.attention_factor
     if rope.kind == "longrope":
+        scaling |= {"short_mscale": rope.short_mscale, "long_mscale": rope.long_mscale}
         scaling |= {"short_factor": list(rope.short_factor or ()), "long_factor": list(rope.long_factor or ())}
     return {key: value for key, value in scaling.items() if value is not None}
 

@@ -8,6 +8,7 @@ can be inverted without rounding, and applied to a part of a tensor.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,13 @@ class TensorRule:
         an expert or a head, along which the tensors are stacked.
       targets: the parameters; of a fused tensor, in the order of their outputs.
       transpose: whether the last two axes are transposed, as Linear weights [out, in] are stored.
-      groups: field of ModelConfig with the number of groups of outputs, each a share of every target; None for one.
+      groups: field of ModelConfig, or of a configuration in it ("delta.num_key_heads"), with the number of groups of
+        outputs, each a share of every target; None for one.
       is_rotated: the outputs are those of queries or keys, which some families store interleaved.
       add: added to the stored values.
       when: a field of ModelConfig and the value for which the rule holds.
       stack: field of ModelConfig with the number of equal runs of outputs that become the first axis.
+      stored: shape of the stored tensor where it differs by axes of length 1; -1 is the parameter's only axis.
     """
 
     source: str
@@ -43,6 +46,7 @@ class TensorRule:
     add: float = 0.0
     when: tuple[str, Any] | None = None
     stack: str | None = None
+    stored: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +182,7 @@ def _placements(
     shapes: Sequence[tuple[int, ...]],
     pairs_neighbours: bool,
 ) -> Iterator[TensorPlacement]:
-    groups = 1 if rule.groups is None else getattr(config, rule.groups)
+    groups = 1 if rule.groups is None else attrgetter(rule.groups)(config)
     total, start = sum(shape[-1] for shape in shapes), 0
     is_paired = rule.is_rotated and pairs_neighbours
     for path, shape in zip(paths, shapes, strict=True):
@@ -190,6 +194,8 @@ def _placements(
             rotary = {"head_dim": config.head_dim, "rotary_dim": config.rope.rotary_dim} if is_paired else {}
             outputs = Outputs(total, groups, start, start + size, **rotary)
         view = None
+        if rule.stored is not None:
+            view, stored = stored, tuple(total if size == -1 else size for size in rule.stored)
         if rule.stack is not None:
             view = (getattr(config, rule.stack), *stored)
             axis = -2 if rule.transpose else -1

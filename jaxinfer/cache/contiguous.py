@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
+from jaxinfer.cache.state import LayerStates, StateCache, StateOptions, init_state_cache
 from jaxinfer.models import ModelConfig
 from pallas_kernels import flash_attention
 from pallas_kernels.paged_attention import (
@@ -24,6 +25,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention.layout import append, from_stored, to_stored
 from pallas_kernels.platform import current_platform
+from pallas_kernels.recurrence import RaggedBatch, RecurrentTokens
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
@@ -33,8 +35,8 @@ RowPages = SeparatePages | BitPages
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "key_scales", "value_scales", "scales"],
-    meta_fields=["dtype"],
+    data_fields=["keys", "values", "key_scales", "value_scales", "scales", "states"],
+    meta_fields=["dtype", "attention_layers"],
 )
 @dataclass(frozen=True)
 class ContiguousCache:
@@ -47,6 +49,8 @@ class ContiguousCache:
       key_scales, value_scales: of int8, per layer float32 [B, Hkv, L].
       scales: static scales of a checkpoint, for fp8.
       dtype: the stored dtype; on a CPU its bits may be stored as integers (`BitPages`).
+      states: of recurrent layers, a slot per row; None if the model has none.
+      attention_layers: the layers whose keys are stored, in order; empty for all.
     """
 
     keys: tuple[jax.Array, ...]
@@ -55,6 +59,8 @@ class ContiguousCache:
     value_scales: tuple[jax.Array, ...] = ()
     scales: KVScales | None = None
     dtype: str = "float32"
+    states: StateCache | None = None
+    attention_layers: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -98,7 +104,14 @@ def init_cache(
     shape = (num_rows, max_length, config.num_kv_heads, config.head_dim)
     empty = ContiguousCache((), (), scales=jax.device_put(scales), dtype=name)
     kind = {"layout": layout, "has_values": config.caches_values}
-    return empty.with_layers([_rows(new_pages(*shape, name, **kind)) for _ in range(config.num_layers)])
+    layers = config.attention_layers
+    if not layers:
+        raise ValueError(f"{config.architecture} has no layer with attention: a contiguous cache would be empty")
+    cache = empty.with_layers([_rows(new_pages(*shape, name, **kind)) for _ in layers])
+    if not config.recurrent_layers and len(layers) == config.num_layers:
+        return cache
+    states = init_state_cache(config, num_rows, config.dtype) if config.recurrent_layers else None
+    return replace(cache, states=states, attention_layers=layers)
 
 
 class CachedAttention:
@@ -110,7 +123,7 @@ class CachedAttention:
     """
 
     def __init__(self, cache: ContiguousCache, rows: jax.Array, starts: jax.Array, lengths: jax.Array, num_tokens: int):
-        self._before, self._layers = cache, cache.layers
+        self._before, self._layers, self._states = cache, cache.layers, cache.states
         self._rows, self._starts, self._lengths = rows, starts, lengths
         steps = jnp.arange(num_tokens)
         is_real = steps < lengths[:, None]
@@ -128,6 +141,8 @@ class CachedAttention:
     ) -> Float[Array, "B T Hq W"]:
         scales = scales_of_layer(self._before.scales, layer)
         q, k, v = divide_by_scales(scales, q, k, v)
+        if self._before.attention_layers:
+            layer = self._before.attention_layers.index(layer)
         row = jnp.repeat(self._rows, self._slots.shape[1])
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
         pages = _rows(append(self._layers[layer], k, v, row, self._slots.reshape(-1), is_unique=True))
@@ -145,6 +160,38 @@ class CachedAttention:
         )[..., :value_dim]
         return multiply_by_scales(scales, out)
 
+    def convolve(self, layer: int, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """The convolution of a recurrent layer over x [B, T, C]."""
+        states = self._states_of(layer)
+        out = states.convolve(x.reshape(-1, x.shape[-1]), weight, bias).reshape(x.shape)
+        self._store(layer, states)
+        return out
+
+    def recur(self, layer: int, tokens: RecurrentTokens) -> jax.Array:
+        """The recurrence of a recurrent layer over tokens [B, T]."""
+        states = self._states_of(layer)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tokens)
+        out = states.recur(flat).reshape(tokens.v.shape)
+        self._store(layer, states)
+        return out
+
+    def _states_of(self, layer: int) -> LayerStates:
+        """The states of the rows of the pass."""
+        state = None if self._states is None else self._states.layers[layer]
+        if state is None:
+            raise ValueError(f"layer {layer} has no state in this cache")
+        num_rows, num_tokens = self._slots.shape
+        starts = jnp.arange(num_rows, dtype=jnp.int32) * num_tokens
+        batch = RaggedBatch(starts, self._lengths.astype(jnp.int32), self._starts.astype(jnp.int32))
+        own = jax.tree.map(lambda leaf: leaf[self._rows], state)
+        return LayerStates(own, batch, StateOptions(max_query_length=num_tokens))
+
+    def _store(self, layer: int, states: LayerStates) -> None:
+        assert self._states is not None
+        layers = list(self._states.layers)
+        layers[layer] = jax.tree.map(lambda leaf, new: leaf.at[self._rows].set(new), layers[layer], states.state)
+        self._states = StateCache(tuple(layers))
+
     def _read(self, pages: RowPages, dtype) -> tuple[jax.Array, jax.Array | None]:
         """Keys and values [B, L, Hkv, K] of the rows; values are None if keys include them."""
         if not self._has_all_rows:
@@ -158,7 +205,7 @@ class CachedAttention:
 
     @property
     def cache(self) -> ContiguousCache:
-        return self._before.with_layers(self._layers)
+        return replace(self._before.with_layers(self._layers), states=self._states)
 
 
 def _rows(pages: Pages) -> RowPages:

@@ -264,6 +264,11 @@ def check_input(
 ) -> None:
     """Raises ValueError as `quantize_model`, before anything is read or written."""
     _check_experts(config, options)
+    if options.needs_activations and config.moe is not None and config.moe.scales_input:
+        raise ValueError(
+            f"{options.method} is not supported for {config.architecture}, whose router scales what the experts read; "
+            "rounding to nearest (rtn) is"
+        )
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")
     for name, given in (("tokens", tokens), ("held_out", held_out)):

@@ -68,17 +68,21 @@ def folds(config: ModelConfig, layer: int = 0) -> tuple[Fold, ...]:
 
 
 def left_out(config: ModelConfig, layer: int = 0) -> tuple[str, ...]:
-    """Sentences on inputs of a layer that are not scaled because of the activation before them."""
-    moe = config.experts_of(layer)
-    if moe is None or moe.clamp is None:
-        return ()
-    return (f"{_DOWN}: its input is not scaled, since the clamped activation before it is not linear in {_UP}",)
+    """Sentences on inputs of a layer that are not scaled because of what is before them."""
+    moe, found = config.experts_of(layer), []
+    if config.qkv_clip is not None:
+        found.append("attention.o_proj: its input is not scaled, since values are clipped")
+    if moe is not None and moe.clamp is not None:
+        found.append(f"{_DOWN}: its input is not scaled, since the clamped activation before it is not linear in {_UP}")
+    return tuple(found)
 
 
 def _attention(config: ModelConfig) -> tuple[tuple[str, ...], list[Fold]]:
     """The linear layers that read the hidden state, and the folds after them."""
     if config.mla is None:
-        return _ATTENTION, [Fold(("attention.o_proj",), previous="attention.v_proj", is_by_kv_head=True)]
+        # Values that are clipped are not linear in their projection.
+        values = Fold(("attention.o_proj",), previous="attention.v_proj", is_by_kv_head=True)
+        return _ATTENTION, [values] if config.qkv_clip is None else []
     values = Fold(("attention.o_proj",), previous=V_UP)
     if config.mla.query_rank is None:
         return ("attention.q_proj", "attention.kv_a_proj"), [values]

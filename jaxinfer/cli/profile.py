@@ -94,7 +94,7 @@ def _max_model_len(options: ProfileOptions, workload: "Workload", arguments: dic
     answer = workload.answer_tokens(
         arguments.get("prefill_chunk", PREFILL_CHUNK), options.steps_per_dispatch, tokens_per_step=depth + 1
     )
-    allowed = config.max_position_embeddings
+    allowed = config.max_length
     if workload.prompt_tokens >= allowed:
         raise UsageError(
             f"--prompt-tokens {workload.prompt_tokens}: the model takes {allowed} tokens, answers included"

@@ -241,7 +241,7 @@ class Client:
             raise RequestTooLargeError(
                 f"{what}: {num_prompt} prompt tokens and max_tokens={max_tokens} make "
                 f"{num_prompt + max_tokens}, but max_model_len={limit} "
-                f"(the model allows {self.config.max_position_embeddings})"
+                f"(the model allows {self.config.max_length})"
             )
         try:
             self.engine.check_fits(num_prompt, max(max_tokens, 1))

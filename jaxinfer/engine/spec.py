@@ -74,6 +74,12 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
+        for config in (self.config, *([self.draft.config] if isinstance(self.draft, ModelDraft) else [])):
+            if len(config.attention_layers) < config.num_layers or config.recurrent_layers:
+                raise ValueError(
+                    f"{config.architecture} has layers that keep a state or nothing ({_kinds_without_pages(config)}), "
+                    "which the engine does not serve yet: its caches are of keys and values in every layer"
+                )
         options.check_draft(self.draft is not None)
         if self.draft is None:
             return
@@ -100,7 +106,7 @@ class EngineSpec:
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt with its answer."""
-        allowed = min(self.config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+        allowed = min(self.config.max_length, DEFAULT_MAX_MODEL_LEN)
         return self.options.max_model_len or allowed
 
     @property
@@ -441,6 +447,10 @@ def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         kinds.setdefault((first, structure, shapes), []).append(layer)
     return kinds
+
+
+def _kinds_without_pages(config: ModelConfig) -> str:
+    return ", ".join(sorted({kind for kind in config.layer_kinds if kind != "attention"}))
 
 
 def shapes_of(params: Any) -> Any:

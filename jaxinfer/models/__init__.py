@@ -15,11 +15,15 @@ from jaxinfer.models.decoder import (
     logical_axes,
     tap_names,
 )
+from jaxinfer.models.recurrent_config import ConvConfig, DeltaConfig, MambaConfig
 from jaxinfer.models.sharding import MeshFit, check_divides, fit_to_mesh, leaf_shardings, parameter_shardings
 
 __all__ = [
+    "ConvConfig",
     "Decoder",
+    "DeltaConfig",
     "MLAConfig",
+    "MambaConfig",
     "MeshFit",
     "MoEConfig",
     "ModelConfig",

@@ -26,17 +26,31 @@ class Norm(nnx.Module):
     Statistics are float32. The weight may have leading axes (one row per head).
     """
 
-    def __init__(self, shape: tuple[int, ...], axes: tuple[str, ...], kind: NormKind, *, eps: float, bias: bool, dtype):
-        initial = np.zeros if kind == "rms_zero_centred" else np.ones
-        self.weight = nnx.Param(initial(shape, dtype), axes=axes)
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        kind: NormKind,
+        *,
+        eps: float,
+        bias: bool,
+        dtype,
+        has_weight: bool = True,
+    ):
+        # Views of one number: a configuration may claim any width.
+        initial = np.zeros((), dtype) if kind == "rms_zero_centred" else np.ones((), dtype)
+        self.weight = nnx.Param(np.broadcast_to(initial, shape), axes=axes) if has_weight else None
         self.bias = nnx.Param(np.zeros(shape, dtype), axes=axes) if bias else None
         self.kind, self.eps = kind, eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32, weight = x.astype(jnp.float32), self.weight[...]
+        x32 = x.astype(jnp.float32)
         if self.kind == "layer":
             x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        if self.weight is None:
+            return normed.astype(x.dtype)
+        weight = self.weight[...]
         if self.kind == "rms":
             return normed.astype(x.dtype) * weight
         weight = weight.astype(jnp.float32)
@@ -53,16 +67,36 @@ def hidden_norm(config: ModelConfig, dtype) -> Norm:
     )
 
 
-def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype) -> Norm | None:
-    """The norm of queries or keys [..., H, K], or of [..., H * K] if it spans all heads; None if the model has none."""
-    if not config.qk_norm:
+def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype, *, is_rotated: bool = True) -> Norm | None:
+    """The norm of queries or keys [..., H, K], or of [..., H * K] if it spans all heads; None if the layer has none."""
+    if not config.qk_norm or (config.is_qk_norm_after_rotation and not is_rotated):
         return None
     shape, axes = {
         "head": ((config.head_dim,), ("head_dim",)),
         "each_head": ((num_heads, config.head_dim), (heads_axis, "head_dim")),
         "all_heads": ((num_heads * config.head_dim,), (heads_axis,)),
     }[config.qk_norm_span]
-    return Norm(shape, axes, config.norm, eps=config.norm_eps, bias=config.qk_norm_bias, dtype=dtype)
+    options = {"bias": config.qk_norm_bias, "has_weight": config.has_qk_norm_weight}
+    return Norm(shape, axes, config.norm, eps=config.norm_eps, dtype=dtype, **options)
+
+
+class XIELU(nnx.Module):
+    """xIELU (Huang & Schlag 2024, section 3), with trained slopes of its two halves. All parameters have shape [1]."""
+
+    def __init__(self, dtype):
+        def scalar(value: float) -> nnx.Param:
+            return nnx.Param(np.full((1,), value, dtype), axes=(None,))
+
+        # The published start: slopes of 0.8, as the inverse of softplus.
+        self.alpha_p, self.alpha_n = scalar(np.log(np.expm1(0.8))), scalar(np.log(np.expm1(0.3)))
+        self.beta, self.eps = scalar(0.5), scalar(-1e-6)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        beta = self.beta[...]
+        positive = jax.nn.softplus(self.alpha_p[...]) * x * x
+        slope = beta + jax.nn.softplus(self.alpha_n[...])
+        negative = (jnp.expm1(jnp.minimum(x, self.eps[...])) - x) * slope
+        return jnp.where(x > 0, positive, negative) + beta * x
 
 
 class Linear(nnx.Module):

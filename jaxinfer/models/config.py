@@ -5,7 +5,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+from jaxinfer.models.recurrent_config import (
+    ATTENTION_KINDS,
+    RECURRENT_KINDS,
+    ConvConfig,
+    DeltaConfig,
+    LayerKind,
+    MambaConfig,
+    RecurrentConfig,
+)
+from jaxinfer.models.rope_config import RopeConfig
+
 # RMSNorm (Zhang & Sennrich 2019), whose weight multiplies the result after rounding to the input's dtype ("rms": Llama)
 # or before ("rms_float32": OLMo 2; "rms_zero_centred", weight plus one: Gemma); or LayerNorm (Ba et al. 2016).
 NormKind = Literal["rms", "rms_float32", "rms_zero_centred", "layer"]
@@ -16,55 +26,13 @@ NormKind = Literal["rms", "rms_float32", "rms_zero_centred", "layer"]
 #   parallel_one_norm   x += A(y) + M(y) with y = N(x)
 #   parallel_two_norms  x += A(N(x)) + M(N(x))
 BlockKind = Literal["pre_norm", "post_norm", "sandwich_norm", "parallel_one_norm", "parallel_two_norms"]
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+# "relu2" is the square of ReLU; "xielu" (Huang & Schlag 2024) has trained parameters in each MLP.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 # What a norm of queries or keys normalizes: each head, with one weight [K] for all heads ("head") or one per head [H,
 # K] ("each_head"); or all heads together, with a weight [H * K] ("all_heads").
 QKNormSpan = Literal["head", "each_head", "all_heads"]
-Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen"]
+Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparsemixer"]
 GroupScore = Literal["max", "top2_sum"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding (Su et al. 2021) and its published length extensions.
-
-    Attributes:
-      kind: formula of the inverse frequencies, see `jaxinfer.models.rope`.
-      theta: base of the frequencies.
-      rotary_dim: leading dimensions of a head that are rotated.
-      factor: context extension factor (linear, dynamic, llama3, yarn, longrope).
-      original_length: context length before extension, in tokens (dynamic, llama3, yarn, longrope).
-      sequence_length: length, in tokens, for which `dynamic` and `longrope` compute their frequencies. An engine fixes
-        it once, so that keys and queries of a sequence agree. None means at most `original_length`.
-      low_freq_factor, high_freq_factor: llama3. beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn.
-      attention_factor: multiplies cos and sin (yarn, longrope); None uses the formula.
-      short_factor, long_factor: one factor per frequency (longrope).
-      query_scale_beta: queries at position p are multiplied by 1 + beta * ln(1 + floor(p / original_length)), after
-        rotation (Ministral 3; the form is Llama 4's).
-    """
-
-    kind: RopeKind = "default"
-    theta: float = 10000.0
-    rotary_dim: int = 64
-    factor: float = 1.0
-    original_length: int | None = None
-    sequence_length: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    attention_factor: float | None = None
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
-    query_scale_beta: float | None = None
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on `sequence_length`."""
-        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -118,8 +86,9 @@ class MoEConfig:
       num_experts, num_experts_per_token: experts of a layer, and experts of a token.
       expert_size: inner width of an expert.
       layers: layers with experts; the others have an MLP of the model's `intermediate_size`.
-      scoring: "softmax" over all logits (Mixtral, Qwen, DeepSeek-V2), "sigmoid" of each (DeepSeek-V3), or
-        "softmax_of_chosen", over the logits of the chosen only (gpt-oss).
+      scoring: "softmax" over all logits (Mixtral, Qwen, DeepSeek-V2), "sigmoid" of each (DeepSeek-V3),
+        "softmax_of_chosen" or "sigmoid_of_chosen", of the logits of the chosen only (gpt-oss; Llama 4), or
+        "sparsemixer": for each of two experts, the softmax over those whose logits are near its own (Phi-3.5-MoE).
       normalize: whether the scores of a token's experts are divided by their sum.
       scale: multiplies the scores (DeepSeek's routed_scaling_factor).
       num_groups, num_chosen_groups: experts form groups of equal size, and a token's experts are taken from the groups
@@ -130,6 +99,8 @@ class MoEConfig:
       has_router_bias, has_expert_bias: biases of the router's logits, and of each expert's projections (gpt-oss).
       shared_size: inner width of the shared expert, an MLP that every token passes through; 0 for none.
       has_shared_gate: whether a sigmoid gate multiplies the output of the shared expert (Qwen2-MoE).
+      scales_input: whether the scores multiply what the experts read, rather than what they return (Llama 4).
+      jitter: half the relative distance of logits that "sparsemixer" takes as near.
       clamp: gpt-oss's SwiGLU: gate is clipped to at most this, up to +-this, and the product is
         (up + 1) * gate * sigmoid(clamp_slope * gate). None for silu(gate) * up.
     """
@@ -151,6 +122,8 @@ class MoEConfig:
     has_shared_gate: bool = False
     clamp: float | None = None
     clamp_slope: float = 1.702
+    scales_input: bool = False
+    jitter: float = 0.01
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "num_experts_per_token", "expert_size", "num_groups", "num_chosen_groups"):
@@ -166,10 +139,13 @@ class MoEConfig:
             raise ValueError(f"num_experts_per_token={self.num_experts_per_token} of only {choice} experts")
         if self.group_score == "top2_sum" and self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
             raise ValueError(f"groups of {self.num_experts // self.num_groups} have no best two")
-        if self.scoring not in ("softmax", "sigmoid", "softmax_of_chosen"):
-            raise ValueError(f"scoring={self.scoring!r} is neither 'softmax', 'sigmoid' nor 'softmax_of_chosen'")
-        if self.group_score not in ("max", "top2_sum"):
-            raise ValueError(f"group_score={self.group_score!r} is neither 'max' nor 'top2_sum'")
+        for name, kind in (("scoring", Scoring), ("group_score", GroupScore)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
+        if self.scoring == "sparsemixer" and self.num_experts_per_token != 2:
+            raise ValueError(f"sparsemixer chooses 2 experts, not num_experts_per_token={self.num_experts_per_token}")
+        if not (math.isfinite(self.jitter) and self.jitter >= 0):
+            raise ValueError(f"jitter must not be negative, got {self.jitter!r}")
         if self.has_shared_gate and not self.shared_size:
             raise ValueError("has_shared_gate without a shared expert: shared_size is 0")
         if self.clamp is not None and not self.clamp > 0:
@@ -192,6 +168,13 @@ class ModelConfig:
       qkv_bias, output_bias, mlp_bias, lm_head_bias: which projections have a bias.
       qk_norm, qk_norm_span: norm of queries and keys, before rotation. It has a bias if norm_bias and the span is
         "head".
+      has_qk_norm_weight: whether that norm has a weight; without one it is an RMSNorm (Llama 4).
+      is_qk_norm_after_rotation: whether that norm follows the rotation; layers without rotation then have none.
+      qkv_clip: queries, keys and values are clipped to +-this, before rotation; None for no clipping (OLMoE).
+      query_temperature, query_temperature_period: queries at position p of layers without rotation are multiplied by
+        1 + query_temperature * ln(1 + floor((p + 1) / query_temperature_period)) (Llama 4); None for no factor.
+      attention_chunk: a query of a rotated layer sees the keys of its own chunk of that many tokens only (Llama 4).
+        There is no mask for it: sequences are not longer than one chunk. None for no chunks.
       attention_scale: factor on attention scores; None is head_dim**-0.5.
       attention_softcap, logit_softcap: scores, or logits, become c * tanh(x / c) (Gemma 2, section 2).
       embedding_multiplier, residual_multiplier, logit_scale: factors on the embedding (rounded to its dtype first), on
@@ -202,6 +185,13 @@ class ModelConfig:
       moe: mixture of experts in place of the MLP of some layers; None for none.
       mla: multi-head latent attention; None for ordinary attention. `num_kv_heads` and `head_dim` then describe the
         cache: 1 and mla.key_size.
+      layer_kinds: per layer, what mixes tokens; empty means attention in every layer.
+      delta, mamba, conv: the recurrent layers of kind "gated_delta", "mamba2" and "short_conv".
+      mlp_layers: per layer, whether it has an MLP or experts; empty means all do.
+      is_attention_gated: the queries' projection has a gate beside each head's query, and attention's output is
+        multiplied by its sigmoid (Qwen3-Next).
+      attention_in_multiplier, attention_out_multiplier, mlp_multipliers: factors on the input and output of attention,
+        and on gate and output of the MLP (Falcon-H1).
       max_position_embeddings: longest sequence that the checkpoint declares, in tokens.
       dtype: dtype of the stored weights.
     """
@@ -243,6 +233,21 @@ class ModelConfig:
     has_sinks: bool = False
     moe: MoEConfig | None = None
     mla: MLAConfig | None = None
+    has_qk_norm_weight: bool = True
+    is_qk_norm_after_rotation: bool = False
+    qkv_clip: float | None = None
+    query_temperature: float | None = None
+    query_temperature_period: int = 8192
+    attention_chunk: int | None = None
+    layer_kinds: tuple[LayerKind, ...] = ()
+    delta: DeltaConfig | None = None
+    mamba: MambaConfig | None = None
+    conv: ConvConfig | None = None
+    mlp_layers: tuple[bool, ...] = ()
+    is_attention_gated: bool = False
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    mlp_multipliers: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -251,7 +256,8 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         for name in ("norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "embedding_multiplier",
-                     "residual_multiplier", "logit_scale"):  # fmt: skip
+                     "residual_multiplier", "logit_scale", "qkv_clip", "query_temperature",
+                     "query_temperature_period", "attention_chunk"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be positive, got {value!r}")
@@ -272,8 +278,15 @@ class ModelConfig:
             raise ValueError(f"moe.layers={self.moe.layers} of a model with {self.num_layers} layers")
         if self.mla is not None:
             _check_latent(self, self.mla)
+        _check_kinds(self)
         if self.norm_bias and self.norm != "layer":
             raise ValueError(f"norm_bias: only norms of kind 'layer' have a bias, not {self.norm!r}")
+        if self.is_qk_norm_after_rotation and self.qk_norm_span == "all_heads":
+            raise ValueError("is_qk_norm_after_rotation: a norm of all heads together is before the rotation")
+        if not self.has_qk_norm_weight and (self.qk_norm_span != "head" or self.norm == "layer"):
+            raise ValueError(f"has_qk_norm_weight: only RMSNorms of a head have none, not {self.qk_norm_span!r}")
+        if self.activation == "xielu" and (self.is_mlp_gated or self.moe is not None):
+            raise ValueError("activation 'xielu' has parameters of its own: only MLPs without gate and experts have it")
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
@@ -288,6 +301,39 @@ class ModelConfig:
     def experts_of(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of a layer, or None if it has an MLP."""
         return self.moe if self.moe is not None and layer in self.moe.layers else None
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """What mixes tokens in a layer."""
+        return self.layer_kinds[layer] if self.layer_kinds else "attention"
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer caches keys and values."""
+        return self.layer_kind(layer) in ATTENTION_KINDS
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP or experts."""
+        return not self.mlp_layers or self.mlp_layers[layer]
+
+    def recurrent_of(self, layer: int) -> RecurrentConfig | None:
+        """The recurrent part of a layer, or None."""
+        return self._recurrent(self.layer_kind(layer))
+
+    def _recurrent(self, kind: LayerKind) -> RecurrentConfig | None:
+        if kind == "gated_delta":
+            return self.delta
+        if kind == "short_conv":
+            return self.conv
+        return self.mamba if kind in RECURRENT_KINDS else None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that cache keys and values."""
+        return tuple(i for i in range(self.num_layers) if self.has_attention(i))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that keep a state."""
+        return tuple(i for i in range(self.num_layers) if self.recurrent_of(i) is not None)
 
     @property
     def qk_norm_bias(self) -> bool:
@@ -306,7 +352,10 @@ class ModelConfig:
     @property
     def kinds(self) -> tuple[int, ...]:
         """For each layer the number of the first one that differs from it in its weights only."""
-        kinds = [(self.window(i), self.rope_of(i), self.experts_of(i)) for i in range(self.num_layers)]
+        kinds = [
+            (self.window(i), self.rope_of(i), self.experts_of(i), self.layer_kind(i), self.has_mlp(i))
+            for i in range(self.num_layers)
+        ]
         return tuple(kinds.index(kind) for kind in kinds)
 
     def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
@@ -317,8 +366,21 @@ class ModelConfig:
             moe = replace(moe, layers=tuple(new for new, old in enumerate(layers) if old in moe.layers))
         return replace(self, num_layers=len(layers), moe=moe, **per_layer)
 
+    @property
+    def max_length(self) -> int:
+        """Longest sequence that can be computed, in tokens."""
+        return min(self.max_position_embeddings, self.attention_chunk or self.max_position_embeddings)
+
     def for_length(self, num_tokens: int) -> "ModelConfig":
-        """The configuration with rotary embeddings for sequences of `num_tokens`, where they depend on the length."""
+        """The configuration with rotary embeddings for sequences of `num_tokens`, where they depend on the length.
+
+        Raises ValueError for sequences longer than `attention_chunk`.
+        """
+        if self.attention_chunk is not None and num_tokens > self.attention_chunk:
+            raise ValueError(
+                f"sequences of {num_tokens} tokens are not supported: the attention of {self.architecture} is cut into "
+                f"chunks of attention_chunk_size={self.attention_chunk} tokens, and sequences must fit in the first"
+            )
         rope, *local = (
             replace(rope, sequence_length=num_tokens)
             if rope.depends_on_length and rope.sequence_length is None
@@ -336,14 +398,40 @@ class ModelConfig:
         """Inverse of `to_dict`. Raises ValueError for unknown fields."""
         _check_fields(cls, data)
         values: dict[str, Any] = {key: _as_tuple(value) for key, value in data.items()}
-        for name, kind in (("rope", RopeConfig), ("local_rope", RopeConfig), ("moe", MoEConfig), ("mla", MLAConfig)):
+        for name, kind in _NESTED.items():
             if values.get(name) is not None:
                 values[name] = _nested_from_dict(kind, values[name])
         return cls(**values)
 
 
 # Fields with one entry per layer, or empty.
-_PER_LAYER = ("sliding_windows", "rotated_layers")
+_PER_LAYER = ("sliding_windows", "rotated_layers", "layer_kinds", "mlp_layers")
+# Fields that are configurations of their own.
+_NESTED = {
+    "rope": RopeConfig,
+    "local_rope": RopeConfig,
+    "moe": MoEConfig,
+    "mla": MLAConfig,
+    "delta": DeltaConfig,
+    "mamba": MambaConfig,
+    "conv": ConvConfig,
+}
+
+
+def _check_kinds(config: ModelConfig) -> None:
+    if unknown := sorted(set(config.layer_kinds) - set(get_args(LayerKind))):
+        raise ValueError(f"layer_kinds names {unknown[0]!r}, known are {', '.join(get_args(LayerKind))}")
+    for kind in RECURRENT_KINDS:
+        if kind in config.layer_kinds and config._recurrent(kind) is None:
+            raise ValueError(f"layer_kinds has {kind!r}, but the configuration describes no such layer")
+    for name in ("attention_in_multiplier", "attention_out_multiplier"):
+        if not math.isfinite(getattr(config, name)):
+            raise ValueError(f"{name} must be finite, got {getattr(config, name)!r}")
+    if config.recurrent_layers and config.block != "pre_norm":
+        raise ValueError(f"recurrent layers need block='pre_norm', got {config.block!r}")
+    empty = [i for i in range(config.num_layers) if config.layer_kind(i) == "none" and not config.has_mlp(i)]
+    if empty:
+        raise ValueError(f"layer {empty[0]} has neither a mixer nor an MLP")
 
 
 def _check_latent(config: ModelConfig, mla: MLAConfig) -> None:

@@ -18,6 +18,7 @@ from jaxinfer.models.basic import Linear, hidden_norm, normal
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.layers import Attend, AttendByLayer, DecoderLayer, LayerAttend, Tap
+from jaxinfer.models.recurrent import LayerView
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
 
@@ -118,12 +119,17 @@ class Decoder:
             attend.update(number, state)
             return x
         layer = bind_layer(config, first, params, self._over)
-        return layer(
-            x,
-            positions,
-            partial(attend, number),
-            None if tap is None else lambda name, value: tap(f"layers.{number}.{name}", value),
-        )
+        own_tap = None if tap is None else lambda name, value: tap(f"layers.{number}.{name}", value)
+        if config.recurrent_of(number) is None:
+            return layer(x, positions, partial(attend, number), own_tap)
+        if not isinstance(attend, AttendByLayer):
+            return layer(x, positions, LayerView(attend, number), own_tap)
+        own = attend.of_layer(number)
+        if not hasattr(own, "recur"):
+            raise ValueError(f"{type(attend).__name__} has no states for recurrent layers")
+        x = layer(x, positions, own, own_tap)
+        attend.update(number, own.state)
+        return x
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -213,8 +219,10 @@ def logical_axes(config: ModelConfig) -> Params:
 
 def tap_names(config: ModelConfig) -> list[str]:
     """Names of the hidden states that a forward pass can return."""
-    per_layer = ("attention", "mlp", "residual")
-    layers = [f"layers.{i}.{name}" for i in range(config.num_layers) for name in per_layer]
+    layers = []
+    for i in range(config.num_layers):
+        parts = {"attention": config.layer_kind(i) != "none", "mlp": config.has_mlp(i), "residual": True}
+        layers += [f"layers.{i}.{name}" for name, is_there in parts.items() if is_there]
     return ["embed", *layers, "final_norm"]
 
 

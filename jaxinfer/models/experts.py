@@ -252,9 +252,13 @@ def route(
     logits: float32 [T, E]. correction: float32 [E], see `MoEConfig.has_correction_bias`. Of equal scores, the expert
     with the lower index is chosen. A NaN logit makes weights NaN.
     """
-    if moe.scoring == "softmax_of_chosen":
+    if moe.scoring in ("softmax_of_chosen", "sigmoid_of_chosen"):
         best, chosen = lax.top_k(logits, moe.num_experts_per_token)
-        return chosen, jax.nn.softmax(best, axis=-1) * moe.scale
+        best = jax.nn.softmax(best, axis=-1) if moe.scoring == "softmax_of_chosen" else jax.nn.sigmoid(best)
+        return chosen, best * moe.scale
+    if moe.scoring == "sparsemixer":
+        chosen, weights = _sparsemixer(logits, moe.jitter)
+        return chosen, weights * moe.scale
     scores = jax.nn.sigmoid(logits) if moe.scoring == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = scores if correction is None else scores + correction
     if moe.num_groups > 1:
@@ -264,6 +268,22 @@ def route(
     if moe.normalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return chosen, weights * moe.scale
+
+
+def _sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """SparseMixer-v2 without sampling (Liu et al. 2024, GRIN): the two best experts, each with its softmax over the
+    experts whose logits are near its own; the second's is taken without the first."""
+    _, chosen = lax.top_k(logits, 2)
+
+    def weight(candidates: jax.Array, expert: jax.Array) -> jax.Array:
+        best = jnp.take_along_axis(candidates, expert, axis=-1)
+        is_far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter
+        near = jax.nn.softmax(jnp.where(is_far, -jnp.inf, candidates), axis=-1)
+        return jnp.take_along_axis(near, expert, axis=-1)
+
+    first, second = chosen[..., :1], chosen[..., 1:]
+    others = jnp.where(jnp.arange(logits.shape[-1]) == first, -jnp.inf, logits)
+    return chosen, jnp.concatenate([weight(logits, first), weight(others, second)], axis=-1)
 
 
 def _within_groups(moe: MoEConfig, choice: jax.Array) -> jax.Array:
@@ -348,7 +368,7 @@ class SparseMoE(nnx.Module):
     ):
         self.router = Router(moe, width, dtype=dtype, rngs=rngs)
         self.experts = ExpertStacks(moe, width, dtype=dtype, rngs=rngs)
-        self.shared = shared
+        self.shared, self.scales_input = shared, moe.scales_input
         gate = normal(rngs, (width, 1), dtype) if moe.has_shared_gate else None
         self.shared_gate = None if gate is None else nnx.Param(gate, axes=("hidden", None))
         self.activation = lambda gate, up: activation(gate) * up
@@ -359,7 +379,11 @@ class SparseMoE(nnx.Module):
         """[..., D] of hidden states [..., D]."""
         rows = x.reshape(-1, x.shape[-1])
         chosen, weights = self.router(rows)
-        out = run_experts(rows, chosen, weights, self.experts(), self.activation, over=self.over).reshape(x.shape)
+        run = partial(run_experts, experts=self.experts(), activation=self.activation, over=self.over)
+        if self.scales_input:
+            out = _run_scaled(run, rows, chosen, weights).reshape(x.shape)
+        else:
+            out = run(rows, chosen, weights).reshape(x.shape)
         if self.shared is None:
             return out
         shared = self.shared(x)
@@ -367,3 +391,11 @@ class SparseMoE(nnx.Module):
             gate = jnp.matmul(x, self.shared_gate[...], precision=lax.Precision.HIGHEST)
             shared = jax.nn.sigmoid(gate) * shared
         return out + shared
+
+
+def _run_scaled(run: Callable[..., jax.Array], x: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+    """`run_experts` with weights [T, C] on the inputs [T, D]: each of a token's experts has a row of its own."""
+    num_tokens, num_choices = chosen.shape
+    scaled = (x[:, None, :] * weights[..., None].astype(x.dtype)).reshape(-1, x.shape[-1])
+    out = run(scaled, chosen.reshape(-1, 1), jnp.ones((num_tokens * num_choices, 1), jnp.float32))
+    return out.reshape(num_tokens, num_choices, -1).astype(jnp.float32).sum(1).astype(x.dtype)

@@ -10,9 +10,11 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from jaxinfer.models.basic import Linear, Norm, head_norm, hidden_norm, normal
+from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal
 from jaxinfer.models.config import Activation, ModelConfig, NormKind
 from jaxinfer.models.experts import SparseMoE
+from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, RecurrentStates, ShortConv
+from jaxinfer.models.recurrent_config import DeltaConfig, MambaConfig
 from jaxinfer.models.rope import Positions, rotate
 
 # attend(layer, q [..., Hq, K], k [..., Hkv, K], v [..., Hkv, K], window) -> [..., Hq, K]. Keyword arguments, if not the
@@ -41,11 +43,16 @@ class AttendByLayer(Protocol):
     def update(self, layer: int, state: Any) -> None: ...
 
 
+def _relu2(x: jax.Array) -> jax.Array:
+    return jnp.square(jax.nn.relu(x))
+
+
 _ACTIVATIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
+    "relu2": _relu2,
 }
 
 
@@ -63,33 +70,53 @@ class Attention(nnx.Module):
         width, head_dim = config.hidden_size, config.head_dim
         query_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
         kwargs = {"dtype": dtype, "rngs": rngs}
-        self.q_proj = Linear(width, query_width, ("hidden", "heads"), bias=config.qkv_bias, **kwargs)
+        gates = 2 if config.is_attention_gated else 1
+        self.q_proj = Linear(width, gates * query_width, ("hidden", "heads"), bias=config.qkv_bias, **kwargs)
         self.k_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
         self.v_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
         self.o_proj = Linear(query_width, width, ("heads", "hidden"), bias=config.output_bias, **kwargs)
-        self.q_norm = head_norm(config, config.num_heads, "heads", dtype)
-        self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype)
+        self.rope = config.rope_of(layer)
+        is_rotated = self.rope is not None
+        self.q_norm = head_norm(config, config.num_heads, "heads", dtype, is_rotated=is_rotated)
+        self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype, is_rotated=is_rotated)
         self.head_dim, self.window = head_dim, config.window(layer)
-        self.rope, self.qk_norm_span = config.rope_of(layer), config.qk_norm_span
+        self.qk_norm_span, self.is_norm_after_rotation = config.qk_norm_span, config.is_qk_norm_after_rotation
+        self.clip = config.qkv_clip
+        self.temperature = None if is_rotated else config.query_temperature
+        self.temperature_period = config.query_temperature_period
         sinks = np.zeros((config.num_heads,), dtype) if config.has_sinks else None
         self.sinks = None if sinks is None else nnx.Param(sinks, axes=("heads",))
-        self.options = attention_options(config)
+        self.options, self.is_gated = attention_options(config), config.is_attention_gated
+        self.multipliers = (config.attention_in_multiplier, config.attention_out_multiplier)
 
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend) -> jax.Array:
+        x = _scaled(x, self.multipliers[0])
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        gate = None
+        if self.is_gated:
+            q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)
+            q = q.reshape(*x.shape[:-1], -1)
         is_norm_over_heads = self.qk_norm_span == "all_heads"
         if is_norm_over_heads:
             q, k = self._normalize(q, k)
+        if self.clip is not None:
+            q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
         q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in (q, k, v))
-        if not is_norm_over_heads:
+        if not (is_norm_over_heads or self.is_norm_after_rotation):
             q, k = self._normalize(q, k)
         if self.rope is not None:
             cos, sin = positions.rotation(self.rope)
             q, k = positions.scaled_queries(self.rope, rotate(q, cos, sin)), rotate(k, cos, sin)
+        if self.is_norm_after_rotation:
+            q, k = self._normalize(q, k)
+        if self.temperature is not None:
+            q = positions.temperature_scaled(q, self.temperature, self.temperature_period)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
         with jax.named_scope("attend"):
             out = attend(q, k, v, self.window, **self.options, **sinks)
-        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+        if gate is not None:
+            out = out * jax.nn.sigmoid(gate)
+        return _scaled(self.o_proj(out.reshape(*x.shape[:-1], -1)), self.multipliers[1])
 
     def _normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         if self.q_norm is None or self.k_norm is None:
@@ -113,12 +140,34 @@ class MLP(nnx.Module):
         self.gate_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs) if config.is_mlp_gated else None
         self.up_proj = Linear(width, inner, ("hidden", "ffn"), **kwargs)
         self.down_proj = Linear(inner, width, ("ffn", "hidden"), **kwargs)
-        self._activate = partial(activate, config.activation)
+        self.act = XIELU(dtype) if config.activation == "xielu" else None
+        self.activation: Activation = config.activation
+        self.multipliers = config.mlp_multipliers
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        on_gate, on_output = self.multipliers
         if self.gate_proj is None:
-            return self.down_proj(self._activate(self.up_proj(x)))
-        return self.down_proj(self._activate(self.gate_proj(x)) * self.up_proj(x))
+            return _scaled(self.down_proj(self._activate(self.up_proj(x))), on_output)
+        gated = self._activate(_scaled(self.gate_proj(x), on_gate))
+        return _scaled(self.down_proj(gated * self.up_proj(x)), on_output)
+
+    def _activate(self, x: jax.Array) -> jax.Array:
+        return activate(self.activation, x) if self.act is None else self.act(x)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1.0 else x * jnp.asarray(factor, x.dtype)
+
+
+def _recurrent_layer(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None) -> nnx.Module | None:
+    recurrent, kwargs = config.recurrent_of(layer), {"dtype": dtype, "rngs": rngs}
+    if recurrent is None:
+        return None
+    if isinstance(recurrent, DeltaConfig):
+        return GatedDeltaNet(config.hidden_size, recurrent, config.norm_eps, **kwargs)
+    if isinstance(recurrent, MambaConfig):
+        return Mamba2(config.hidden_size, recurrent, config.norm_eps, **kwargs)
+    return ShortConv(config.hidden_size, recurrent, **kwargs)
 
 
 def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None) -> nnx.Module:
@@ -136,19 +185,23 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
         has_before, has_after = config.block != "post_norm", config.block in ("post_norm", "sandwich_norm")
-        has_mlp_norm = has_before and config.block != "parallel_one_norm"
-        self.attention_norm = hidden_norm(config, dtype) if has_before else None
+        has_mixer, has_mlp = config.layer_kind(layer) != "none", config.has_mlp(layer)
+        has_mlp_norm = has_mlp and has_before and config.block != "parallel_one_norm"
+        self.attention_norm = hidden_norm(config, dtype) if has_before and has_mixer else None
         attention = Attention if config.mla is None else LatentAttention
-        self.attention = attention(config, layer, dtype=dtype, rngs=rngs)
+        self.attention = attention(config, layer, dtype=dtype, rngs=rngs) if config.has_attention(layer) else None
+        self.recurrent = _recurrent_layer(config, layer, dtype=dtype, rngs=rngs)
         self.attention_post_norm = hidden_norm(config, dtype) if has_after else None
         self.mlp_norm = hidden_norm(config, dtype) if has_mlp_norm else None
-        self.mlp = _feed_forward(config, layer, dtype=dtype, rngs=rngs)
+        self.mlp = _feed_forward(config, layer, dtype=dtype, rngs=rngs) if has_mlp else None
         self.mlp_post_norm = hidden_norm(config, dtype) if has_after else None
         self.block, self.residual_multiplier = config.block, config.residual_multiplier
 
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend, tap: Tap | None = None) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
         residual, "residual" is the result."""
+        if self.attention is None or self.recurrent is not None or self.mlp is None:
+            return self._call_hybrid(x, positions, attend, tap)
         normed = x if self.attention_norm is None else self.attention_norm(x)
         with jax.named_scope("attention"):
             attended = self.attention(normed, positions, attend)
@@ -162,6 +215,26 @@ class DecoderLayer(nnx.Module):
         with jax.named_scope("mlp"):
             fed = self.mlp(read)
         x = x + self._residual_term("mlp", fed, self.mlp_post_norm, tap)
+        if tap is not None:
+            tap("residual", x)
+        return x
+
+    def _call_hybrid(self, x: jax.Array, positions: Positions, attend: Any, tap: Tap | None) -> jax.Array:
+        """A layer of block "pre_norm" that is not attention and MLP. The tap "attention" is what its mixers add."""
+        if self.attention_norm is not None:
+            normed, mixed = self.attention_norm(x), []
+            if self.recurrent is not None:
+                states: RecurrentStates = attend
+                with jax.named_scope("recurrent"):
+                    mixed.append(self.recurrent(normed, states))
+            if self.attention is not None:
+                with jax.named_scope("attention"):
+                    mixed.append(self.attention(normed, positions, attend))
+            x = x + self._residual_term("attention", sum(mixed[1:], start=mixed[0]), None, tap)
+        if self.mlp is not None and self.mlp_norm is not None:
+            with jax.named_scope("mlp"):
+                fed = self.mlp(self.mlp_norm(x))
+            x = x + self._residual_term("mlp", fed, None, tap)
         if tap is not None:
             tap("residual", x)
         return x
@@ -218,6 +291,7 @@ class LatentAttention(nnx.Module):
         latent, k_rope = jnp.split(self.kv_a_proj(x), [mla.latent_size], axis=-1)
         latent, k_rope = self.kv_a_norm(latent)[..., None, :], k_rope[..., None, :]
         q = jnp.concatenate([self.k_up.to_latent(q_nope), rotate(self._paired(q_rope), cos, sin)], axis=-1)
+        q = positions.scaled_queries(self.rope, q)
         k = jnp.concatenate([latent, rotate(self._paired(k_rope), cos, sin)], axis=-1)
         with jax.named_scope("attend"):
             out = attend(q, k, latent, self.window, scale=self.scale)

@@ -74,6 +74,12 @@ class Positions:
         periods = jnp.floor(self.positions.astype(jnp.float32) / _original_length(rope))
         return q * (1 + rope.query_scale_beta * jnp.log1p(periods))[..., None, None].astype(q.dtype)
 
+    def temperature_scaled(self, q: jax.Array, temperature: float, period: int) -> jax.Array:
+        """Queries [..., H, K] with the factor of `ModelConfig.query_temperature` (Nakanishi 2025)."""
+        periods = jnp.floor((self.positions.astype(jnp.float32) + 1) / period)
+        factor = 1 + temperature * jnp.log1p(periods)
+        return (q.astype(jnp.float32) * factor[..., None, None]).astype(q.dtype)
+
 
 def rotation(rope: RopeConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin, float32 [..., rotary_dim / 2], of int32 positions [...]."""
@@ -148,7 +154,9 @@ def _longrope(rope: RopeConfig) -> tuple[np.ndarray, float]:
     factors = rope.long_factor if is_long else rope.short_factor
     if factors is None or len(factors) != rope.rotary_dim // 2:
         raise ValueError(f"longrope needs {rope.rotary_dim // 2} factors, one per frequency; got {len(factors or ())}")
-    scaling = rope.attention_factor
+    scaling = rope.long_mscale if is_long else rope.short_mscale
+    if scaling is None:
+        scaling = rope.attention_factor
     if scaling is None:
         scaling = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
     return 1 / (np.asarray(factors, np.float32) * _powers(rope.theta, rope.rotary_dim)), scaling

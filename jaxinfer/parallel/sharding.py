@@ -27,6 +27,7 @@ RULES = {
     "latent": (),
     "expert": (EXPERT, MODEL),
     "expert_ffn": (),
+    "state": (),  # recurrent layers: a convolution spans queries, keys and values of all heads
 }
 
 Axes = tuple[str | None, ...]  # logical name of each dimension of an array, None for one that is never sharded

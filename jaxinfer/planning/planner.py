@@ -84,7 +84,7 @@ def plan_here(name: str, config: ModelConfig, params: Params, *, max_seqs: int =
     if usable is None:
         return None
     chip = replace(_unknown(device, device.platform), usable_bytes=usable)
-    length = min(config.max_position_embeddings, DEFAULT_MAX_MODEL_LEN)
+    length = min(config.max_length, DEFAULT_MAX_MODEL_LEN)
     options = EngineOptions(max_model_len=length, max_seqs=max_seqs)
     request = PlanRequest(name, config.for_length(length), params, Place(chip.title, chip, 1), options)
     return assemble(request, request.spec(), {}, None, usable, [], start)

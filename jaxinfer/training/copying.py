@@ -131,6 +131,7 @@ def _check(config: ModelConfig) -> None:
         "query heads that share key heads": config.num_heads != config.num_kv_heads,
         "biases": config.qkv_bias or config.output_bias or config.mlp_bias,
         "norms of queries and keys": config.qk_norm,
+        "clipped queries, keys and values": config.qkv_clip is not None,
         f"norms of kind {config.norm} in a {config.block} block": (config.norm, config.block) != ("rms", "pre_norm"),
         "an MLP without gate": not config.is_mlp_gated,
         "a position embedding": config.has_position_embedding,

@@ -260,8 +260,8 @@ def distill(
     """
     if draft.vocab_size != target.vocab_size:
         raise ValueError(f"the draft has {draft.vocab_size} tokens, the target {target.vocab_size}")
-    if options.length > target.max_position_embeddings:
-        raise ValueError(f"length={options.length} is more than the {target.max_position_embeddings} the target takes")
+    if options.length > target.max_length:
+        raise ValueError(f"length={options.length} is more than the {target.max_length} the target takes")
     stream = documents.stream()
     _claim(work_dir, {**asdict(options), "target": _name(target), "draft": _name(draft), "data": _digest(stream)})
     writer = _TextWriter(documents, generate, options, work_dir, None if show_progress else False)

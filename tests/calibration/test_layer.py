@@ -169,6 +169,8 @@ FAMILIES = {
     "neox": {"norm": "layer", "norm_bias": True, "block": "parallel_two_norms", "is_mlp_gated": False},
     "cohere": {"norm": "layer", "block": "parallel_one_norm", "residual_multiplier": 0.5},
     "olmo": {"norm": "rms_float32", "block": "post_norm", "qk_norm": True, "qk_norm_span": "all_heads"},
+    "olmoe": {"qk_norm": True, "qk_norm_span": "all_heads", "qkv_clip": 0.4},
+    "apertus": {"qk_norm": True, "is_mlp_gated": False, "activation": "xielu"},
 }
 
 

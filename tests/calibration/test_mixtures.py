@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.calibration import CalibrationOptions, FloatModel, Keep, quantize_model, quantize_within
 from jaxinfer.calibration.capture import ROUTER, STACKS, LayerProgram
-from jaxinfer.calibration.driver import abstract_weights, quantize_layer
+from jaxinfer.calibration.driver import abstract_weights, check_input, quantize_layer
 from jaxinfer.calibration.journal import CalibrationJournal
 from jaxinfer.calibration.layer_state import dequantized, find
 from jaxinfer.calibration.quality import logits
@@ -384,3 +384,11 @@ def test_tokens_between_two_experts_are_settled_if_they_are_few():
         found = close.copy()
         found[1, 7 : 7 + num_others] += 1
         assert (np.abs(align_rerouted_tokens(exact, found) - exact).max() < 1e-5) == is_settled
+
+
+def test_experts_whose_inputs_the_router_scales_are_only_rounded(tokens):
+    assert MIXTRAL.moe is not None
+    config = replace(MIXTRAL, moe=replace(MIXTRAL.moe, scoring="sigmoid_of_chosen", scales_input=True))
+    with pytest.raises(ValueError, match="gptq is not supported for MixtralForCausalLM, whose router scales"):
+        check_input(config, CalibrationOptions(method="gptq"), tokens, None)
+    check_input(config, CalibrationOptions(method="rtn"), tokens, None)

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import checkpoints_convert
 from checkpoints_convert import CheckpointError
 from checkpoints_convert.huggingface.config import huggingface_config, model_config
-from checkpoints_convert.huggingface.families import EARLY, FAMILIES, GEMMA, LLAMA_LIKE, PARALLEL
+from checkpoints_convert.huggingface.families import FAMILIES
 from tests.checkpoints_convert.family_files import GOLDEN, Files, flat, read
 
 # One of each way in which a tensor is not a parameter: fused, by key head, by key head of fewer, Conv1D, one per head.
@@ -26,6 +26,8 @@ FUSED = ("phi3", "glm4", "gpt_neox", "falcon", "gpt2", "stablelm_parallel")
 FUSED_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe"),
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_halves"),
+    *("glm4_moe", "glm4_moe_groups", "glm4_moe_lite", "minimax_m2", "olmoe"),
+    *("phimoe", "phimoe_longrope", "ernie4_5_moe", "hunyuan_moe"),
 )
 
 
@@ -77,8 +79,7 @@ def test_configurations_are_written_as_they_were_read(path):
 
 def test_all_families_are_here():
     found = {read(path.stem).config["architectures"][0] for path in GOLDEN}
-    dense = (*LLAMA_LIKE, *GEMMA, *PARALLEL, *EARLY)
-    assert found >= {family.architecture for family in dense}
+    assert found == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -225,3 +226,28 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
     # Of a text model such a tensor is none.
     text.tensors["vision_tower.layer.weight"] = np.zeros(3, np.float32)
     assert "'vision_tower.layer.weight' [3] is not of this model" in problems(text, tmp_path / "extra")
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "changes", "image"),
+    [
+        ("deepseek_v3", "KimiK25ForConditionalGeneration", {"model_type": "kimi_k2"}, "mm_projector.proj.0.weight"),
+        ("llama4", "Llama4ForConditionalGeneration", {}, "vision_model.layernorm_pre.weight"),
+        ("mistral4", "Mistral3ForConditionalGeneration", {}, "multi_modal_projector.norm.weight"),
+    ],
+)
+def test_the_text_part_of_newer_models_of_text_and_images(name, architecture, changes, image, tmp_path):
+    text = read(name, "untied")
+    wanted = load(text.write(tmp_path / "text"))
+    part = {key: value for key, value in text.config.items() if key != "architectures"} | changes
+    tensors = {f"language_model.{tensor}": value for tensor, value in text.tensors.items()}
+    tensors[image] = np.zeros(3, np.float32)
+    files = Files({"architectures": [architecture], "text_config": part}, tensors)
+    config, params = load(files.write(tmp_path / "whole"))
+    assert config == wanted[0]
+    assert_same(params, wanted[1])
+
+
+def test_kimi_k2_is_known_by_its_type():
+    config = read("deepseek_v3").config | {"model_type": "kimi_k2"}
+    assert model_config(config) == model_config({**config, "architectures": None})

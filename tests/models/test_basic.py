@@ -5,7 +5,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxinfer.models.basic import Norm
+from jaxinfer.models.basic import XIELU, Norm
 
 X = np.random.default_rng(0).normal(0.5, 2, (3, 4, 8)).astype(np.float32)
 W = np.random.default_rng(1).normal(1, 0.5, 8).astype(np.float32)
@@ -56,3 +56,25 @@ def test_a_weight_for_each_head():
     for head in range(4):
         alone = norm("layer", weight=weight[head])(jnp.asarray(X[:, head]))
         np.testing.assert_allclose(found[:, head], alone, rtol=1e-6)
+
+
+def test_a_norm_without_weight():
+    made = Norm((8,), ("head_dim",), "rms", eps=1e-3, bias=False, dtype="float32", has_weight=False)
+    np.testing.assert_allclose(made(jnp.asarray(X)), rms(X.astype(np.float64)), rtol=2e-6, atol=2e-6)
+
+
+def test_xielu_is_that_of_the_paper():
+    """Section 3: a square above 0, an exponential below, both with the slope beta at 0."""
+    act = XIELU("float32")
+    act.alpha_p.set_value(jnp.array([0.3]))
+    act.alpha_n.set_value(jnp.array([-0.7]))
+    x = np.array([-30.0, -2.0, -1e-3, 0.0, 1e-3, 0.5, 20.0])
+    positive, negative = np.log1p(np.exp(0.3)), 0.5 + np.log1p(np.exp(-0.7))
+    expected = np.where(x > 0, positive * x * x + 0.5 * x, negative * (np.expm1(x) - x) + 0.5 * x)
+    np.testing.assert_allclose(act(jnp.asarray(x, jnp.float32)), expected, rtol=1e-5, atol=3e-6)
+
+
+def test_xielu_starts_with_slopes_of_eight_tenths():
+    act = XIELU("float32")
+    np.testing.assert_allclose(act(jnp.array([2.0])), [0.8 * 4 + 0.5 * 2], rtol=1e-6)
+    np.testing.assert_allclose(act(jnp.array([-2.0])), [0.8 * (np.expm1(-2) + 2) - 0.5 * 2], rtol=1e-5)

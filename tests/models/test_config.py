@@ -129,6 +129,14 @@ def test_rotations_that_change_with_the_length_are_made_for_one():
     assert CONFIG.for_length(300) == CONFIG
 
 
+def test_sequences_are_not_longer_than_a_chunk_of_attention():
+    config = replace(CONFIG, attention_chunk=512)
+    assert (config.max_length, config.for_length(512)) == (512, config)
+    with pytest.raises(ValueError, match=r"sequences of 513 tokens .* chunks of attention_chunk_size=512"):
+        config.for_length(513)
+    assert CONFIG.max_length == CONFIG.max_position_embeddings
+
+
 def test_new_fields_go_through_json_and_old_files_lack_them():
     data = json.loads(json.dumps(GEMMA.to_dict()))
     assert ModelConfig.from_dict(data) == GEMMA
@@ -150,6 +158,11 @@ def test_new_fields_go_through_json_and_old_files_lack_them():
         ({"norm_bias": True}, "norm_bias: only norms of kind 'layer' have a bias, not 'rms'"),
         ({"attention_softcap": 0.0}, "attention_softcap must be positive, got 0.0"),
         ({"residual_multiplier": -1.0}, "residual_multiplier must be positive"),
+        ({"qkv_clip": 0.0}, "qkv_clip must be positive, got 0.0"),
+        ({"attention_chunk": 0}, "attention_chunk must be positive, got 0"),
+        ({"activation": "xielu"}, "only MLPs without gate and experts have it"),
+        ({"is_qk_norm_after_rotation": True, "qk_norm_span": "all_heads"}, "all heads together is before the rotation"),
+        ({"has_qk_norm_weight": False, "qk_norm_span": "all_heads"}, "only RMSNorms of a head have none"),
     ],
 )
 def test_bad_values_of_new_fields_are_refused(changes, message):

@@ -9,7 +9,17 @@ import pytest
 from flax import nnx
 
 from jaxinfer.models import MoEConfig
-from jaxinfer.models.experts import FORMS, Experts, Router, choose_form, clamped_swiglu, route, run_experts, tile_rows
+from jaxinfer.models.experts import (
+    FORMS,
+    Experts,
+    Router,
+    SparseMoE,
+    choose_form,
+    clamped_swiglu,
+    route,
+    run_experts,
+    tile_rows,
+)
 from jaxinfer.quantization import QuantizedArray, quantize
 
 T, D, F, E, C = 23, 16, 24, 8, 3
@@ -33,7 +43,7 @@ def routed(moe: MoEConfig, logits, correction=None):
     """Chosen experts and their weights, one token at a time, with sets and sorts."""
     chosen, weights = [], []
     for row in logits.astype(np.float64):
-        scores = softmax(row) if moe.scoring != "sigmoid" else 1 / (1 + np.exp(-row))
+        scores = 1 / (1 + np.exp(-row)) if moe.scoring.startswith("sigmoid") else softmax(row)
         choice = scores if correction is None else scores + correction
         size = moe.num_experts // moe.num_groups
         groups = [choice[g * size : (g + 1) * size] for g in range(moe.num_groups)]
@@ -56,8 +66,11 @@ def routed(moe: MoEConfig, logits, correction=None):
         GROUPED,
         MoEConfig(E, C, F, (0,), num_groups=4, num_chosen_groups=2, normalize=False, scale=16.0),
         V3,
+        MoEConfig(E, C, F, (0,), "sigmoid_of_chosen", normalize=False),
+        MoEConfig(E, C, F, (0,), has_correction_bias=True),
+        MoEConfig(E, C, F, (0,), num_groups=4, num_chosen_groups=2, group_score="top2_sum"),
     ],
-    ids=["mixtral", "qwen2-moe", "gpt-oss", "grouped", "deepseek-v2", "deepseek-v3"],
+    ids=["mixtral", "qwen2-moe", "gpt-oss", "grouped", "deepseek-v2", "deepseek-v3", "llama4", "ernie", "mistral4"],
 )
 def test_routing_is_that_of_the_formula(moe):
     logits = 2 * random(200, E)
@@ -66,6 +79,44 @@ def test_routing_is_that_of_the_formula(moe):
     expected_chosen, expected_weights = routed(moe, logits, correction)
     np.testing.assert_array_equal(chosen, expected_chosen)
     np.testing.assert_allclose(weights, expected_weights, rtol=2e-6)
+
+
+def test_sparsemixer_weighs_each_expert_among_those_near_it():
+    moe = MoEConfig(E, 2, F, (0,), "sparsemixer", jitter=0.1)
+    logits = np.array(
+        [[5.0, 4.5, 4.4, 1.0, -9.0, 0.0, 3.0, 2.0], [1.0, 0.2, -3.0, 0.1, 0.0, -0.5, 0.7, 0.3]], np.float32
+    )
+    chosen, weights = route(moe, jnp.asarray(logits))
+    assert chosen.tolist() == [[0, 1], [0, 6]]
+    first = np.exp([5.0, 4.5, 4.4])  # 4.4 is within 0.2 * 5 of 5, 3 is not
+    second = np.exp([4.5, 4.4])
+    np.testing.assert_allclose(weights[0], [first[0] / first.sum(), second[0] / second.sum()], rtol=1e-6)
+    np.testing.assert_allclose(weights[1], [1, 1], rtol=1e-6)
+
+
+def test_sparsemixer_compares_with_the_larger_size_of_two_logits():
+    """-1.1 is 1.4 below 0.3, more than 0.2 times their larger size, and -8 is 7 below -1, less than 2 times 8."""
+    near = MoEConfig(3, 2, F, (0,), "sparsemixer", jitter=0.5)
+    _, weights = route(near, jnp.array([[-1.0, -8.0, -9.5]]))
+    others = np.exp([-8.0, -9.5])
+    every = np.exp([-1.0, -8.0, -9.5])
+    np.testing.assert_allclose(weights[0], [every[0] / every.sum(), others[0] / others.sum()], rtol=1e-6)
+    with pytest.raises(ValueError, match="sparsemixer chooses 2 experts, not num_experts_per_token=3"):
+        MoEConfig(E, 3, F, (0,), "sparsemixer")
+
+
+def test_scores_may_scale_what_experts_read():
+    moe = MoEConfig(E, C, F, (0,), "sigmoid_of_chosen", scales_input=True)
+    layer = SparseMoE(moe, D, jax.nn.silu, shared=None, dtype="float32", rngs=nnx.Rngs(0))
+    x = random(T, D)
+    chosen, weights = (np.asarray(each) for each in layer.router(jnp.asarray(x)))
+    experts, expected = layer.experts(), np.zeros((T, D))
+    for choice in range(C):
+        alone = chosen[:, choice : choice + 1], np.ones((T, 1))
+        expected += expected_output(x * weights[:, choice : choice + 1], *alone, experts, silu_gate)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, atol=2e-6)
+    plain = expected_output(x, chosen, weights, experts, silu_gate)
+    assert np.abs(plain - expected).max() > 1e-5
 
 
 def test_a_correction_bias_moves_the_choice_and_not_the_weights():

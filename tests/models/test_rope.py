@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxinfer.models import RopeConfig
-from jaxinfer.models.rope import inverse_frequencies, rotate, rotation
+from jaxinfer.models.rope import Positions, inverse_frequencies, rotate, rotation
 
 # tests/oracle/make_golden.py writes it; the cases are in tests/oracle/rope_cases.py.
 STORED = json.loads((Path(__file__).parents[1] / "oracle" / "golden" / "rope.json").read_text())
@@ -133,6 +133,24 @@ def test_longrope_takes_its_factors_by_length():
         assert scaling == pytest.approx(math.sqrt(1 + math.log(4) / math.log(128)))
     found, _ = inverse_frequencies(replace(rope, sequence_length=129))
     np.testing.assert_allclose(found, [1 / 2, 0.01 / 8], rtol=RELATIVE)
+
+
+@pytest.mark.parametrize(("length", "factors", "mscale"), [(128, (1.0, 1.5), 1.2), (129, (2.0, 8.0), 1.3)])
+def test_longrope_may_have_a_scale_for_each_length(length, factors, mscale):
+    rope = RopeConfig(
+        kind="longrope", rotary_dim=4, factor=4.0, original_length=128, short_factor=(1.0, 1.5), long_factor=(2.0, 8.0),
+        short_mscale=1.2, long_mscale=1.3, sequence_length=length,
+    )  # fmt: skip
+    frequencies, scaling = inverse_frequencies(rope)
+    assert scaling == mscale
+    np.testing.assert_allclose(frequencies, [1 / factors[0], 1 / (factors[1] * 100)], rtol=1e-6)
+
+
+def test_the_temperature_of_queries_grows_by_periods():
+    positions, q = jnp.array([0, 6, 7, 15, 700]), jnp.ones((5, 1, 2))
+    found = Positions(positions).temperature_scaled(q, 0.5, 8)
+    periods = [0, 0, 1, 2, 87]
+    np.testing.assert_allclose(found[:, 0, 0], 1 + 0.5 * np.log1p(periods), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "llama3", "yarn", "longrope"])

@@ -4,86 +4,32 @@ Plain data and NumPy: the tests read it, and `make_golden.py` and `test_live.py`
 Weights are not stored: they are made again from names, shapes and a seed.
 """
 
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-GOLDEN = Path(__file__).parent / "golden"
-FOLDER = GOLDEN / "families"
-VOCAB_SIZE = 256
-SEEDS = (0, 1, 2)
-NUM_TOKENS = 300
-POSITIONS = (0, 1, 23, 24, 25, 127, 255, 299)  # windows are of 24 tokens
-NUM_GREEDY = 64
-GREEDY_LENGTHS = (40, 53)
-WINDOW = 24
-# Two implementations agree to about 1e-5 in float32: where the best token leads by 1e-3, they choose the same.
-MIN_MARGIN = 1e-3
-# Fewer different tokens among the 64 would be a loop, which says little about the model.
-MIN_DISTINCT = 16
-COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+from tests.oracle.case import (
+    FOLDER,
+    GOLDEN,
+    GROUPS,
+    LATENT,
+    MIN_DISTINCT,
+    MIN_MARGIN,
+    NUM_GREEDY,
+    NUM_TOKENS,
+    VOCAB_SIZE,
+    WINDOW,
+    Case,
+    layer_types,
+)
+from tests.oracle.recent_cases import RECENT_CASES
 
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One model.
-
-    Attributes:
-      model_type: Transformers' name. options: fields of its config, beside those all have.
-      architecture: in config.json. ties: the values of tie_word_embeddings that are compared, the first in full.
-      without: fields of `COMMON` that the family does not have.
-      first_seed, live_seed: from which on greedy answers are tried, for those of which few are clear.
-      seeds: of the weights and tokens whose hidden states are compared. num_tokens: of their forward pass.
-      greedy_lengths: lengths of the prompts that are continued. max_model_len: what an engine is given for them.
-    """
-
-    name: str
-    model_type: str
-    architecture: str
-    options: dict[str, Any] = field(default_factory=dict)
-    ties: tuple[bool, ...] = (False, True)
-    without: tuple[str, ...] = ()
-    first_seed: int = 0
-    live_seed: int = 0
-    seeds: tuple[int, ...] = SEEDS
-    num_tokens: int = NUM_TOKENS
-    greedy_lengths: tuple[int, ...] = GREEDY_LENGTHS
-    max_model_len: int = 128
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """Where hidden states and logits are stored."""
-        return tuple(position for position in POSITIONS if position < self.num_tokens)
-
-    def config(self, tied: bool) -> dict[str, Any]:
-        common = {name: value for name, value in COMMON.items() if name not in self.without}
-        return {"model_type": self.model_type, **common, **self.options, "tie_word_embeddings": tied}
-
+__all__ = ["CASES", "FOLDER", "GOLDEN", "MIN_DISTINCT", "MIN_MARGIN", "NUM_GREEDY", "Case", "prompt_tokens", "weights"]
 
 _LAYER_NORM = ("rms_norm_eps",)
 _EPS = {"layer_norm_eps": 1e-5}
 _PATTERN = {"sliding_window": WINDOW}
-
-
-def _types(*kinds: str) -> list[str]:
-    return [{"f": "full_attention", "s": "sliding_attention"}[kind] for kind in kinds]
-
 
 CASES = {
     case.name: case
@@ -94,7 +40,7 @@ CASES = {
             "ministral",
             "ministral",
             "MinistralForCausalLM",
-            {**_PATTERN, "layer_types": _types("s", "f"), "head_dim": 24},
+            {**_PATTERN, "layer_types": layer_types("s", "f"), "head_dim": 24},
         ),
         Case(
             "ministral3",
@@ -139,7 +85,7 @@ CASES = {
             "Olmo3ForCausalLM",
             {
                 **_PATTERN,
-                "layer_types": _types("s", "f"),
+                "layer_types": layer_types("s", "f"),
                 "rope_parameters": {
                     "full_attention": {
                         "rope_type": "yarn",
@@ -193,7 +139,7 @@ CASES = {
             "Gemma3ForCausalLM",
             {
                 **_PATTERN,
-                "layer_types": _types("s", "f"),
+                "layer_types": layer_types("s", "f"),
                 "head_dim": 24,
                 "query_pre_attn_scalar": 20,
                 "rope_parameters": {
@@ -215,7 +161,7 @@ CASES = {
             "cohere2",
             "cohere2",
             "Cohere2ForCausalLM",
-            {**_EPS, **_PATTERN, "layer_types": _types("s", "f"), "logit_scale": 0.5},
+            {**_EPS, **_PATTERN, "layer_types": layer_types("s", "f"), "logit_scale": 0.5},
             without=_LAYER_NORM,
         ),
         Case("phi", "phi", "PhiForCausalLM", _EPS, without=_LAYER_NORM, live_seed=1045),
@@ -289,21 +235,6 @@ CASES = {
     )
 }
 
-_GROUPS = {"n_group": 4, "topk_group": 2}
-_LATENT = {
-    "kv_lora_rank": 24,
-    "q_lora_rank": 20,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 2,
-    "routed_scaling_factor": 1.5,
-}
 _LATENT_YARN = {
     "rope_parameters": {
         "rope_type": "yarn",
@@ -371,22 +302,23 @@ CASES |= {
             "deepseek_v2",
             "deepseek_v2",
             "DeepseekV2ForCausalLM",
-            {**_LATENT, **_LATENT_YARN, **_GROUPS, "topk_method": "group_limited_greedy"},
+            {**LATENT, **_LATENT_YARN, **GROUPS, "topk_method": "group_limited_greedy"},
         ),
         # V2-Lite: queries without a vector of their own, no groups.
         Case(
-            "deepseek_v2_lite", "deepseek_v2", "DeepseekV2ForCausalLM", {**_LATENT, "q_lora_rank": None}, ties=(False,)
+            "deepseek_v2_lite", "deepseek_v2", "DeepseekV2ForCausalLM", {**LATENT, "q_lora_rank": None}, ties=(False,)
         ),
-        Case("deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM", {**_LATENT, **_LATENT_YARN, **_GROUPS}),
+        Case("deepseek_v3", "deepseek_v3", "DeepseekV3ForCausalLM", {**LATENT, **_LATENT_YARN, **GROUPS}),
         Case(
             "deepseek_v3_halves",
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
-            {**_LATENT, **_GROUPS, "rope_interleave": False, "attention_bias": True},
+            {**LATENT, **GROUPS, "rope_interleave": False, "attention_bias": True},
             ties=(False,),
         ),
     )
 }
+CASES |= {case.name: case for case in RECENT_CASES}
 
 # One for each field of a config that changes the numbers and that no family above has, or not alone.
 LONGROPE = {
@@ -463,6 +395,12 @@ _MIXTURE_GAINS = {
 }
 
 
+# Models whose norms multiply by 1 + w.
+_ZERO_CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+# Of xIELU; published models have -1e-6 as eps, which no logit would show.
+_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -0.5}
+
+
 def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndarray:
     """float32 values of a tensor of a Transformers checkpoint, a function of its name.
 
@@ -474,10 +412,15 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     is_norm = any(part.rpartition(".")[2].startswith(("ln_", "norm")) or "norm" in part for part in name.split("."))
     if name.endswith("bias"):
         return np.float32(0.3) * noise
+    for ending, centre in _SCALARS.items():
+        if name.endswith(ending):
+            return np.asarray(np.float32(centre) * (1 + np.float32(0.2) * noise))
     if is_norm:
-        # Gemma's norms multiply by 1 + w.
-        centre = np.float32(0.0 if case.model_type.startswith("gemma") else 1.0)
+        is_zero_centred = case.model_type.startswith(_ZERO_CENTRED) and "linear_attn" not in name
+        centre = np.float32(0.0 if is_zero_centred else 1.0)
         is_last = name.startswith(("model.norm", "model.final", "transformer.ln_f", "gpt_neox.final"))
+        if is_last and is_zero_centred and case.gain != 1.0:
+            return np.float32(0.15) * noise - np.float32(0.5)
         return centre + np.float32(0.3) * noise if not is_last else np.float32(0.5) * (centre + np.float32(0.3) * noise)
     if any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
         return np.float32(0.4) * noise
@@ -487,4 +430,5 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     for parts, factor in _MIXTURE_GAINS.items():
         if any(part in name for part in parts):
             gain = factor
+    gain *= case.gain
     return np.float32(gain / np.sqrt(fan_in)) * noise

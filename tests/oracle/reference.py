@@ -23,7 +23,9 @@ def build(case: Case, tied: bool, seed: int) -> transformers.PreTrainedModel:
     """The model in float32 with plain attention. NumPy makes the weights: torch's generator may change."""
     options = case.config(tied)
     config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    # Not every class is one of `AutoModelForCausalLM`.
+    kind = getattr(transformers, case.architecture)
+    model = kind._from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in stored_tensors(model).items():
             parameter.copy_(torch.from_numpy(weights(name, tuple(parameter.shape), seed, case)))
@@ -31,16 +33,15 @@ def build(case: Case, tied: bool, seed: int) -> transformers.PreTrainedModel:
 
 
 def stored_tensors(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds: parameters, and the one buffer that is learned."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    """What a checkpoint holds: parameters, and the buffers that are stored."""
+    learned = ("e_score_correction_bias", "expert_bias", "act_fn.beta", "act_fn.eps")
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(learned)}
     return dict(model.named_parameters()) | buffers
 
 
 def in_bfloat16(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
     """A copy of the model with bfloat16 weights; its rotation stays in float32, as in a checkpoint of that dtype."""
-    other = transformers.AutoModelForCausalLM.from_config(
-        model.config, dtype=torch.bfloat16, attn_implementation="eager"
-    )
+    other = type(model)._from_config(model.config, dtype=torch.bfloat16, attn_implementation="eager")
     other.load_state_dict({name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()})
     other.tie_weights()
     return other.eval()

@@ -122,7 +122,10 @@ def test_greedy_tokens_through_the_paged_engine(name, answers):
     assert parity.greedy(config, params, case, prompts) == expected
 
 
-WAYS = ("llama", "llama_longrope_long", "mistral", "qwen2_window", "gemma2", "gpt2", "smollm3")
+WAYS = (
+    *("llama", "llama_longrope_long", "mistral", "qwen2_window", "gemma2", "gpt2", "smollm3"),
+    *("hunyuan_dense", "apertus", "exaone4", "glm4_moe", "mistral4", "olmoe", "phimoe", "llama4"),
+)
 
 
 @pytest.mark.slow
@@ -139,6 +142,8 @@ def test_other_ways_of_generating_give_the_same(name, answers):
         {"max_seqs": 1},
         {"draft": "layers:1", "num_draft_tokens": 3},
         {"cache": "contiguous"},
+        {"prefill_chunk": 16},
+        {"prefill_chunk": 64},
     ):
         assert parity.greedy(config, params, case, prompts, deterministic=False, **options) == expected
 
@@ -162,6 +167,11 @@ FAULTS = {
     "norm": ("gemma", {"norm": "rms_float32"}),
     "norm_eps": ("falcon", {"norm_eps": 1e-4}),
     "residual_multiplier": ("granite", {"residual_multiplier": 0.2201}),
+    "is_qk_norm_after_rotation": ("hunyuan_dense", {"is_qk_norm_after_rotation": False}),
+    "qkv_clip": ("olmoe", {"qkv_clip": 1.105}),
+    "query_temperature": ("llama4", {"query_temperature": 0.31}),
+    "query_temperature_period": ("llama4", {"query_temperature_period": 17}),
+    "relu2": ("arcee", {"activation": "relu"}),
     "rotated_layers": ("smollm3", {"rotated_layers": ()}),
     "sliding_windows": ("cohere2", {"sliding_windows": (25, None)}),
     "qwen2_window": ("qwen2_window", {"sliding_windows": (None, None, 24)}),
@@ -184,6 +194,13 @@ PART_FAULTS = {
     "num_chosen_groups": ("deepseek_v2", "moe", {"num_chosen_groups": 4}),
     "scale": ("deepseek_v2", "moe", {"scale": 1.51}),
     "scoring": ("mixtral", "moe", {"scoring": "sigmoid"}),
+    "scoring_of_chosen": ("llama4", "moe", {"scoring": "softmax_of_chosen"}),
+    "scales_input": ("llama4", "moe", {"scales_input": False}),
+    "jitter": ("phimoe", "moe", {"jitter": 0.09}),
+    "sparsemixer": ("phimoe", "moe", {"scoring": "softmax"}),
+    "short_mscale": ("phimoe_longrope", "rope", {"short_mscale": 1.21}),
+    "query_scale_of_latent_attention": ("mistral4", "rope", {"query_scale_beta": 0.305}),
+    "group_score_of_softmax": ("mistral4", "moe", {"group_score": "max"}),
     "is_interleaved": ("deepseek_v3", "mla", {"is_interleaved": False}),
     "latent_norm_eps": ("deepseek_v2_lite", "mla", {"norm_eps": 1e-3}),
 }
@@ -204,7 +221,12 @@ def test_a_fault_in_a_part_shows(field, checkpoint):
     assert error_of(CASES[name], config, params) > 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", quick(("llama_bias", "qwen3_mqa", "gpt_oss", "deepseek_v3"), ("qwen3_mqa", "gpt_oss")))
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        ("llama_bias", "qwen3_mqa", "gpt_oss", "deepseek_v3", "apertus", "llama4", "phimoe"), ("qwen3_mqa", "gpt_oss")
+    ),
+)
 def test_a_fault_in_any_one_parameter_shows(name, checkpoint):
     case = CASES[name]
     config, params = checkpoint(case)

@@ -131,8 +131,8 @@ def test_model_type_stands_in_for_missing_architectures():
             "'LlamaForCasualLM' is not supported: did you mean 'LlamaForCausalLM'",
         ),
         (
-            {"architectures": ["NemotronHForCausalLM"]},
-            "'NemotronHForCausalLM' is not supported; `jaxinfer models` lists",
+            {"architectures": ["Zamba2ForCausalLM"]},
+            "'Zamba2ForCausalLM' is not supported; `jaxinfer models` lists",
         ),
         (
             {"architectures": ["LlamaForSequenceClassification"]},

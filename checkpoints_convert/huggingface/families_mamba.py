@@ -1,0 +1,384 @@
+"""Granite 4, Falcon-H1 and Nemotron-H: Mamba 2 beside or between attention."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from checkpoints_convert.huggingface.families_delta import KINDS, read_kinds, take_kinds
+from checkpoints_convert.huggingface.families_llama import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    NORMS,
+    TARGET,
+)
+from checkpoints_convert.huggingface.families_mixtures import EXPERTS
+from checkpoints_convert.huggingface.family import (
+    MAX_NUMBER,
+    RECIPROCAL,
+    Family,
+    Fields,
+    RopeForm,
+    Setting,
+    is_positive,
+)
+from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
+from jaxinfer.models import MambaConfig, ModelConfig, MoEConfig
+from jaxinfer.models.recurrent_config import LayerKind
+
+_TARGET = f"{TARGET}.recurrent"
+
+
+def _mamba_tensors(source: str) -> tuple[TensorRule, ...]:
+    return (
+        *linear(f"{source}.in_proj", f"{_TARGET}.in_proj"),
+        *linear(f"{source}.out_proj", f"{_TARGET}.out_proj"),
+        TensorRule(f"{source}.conv1d.weight", (f"{_TARGET}.conv_weight",)),
+        TensorRule(f"{source}.conv1d.bias", (f"{_TARGET}.conv_bias",)),
+        TensorRule(f"{source}.A_log", (f"{_TARGET}.decay_log",)),
+        TensorRule(f"{source}.dt_bias", (f"{_TARGET}.step_bias",)),
+        TensorRule(f"{source}.D", (f"{_TARGET}.skip",)),
+        TensorRule(f"{source}.norm.weight", (f"{_TARGET}.out_norm",)),
+    )
+
+
+def mamba_of(config: ModelConfig) -> MambaConfig:
+    """Raises ValueError for a configuration without Mamba layers."""
+    if config.mamba is None:
+        raise ValueError(f"{config.architecture} needs Mamba layers, and the configuration has none")
+    return config.mamba
+
+
+def _mamba(fields: Fields, values: Mapping[str, Any], inner: int | None = None, **options: Any) -> MambaConfig:
+    """The layer of config.json with fields `mamba_*`; `inner` is the width of the state space."""
+    inner = inner or fields.integer("mamba_expand", 2) * values["hidden_size"]
+    num_heads = fields.integer("mamba_n_heads", 128)
+    head_size = fields.data.get("mamba_d_head", "auto")
+    head_size = inner // num_heads if head_size in ("auto", None) else fields.integer("mamba_d_head")
+    if head_size * num_heads != inner:
+        fields.problem("mamba_d_head", f"{head_size} of {num_heads} heads make {head_size * num_heads}, not {inner}")
+    return MambaConfig(
+        num_heads,
+        max(head_size, 1),
+        fields.integer("mamba_n_groups", 1),
+        fields.integer("mamba_d_state", 256),
+        fields.integer("mamba_d_conv", 4),
+        has_conv_bias=fields.boolean("mamba_conv_bias", True),
+        has_bias=fields.boolean("mamba_proj_bias", False),
+        **{**_time_steps(fields), **options},
+    )
+
+
+def _time_steps(fields: Fields) -> dict[str, Any]:
+    """The range of dt; Transformers writes an infinite end as an object."""
+    limit = fields.data.get("time_step_limit")
+    if limit is None:
+        return {}
+    if not isinstance(limit, list | tuple) or len(limit) != 2:
+        fields.problem("time_step_limit", f"must be a list of 2 numbers, got {limit!r}")
+        return {}
+    least, most = (float("inf") if end in ({"__float__": "Infinity"}, "Infinity") else end for end in limit)
+    if least and not is_positive(least, MAX_NUMBER):
+        fields.problem("time_step_limit", f"must begin with a number of at least 0, got {least!r}")
+        return {}
+    if most != float("inf") and not is_positive(most, MAX_NUMBER):
+        fields.problem("time_step_limit", f"must end with a positive number, got {most!r}")
+        return {}
+    return {"time_step_min": float(least), "time_step_max": None if most == float("inf") else float(most)}
+
+
+def _express_mamba(mamba: MambaConfig) -> dict[str, Any]:
+    most = {"__float__": "Infinity"} if mamba.time_step_max is None else mamba.time_step_max
+    return {
+        "mamba_n_heads": mamba.num_heads,
+        "mamba_d_head": mamba.head_size,
+        "mamba_n_groups": mamba.num_groups,
+        "mamba_d_state": mamba.state_size,
+        "mamba_d_conv": mamba.conv_width,
+        "mamba_conv_bias": mamba.has_conv_bias,
+        "mamba_proj_bias": mamba.has_bias,
+        "time_step_limit": [mamba.time_step_min, most],
+    }
+
+
+# Granite 4.
+
+_GRANITE_KINDS: dict[str, LayerKind] = {
+    "linear_attention": "mamba2",
+    "full_attention": "attention",
+    "mamba": "mamba2",
+    "attention": "attention",
+}
+_GATE, _UP, _DOWN = (f"{EXPERTS}.{name}_proj.weight" for name in ("gate", "up", "down"))
+_SHARED, _DENSE = f"{TARGET}.mlp.shared", f"{TARGET}.mlp"
+_GRANITE_TENSORS = (
+    *EMBEDDING,
+    *NORMS,
+    *ATTENTION,
+    *_mamba_tensors(f"{LAYER}.mamba"),
+    *linear(f"{LAYER}.shared_mlp.input_linear", f"{_DENSE}.gate_proj", f"{_DENSE}.up_proj"),
+    *linear(f"{LAYER}.shared_mlp.output_linear", f"{_DENSE}.down_proj"),
+    *linear(f"{LAYER}.shared_mlp.input_linear", f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
+    *linear(f"{LAYER}.shared_mlp.output_linear", f"{_SHARED}.down_proj"),
+    TensorRule(f"{LAYER}.block_sparse_moe.router.layer.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
+    TensorRule(f"{LAYER}.block_sparse_moe.input_linear.weight", (_GATE, _UP), transpose=True),
+    TensorRule(f"{LAYER}.block_sparse_moe.output_linear.weight", (_DOWN,), transpose=True),
+    *HEAD,
+)
+
+
+def _granite_kinds(data: Mapping[str, Any]) -> dict[str, Any]:
+    if data.get("layer_types") is None and data.get("layers_block_type") is not None:
+        data = {**data, "layer_types": data["layers_block_type"]}
+    return take_kinds(data, lambda count: ["linear_attention"] * count)
+
+
+def _granite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers, experts = values["num_layers"], fields.integer("num_local_experts", 8, least=0)
+    shared = fields.integer("shared_intermediate_size", 1024)
+    position = fields.data.get("position_embedding_type")
+    if position not in (None, "nope", "rope"):
+        fields.problem("position_embedding_type", f"{position!r} is not one of 'rope', 'nope'")
+    moe = None
+    if experts:
+        moe = MoEConfig(
+            experts,
+            fields.integer("num_experts_per_tok", 2),
+            values["intermediate_size"],
+            tuple(range(num_layers)),
+            scoring="softmax_of_chosen",
+            shared_size=shared,
+        )
+    return {
+        "mamba": _mamba(fields, values, has_output_bias=fields.boolean("mamba_proj_bias", False)),
+        "layer_kinds": read_kinds(fields, num_layers, _GRANITE_KINDS),
+        "rotated_layers": () if position == "rope" else (False,) * num_layers,
+        "intermediate_size": shared,
+        "moe": moe,
+    }
+
+
+def _express_granite(config: ModelConfig) -> dict[str, Any]:
+    mamba, moe = mamba_of(config), config.moe
+    if mamba.width % config.hidden_size or mamba.has_output_bias != mamba.has_bias:
+        raise ValueError(f"{config.architecture}: a state space of {mamba.width} for a width of {config.hidden_size}")
+    kinds = {"mamba2": "linear_attention", "attention": "full_attention"}
+    return {
+        **_express_mamba(mamba),
+        "mamba_expand": mamba.width // config.hidden_size,
+        "layer_types": [kinds[config.layer_kind(i)] for i in range(config.num_layers)],
+        "position_embedding_type": "rope" if config.rope_of(0) is not None else None,
+        "shared_intermediate_size": config.intermediate_size if moe is None else moe.shared_size,
+        "intermediate_size": config.intermediate_size if moe is None else moe.expert_size,
+        "num_local_experts": 0 if moe is None else moe.num_experts,
+        "num_experts_per_tok": 0 if moe is None else moe.num_experts_per_token,
+    }
+
+
+# Falcon-H1.
+
+_FALCON_TENSORS = (
+    *EMBEDDING,
+    *norm(f"{LAYER}.input_layernorm", f"{TARGET}.attention_norm"),
+    *norm(f"{LAYER}.pre_ff_layernorm", f"{TARGET}.mlp_norm"),
+    *norm("model.final_layernorm", "final_norm"),
+    *ATTENTION,
+    *_mamba_tensors(f"{LAYER}.mamba"),
+    *(
+        rule
+        for name in ("gate_proj", "up_proj", "down_proj")
+        for rule in linear(f"{LAYER}.feed_forward.{name}", f"{TARGET}.mlp.{name}")
+    ),
+    *HEAD,
+)
+
+
+def _factors(fields: Fields, name: str, count: int) -> tuple[float, ...]:
+    return fields.numbers(name, count) or (1.0,) * count if fields.has(name) else (1.0,) * count
+
+
+def _falcon(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    key = fields.number("key_multiplier", 1.0)
+    parts = _factors(fields, "ssm_multipliers", 5)
+    inner = None if fields.data.get("mamba_d_ssm", 1024) is None else fields.integer("mamba_d_ssm", 1024)
+    mamba = _mamba(
+        fields,
+        values,
+        inner,
+        has_output_bias=fields.boolean("projectors_bias", False),
+        has_norm=fields.boolean("mamba_rms_norm", False),
+        gates_after_norm=fields.boolean("mamba_norm_before_gate", True),
+        in_multiplier=fields.number("ssm_in_multiplier", 1.0),
+        out_multiplier=fields.number("ssm_out_multiplier", 1.0),
+        part_multipliers=() if set(parts) == {1.0} else parts,
+    )
+    return {
+        "mamba": mamba,
+        "layer_kinds": ("attention_and_mamba2",) * values["num_layers"],
+        "attention_scale": None if key == 1.0 else values["head_dim"] ** -0.5 * key,
+        "attention_in_multiplier": fields.number("attention_in_multiplier", 1.0),
+        "attention_out_multiplier": fields.number("attention_out_multiplier", 1.0),
+        "mlp_multipliers": _factors(fields, "mlp_multipliers", 2),
+    }
+
+
+def _express_falcon(config: ModelConfig) -> dict[str, Any]:
+    mamba, scale = mamba_of(config), config.attention_scale
+    key = 1.0 if scale is None else _key_multiplier(scale, config.head_dim)
+    return {
+        **_express_mamba(mamba),
+        "mamba_d_ssm": mamba.width,
+        "projectors_bias": mamba.has_output_bias,
+        "mamba_rms_norm": mamba.has_norm,
+        "mamba_norm_before_gate": mamba.gates_after_norm,
+        "ssm_in_multiplier": mamba.in_multiplier,
+        "ssm_out_multiplier": mamba.out_multiplier,
+        "ssm_multipliers": list(mamba.part_multipliers or (1.0,) * 5),
+        "key_multiplier": key,
+        "attention_in_multiplier": config.attention_in_multiplier,
+        "attention_out_multiplier": config.attention_out_multiplier,
+        "mlp_multipliers": list(config.mlp_multipliers),
+    }
+
+
+def _key_multiplier(scale: float, head_dim: int) -> float:
+    """The number that, times head_dim**-0.5, is `scale` to the bit; rounding may hide the last digits."""
+    exact = scale / head_dim**-0.5
+    near = [float(f"{exact:.{digits}g}") for digits in range(1, 18)]
+    return next((one for one in near if head_dim**-0.5 * one == scale), exact)
+
+
+# Nemotron-H.
+
+_NEMOTRON_LAYER = "backbone.layers.{layer}"
+_MIXER = f"{_NEMOTRON_LAYER}.mixer"
+_NEMOTRON_TENSORS = (
+    TensorRule("backbone.embeddings.weight", ("embed",)),
+    *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.attention_norm"),
+    *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.mlp_norm"),
+    *norm("backbone.norm_f", "final_norm"),
+    *(
+        rule
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        for rule in linear(f"{_MIXER}.{name}", f"{TARGET}.attention.{name}")
+    ),
+    *_mamba_tensors(_MIXER),
+    *(rule for name in ("up_proj", "down_proj") for rule in linear(f"{_MIXER}.{name}", f"{TARGET}.mlp.{name}")),
+    *HEAD,
+)
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_NEMOTRON_KINDS: dict[str, LayerKind] = {
+    "linear_attention": "mamba2",
+    "full_attention": "attention",
+    "mlp": "none",
+    "mamba": "mamba2",
+    "attention": "attention",
+}
+
+
+def _nemotron_kinds(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of layers is that of their kinds, which may be letters."""
+    data = dict(data)
+    types = data.pop("layers_block_type", None) or data.pop("layer_types", None)
+    pattern = data.get("hybrid_override_pattern")
+    if types is None and isinstance(pattern, str):
+        types = [_LETTERS.get(letter, letter) for letter in pattern]
+    if isinstance(types, list):
+        data["num_hidden_layers"] = len(types)
+    return {**data, KINDS: types, "layer_types": None}
+
+
+def _nemotron(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = read_kinds(fields, values["num_layers"], _NEMOTRON_KINDS)
+    mamba = MambaConfig(
+        fields.integer("mamba_num_heads", 128),
+        fields.integer("mamba_head_dim", 64),
+        fields.integer("n_groups", 8),
+        fields.integer("ssm_state_size", 128),
+        fields.integer("conv_kernel", 4),
+        has_conv_bias=fields.boolean("use_conv_bias", True),
+        has_bias=fields.boolean("use_bias", False),
+        has_output_bias=fields.boolean("use_bias", False),
+        time_step_min=fields.number("time_step_min", 0.001),
+    )
+    return {"mamba": mamba, "layer_kinds": kinds, "mlp_layers": tuple(kind == "none" for kind in kinds)}
+
+
+def _express_nemotron(config: ModelConfig) -> dict[str, Any]:
+    mamba = mamba_of(config)
+    kinds = {"mamba2": "linear_attention", "attention": "full_attention", "none": "mlp"}
+    return {
+        "mamba_num_heads": mamba.num_heads,
+        "mamba_head_dim": mamba.head_size,
+        "n_groups": mamba.num_groups,
+        "ssm_state_size": mamba.state_size,
+        "conv_kernel": mamba.conv_width,
+        "use_conv_bias": mamba.has_conv_bias,
+        "use_bias": mamba.has_bias,
+        "time_step_min": mamba.time_step_min,
+        "layers_block_type": [kinds[config.layer_kind(i)] for i in range(config.num_layers)],
+    }
+
+
+MAMBA: tuple[Family, ...] = (
+    Family(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        title="Granite 4",
+        examples="Granite 4.0 H Micro, Tiny, Small",
+        max_position_embeddings=2048,
+        **ATTENTION_BIAS,
+        names={"head_dim": None},
+        settings=(
+            Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
+            Setting("residual_multiplier", "residual_multiplier", "number", 1.0),
+            Setting("attention_scale", "attention_multiplier", "number", 1.0),
+            Setting("logit_scale", "logits_scaling", "number", 1.0, RECIPROCAL),
+        ),
+        tensors=_GRANITE_TENSORS,
+        normalize=_granite_kinds,
+        build=_granite,
+        express=_express_granite,
+    ),
+    Family(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        title="Falcon-H1",
+        examples="Falcon-H1 0.5B to 34B",
+        max_position_embeddings=8192,
+        num_kv_heads=8,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        mlp_bias="mlp_bias",
+        settings=(
+            Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
+            Setting("logit_scale", "lm_head_multiplier", "number", 1.0),
+        ),
+        tensors=_FALCON_TENSORS,
+        build=_falcon,
+        express=_express_falcon,
+    ),
+    Family(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        title="Nemotron-H",
+        examples="Nemotron-H 8B, 47B, 56B; Nemotron Nano 9B v2",
+        max_position_embeddings=4096,
+        num_kv_heads=8,
+        head_dim=128,
+        norm_eps=1e-5,
+        **ATTENTION_BIAS,
+        mlp_bias="mlp_bias",
+        rope=RopeForm(rotated="none"),
+        names={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
+        activation="relu2",
+        activations={"relu2": "relu2"},
+        fixed={"is_mlp_gated": False},
+        prefix="backbone.",
+        tensors=_NEMOTRON_TENSORS,
+        normalize=_nemotron_kinds,
+        build=_nemotron,
+        express=_express_nemotron,
+    ),
+)

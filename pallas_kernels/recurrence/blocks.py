@@ -1,0 +1,80 @@
+"""The formulas: one token of many sequences, and a block of tokens of one."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.recurrence.batch import RecurrentTokens
+
+
+def step(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array]:
+    """Outputs float32 [S, H, V] of one token [S] each, and states [S, H, K, V] after it.
+
+    With S' = exp(g) S: S <- S' + k (beta (v - S'k))', o = S'q. The state is read once for both products.
+    """
+    q, k = (_per_head(x, state.shape[1]) for x in (tokens.q, tokens.k))
+    decay = jnp.exp(tokens.g)[..., None]
+    from_state = decay * jnp.sum(state * q[..., None], axis=-2)
+    new = tokens.v
+    if tokens.beta is not None:
+        new = tokens.beta[..., None] * (new - decay * jnp.sum(state * k[..., None], axis=-2))
+    out = from_state + jnp.sum(q * k, axis=-1, keepdims=True) * new
+    return out, decay[..., None] * state + k[..., None] * new[..., None, :]
+
+
+def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array]:
+    """Outputs float32 [C, H, V] of C tokens of a sequence, and its state [H, K, V] after them, in matrix products.
+
+    The delta rule within a block is a unit lower triangular system (Yang et al. 2024, section 3.2). Decays are
+    differences of sums of logarithms, never quotients. Tokens of zeros, at any place, change neither the outputs of
+    the others nor the state, to the bit.
+    """
+    num_tokens, num_heads = tokens.v.shape[:2]
+    q, k = (jnp.moveaxis(_per_head(x, num_heads), 0, 1) for x in (tokens.q, tokens.k))
+    v, log_decay = jnp.moveaxis(tokens.v, 0, 1), jnp.cumsum(tokens.g, axis=0).T
+    is_causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
+    pairs = log_decay[:, :, None] - log_decay[:, None, :]
+    between = jnp.exp(jnp.where(is_causal, pairs, -jnp.inf))
+    since_start = jnp.exp(log_decay)[..., None]
+    if tokens.beta is None:
+        new = v
+    else:
+        beta = tokens.beta.T[..., None]
+        solved = invert_unit_lower(beta * _product("hik,hjk->hij", k, k) * between)
+        new = _product("hij,hjv->hiv", solved, beta * (v - since_start * _product("hik,hkv->hiv", k, state)))
+    out = since_start * _product("hik,hkv->hiv", q, state)
+    out = out + _product("hij,hjv->hiv", _product("hik,hjk->hij", q, k) * between, new)
+    until_end = jnp.exp(log_decay[:, -1:] - log_decay)[..., None]
+    after = since_start[:, -1:] * state + _product("hik,hiv->hkv", until_end * k, new)
+    return jnp.moveaxis(out, 0, 1), after
+
+
+def invert_unit_lower(matrix: jax.Array) -> jax.Array:
+    """The inverse of I + L [..., C, C], where L is the part of `matrix` below the diagonal.
+
+    Blocks on the diagonal are inverted, then pairs of them are joined: [[A, 0], [B, D]] has the inverse
+    [[A', 0], [-D' B A', D']]. That is log2(C) rounds of matrix products, as stable as substitution.
+    """
+    size = matrix.shape[-1]
+    padding = (1 << (size - 1).bit_length()) - size
+    matrix = jnp.pad(matrix, [(0, 0)] * (matrix.ndim - 2) + [(0, padding)] * 2)
+    lead, inverse, width = matrix.shape[:-2], jnp.ones((*matrix.shape[:-1], 1, 1), matrix.dtype), 1
+    while width < size + padding:
+        count = (size + padding) // (2 * width)
+        halves = matrix.reshape(*lead, count, 2, width, count, 2, width)[..., 1, :, :, 0, :]
+        below = jnp.moveaxis(jnp.diagonal(halves, axis1=-4, axis2=-2), -1, -3)
+        upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -_product("...ij,...jk->...ik", _product("...ij,...jk->...ik", lower, below), upper)
+        top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
+        width *= 2
+    return inverse[..., 0, :size, :size]
+
+
+def _per_head(x: jax.Array, num_heads: int) -> jax.Array:
+    """[..., H, K] of x [..., Hk, K]: head h reads row h // (H / Hk)."""
+    return x if x.shape[-2] == num_heads else jnp.repeat(x, num_heads // x.shape[-2], axis=-2)
+
+
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,203 @@
+"""Linear recurrences: blocks equal single tokens, and nothing but a sequence's own tokens reaches its state."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.recurrence import (
+    RaggedBatch,
+    RecurrentTokens,
+    commit_recurrence,
+    linear_recurrence,
+    recurrence_of_sequences,
+)
+from pallas_kernels.recurrence.blocks import invert_unit_lower
+from pallas_kernels.recurrence.reference import recurrence
+
+HEADS, KEY_HEADS, KEY, VALUE = 4, 2, 8, 6
+KINDS = ("gated_delta", "ssd")
+
+
+def tokens_of(seed: int, count: int, kind: str) -> RecurrentTokens:
+    rng = np.random.default_rng(seed)
+    q, k = (rng.normal(size=(count, KEY_HEADS, KEY)) for _ in range(2))
+    k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    v, g = rng.normal(size=(count, HEADS, VALUE)), -rng.exponential(0.3, size=(count, HEADS))
+    beta = 1 / (1 + np.exp(-rng.normal(size=(count, HEADS)))) if kind == "gated_delta" else None
+    return RecurrentTokens(*(None if x is None else jnp.asarray(x, jnp.float32) for x in (q, k, v, g, beta)))
+
+
+def some(tokens: RecurrentTokens, part: slice) -> RecurrentTokens:
+    return jax.tree.map(lambda x: x[part], tokens)
+
+
+def joined(*parts: RecurrentTokens) -> RecurrentTokens:
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
+
+
+def batch_of(*rows: tuple[int, int]) -> RaggedBatch:
+    """From (tokens seen, rows) of each sequence."""
+    starts, lengths = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    return RaggedBatch(*map(jnp.asarray, ((np.cumsum(lengths) - lengths).astype(np.int32), lengths, starts)))
+
+
+def garbage(num_slots: int) -> jax.Array:
+    return jnp.full((num_slots, HEADS, KEY, VALUE), jnp.nan)
+
+
+@partial(jax.jit, static_argnames=("short_tokens", "defers", "is_uniform", "max_query_length"))
+def run(tokens, state, batch, **options):
+    return linear_recurrence(tokens, state, batch, **options)
+
+
+def in_chunks(tokens: RecurrentTokens, sizes: list[int], **options) -> tuple[np.ndarray, np.ndarray]:
+    state, outputs, start = garbage(1), [], 0
+    for size in sizes:
+        part = some(tokens, slice(start, start + size))
+        out, state = run(part, state, batch_of((start, size)), **options)
+        outputs.append(out)
+        start += size
+    return np.concatenate(outputs), np.asarray(state[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 64, 150])
+def test_blocks_equal_single_tokens(kind, count):
+    tokens = tokens_of(count, count, kind)
+    out, state = in_chunks(tokens, [count])
+    expected = recurrence(*tokens)
+    for found, wanted in zip((out, state), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    full = recurrence_of_sequences(jax.tree.map(lambda x: x[None], tokens))[0]
+    np.testing.assert_allclose(full, expected[0], atol=1e-5 * np.abs(expected[0]).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strong_decays_and_equal_keys_stay_exact(kind):
+    """Products of decays underflow, and powers of the system's matrix would overflow."""
+    tokens = tokens_of(0, 128, kind)
+    tokens = tokens._replace(k=jnp.broadcast_to(tokens.k[:1], tokens.k.shape), g=tokens.g.at[40:44].set(-60.0))
+    tokens = tokens._replace(g=tokens.g.at[64:].set(0.0), beta=None if tokens.beta is None else tokens.beta * 0 + 1)
+    for found, wanted in zip(in_chunks(tokens, [128]), recurrence(*tokens), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("short_tokens", [1, 4])
+def test_cuts_at_block_borders_change_no_bit(kind, short_tokens):
+    tokens = tokens_of(1, 193, kind)
+    out, state = in_chunks(tokens, [193], short_tokens=short_tokens)
+    for sizes in ([64, 129], [128, 65], [64, 64, 64, 1]):
+        other = in_chunks(tokens, sizes, short_tokens=short_tokens)
+        np.testing.assert_array_equal(out, other[0])
+        np.testing.assert_array_equal(state, other[1])
+    anywhere = in_chunks(tokens, [5, 70, 1, 50, 2, 65], short_tokens=short_tokens)
+    np.testing.assert_allclose(out, anywhere[0], atol=1e-5 * np.abs(out).max())
+    np.testing.assert_allclose(state, anywhere[1], atol=1e-5 * np.abs(state).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_uniform_steps_may_be_cut_anywhere(kind):
+    tokens = tokens_of(2, 90, kind)
+    out, state = in_chunks(tokens, [90], is_uniform=True)
+    for sizes in ([1] * 90, [63, 2, 25]):
+        other = in_chunks(tokens, sizes, is_uniform=True)
+        np.testing.assert_array_equal(out, other[0])
+        np.testing.assert_array_equal(state, other[1])
+    np.testing.assert_allclose(out, recurrence(*tokens)[0], atol=1e-5 * np.abs(out).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_uniform", [False, True])
+def test_neighbours_and_slots_change_no_bit(kind, is_uniform):
+    """A prompt, a chunk of another, a decode step, an idle slot, in two orders and with other tokens beside them."""
+    rows = [(0, 70), (64, 80), (13, 1), (7, 0)]
+    own = [tokens_of(10 + i, count, kind) for i, (_, count) in enumerate(rows)]
+    states = jnp.asarray(np.random.default_rng(3).normal(size=(4, HEADS, KEY, VALUE)), jnp.float32)
+    out, state = run(joined(*own), states, batch_of(*rows), is_uniform=is_uniform)
+    parts = np.split(np.asarray(out), np.cumsum([count for _, count in rows])[:-1])
+    np.testing.assert_array_equal(state[3], states[3])
+    order = [2, 3, 1, 0]
+    again, moved = run(
+        joined(*(own[i] for i in order)), states[np.array(order)], batch_of(*(rows[i] for i in order)),
+        is_uniform=is_uniform,
+    )  # fmt: skip
+    np.testing.assert_array_equal(again, np.concatenate([parts[i] for i in order]))
+    np.testing.assert_array_equal(moved, np.asarray(state)[order])
+    others = [own[0], *(tokens_of(20 + i, count, kind) for i, (_, count) in enumerate(rows[1:]))]
+    beside, kept = run(joined(*others), states * 3, batch_of(*rows), is_uniform=is_uniform)
+    np.testing.assert_array_equal(beside[:70], parts[0])
+    np.testing.assert_array_equal(kept[0], state[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_uniform", [False, True])
+def test_rejected_rows_leave_no_trace(kind, is_uniform):
+    options = {"short_tokens": 5, "is_uniform": is_uniform}
+    rows = [(62, 5), (0, 5), (0, 100), (9, 3), (4, 0)]
+    own = [tokens_of(30 + i, count, kind) for i, (_, count) in enumerate(rows)]
+    states, batch = jnp.ones((5, HEADS, KEY, VALUE)), batch_of(*rows)
+    out, pending = run(joined(*own), states, batch, defers=True, **options)
+    direct, _ = run(joined(*own), states, batch, **options)
+    np.testing.assert_array_equal(out, direct)
+    np.testing.assert_array_equal(pending[jnp.array([0, 1, 3, 4])], states[:4])
+    accepted = [3, 1, 77, 0, 0]
+    found = commit_recurrence(pending, joined(*own), batch, jnp.array(accepted, jnp.int32), **options)
+    np.testing.assert_array_equal(found[2], pending[2])
+    np.testing.assert_array_equal(found[3], states[3])
+    np.testing.assert_array_equal(found[4], states[4])
+    for slot in (0, 1):
+        kept, (start, _) = accepted[slot], rows[slot]
+        alone = run(some(own[slot], slice(0, kept)), states[:1], batch_of((start, kept)), **options)[1]
+        np.testing.assert_array_equal(found[slot], alone[0])
+        wanted = recurrence(*some(own[slot], slice(0, kept)), state=states[0] if start else None)[1]
+        np.testing.assert_allclose(found[slot], wanted, atol=1e-5)
+
+
+def test_states_are_updated_in_place():
+    """The compiled program aliases the donated states and copies none of their size."""
+    num_slots = 64
+    state = jax.ShapeDtypeStruct((num_slots, HEADS, KEY, VALUE), jnp.float32)
+    shape = f"f32[{num_slots},{HEADS},{KEY},{VALUE}]"
+    for count, longest in ((num_slots, 1), (256, 256)):
+        tokens = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tokens_of(0, count, "gated_delta"))
+        vector = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
+        program = jax.jit(partial(linear_recurrence, max_query_length=longest), donate_argnums=1)
+        compiled = program.lower(tokens, state, RaggedBatch(vector, vector, vector)).compile()
+        text = compiled.as_text()
+        assert "input_output_alias" in text
+        assert not [line for line in text.splitlines() if f"= {shape}" in line and " copy(" in line]
+
+
+def test_gradients_of_full_sequences_are_finite():
+    tokens = jax.tree.map(lambda x: x[None], tokens_of(4, 70, "gated_delta"))
+    gradients = jax.grad(lambda tokens: jnp.sum(recurrence_of_sequences(tokens) ** 2))(tokens)
+    assert all(bool(jnp.isfinite(x).all()) for x in gradients)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+def test_inverse_of_a_unit_lower_triangle(size):
+    matrix = np.random.default_rng(size).normal(size=(3, size, size)).astype(np.float32) * 0.3
+    found = invert_unit_lower(jnp.asarray(matrix))
+    exact = np.linalg.inv(np.eye(size) + np.tril(matrix, -1).astype(np.float64))
+    np.testing.assert_allclose(found, exact, atol=1e-5 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"v": jnp.zeros((3, HEADS, VALUE + 1))}, "do not fit"),
+        ({"k": jnp.zeros((3, KEY_HEADS, KEY + 1))}, "do not fit"),
+        ({"beta": jnp.zeros((3, 1))}, "shape of g"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change, message):
+    tokens = tokens_of(0, 3, "gated_delta")._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        linear_recurrence(tokens, jnp.zeros((1, HEADS, KEY, VALUE)), batch_of((0, 3)))
+    good = tokens_of(0, 3, "ssd")
+    with pytest.raises(ValueError, match="short_tokens is 1 to 64; got 0"):
+        linear_recurrence(good, jnp.zeros((1, HEADS, KEY, VALUE)), batch_of((0, 3)), short_tokens=0)
