@@ -35,6 +35,13 @@ _TENSORS = (
         TensorRule(f"{LAYER}.feed_forward.experts.{INDEX}.{own}.weight", (f"{EXPERTS}.{name}.weight",), transpose=True)
         for own, name in _PARTS.items()
     ),
+    # As Transformers 5 has them in memory.
+    TensorRule(
+        f"{LAYER}.feed_forward.experts.gate_up_proj",
+        (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight"),
+        transpose=True,
+    ),
+    TensorRule(f"{LAYER}.feed_forward.experts.down_proj", (f"{EXPERTS}.down_proj.weight",), transpose=True),
     *HEAD,
 )
 

@@ -149,6 +149,7 @@ _NEXT = Family(
     head_dim=256,
     **ATTENTION_BIAS,
     qk_norm=True,
+    activations={"silu": "silu"},  # the convolution has it too
     rope=RopeForm(partial=0.25, has_partial=True),
     defaults={"norm_topk_prob": True},
     fixed={"norm": "rms_zero_centred", "is_attention_gated": True},

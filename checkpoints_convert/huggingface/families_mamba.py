@@ -1,6 +1,7 @@
 """Granite 4, Falcon-H1 and Nemotron-H: Mamba 2 beside or between attention."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from checkpoints_convert.huggingface.families_delta import KINDS, read_kinds, take_kinds
@@ -124,6 +125,10 @@ _GRANITE_TENSORS = (
     TensorRule(f"{LAYER}.block_sparse_moe.router.layer.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
     TensorRule(f"{LAYER}.block_sparse_moe.input_linear.weight", (_GATE, _UP), transpose=True),
     TensorRule(f"{LAYER}.block_sparse_moe.output_linear.weight", (_DOWN,), transpose=True),
+    # As Transformers 5 has them in memory.
+    TensorRule(f"{LAYER}.block_sparse_moe.router.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
+    TensorRule(f"{LAYER}.block_sparse_moe.experts.gate_up_proj", (_GATE, _UP), transpose=True),
+    TensorRule(f"{LAYER}.block_sparse_moe.experts.down_proj", (_DOWN,), transpose=True),
     *HEAD,
 )
 
@@ -267,6 +272,12 @@ _NEMOTRON_TENSORS = (
     *(rule for name in ("up_proj", "down_proj") for rule in linear(f"{_MIXER}.{name}", f"{TARGET}.mlp.{name}")),
     *HEAD,
 )
+# As Transformers 5 has them in memory.
+_NEMOTRON_TENSORS += tuple(
+    replace(rule, source=rule.source.replace("backbone.", "model."))
+    for rule in _NEMOTRON_TENSORS
+    if rule.source.startswith("backbone.")
+)
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_KINDS: dict[str, LayerKind] = {
     "linear_attention": "mamba2",
@@ -330,6 +341,7 @@ MAMBA: tuple[Family, ...] = (
         max_position_embeddings=2048,
         **ATTENTION_BIAS,
         names={"head_dim": None},
+        activations={"silu": "silu"},  # the convolution has it too
         settings=(
             Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
             Setting("residual_multiplier", "residual_multiplier", "number", 1.0),
@@ -351,6 +363,7 @@ MAMBA: tuple[Family, ...] = (
         norm_eps=1e-5,
         **ATTENTION_BIAS,
         mlp_bias="mlp_bias",
+        activations={"silu": "silu"},  # the convolution has it too
         settings=(
             Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
             Setting("logit_scale", "lm_head_multiplier", "number", 1.0),
@@ -374,6 +387,12 @@ MAMBA: tuple[Family, ...] = (
         names={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
         activation="relu2",
         activations={"relu2": "relu2"},
+        supported={
+            "mamba_hidden_act": ("silu",),
+            "mamba_ssm_cache_dtype": ("float32",),
+            "residual_in_fp32": (False,),
+            "sliding_window": (),
+        },
         fixed={"is_mlp_gated": False},
         prefix="backbone.",
         tensors=_NEMOTRON_TENSORS,
