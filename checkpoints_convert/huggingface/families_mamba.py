@@ -118,8 +118,8 @@ _GRANITE_TENSORS = (
     *NORMS,
     *ATTENTION,
     *_mamba_tensors(f"{LAYER}.mamba"),
-    *linear(f"{LAYER}.shared_mlp.input_linear", f"{_DENSE}.gate_proj", f"{_DENSE}.up_proj"),
-    *linear(f"{LAYER}.shared_mlp.output_linear", f"{_DENSE}.down_proj"),
+    *linear(f"{LAYER}.shared_mlp.input_linear", f"{_DENSE}.gate_proj", f"{_DENSE}.up_proj", when=("moe", None)),
+    *linear(f"{LAYER}.shared_mlp.output_linear", f"{_DENSE}.down_proj", when=("moe", None)),
     *linear(f"{LAYER}.shared_mlp.input_linear", f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
     *linear(f"{LAYER}.shared_mlp.output_linear", f"{_SHARED}.down_proj"),
     TensorRule(f"{LAYER}.block_sparse_moe.router.layer.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
@@ -261,7 +261,8 @@ _MIXER = f"{_NEMOTRON_LAYER}.mixer"
 _NEMOTRON_TENSORS = (
     TensorRule("backbone.embeddings.weight", ("embed",)),
     *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.attention_norm"),
-    *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.mlp_norm"),
+    # A layer has one of the two. The condition holds for all: no two rules have the same source and condition.
+    *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.mlp_norm", when=("is_mlp_gated", False)),
     *norm("backbone.norm_f", "final_norm"),
     *(
         rule
