@@ -180,9 +180,10 @@ def models() -> str:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """`jaxinfer serve demo` at port 8000 while the context is open; what it printed until it was ready."""
-    command = [sys.executable, "-m", "jaxinfer.cli", "serve", "demo"]
+def server(*arguments: str) -> Iterator[str]:
+    """`jaxinfer serve` with these arguments, at port 8000, while the context is open; what it printed until it was
+    ready."""
+    command = [sys.executable, "-m", "jaxinfer.cli", "serve", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stderr is not None
         lines = []
@@ -194,23 +195,35 @@ def server() -> Iterator[str]:
         try:
             if not lines[-1].startswith("ready:"):
                 raise SystemExit(lines[-1])
-            yield "\n".join(["$ jaxinfer serve demo", *lines])
+            yield "\n".join([" ".join(["$ jaxinfer serve", *arguments]), *lines])
         finally:
             process.send_signal(signal.SIGTERM)
             process.stderr.read()
 
 
-def store() -> str:
-    """A model is pulled from a fake hub, named, used and removed."""
+@contextlib.contextmanager
+def hub_and_home() -> Iterator[str]:
+    """A fake hub with the repository user/model, and an empty home folder, for processes that are started meanwhile."""
     sys.path.insert(0, str(ROOT))
     from tests.store.fake_hub import serving
 
-    answers = []
+    before = dict(os.environ)
     with serving() as hub, tempfile.TemporaryDirectory() as home:
         folder = ROOT / "jaxinfer" / "data" / "demo"
         hub.push("user/model", {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()})
         hub.repositories["user/model"].license = "apache-2.0"
         os.environ.update(HF_ENDPOINT=hub.url, HOME=home, HF_HUB_DISABLE_TELEMETRY="1")
+        try:
+            yield home
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def store() -> str:
+    """A model is pulled from a fake hub, named, used and removed."""
+    answers = []
+    with hub_and_home() as home:
         for command in (
             "jaxinfer pull user/model",
             "jaxinfer create coder --from user/model --quantize int8 --temperature 0",
@@ -224,12 +237,32 @@ def store() -> str:
     return "```\n" + "\n\n".join(answers) + "\n```"
 
 
+def run() -> str:
+    """An answer of the embedded model by its name."""
+    command = "jaxinfer run demo 'Connect to a server' --max-tokens 40 --seed 1"
+    return f"```\n{typed(command)}\n```"
+
+
+def several_models() -> str:
+    """A server of all stored models: two are used, shown and one is stopped."""
+    ask = r"""curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
+    -d '{"model": "%s", "prompt": "def read_lines(path):", "max_tokens": 20, "temperature": 0}' \
+    | grep -oE '"text":"([^"\\]|\\.)*"'"""
+    with hub_and_home() as home:
+        lines = [typed("jaxinfer pull user/model"), typed("jaxinfer cp user/model coder")]
+        with server() as start:
+            lines += [start, typed(ask % "coder"), typed(ask % "demo")]
+            lines += [typed("jaxinfer ps"), typed("jaxinfer stop demo"), typed("jaxinfer ps")]
+        return "```\n" + "\n\n".join(lines).replace(home, "~") + "\n```"
+
+
 def typed(command: str) -> str:
     """A command line as it was typed, and what it printed."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = {**os.environ, "PATH": path}
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=variables, cwd=ROOT)
-    return f"$ {command}\n{done.stdout.rstrip()}"
+    lines = [line.rstrip() for line in done.stdout.rstrip().splitlines()]  # of tables
+    return "\n".join([f"$ {command}", *lines])
 
 
 COMPLETIONS = """curl -sN http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
@@ -243,7 +276,7 @@ def serving_start() -> str:
     ask = """curl -s http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Connect to a server"}], "max_tokens": 24, "seed": 1}' \\
     | python -m json.tool"""
-    with server() as start:
+    with server("demo") as start:
         return f"```\n{start}\n```\n\n```\n{typed(ask)}\n```"
 
 
@@ -252,13 +285,13 @@ def serve() -> str:
     ask = r"""curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \
     -d '{"prompt": "def read_lines(path):", "max_tokens": 20, "temperature": 0}' \
     | grep -oE '"text":"([^"\\]|\\.)*"'"""
-    with server() as start:
+    with server("demo") as start:
         return f"```\n{start}\n```\n\n```\n{typed(ask)}\n```"
 
 
 def serving_resume() -> str:
     """A stream that is cut after five events, and its rest."""
-    with server():
+    with server("demo"):
         first = typed(COMPLETIONS + TEXTS + " | head -n 10")
         last = re.findall(r"^id: (.*)$", first, re.MULTILINE)[-1]
         rest = typed(COMPLETIONS + f" \\\n    -H 'last-event-id: {last}'" + TEXTS)
@@ -267,7 +300,7 @@ def serving_resume() -> str:
 
 def serving_load() -> str:
     command = "jaxinfer bench load --url http://127.0.0.1:8000 --rate 2,inf --requests 32 --prompt-tokens 16:128"
-    with server():
+    with server("demo"):
         return f"```\n{typed(command + ' --answer-tokens 16:64 --goodput ttft:500,tpot:50 --no-progress')}\n```"
 
 
@@ -286,7 +319,7 @@ def fill(path: Path, blocks: dict[str, Callable[[], str]]) -> None:
 def main() -> None:
     """All blocks, or those named on the command line."""
     documents = {
-        ROOT / "README.md": {"demo": demo, "serve": serve, "bench": speed_table},
+        ROOT / "README.md": {"demo": demo, "run": run, "serve": serve, "bench": speed_table},
         ROOT / "docs" / "models.md": {"store": store, "models": models, "completions": completions},
         ROOT / "docs" / "speed.md": {
             "bench": bench,
@@ -298,6 +331,7 @@ def main() -> None:
         ROOT / "docs" / "kernels.md": {"kernels": kernels},
         ROOT / "docs" / "serving.md": {
             "serving_start": serving_start,
+            "several_models": several_models,
             "serving_resume": serving_resume,
             "serving_load": serving_load,
         },

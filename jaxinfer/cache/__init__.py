@@ -19,6 +19,7 @@ from jaxinfer.cache.kv_dtype import (
 from jaxinfer.cache.paged import (
     PagedAttention,
     PagedCache,
+    PageTables,
     abstract_paged_cache,
     init_paged_cache,
     move_tokens,
@@ -41,6 +42,7 @@ __all__ = [
     "ContiguousCache",
     "KVScales",
     "LayerState",
+    "PageTables",
     "PagedAttention",
     "PagedCache",
     "StateAttention",

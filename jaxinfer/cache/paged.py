@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,27 +32,44 @@ from pallas_kernels.platform import current_platform
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
+PageTables = tuple[jax.Array, ...]  # int32 [S, P] for each group of layers
 
-@jax.tree_util.register_dataclass
+
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales"], meta_fields=["groups"])
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of all layers, which share page ids: a pytree. Programs take it donated and return it.
+    """Keys and values of all layers: a pytree. Programs take it donated and return it.
 
     The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
-    to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache.
+    to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache. `groups` is the group
+    of each layer: layers of one group share page ids, and the page table with that number; () where all are in one.
     """
 
     layers: tuple[Pages, ...]
     scales: KVScales | None = None
+    groups: tuple[int, ...] = ()
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
         return jax.tree.leaves(self.layers[0])[0].shape[1]
 
+    def group_of(self, layer: int) -> int:
+        """The number of a layer's page table."""
+        return self.groups[layer] if self.groups else 0
+
+    @property
+    def num_groups(self) -> int:
+        return max(self.groups, default=0) + 1
+
+    def of_group(self, group: int) -> tuple[int, ...]:
+        """The layers of a group."""
+        return tuple(layer for layer in range(len(self.layers)) if self.group_of(layer) == group)
+
     def first(self, num_layers: int) -> PagedCache:
         """The cache of the first layers."""
-        return PagedCache(self.layers[:num_layers], None if self.scales is None else self.scales.first(num_layers))
+        scales = None if self.scales is None else self.scales.first(num_layers)
+        return PagedCache(self.layers[:num_layers], scales, self.groups[:num_layers])
 
     def with_first(self, part: PagedCache) -> PagedCache:
         """The cache with the first layers' contents replaced."""
@@ -67,17 +85,18 @@ def page_bytes(config: ModelConfig, page_size: int, dtype, layout: str, mesh: Me
 
 def init_paged_cache(
     config: ModelConfig,
-    num_pages: int,
+    num_pages: int | Sequence[int],
     page_size: int,
     dtype,
     layout: str | None = None,
     mesh: Mesh | None = None,
     scales: KVScales | None = None,
+    groups: tuple[int, ...] = (),
 ) -> PagedCache:
-    """A zeroed cache, in the platform's layout by default. On a mesh each device holds its own heads, and `scales` are
-    replicated. Raises ValueError as `models.check_divides`."""
+    """A zeroed cache, in the platform's layout by default; `num_pages` and `groups` as in `abstract_paged_cache`. On a
+    mesh each device holds its own heads, and `scales` are replicated. Raises ValueError as `models.check_divides`."""
     layout = layout or platform_layout(current_platform(), dtype, has_values=config.caches_values)
-    cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh)
+    cache = abstract_paged_cache(config, num_pages, page_size, dtype, layout, mesh, groups)
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         sharding = leaf.sharding
@@ -91,17 +110,32 @@ def init_paged_cache(
 
 
 def abstract_paged_cache(
-    config: ModelConfig, num_pages: int, page_size: int, dtype, layout: str, mesh: Mesh | None = None
+    config: ModelConfig,
+    num_pages: int | Sequence[int],
+    page_size: int,
+    dtype,
+    layout: str,
+    mesh: Mesh | None = None,
+    groups: tuple[int, ...] = (),
 ) -> PagedCache:
     """The cache as `jax.ShapeDtypeStruct`s, with shardings if a mesh is given.
 
-    Each device has the kernel's layout for its own heads; the array is their concatenation.
+    `num_pages` are those of each group, and `groups` the group of each layer, () for one. Each device has the kernel's
+    layout for its own heads; the array is their concatenation.
     """
+    counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
+    if mesh is not None:
+        check_divides(mesh, config)
+    pages = [_abstract_pages(config, count, page_size, dtype, layout, mesh) for count in counts]
+    return PagedCache(tuple(pages[group] for group in groups or (0,) * config.num_layers), groups=groups)
+
+
+def _abstract_pages(config: ModelConfig, num_pages: int, page_size: int, dtype, layout: str, mesh: Mesh | None):
+    """One layer's pages."""
     heads = (config.num_kv_heads, config.head_dim)
     shape = PageShape(num_pages, page_size, *heads, jnp.dtype(dtype).name, config.caches_values)
     if mesh is None:
-        return PagedCache((shape.abstract(layout),) * config.num_layers)
-    check_divides(mesh, config)
+        return shape.abstract(layout)
     num_parts = parallel.axis_size(mesh, "kv_heads") if config.caches_values else 1
     local = replace(shape, num_kv_heads=config.num_kv_heads // num_parts).abstract(layout)
 
@@ -109,22 +143,24 @@ def abstract_paged_cache(
         sizes = tuple(size * num_parts if axis else size for size, axis in zip(leaf.shape, spec, strict=True))
         return jax.ShapeDtypeStruct(sizes, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return PagedCache((jax.tree.map(concatenated, local, parallel.page_specs(mesh, local)),) * config.num_layers)
+    return jax.tree.map(concatenated, local, parallel.page_specs(mesh, local))
 
 
 def move_tokens(
     cache: PagedCache,
-    page_table: Int[Array, "S P"],
+    page_tables: PageTables | Int[Array, "S P"],
     sources: Int[Array, "S N"],
     destinations: Int[Array, "S N"],
     *,
     mesh: Mesh | None = None,
 ) -> PagedCache:
     """Copies tokens from positions `sources` to positions `destinations` int32 [S, N] of the same sequences, in all
-    layers, as `pallas_kernels.paged_attention.move_tokens`. page_table int32 [S, P]; pad with P * page size. Donate the
-    cache: it is updated in place. On a mesh each device moves its own heads."""
+    layers, as `pallas_kernels.paged_attention.move_tokens`. page_tables int32 [S, P] as in `PagedAttention`; pad with
+    P * page size. Donate the cache: it is updated in place. On a mesh each device moves its own heads."""
+    tables = _by_group(page_tables, cache)
 
-    def move(pages: Pages) -> Pages:
+    def move(layer: int, pages: Pages) -> Pages:
+        page_table = tables[cache.group_of(layer)]
         if mesh is None:
             return _move_tokens(pages, page_table, sources, destinations)
         # Without shard_map, the compiler would exchange tokens between devices.
@@ -133,13 +169,14 @@ def move_tokens(
         moved = jax.shard_map(_move_tokens, mesh=mesh, in_specs=(specs, *replicated), out_specs=specs)
         return moved(pages, page_table, sources, destinations)
 
-    return replace(cache, layers=tuple(move(pages) for pages in cache.layers))
+    return replace(cache, layers=tuple(move(layer, pages) for layer, pages in enumerate(cache.layers)))
 
 
 class PagedAttention:
     """`attend` for a ragged batch of tokens [T] of S sequences: appends to the pages and attends to them.
 
-    Arguments as in `pallas_kernels.paged_attention`: page_table int32 [S, P]; query_starts, query_lengths and
+    Arguments as in `pallas_kernels.paged_attention`: page_tables int32 [S, P], one for each group of the cache's
+    layers, or the only one (entries of pages behind a group's window may be anything); query_starts, query_lengths and
     kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh,
     `jax.shard_map` runs the kernel on each device's own heads, since the compiler cannot partition it. After the pass,
     `cache` is the updated cache.
@@ -148,7 +185,7 @@ class PagedAttention:
     def __init__(
         self,
         cache: PagedCache,
-        page_table: jax.Array,
+        page_tables: PageTables | jax.Array,
         query_starts: jax.Array,
         query_lengths: jax.Array,
         kv_lengths: jax.Array,
@@ -159,9 +196,10 @@ class PagedAttention:
         mesh: Mesh | None = None,
     ):
         self._before, self._layers = cache, list(cache.layers)
-        self._inputs = _RaggedInputs(page_table, query_lengths, kv_lengths, query_starts, ancestors)
+        tables = _by_group(page_tables, cache)
+        self._inputs = [_RaggedInputs(one, query_lengths, kv_lengths, query_starts, ancestors) for one in tables]
         self._options = (max_query_length, is_uniform, mesh)
-        self._schedules: dict[PagedSpec, Schedule] = {}
+        self._schedules: list[dict[PagedSpec, Schedule]] = [{} for _ in tables]
 
     def __call__(
         self,
@@ -180,7 +218,8 @@ class PagedAttention:
     def of_layer(self, layer: int) -> LayerAttention:
         """The attention of one layer."""
         scales = scales_of_layer(self._before.scales, layer)
-        return LayerAttention(self._layers[layer], scales, self._inputs, self._schedules, *self._options)
+        group = self._before.group_of(layer)
+        return LayerAttention(self._layers[layer], scales, self._inputs[group], self._schedules[group], *self._options)
 
     def update(self, layer: int, state: Pages) -> None:
         """Takes over what a layer has stored."""
@@ -195,7 +234,7 @@ class PagedAttention:
 class LayerAttention:
     """One layer of `PagedAttention`: a pytree. `state` are its pages, and after a call what they hold then.
 
-    Layers share `schedules`. One that is missing is added, for layers that run in the same trace.
+    Layers of a group share `schedules`. One that is missing is added, for layers that run in the same trace.
     """
 
     def __init__(
@@ -261,6 +300,14 @@ class LayerAttention:
                 spec, inputs.page_table, inputs.query_lengths, inputs.kv_lengths, query_starts=inputs.query_starts
             )
         return self._schedules[spec]
+
+
+def _by_group(page_tables: PageTables | jax.Array, cache: PagedCache) -> PageTables:
+    """A page table for each group. Raises ValueError where there are others."""
+    tables = page_tables if isinstance(page_tables, tuple) else (page_tables,)
+    if len(tables) < cache.num_groups:
+        raise ValueError(f"{len(tables)} page tables for a cache of {cache.num_groups} groups of layers")
+    return tables
 
 
 class _RaggedInputs(NamedTuple):

@@ -132,7 +132,7 @@ def _hidden_states(
     try:
         states = hidden_states(engine, texts)
         runner = engine.runner
-        return states, runner.model, runner.weights, engine.spec.page_bytes / engine.spec.page_size
+        return states, runner.model, runner.weights, engine.spec.pool_sizes.token_bytes
     finally:
         engine.close()
 

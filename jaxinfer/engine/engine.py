@@ -74,6 +74,8 @@ class Engine:
                 max_waiting=options.max_waiting,
                 reuses_prefixes=self.spec.reuses_prefixes,
                 shuffle_seed=options.shuffle_seed,
+                window=self.spec.windows[0],
+                more_groups=self.spec.groups[1:],
             ),
             self.spec.decode_slots,
         )

@@ -18,7 +18,7 @@ from jaxinfer.models import ModelConfig
 from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
-from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, Pages, choose, make_spec
+from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, choose, make_spec
 from pallas_kernels.quantized_matmul import form
 from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
 
@@ -98,7 +98,7 @@ def _describe_mesh(mesh: Mesh | None, num_replicas: int) -> dict[str, Any]:
 
 
 def _describe_cache(engine: Engine) -> dict[str, Any]:
-    spec, memory, pool = engine.spec, engine.runner.memory, engine.scheduler.pool
+    spec, memory = engine.spec, engine.runner.memory
     return {
         "kind": spec.options.cache,
         **_describe_stored(engine),
@@ -107,13 +107,14 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "page size": spec.page_size,
         "pages": spec.num_pages,
         "tokens that fit": (spec.num_pages - 1) * spec.page_size,
-        **_bytes_per_token(spec.pages, spec.config.num_layers, spec.page_size),
+        **_bytes_per_token(spec),
         "bytes per page": spec.page_bytes,
+        **_describe_windows(spec),
         "bytes": memory.pool_bytes,
         "sampler bytes": memory.sampler,
         "activation bytes (guess)": memory.activations,
         **({} if memory.available is None else {"bytes available": memory.available}),
-        "pages in use / idle": f"{pool.num_owned} / {pool.num_idle}",
+        **_pages_in_use(engine),
         "prefix cache": "on" if spec.reuses_prefixes else "off",
         "grammar tables": f"{len(engine.grammars.tables)}, {engine.grammars.tables.num_bytes:,} bytes",
         "bytes for grammars": spec.table_sizes.num_bytes,
@@ -221,12 +222,33 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
     return facts
 
 
-def _bytes_per_token(pages: Pages, num_layers: int, num_tokens: int) -> dict[str, int]:
-    """What a token takes in all layers, padding of the layout included, from one layer's pages of `num_tokens`."""
+def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
+    """The pools beside that of layers without a window, and what a sequence of the greatest length takes in all."""
+    if spec.windows == (None,):
+        return {}
+    facts = {}
+    for group in spec.groups:
+        if group.window is not None:
+            layers = f"{len(group.layers)} layers, {group.num_pages:,} pages of {group.page_bytes:,} bytes"
+            facts[f"pages of {group.name}"] = layers
+    return {**facts, "bytes of a full sequence": spec.pool_sizes.sequence_bytes}
+
+
+def _pages_in_use(engine: Engine) -> dict[str, str]:
+    facts = {}
+    for group, pool in zip(engine.spec.groups, engine.scheduler.pools.all, strict=True):
+        name = "" if group is engine.spec.groups[0] else f", {group.name}"
+        facts[f"pages in use / idle{name}"] = f"{pool.num_owned} / {pool.num_idle}"
+    return facts
+
+
+def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
+    """What a token takes in all layers, padding of the layout included, for as long as it is in their windows."""
     sizes = {"values": 0, "scales": 0}
-    for leaf in jax.tree.leaves(pages):  # only scales have three axes
-        sizes["scales" if leaf.ndim == 3 else "values"] += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
-    sizes = {name: num_layers * size // num_tokens for name, size in sizes.items()}
+    for pages in spec.cache.layers:
+        for leaf in jax.tree.leaves(pages):  # only scales have three axes
+            sizes["scales" if leaf.ndim == 3 else "values"] += leaf.size // leaf.shape[0] * leaf.dtype.itemsize
+    sizes = {name: size // spec.page_size for name, size in sizes.items()}
     scales = {"  of these scales": sizes["scales"]} if sizes["scales"] else {}
     return {"bytes per token": sum(sizes.values()), **scales}
 

@@ -22,59 +22,66 @@ class PoolPlan:
     """Bytes by part, and the number of pages that fit in the rest.
 
     Attributes:
-      num_pages: the pool, null page included. page_bytes: of one page in all layers. weights, sampler, activations:
-        bytes of the other parts. available: free bytes before the pool is allocated, None if the device does not
-        report them. is_reduced: whether fewer pages are planned than all slots could use.
+      num_pages: the first group's pool, null page included. page_bytes: of one page in all layers of that group.
+      pool_bytes: of all pools. weights, sampler, activations: bytes of the other parts. available: free bytes before
+        the pools are allocated, None if the device does not report them.
+      is_reduced: whether fewer pages are planned than all slots could use.
     """
 
     num_pages: int
     page_bytes: int
+    pool_bytes: int
     weights: int
     sampler: int
     activations: int
     available: int | None
     is_reduced: bool
 
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self.num_pages * self.page_bytes
-
 
 def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolPlan:
     """The number of pages: `num_pages` if given, else what `memory_fraction` of the available bytes leaves.
 
-    On a CPU, and of a contiguous cache, that is at most what all slots at full length can use; elsewhere the rest
+    They are those of the first group of layers; the other groups' follow from it (`PoolSizes`), and the bytes are of
+    all. On a CPU, and of a contiguous cache, that is at most what all slots at full length can use; elsewhere the rest
     serves as prefix cache. `weights` are loaded already; the fraction is of all memory, theirs included. Raises
     OutOfMemoryError where not even one sequence of max_model_len fits.
     """
-    max_seqs, vocab_size, page_size, page_bytes = spec.max_seqs, spec.config.vocab_size, spec.page_size, spec.page_bytes
-    num_pages, per_sequence = spec.options.num_pages, spec.pages_per_sequence
+    max_seqs, vocab_size = spec.max_seqs, spec.config.vocab_size
+    sizes, num_pages = spec.pool_sizes, spec.options.num_pages
     # Of each slot and token: bias and counts of 4 bytes, a mask of 1. Beside them grammars.
     sampler = max_seqs * vocab_size * 9 + spec.table_sizes.num_bytes
     activations = activation_bytes(spec)
-    wanted = max_seqs * per_sequence + 1
+    wanted = sizes.default
     parts = {"weights": weights, "sampler": sampler, "activations": activations}
+
+    def plan(pages: int) -> PoolPlan:
+        return PoolPlan(
+            num_pages=pages,
+            page_bytes=spec.page_bytes,
+            pool_bytes=sizes.bytes_of(pages),
+            available=available,
+            is_reduced=pages < wanted,
+            **parts,
+        )
+
     if available is None:
-        pages = wanted if num_pages is None else num_pages
-        return PoolPlan(pages, page_bytes, weights, sampler, activations, None, pages < wanted)
+        return plan(wanted if num_pages is None else num_pages)
     budget = int(spec.options.memory_fraction * (available + weights)) - sum(parts.values())
+    fitting = sizes.fitting(budget)
     if num_pages is not None:
-        if num_pages * page_bytes > available - sampler - activations:
-            raise _does_not_fit(parts, num_pages, page_bytes, available, f"num_pages={max(budget // page_bytes, 0)}")
-        return PoolPlan(num_pages, page_bytes, weights, sampler, activations, available, num_pages < wanted)
-    fitting = budget // page_bytes
-    if fitting < per_sequence + 1:
+        if sizes.bytes_of(num_pages) > available - sampler - activations:
+            raise _does_not_fit(spec, parts, num_pages, available, f"num_pages={fitting}")
+        return plan(num_pages)
+    if fitting < sizes.smallest:
         if fitting > 1:
-            helps = f"max_model_len={(fitting - 1) * page_size}"
-        elif sampler + LIVE_LOGITS * max_seqs * vocab_size * 4 > page_bytes * (per_sequence + 1):
+            helps = f"max_model_len={(fitting - 1) * spec.page_size}"
+        elif sampler + LIVE_LOGITS * max_seqs * vocab_size * 4 > sizes.bytes_of(sizes.smallest):
             helps = "a smaller max_seqs"
         else:
             helps = "a smaller dtype or a quantized checkpoint"
-        raise _does_not_fit(parts, per_sequence + 1, page_bytes, available, helps)
+        raise _does_not_fit(spec, parts, sizes.smallest, available, helps)
     fills_memory = spec.platform != "cpu" and spec.options.cache == "paged"
-    pages = fitting if fills_memory else min(fitting, wanted)
-    return PoolPlan(pages, page_bytes, weights, sampler, activations, available, pages < wanted)
+    return plan(fitting if fills_memory else min(fitting, wanted))
 
 
 def activation_bytes(spec: EngineSpec) -> int:
@@ -104,14 +111,16 @@ def available_bytes(device: Any) -> int | None:
     return None
 
 
-def _does_not_fit(parts: dict[str, int], pages: int, page_bytes: int, available: int, helps: str) -> OutOfMemoryError:
+def _does_not_fit(spec: EngineSpec, parts: dict[str, int], pages: int, available: int, helps: str) -> OutOfMemoryError:
     lines = [f"  {name}: {_mib(size)}" for name, size in parts.items()]
-    total = sum(parts.values()) + pages * page_bytes
+    size = spec.pool_sizes.bytes_of(pages)
+    others = f", and {len(spec.windows) - 1} smaller pools" if len(spec.windows) > 1 else ""
     return OutOfMemoryError(
         "the model and its cache do not fit:\n"
         + "\n".join(lines)
-        + f"\n  cache: {_mib(pages * page_bytes)} ({pages} pages of {page_bytes:,} bytes)"
-        + f"\n  needed in all {_mib(total)}, available {_mib(available + parts['weights'])} with the weights loaded"
+        + f"\n  cache: {_mib(size)} ({pages} pages of {spec.page_bytes:,} bytes{others})"
+        + f"\n  needed in all {_mib(sum(parts.values()) + size)}, "
+        + f"available {_mib(available + parts['weights'])} with the weights loaded"
         + f"\nTry {helps}."
     )
 

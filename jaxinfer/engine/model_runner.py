@@ -13,11 +13,13 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
-from jaxinfer.cache import KVScales, PagedCache, applied_scales, init_paged_cache
+from jaxinfer.cache import KVScales, PagedCache, PageTables, applied_scales, init_paged_cache
+from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
+from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids
 from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.programs import grammar as grammars
 from jaxinfer.engine.programs import padded, program_model, tapped_states
@@ -42,7 +44,6 @@ from jaxinfer.sampling import (
 from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
 
 COPIES = 8  # pages of one copy program
-MAX_IN_FLIGHT = 2  # one dispatch computes while the other's results are read
 
 
 class ModelRunner:
@@ -79,16 +80,17 @@ class ModelRunner:
         self.memory = self._plan_pool(spec, available)
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
-        self._cache = self._init_cache(spec.config, spec.kv_dtype, self.kv_scales)
+        counts = tuple(group.num_pages for group in spec.groups)
+        self._cache = self._init_cache(spec.config, spec.kv_dtype, self.kv_scales, counts, spec.layer_groups)
         self._draft_cache: PagedCache | None = None
         if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
             scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
-            self._draft_cache = self._init_cache(draft.config, spec.draft_kv_dtype, scales)
+            self._draft_cache = self._init_cache(draft.config, spec.draft_kv_dtype, scales, counts[:1])
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
-        self._table = np.zeros((spec.max_seqs, spec.pages_per_sequence), np.int32)
-        self._sent_table: jax.Array | None = None  # what the device has, None where `_table` is newer
+        self._rows = PageTableRows(len(spec.groups), spec.max_seqs, spec.pages_per_sequence)
+        self._sent_tables: PageTables | None = None  # what the device has, None where the host's are newer
         self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self)
         self._scores = DeviceScorer(self.model, self.weights, self.placement)
         self._hidden: jax.Array | None = None  # final hidden states of the step just sent, where they are scored
@@ -104,11 +106,11 @@ class ModelRunner:
         weights = num_bytes(self.weights) + (num_bytes(self.draft_weights) if spec.has_own_draft else 0)
         return plan_pool(spec, weights=weights, available=available)
 
-    def _init_cache(self, config: Any, kv_dtype: str, scales: KVScales | None) -> PagedCache:
-        spec = self.spec
-        return init_paged_cache(
-            config, spec.num_pages, spec.page_size, kv_dtype, spec.layout_of(config, kv_dtype), spec.mesh, scales
-        )
+    def _init_cache(
+        self, config: Any, kv_dtype: str, scales: KVScales | None, counts: Any, groups: tuple[int, ...] = ()
+    ) -> PagedCache:
+        layout = self.spec.layout_of(config, kv_dtype)
+        return init_paged_cache(config, counts, self.spec.page_size, kv_dtype, layout, self.spec.mesh, scales, groups)
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -136,7 +138,7 @@ class ModelRunner:
         num_tokens = next(bucket for bucket in self.spec.token_buckets if bucket >= num_rows)
         sizes = self.spec.step_slots_of(num_tokens) if is_step else self.spec.round_slots
         num_slots = next(size for size in sizes if size > highest)
-        self._update_table(plan, num_slots)
+        self._update_tables(plan, num_slots)
         sent = partial(Flight, plan, chunks, decodes, num_slots=num_slots, sent_at=time.perf_counter())
         self._has_decoded |= not chunks
         if is_step:
@@ -185,14 +187,9 @@ class ModelRunner:
         for sequence in plan.admitted:
             self._write_slot(sequence)
         for start in range(0, len(plan.copies), COPIES):
-            self._copy(plan.copies[start : start + COPIES])
+            self._copy_pages(*copy_ids(plan.copies[start : start + COPIES], self.spec.groups, COPIES))
         for part in plan.grammar:
             self._write_table(part) if isinstance(part, grammars.TableBlock) else self._set_rows(part)
-
-    def _copy(self, pairs: list[tuple[int, int]]) -> None:
-        destinations = np.full(COPIES, self.spec.num_pages, np.int32)
-        destinations[: len(pairs)] = [destination for _, destination in pairs]
-        self._copy_pages(padded([source for source, _ in pairs], COPIES), destinations)
 
     def _write_slot(self, sequence: SequenceState) -> None:
         if sequence.request.reads_hidden:
@@ -214,17 +211,12 @@ class ModelRunner:
             length = self.spec.draft_length
             self._write_draft_row(slot, padded(sequence.tokens[:length], length), sequence.num_drafted)
 
-    def _update_table(self, plan: DispatchPlan | None, num_slots: int) -> None:
-        """Brings the first rows of the page table to the device, where they have changed."""
-        for sequence in plan.sequences if plan is not None else ():
-            start, end = sequence.num_listed, len(sequence.pages)
-            if start < end:
-                self._table[_slot(sequence), start:end] = sequence.pages[start:end]
-                sequence.num_listed = end
-                self._sent_table = None
-        if self._sent_table is None or self._sent_table.shape[0] != num_slots:
-            # A copy: the device may read the host's memory for as long as it computes.
-            self._send_table(self._table[:num_slots].copy())
+    def _update_tables(self, plan: DispatchPlan | None, num_slots: int) -> None:
+        """Brings the first rows of the page tables to the device, where they have changed."""
+        if plan is not None and self._rows.update(plan.sequences):
+            self._sent_tables = None
+        if self._sent_tables is None or self._sent_tables[0].shape[0] != num_slots:
+            self._send_tables(self._rows.first(num_slots))
 
     def _send_step(
         self,
@@ -265,11 +257,12 @@ class ModelRunner:
         self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, self.placement.put(order))
 
     @operation
-    def _copy_pages(self, sources: np.ndarray, destinations: np.ndarray) -> None:
+    def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:
         arguments = self.placement.put((sources, destinations))
         self._cache = programs.copy_pages(self.placement.mesh, self._cache, *arguments)
         if self._draft_cache is not None:
-            self._draft_cache = programs.copy_pages(self.placement.mesh, self._draft_cache, *arguments)
+            first = tuple(ids[:1] for ids in arguments)  # where a draft's keys are
+            self._draft_cache = programs.copy_pages(self.placement.mesh, self._draft_cache, *first)
 
     @operation
     def _write_plain_row(self, slot: int, row: dict[str, np.ndarray], history: dict[str, np.ndarray]) -> None:
@@ -296,19 +289,19 @@ class ModelRunner:
         self._slots, self._batch, self._tables = grammars.set_rows(self.placement.mesh, *arguments)
 
     @operation
-    def _send_table(self, table: np.ndarray) -> None:
-        self._sent_table = self.placement.put(table)
+    def _send_tables(self, tables: HostTables) -> None:
+        self._sent_tables = self.placement.put(tables)
 
     @property
-    def _page_table(self) -> jax.Array:
-        if self._sent_table is None:
-            raise RuntimeError("a dispatch was planned without a page table")
-        return self._sent_table
+    def _page_tables(self) -> PageTables:
+        if self._sent_tables is None:
+            raise RuntimeError("a dispatch was planned without page tables")
+        return self._sent_tables
 
-    def _step_work(self, work: dict[str, np.ndarray], page_table: jax.Array) -> StepWork:
+    def _step_work(self, work: dict[str, np.ndarray], page_tables: PageTables) -> StepWork:
         arrays = self.placement.put(work)
         tokens = {name: arrays.pop(name) for name in ("tokens", "token_slots")}
-        return StepWork(**tokens, slots=StepSlots(**arrays), page_table=page_table)
+        return StepWork(**tokens, slots=StepSlots(**arrays), page_tables=page_tables)
 
     def _step_arguments(self, work: StepWork) -> tuple[Any, ...]:
         arrays = (self.model, self.weights, self._cache, self._slots, work)
@@ -316,7 +309,7 @@ class ModelRunner:
 
     @operation
     def _run_step(self, work: dict[str, np.ndarray], is_scored: bool) -> StepOutput:
-        step = self._step_work(work, self._page_table)
+        step = self._step_work(work, self._page_tables)
         self._compile_step(step)
         self._cache, logits, hidden = programs.step(*self._step_arguments(step))
         arguments = self._slots, self._batch, step.slots, logits, self._tables
@@ -326,26 +319,26 @@ class ModelRunner:
 
     def _compile_step(self, work: StepWork) -> None:
         """Compiles the two programs of a step that comes for the first time, side by side."""
-        num_tokens, num_slots = work.tokens.shape[0], work.page_table.shape[0]
+        num_tokens, num_slots = work.tokens.shape[0], work.page_tables[0].shape[0]
         if (num_tokens, num_slots) in self._compiled_steps:
             return
         self._compiled_steps.add((num_tokens, num_slots))
         step = Program("", lambda: programs.step.lower(*self._step_arguments(work)))
         compile_programs([step, Program("", partial(self._lower_sampling, num_slots))], default_jobs())
 
-    def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_table: jax.Array) -> tuple[Any, ...]:
+    def _decode_arguments(self, is_scheduled: np.ndarray, num_steps: int, page_tables: PageTables) -> tuple[Any, ...]:
         scheduled, steps = self.placement.put((is_scheduled, np.int32(num_steps)))
         arrays = (self.model, self.weights, self._cache, self._slots, self._batch)
-        return *arrays, DecodeWork(scheduled, page_table, steps), self.spec.steps_per_dispatch, self._tables
+        return *arrays, DecodeWork(scheduled, page_tables, steps), self.spec.steps_per_dispatch, self._tables
 
     @operation
     def _run_decode(self, is_scheduled: np.ndarray, num_steps: int) -> StepOutput:
-        arguments = self._decode_arguments(is_scheduled, num_steps, self._page_table)
+        arguments = self._decode_arguments(is_scheduled, num_steps, self._page_tables)
         self._cache, self._slots, output = programs.decode(*arguments)
         return output
 
-    def _rounds_arguments(self, work: dict[str, Any], tree: int, page_table: jax.Array) -> tuple[Any, ...]:
-        device_work = SpeculativeWork(**self.placement.put(work), page_table=page_table)
+    def _rounds_arguments(self, work: dict[str, Any], tree: int, page_tables: PageTables) -> tuple[Any, ...]:
+        device_work = SpeculativeWork(**self.placement.put(work), page_tables=page_tables)
         models = (self.model, self.weights, list(self.drafters.values())[tree], self.draft_weights)
         rows = (self._cache, self._draft_cache, self._slots, self._batch)
         return *models, *rows, device_work, self.spec.max_rounds, self._tables
@@ -353,7 +346,7 @@ class ModelRunner:
     @operation
     def _run_rounds(self, work: dict[str, Any], tree: int) -> tuple[StepOutput, RoundCounts]:
         """Speculative rounds with the tree of this number."""
-        arguments = self._rounds_arguments(work, tree, self._page_table)
+        arguments = self._rounds_arguments(work, tree, self._page_tables)
         self._cache, self._draft_cache, self._slots, output, counts = speculate(*arguments)
         return output, counts
 
@@ -432,7 +425,7 @@ class ModelRunner:
 
     def _lower_step(self, size: int, num_slots: int) -> Lowered:
         self._compiled_steps.add((size, num_slots))
-        work = self._step_work(programs.empty_work(size, num_slots), self._empty_table(num_slots))
+        work = self._step_work(programs.empty_work(size, num_slots), self._empty_tables(num_slots))
         return programs.step.lower(*self._step_arguments(work))
 
     def _lower_sampling(self, num_slots: int) -> Lowered:
@@ -440,29 +433,29 @@ class ModelRunner:
         logits = jax.ShapeDtypeStruct(shape, np.float32)
         if mesh is not None:
             logits = jax.ShapeDtypeStruct(shape, np.float32, sharding=programs.logits_sharding(mesh, logits))
-        work = self._step_work(programs.empty_work(1, num_slots), self._empty_table(num_slots))
+        work = self._step_work(programs.empty_work(1, num_slots), self._empty_tables(num_slots))
         return programs.sample_step.lower(mesh, self._slots, self._batch, work.slots, logits, self._tables)
 
     def _lower_decode(self, num_slots: int) -> Lowered:
         idle = np.zeros(num_slots, np.bool_)
-        return programs.decode.lower(*self._decode_arguments(idle, 0, self._empty_table(num_slots)))
+        return programs.decode.lower(*self._decode_arguments(idle, 0, self._empty_tables(num_slots)))
 
     def _lower_rounds(self, num_slots: int, tree: int) -> Lowered:
-        return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_table(num_slots)))
+        return speculate.lower(*self._rounds_arguments(empty_rounds(num_slots), tree, self._empty_tables(num_slots)))
 
-    def _empty_table(self, num_slots: int) -> jax.Array:
-        return self.placement.put(np.zeros_like(self._table[:num_slots]))
+    def _empty_tables(self, num_slots: int) -> PageTables:
+        return self.placement.put(self._rows.empty(num_slots))
 
     def _warm_up_step(self, size: int, num_slots: int) -> None:
-        self._update_table(None, num_slots)
+        self._update_tables(None, num_slots)
         self._run_step(programs.empty_work(size, num_slots), False)
 
     def _warm_up_decode(self, num_slots: int) -> None:
-        self._update_table(None, num_slots)
+        self._update_tables(None, num_slots)
         self._run_decode(np.zeros(num_slots, np.bool_), 0)
 
     def _warm_up_rounds(self, num_slots: int, tree: int) -> None:
-        self._update_table(None, num_slots)
+        self._update_tables(None, num_slots)
         self._run_rounds(empty_rounds(num_slots), tree)
 
     def _warm_up_small(self) -> None:
@@ -471,7 +464,7 @@ class ModelRunner:
         for params in (SamplingParams(seed=0), SamplingParams(seed=0, presence_penalty=1.0)):
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
-        self._copy([])
+        self._copy_pages(*copy_ids((), self.spec.groups, COPIES))
         self._write_table(grammars.empty_block(self.spec.table_sizes))
         self._set_rows(
             grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)

@@ -6,7 +6,7 @@ A page is in one of four states:
   free    without owner, contents meaningless.
   owned   by one or more sequences; those that share a page only read it.
   idle    without owner, but kept, as its contents may be reused. The page that is idle for longest is allocated when
-          no page is free, and its `forget` callback is called.
+          no page is free, and its `forget` callback is called; pages that are unlikely to be reused go before it.
 """
 
 import random
@@ -78,10 +78,11 @@ class PagePool:
                 del self._idle[page]
             self._owners[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int], *, goes_first: bool = False) -> None:
         """One owner less for each, the last page of a sequence first.
 
-        In that order no idle page is reallocated before a page that continues it.
+        In that order no idle page is reallocated before a page that continues it. With `goes_first`, those that become
+        idle are reallocated before all that are idle already.
         """
         for page in reversed(pages):
             if self._owners[page] == 0:
@@ -90,6 +91,8 @@ class PagePool:
             if self._owners[page] == 0:
                 if page in self._forget:
                     self._idle[page] = None
+                    if goes_first:
+                        self._idle.move_to_end(page, last=False)
                 else:
                     self._free.append(page)
 

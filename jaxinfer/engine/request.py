@@ -169,11 +169,13 @@ class SequenceState:
 
     Schedule, which the scheduler writes:
       order: its number since the start. slot: its row in the device's arrays, None while it waits.
-      pages: those that it owns, in order.
+      tables: by group of layers, the pages that it owns, in order; NULL_PAGE for those behind a window, which are the
+        first `num_released` of the group.
       num_stored: tokens whose keys are in the cache when everything planned has run: at least so many, where steps
         make more than one token. num_reserved: at most so many, if nothing ended it; its pages have room for them.
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
-      num_listed: leading pages that the device's table has; the runner raises it, the scheduler lowers it.
+      num_listed: leading pages that the device's tables have; the runner raises it, the scheduler lowers it.
+      place: how far its pages are in the prefix tree.
       num_drafted: leading tokens that the draft had stored when it was admitted.
       grammar: its place in its request's grammar, which the engine keeps; None without one.
       target: tokens to store before it decodes. num_preemptions: times it was preempted.
@@ -203,13 +205,15 @@ class SequenceState:
     # Schedule.
     order: int = -1
     slot: int | None = None
-    pages: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    num_released: list[int] = field(default_factory=lambda: [0])
     num_stored: int = 0
     num_reserved: int = 0
     num_confirmed: int = 0
     num_reused: int = 0
     num_listed: int = 0
     num_drafted: int = 0
+    place: Any = field(default=None, repr=False)
     grammar: Any = field(default=None, repr=False)
     target: int = 0
     num_preemptions: int = 0
@@ -236,6 +240,11 @@ class SequenceState:
     def num_prompt(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.token_ids)
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages of the first group: of layers without a window, where there are any."""
+        return self.tables[0]
 
     @property
     def num_output(self) -> int:

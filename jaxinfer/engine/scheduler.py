@@ -12,10 +12,12 @@ import itertools
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import PagePool
-from jaxinfer.engine.prefix import PrefixTree
+from jaxinfer.engine.pools import PagePools
+from jaxinfer.engine.prefix import PrefixPlace, PrefixTree
 from jaxinfer.engine.request import SequenceState
 
 MAX_LOOKED_AT = 256  # waiting requests that one step looks at
@@ -34,7 +36,9 @@ class RequestTooLargeError(ValueError):
 @dataclass(frozen=True)
 class SchedulerOptions:
     """Attributes:
-    num_pages, page_size: the pool, null page included, and tokens of a page. max_seqs: sequences that run at once.
+    num_pages, page_size: the pool, null page included, and tokens of a page. window: of the layers whose keys it has;
+      None where they see all. more_groups: further pools, of layers with other windows.
+    max_seqs: sequences that run at once.
     prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
     max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
       work are kept and found again. shuffle_seed: orders the pages at random (for tests).
@@ -48,6 +52,13 @@ class SchedulerOptions:
     max_waiting: int | None = None
     reuses_prefixes: bool = True
     shuffle_seed: int | None = None
+    window: int | None = None
+    more_groups: tuple[CacheGroup, ...] = ()
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """All groups of layers, each with a pool."""
+        return (CacheGroup(self.num_pages, self.window), *self.more_groups)
 
     def __post_init__(self) -> None:
         for name in ("num_pages", "page_size", "max_seqs", "prefill_chunk", "steps_per_dispatch", "max_waiting"):
@@ -68,6 +79,14 @@ class Chunk:
     is_last: bool
 
 
+class PageCopy(NamedTuple):
+    """A page of a group whose contents another one gets."""
+
+    group: int
+    source: int
+    destination: int
+
+
 @dataclass(frozen=True)
 class DispatchPlan:
     """One dispatch.
@@ -75,7 +94,7 @@ class DispatchPlan:
     Attributes:
       admitted: sequences that got a slot; their rows of the device's arrays must be written first.
       moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
-      copies: pairs (page, new page) to copy before anything is stored. Neither moves nor copies depend on their order.
+      copies: pages to copy before anything is stored. Neither moves nor copies depend on their order.
       chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
         makes a token, or up to `tokens_per_step`.
       draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
@@ -84,7 +103,7 @@ class DispatchPlan:
 
     admitted: list[SequenceState]
     moves: list[tuple[int, int]]
-    copies: list[tuple[int, int]]
+    copies: list[PageCopy]
     chunks: list[Chunk]
     decodes: list[SequenceState]
     num_steps: int
@@ -121,8 +140,8 @@ class Scheduler:
 
     def __init__(self, options: SchedulerOptions, slot_buckets: Sequence[int] | None = None):
         self.options = options
-        self.pool = PagePool(options.num_pages, options.shuffle_seed)
-        self.prefixes = PrefixTree(self.pool)
+        self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed)
+        self.prefixes = PrefixTree(self.pools.all, options.groups, options.page_size)
         self.counters = Counters()
         self.waiting: list[SequenceState] = []  # sorted by rank
         self.running: list[SequenceState] = []
@@ -130,19 +149,24 @@ class Scheduler:
         self._free_slots = list(range(options.max_seqs))
         self._orders = itertools.count()
 
+    @property
+    def pool(self) -> PagePool:
+        """The pool of the first group: of layers without a window, where there are any."""
+        return self.pools.all[0]
+
     # What the engine asks for.
 
     def check_fits(self, num_prompt: int, max_tokens: int) -> None:
         """Raises RequestTooLargeError, with both numbers, for a sequence that could never run to its end."""
         if num_prompt < 1 or max_tokens < 1:
             raise ValueError(f"a prompt token and max_tokens >= 1 are needed, got {num_prompt} and {max_tokens}")
-        needed, available = self._pages_for(num_prompt + max_tokens - 1), self.options.num_pages - 1
-        if needed > available:
-            raise RequestTooLargeError(
-                f"{num_prompt} prompt tokens and max_tokens={max_tokens} need {needed} pages of "
-                f"{self.options.page_size} tokens, but the cache has {available}: raise num_pages or memory_fraction, "
-                f"or lower max_tokens"
-            )
+        for pool, needed in zip(self.pools.all, self.pools.least_pages(num_prompt + max_tokens - 1), strict=True):
+            if needed > (available := pool.num_pages - 1):
+                raise RequestTooLargeError(
+                    f"{num_prompt} prompt tokens and max_tokens={max_tokens} need {needed} pages of "
+                    f"{self.options.page_size} tokens, but the cache has {available}: raise num_pages or "
+                    f"memory_fraction, or lower max_tokens"
+                )
 
     def add(self, sequence: SequenceState) -> None:
         """Queues a sequence that fits (`check_fits`). Raises QueueFullError when max_waiting sequences wait."""
@@ -183,6 +207,7 @@ class Scheduler:
         several tokens, report with `reconcile` how many it were; a plan with prompts, or with few pages left, has none.
         Such a step may store `num_scratch` tokens more than it keeps, if the sequence may still grow so long.
         """
+        self._release_behind_windows()
         while True:
             width = tokens_per_step
             decodes = [one for one in self.running if one.can_decode]
@@ -192,7 +217,7 @@ class Scheduler:
                 steps = width = 1
             if steps * width > 1 or self._allocate_pages(decodes, 1):
                 admitted: list[SequenceState] = []
-                copies: list[tuple[int, int]] = []
+                copies: list[PageCopy] = []
                 chunks = self._plan_prompts(admitted, copies)
                 if chunks or decodes or all(one.is_decoding for one in self.running):
                     break
@@ -249,7 +274,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
-        self.pool.check(one.pages for one in self.running)
+        self.pools.check(self.running)
         self.prefixes.check()
         slots = [one.slot for one in self.running]
         if sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) != list(
@@ -257,7 +282,7 @@ class Scheduler:
         ):
             raise RuntimeError(f"slots {slots} are held and {sorted(self._free_slots)} are free")
         for one in self.waiting:
-            if one.slot is not None or one.pages or one.is_finished:
+            if one.slot is not None or any(one.tables) or one.is_finished:
                 raise RuntimeError(f"sequence {one.order} waits with {len(one.pages)} pages, slot {one.slot}")
         if self.waiting != sorted(self.waiting, key=_rank):
             raise RuntimeError("the queue is out of order")
@@ -266,9 +291,10 @@ class Scheduler:
                 raise RuntimeError(f"{one.num_reserved} tokens may be stored in {len(one.pages)} pages")
             if one.num_stored > min(one.num_reserved, one.num_storable):
                 raise RuntimeError(f"{one.num_stored} tokens are stored, at most {one.num_reserved} are planned")
-            for page in one.pages[one.num_confirmed // self.options.page_size :]:
-                if self.pool.num_owners(page) > 1 or self.pool.is_kept(page):
-                    raise RuntimeError(f"page {page} is still written, but it is shared or known")
+            for pool, table in zip(self.pools.all, one.tables, strict=True):
+                for page in table[one.num_confirmed // self.options.page_size :]:
+                    if pool.num_owners(page) > 1 or pool.is_kept(page):
+                        raise RuntimeError(f"page {page} is still written, but it is shared or known")
 
     # Planning.
 
@@ -285,26 +311,24 @@ class Scheduler:
         """Whether the first that waits could start now; a guess, `_admit` decides."""
         if not self.waiting or not self._free_slots:
             return False
-        return self._pages_for(len(self.waiting[0].tokens)) + self._num_spare() <= self.pool.num_available
+        return self.pools.has_room(self.pools.least_pages(len(self.waiting[0].tokens)), self._num_spare())
 
-    def _num_spare(self) -> int:
-        """Pages left for those that run when another is admitted, lest it is preempted at once: the rest of their
-        prompts, and one for the next tokens of each."""
-        prompts = (one for one in self.running if not one.is_decoding)
-        return len(self.running) + sum(self._pages_for(one.target) - len(one.pages) for one in prompts)
+    def _num_spare(self) -> list[int]:
+        """By group, pages left for those that run when another is admitted, lest it is preempted at once."""
+        return self.pools.num_spare(self.running)
 
     def _allocate_pages(self, decodes: list[SequenceState], num_tokens: int) -> bool:
         """Allocates pages for this many more tokens of each; takes none and returns false if there are too few."""
         tokens = [min(one.num_reserved + num_tokens, one.num_storable) for one in decodes]
         missing = [max(0, self._pages_for(num) - len(one.pages)) for one, num in zip(decodes, tokens, strict=True)]
-        if sum(missing) > self.pool.num_available:
+        if sum(missing) > self.pools.num_available:
             return False
         for sequence, count in zip(decodes, missing, strict=True):
             if count:
-                sequence.pages += self.pool.allocate(count)
+                self.pools.extend(sequence, count)
         return True
 
-    def _plan_prompts(self, admitted: list[SequenceState], copies: list[tuple[int, int]]) -> list[Chunk]:
+    def _plan_prompts(self, admitted: list[SequenceState], copies: list[PageCopy]) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.options.prefill_chunk
         for sequence in sorted((one for one in self.running if not one.is_decoding), key=_rank):
@@ -324,11 +348,11 @@ class Scheduler:
 
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
-        room = (len(sequence.pages) + self.pool.num_available) * self.options.page_size - sequence.num_stored
+        room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - sequence.num_stored
         length = min(budget, sequence.target - sequence.num_stored, room)
         if length > 0:
             missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
-            sequence.pages += self.pool.allocate(max(missing, 0))
+            self.pools.extend(sequence, max(missing, 0))
             is_last = sequence.num_stored + length == sequence.target
             chunks.append(Chunk(sequence, sequence.num_stored, length, is_last))
         return length
@@ -361,20 +385,22 @@ class Scheduler:
     def _has_prompt(self, sequence: SequenceState | None) -> bool:
         return sequence is not None and sequence.slot is not None and sequence.num_confirmed >= sequence.num_prompt
 
-    def _admit(self, sequence: SequenceState, copies: list[tuple[int, int]]) -> bool:
+    def _admit(self, sequence: SequenceState, copies: list[PageCopy]) -> bool:
         """Gives a waiting sequence a slot, if there are pages for all tokens that it has; it takes them as it goes."""
         num_tokens, page_size = len(sequence.tokens), self.options.page_size
-        pages, num_known = self._find_known(sequence)
+        tables, num_known = self._find_known(sequence)
         num_whole = num_known // page_size
-        if self._pages_for(num_tokens) - num_whole + self._num_spare() > self.pool.num_available:
-            self.pool.release(pages)
+        if not self.pools.has_room(self.pools.num_missing(num_tokens, num_known), self._num_spare()):
+            self.pools.release_tables(tables)
             return False
         # It will write into a page that is known in part, so it gets a copy of its own (copy-on-write).
-        own = self.pool.allocate(len(pages) - num_whole)
-        copies += zip(pages[num_whole:], own, strict=True)
-        self.pool.release(pages[num_whole:])
-        sequence.pages, sequence.num_stored = pages[:num_whole] + own, num_known
-        sequence.num_reserved = num_known
+        for group, (pool, table) in enumerate(zip(self.pools.all, tables, strict=True)):
+            shared, table[num_whole:] = table[num_whole:], pool.allocate(len(table) - num_whole)
+            copies += [PageCopy(group, *pair) for pair in zip(shared, table[num_whole:], strict=True)]
+            pool.release(shared)
+        sequence.num_released = self.pools.first_needed(num_known)
+        sequence.tables, sequence.place = tables, PrefixPlace()
+        sequence.num_stored = sequence.num_reserved = num_known
         self.waiting.remove(sequence)
         self.running.append(sequence)
         sequence.slot = heapq.heappop(self._free_slots)
@@ -383,18 +409,18 @@ class Scheduler:
         self.counters.reused_tokens += num_known
         return True
 
-    def _find_known(self, sequence: SequenceState) -> tuple[list[int], int]:
-        """Pages (shared now) that hold the beginning of its tokens, and how many tokens; at least one is left over, as
-        the next token is chosen from what that one gives."""
+    def _find_known(self, sequence: SequenceState) -> tuple[list[list[int]], int]:
+        """Tables of pages (shared now) that hold the beginning of its tokens, and how many tokens; at least one is left
+        over, as the next token is chosen from what that one gives."""
         if not self._can_reuse(sequence):
-            return [], 0
+            return [[] for _ in self.pools.all], 0
         num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
         if sequence.leader is not None and self._has_live_leader(sequence):
-            pages = sequence.leader.pages[: self._pages_for(num_useful)]
-            self.pool.share(pages)
-            return pages, num_useful
-        pages = self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
-        return pages, len(pages) * page_size
+            tables = self.pools.share_beginning(sequence.leader, num_useful)
+            if tables is not None:
+                return tables, num_useful
+        tables = self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
+        return tables, len(tables[0]) * page_size
 
     def _plan_moves(self, decodes: list[SequenceState]) -> list[tuple[int, int]]:
         """Moves sequences to lower slots where that lets a smaller program run."""
@@ -426,17 +452,24 @@ class Scheduler:
             raise RuntimeError("a sequence without a slot cannot leave one")
         self._cache_prefix(sequence)
         self.running.remove(sequence)
-        self.pool.release(sequence.pages)
+        self.pools.release_all(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
-        sequence.slot, sequence.pages = None, []
+        sequence.slot = sequence.place = None
         sequence.num_stored = sequence.num_reserved = sequence.num_confirmed = sequence.num_listed = 0
 
     def _cache_prefix(self, sequence: SequenceState) -> None:
         """Full pages of what is confirmed enter the prefix tree."""
         if self.options.reuses_prefixes:
             keys = sequence.keys(self.options.page_size, sequence.num_confirmed)
-            if self.prefixes.insert(keys, sequence.pages, sequence.salt):
+            if self.prefixes.insert(keys, sequence.tables, sequence.salt, sequence.place):
                 sequence.num_listed = 0
+
+    def _release_behind_windows(self) -> None:
+        """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
+        for sequence in self.running:
+            if self.pools.has_behind(sequence):
+                self._cache_prefix(sequence)
+                self.pools.release_behind(sequence, self.prefixes)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.options.page_size)

@@ -9,16 +9,16 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer import parallel
 from jaxinfer.cache import PagedCache, abstract_paged_cache, stored_dtype
+from jaxinfer.engine.abstract_work import abstract_slots, placed
+from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import ProgramModel
-from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepSlots, StepWork, init_slots, slot_axes
-from jaxinfer.engine.programs.speculative import Drafter, SpeculativeWork
+from jaxinfer.engine.programs.paged import Slots
+from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
@@ -145,8 +145,9 @@ class EngineSpec:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, the null page included: room for max_seqs sequences of max_model_len unless set."""
-        return self.pool_pages or self.options.num_pages or self.max_seqs * self.pages_per_sequence + 1
+        """Pages of the first group's pool, the null page included: of the layers without a window, where there are any.
+        Unless set, `PoolSizes.default`."""
+        return self.pool_pages or self.options.num_pages or self.pool_sizes.default
 
     @property
     def reuses_prefixes(self) -> bool:
@@ -162,6 +163,52 @@ class EngineSpec:
             return (LayerCache("latent"),) * self.config.num_layers
         windows = (self.config.window(layer) for layer in range(self.config.num_layers))
         return tuple(LayerCache("full" if window is None else "window", window) for window in windows)
+
+    # Groups of layers.
+
+    @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of the groups: None first, for layers without one, then the largest first.
+
+        A draft model's own layers are all in the group without a window, as it stores a whole prompt at once when it
+        first drafts: none of it may have been given back.
+        """
+        found = {layer.window for layer in self.layers} | ({None} if self.has_own_draft else set())
+        return tuple(sorted(found, key=lambda window: (window is not None, -(window or 0))))
+
+    @cached_property
+    def layer_groups(self) -> tuple[int, ...]:
+        """The group of each layer; () where there is only one."""
+        if len(self.windows) == 1:
+            return ()
+        return tuple(self.windows.index(layer.window) for layer in self.layers)
+
+    @cached_property
+    def pool_sizes(self) -> PoolSizes:
+        """The rule for the numbers of pages."""
+        scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
+        tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
+        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens)
+
+    @cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """The groups of layers and their pools."""
+        counts = self.pool_sizes.pages(self.num_pages)
+        return tuple(map(CacheGroup, counts, self.windows, self._layers_by_group, self.group_page_bytes))
+
+    @property
+    def _layers_by_group(self) -> list[tuple[int, ...]]:
+        windows = [(layer, kind.window) for layer, kind in enumerate(self.layers)]
+        return [tuple(layer for layer, own in windows if own == window) for window in self.windows]
+
+    @cached_property
+    def group_page_bytes(self) -> tuple[int, ...]:
+        """Bytes of a page of each group on a device, in all of its layers and the draft's."""
+        single = self._cache(self.config, self.kv_dtype, (1,))
+        found = [sum(num_bytes(single.layers[layer]) for layer in layers) for layers in self._layers_by_group]
+        if self.draft_kv_dtype is not None and self.draft_model is not None:
+            found[0] += num_bytes(self._cache(self.draft_model[0], self.draft_kv_dtype, (1,)))
+        return tuple(found)
 
     @cached_property
     def table_sizes(self) -> TableSizes:
@@ -302,18 +349,21 @@ class EngineSpec:
     @cached_property
     def cache(self) -> PagedCache:
         """The model's pages."""
-        return self._cache(self.config, self.kv_dtype)
+        counts = tuple(group.num_pages for group in self.groups)
+        return self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
 
     @cached_property
     def draft_cache(self) -> PagedCache | None:
         """The pages of a draft model's own."""
         if self.draft_kv_dtype is None or self.draft_model is None:
             return None
-        return self._cache(self.draft_model[0], self.draft_kv_dtype)
+        return self._cache(self.draft_model[0], self.draft_kv_dtype, (self.num_pages,))
 
-    def _cache(self, config: ModelConfig, kv_dtype: str) -> PagedCache:
+    def _cache(
+        self, config: ModelConfig, kv_dtype: str, counts: tuple[int, ...], groups: tuple[int, ...] = ()
+    ) -> PagedCache:
         layout = self.layout_of(config, kv_dtype)
-        return abstract_paged_cache(config, self.num_pages, self.page_size, kv_dtype, layout, self.program_mesh)
+        return abstract_paged_cache(config, counts, self.page_size, kv_dtype, layout, self.program_mesh, groups)
 
     @property
     def pages(self) -> Pages:
@@ -345,11 +395,10 @@ class EngineSpec:
             parts["draft cache"] = num_bytes(self.draft_cache)
         return {**parts, "slots": num_bytes(self.slots), "grammars": num_bytes(self.tables)}
 
-    @cached_property
+    @property
     def page_bytes(self) -> int:
-        """Bytes of one page on a device, in all layers and the draft's."""
-        caches = [self.cache] if self.draft_cache is None else [self.cache, self.draft_cache]
-        return sum(num_bytes(one) for one in caches) // self.num_pages
+        """Bytes of one page on a device, in all layers of the first group and the draft's."""
+        return self.group_page_bytes[0]
 
     # Variants.
 
@@ -444,50 +493,3 @@ def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Par
     """Abstract parameters, of which some may be quantized, with their shardings. Raises ValueError as
     `models.check_divides`."""
     return params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
-
-
-def abstract_slots(
-    num_slots: int, vocab_size: int, mesh: Mesh | None = None, draft_length: int | None = None
-) -> tuple[Slots, SamplingBatch]:
-    """Slots and sampling parameters; `draft_length` as in `init_slots`."""
-    rows = jax.eval_shape(lambda: init_slots(num_slots, vocab_size, draft_length))
-    return rows if mesh is None else placed(rows, parallel.array_shardings(mesh, rows, slot_axes(*rows)))
-
-
-def abstract_step_work(num_tokens: int, num_slots: int, pages_per_sequence: int) -> StepWork:
-    """What a step of so many tokens takes."""
-    rows, counts, flags = (
-        abstract_array(jnp.int32, num_tokens),
-        abstract_array(jnp.int32, num_slots),
-        abstract_array(jnp.bool_, num_slots),
-    )
-    table = abstract_array(jnp.int32, num_slots, pages_per_sequence)
-    return StepWork(rows, rows, StepSlots(counts, counts, counts, flags, flags, counts), table)
-
-
-def abstract_decode_work(num_slots: int, pages_per_sequence: int) -> DecodeWork:
-    """What decoding takes."""
-    table = abstract_array(jnp.int32, num_slots, pages_per_sequence)
-    return DecodeWork(
-        is_scheduled=abstract_array(jnp.bool_, num_slots), page_table=table, num_steps=abstract_array(jnp.int32)
-    )
-
-
-def abstract_rounds(num_slots: int, pages_per_sequence: int) -> SpeculativeWork:
-    """What speculative rounds take."""
-    return SpeculativeWork(
-        is_scheduled=abstract_array(jnp.bool_, num_slots),
-        page_table=abstract_array(jnp.int32, num_slots, pages_per_sequence),
-        num_rounds=abstract_array(jnp.int32),
-        num_drafts=abstract_array(jnp.int32, num_slots),
-    )
-
-
-def abstract_array(dtype: Any, *shape: int) -> Any:
-    """An array that every device has all of."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def placed(arrays: Any, shardings: Any) -> Any:
-    """Abstract arrays with a sharding each."""
-    return jax.tree.map(lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arrays, shardings)

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 
 from jaxinfer.checks import num_cores
+from jaxinfer.engine.abstract_work import abstract_decode_work, abstract_rounds, abstract_step_work
 from jaxinfer.engine.programs import paged, program_model
 from jaxinfer.engine.programs.speculative import speculate
-from jaxinfer.engine.spec import EngineSpec, abstract_decode_work, abstract_rounds, abstract_step_work, layer_kinds
+from jaxinfer.engine.spec import EngineSpec, layer_kinds
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import LayersDraft
 from pallas_kernels import ahead_of_time
@@ -368,15 +369,15 @@ def planned_programs(spec: EngineSpec) -> dict[str, Planned]:
     """
     model, weights = program_model(spec.config, spec.placed_params, spec.program_mesh)
     common = (model, weights, spec.cache, *spec.slots)
-    pages = spec.pages_per_sequence
+    tables = spec.pages_per_sequence, len(spec.windows)
     resident = 0
     if spec.has_own_draft:
         resident = num_bytes(spec.placed_draft) + num_bytes(spec.draft_cache)
-    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], pages)
+    work = abstract_step_work(spec.token_buckets[-1], spec.step_slots[-1], *tables)
     step = (model, weights, spec.cache, spec.slots[0], work, spec.options.deterministic)
     found = [Planned(PREFILL, paged.step, step, resident)]
     if not spec.options.deterministic:
-        decoding = abstract_decode_work(spec.decode_slots[-1], pages)
+        decoding = abstract_decode_work(spec.decode_slots[-1], *tables)
         found.append(Planned(DECODE, paged.decode, (*common, decoding, spec.steps_per_dispatch, spec.tables), resident))
     if spec.draft is not None:
         is_shared = isinstance(spec.draft, LayersDraft)
@@ -390,6 +391,6 @@ def _rounds(spec: EngineSpec, model: Any, weights: Any) -> tuple[Any, ...]:
     if spec.draft_model is not None:
         kind, draft_weights = program_model(spec.draft_model[0], spec.placed_draft or {}, spec.program_mesh)
     drafter = spec.drafters(kind)[spec.trees[-1]]  # pyright: ignore[reportArgumentType]
-    work = abstract_rounds(spec.round_slots[-1], spec.pages_per_sequence)
+    work = abstract_rounds(spec.round_slots[-1], spec.pages_per_sequence, len(spec.windows))
     arrays = spec.cache, spec.draft_cache, *spec.slots
     return model, weights, drafter, draft_weights, *arrays, work, spec.max_rounds, spec.tables

@@ -21,7 +21,7 @@ class Counted:
       window_keys: (window, FLOPs per key) of the layers with sliding windows.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
-      token_cache_bytes: keys and values of one token.
+      token_cache_bytes: keys and values of one token in all layers.
       head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
         its last token only.
     """
@@ -75,7 +75,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
     width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
     of_key = 2 * config.num_heads * width / num_devices
     windows = [config.window(layer) for layer in range(config.num_layers)]
-    num_pages = jax.tree.leaves(cache.layers[0])[0].shape[0]
+    page_bytes = sum(num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0] for pages in cache.layers)
     return Counted(
         token_flops=flops,
         key_flops=of_key * sum(window is None for window in windows),
@@ -84,6 +84,6 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         expert_bytes=experts,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen=0 if moe is None else moe.num_experts_per_token,
-        token_cache_bytes=num_bytes(cache) // (num_pages * spec.page_size),
+        token_cache_bytes=page_bytes // spec.page_size,
         head=head,
     )

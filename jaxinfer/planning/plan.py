@@ -1,7 +1,7 @@
 """A memory plan: whether a model fits a place, what its programs need there, and the least time of a step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -78,7 +78,10 @@ class Memory:
     Attributes:
       parts: bytes by name while `peak` runs, the program that needs most; their sum is `total`.
       usable: what programs may use. budget: the engine's share of it (memory_fraction).
-      page_size: tokens of a page. page_bytes: bytes of a page. planned_tokens: tokens of cache that were asked for.
+      page_size: tokens of a page. page_bytes: bytes of a page, of the layers without a window where others have one.
+      planned_tokens: tokens of cache that were asked for. pools: bytes of the pool of each group of layers, if several.
+      sequence_bytes: of the pages of a decoding sequence of the greatest length. token_bytes: of a token in all layers.
+      pages_that_fit: of the first group, if there are several; None counts by page_bytes.
       is_measured: whether the numbers come from a compiler's memory analysis; otherwise temporaries are estimated.
     """
 
@@ -90,6 +93,10 @@ class Memory:
     page_bytes: int
     planned_tokens: int
     is_measured: bool
+    sequence_bytes: int = 0
+    token_bytes: float = 0.0
+    pools: dict[str, int] = field(default_factory=dict)
+    pages_that_fit: int | None = None
 
     @property
     def total(self) -> int:
@@ -102,6 +109,8 @@ class Memory:
     @property
     def tokens(self) -> int:
         """Tokens of cache that fit, including the planned ones; the null page holds none."""
+        if self.pages_that_fit is not None:
+            return max(self.pages_that_fit - 1, 0) * self.page_size
         pages = (self.budget - (self.total - self.pool_bytes)) // self.page_bytes - 1
         return max(pages, 0) * self.page_size
 
@@ -198,7 +207,7 @@ def to_dict(plan: MemoryPlan, changes: Sequence[Change] = ()) -> dict[str, Any]:
             "largest program": memory.peak,
         },
         "cache": {
-            **_fields(memory, "page_size", "page_bytes"),
+            **_fields(memory, "page_size", "page_bytes", "sequence_bytes", "pools"),
             "tokens_planned": memory.planned_tokens,
             "tokens_that_fit": memory.tokens,
             "tokens_remaining": memory.remaining_tokens,
@@ -271,6 +280,9 @@ def _memory_text(plan: MemoryPlan) -> str:
     rest = memory.remaining_tokens
     remaining = f"{abs(rest):,} {'more' if rest >= 0 else 'fewer'} than planned"
     table = table_text((f"memory of one device, {how}", "bytes", "of budget"), rows)
+    if memory.pools:
+        pools = ", ".join(f"{name}: {format_bytes(size)}" for name, size in memory.pools.items())
+        table += f"  pages by layers: {pools}; {format_bytes(memory.sequence_bytes)} for the longest sequence\n"
     return f"{table}  cache for {memory.tokens:,} tokens in total: {remaining}\n"
 
 

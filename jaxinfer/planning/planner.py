@@ -125,17 +125,24 @@ def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int)
     else:
         guess = activation_bytes(spec)
         parts["temporaries"] = guess // spec.num_devices
-    fraction = spec.options.memory_fraction
-    return Memory(
+    budget, sizes = int(spec.options.memory_fraction * usable), spec.pool_sizes
+    memory = Memory(
         parts=parts,
         peak=peak,
         usable=usable,
-        budget=int(fraction * usable),
+        budget=budget,
         page_size=spec.page_size,
         page_bytes=spec.page_bytes,
         planned_tokens=(spec.num_pages - 1) * spec.page_size,
         is_measured=bool(programs),
+        sequence_bytes=sizes.sequence_bytes,
+        token_bytes=sizes.token_bytes,
     )
+    if len(spec.groups) == 1:
+        return memory
+    fitting = sizes.fitting(budget - (memory.total - memory.pool_bytes))
+    pools = {group.name: group.pool_bytes for group in spec.groups}
+    return replace(memory, pools=pools, pages_that_fit=fitting)
 
 
 def _roofline(

@@ -5,6 +5,7 @@ of 4 bits, more chips. A change that is not enough alone is combined with fewer 
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from jaxinfer.planning.compiled import (
 )
 from jaxinfer.planning.plan import Change, Memory, MemoryPlan, PlanRequest
 from jaxinfer.quantization import quantize_params
-from jaxinfer.quantization.tree import describe, num_bytes
+from jaxinfer.quantization.tree import describe
 
 # Fewer or shorter sequences than this share of the request are proposed only if nothing else helps.
 LEAST_SHARE = 0.25
@@ -102,23 +103,24 @@ def _fewer(
 ) -> Iterator[tuple[Change, PlanRequest]]:
     """The request with as many sequences as fit, and with sequences as long as fit."""
     spec = request.spec()
-    max_seqs, max_model_len = spec.max_seqs, spec.max_model_len
+    max_seqs, max_model_len, page_size = spec.max_seqs, spec.max_model_len, spec.page_size
     budget = int(spec.options.memory_fraction * request.place.device_bytes)
     slot_bytes = spec.parts["slots"] / max_seqs
-    sequence_bytes = spec.page_bytes * spec.pages_per_sequence + slot_bytes
     rest = overhead + sum(size for name, size in spec.parts.items() if "cache" not in name and name != "slots")
-    left = budget - rest - spec.page_bytes
-    num = min(int(left // sequence_bytes), max_seqs)
+
+    def total(num_seqs: int, num_tokens: int) -> int:
+        sizes = replace(spec.pool_sizes, max_seqs=num_seqs, max_model_len=num_tokens)
+        return round(rest + sizes.bytes_of(sizes.default) + num_seqs * slot_bytes)
+
+    num = bisect_right(range(1, max_seqs + 1), budget, key=lambda one: total(one, max_model_len))
     if 1 <= num < max_seqs and num >= least * max_seqs:
-        total = round(rest + spec.page_bytes + num * sequence_bytes)
         smaller = request.with_options(max_seqs=num)
-        yield Change({**flags, "--max-seqs": str(num)}, total, budget), smaller
-    pages = int((left - slot_bytes * max_seqs) // (max_seqs * spec.page_bytes))
-    context = pages * spec.page_size
+        yield Change({**flags, "--max-seqs": str(num)}, total(num, max_model_len), budget), smaller
+    pages = bisect_right(range(1, spec.pages_per_sequence), budget, key=lambda one: total(max_seqs, one * page_size))
+    context = pages * page_size
     if pages >= 1 and least * max_model_len <= context < max_model_len:
-        slots = slot_bytes * max_seqs
-        total = round(rest + spec.page_bytes * (1 + max_seqs * pages) + slots)
-        yield Change({**flags, "--context": str(context)}, total, budget), request.with_options(max_model_len=context)
+        flags = {**flags, "--context": str(context)}
+        yield Change(flags, total(max_seqs, context), budget), request.with_options(max_model_len=context)
 
 
 def _kinds(request: PlanRequest) -> Iterator[tuple[dict[str, str], PlanRequest]]:
@@ -148,9 +150,7 @@ def _with_small_cache(request: PlanRequest) -> tuple[dict[str, str], PlanRequest
     before, smaller = request.spec(), request.with_options(kv_dtype=name)
     try:
         after = smaller.spec()
-        if num_bytes(after.cache) / after.num_pages / after.page_size >= 0.75 * (
-            num_bytes(before.cache) / before.num_pages / before.page_size
-        ):
+        if after.pool_sizes.token_bytes >= 0.75 * before.pool_sizes.token_bytes:
             return None
     except (ValueError, NotImplementedError):
         return None

@@ -121,14 +121,14 @@ def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNe
     fixed = sum(size for part, size in parts.items() if part not in ("cache", "draft cache"))
     num_pages = options.num_pages
     if num_pages is None:
-        smallest = spec.pages_per_sequence + 1
-        fitting = (budget - fixed) // spec.page_bytes
-        if fitting < smallest:
+        sizes = spec.pool_sizes
+        fitting = sizes.fitting(budget - fixed)
+        if fitting < sizes.smallest:
             raise OutOfMemoryError(
-                f"{name} needs {format_bytes(fixed)} and at least {format_bytes(smallest * spec.page_bytes)} of cache, "
-                f"and the budget is {format_bytes(budget)}: raise --model-memory, or lower --max-model-len"
+                f"{name} needs {format_bytes(fixed)} and at least {format_bytes(sizes.bytes_of(sizes.smallest))} of "
+                f"cache, and the budget is {format_bytes(budget)}: raise --model-memory, or lower --max-model-len"
             )
-        num_pages = min(spec.max_seqs * spec.pages_per_sequence + 1, fitting)
+        num_pages = min(sizes.default, fitting)
     return ModelNeeds({**parts, **spec.with_pages(num_pages).parts}, num_pages, shared)
 
 

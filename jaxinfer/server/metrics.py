@@ -220,9 +220,12 @@ class _Watched:
         yield "num_requests_running", "Answers that hold a slot.", sum(len(s.running) for s in one)
         num_waiting = self.num_queued() + sum(len(s.waiting) for s in one)
         yield "num_requests_waiting", "Answers that wait, in the server and the engine.", num_waiting
-        shares = [1 - s.pool.num_available / (s.options.num_pages - 1) for s in one]
-        yield "kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", sum(shares) / len(shares)
-        yield "kv_cache_pages_owned", "Pages that answers own.", sum(s.pool.num_owned for s in one)
+        shares = [max(1 - pool.num_available / (pool.num_pages - 1) for pool in s.pools.all) for s in one]
+        yield "kv_cache_usage_perc", "Share of the fullest pool in use, 0 to 1.", sum(shares) / len(shares)
+        yield "kv_cache_pages_owned", "Pages that answers own.", sum(s.pools.num_owned for s in one)
+        windows = [pool for s in one for pool, kind in zip(s.pools.all, s.pools.groups, strict=True) if kind.window]
+        num_owned = sum(pool.num_owned for pool in windows)
+        yield "kv_cache_window_pages_owned", "Of these, pages of layers with a window.", num_owned
 
     def counters(self) -> Iterator[tuple[str, str, float]]:
         """Name, meaning and value of each."""

@@ -394,10 +394,10 @@ class ModelPool:
         """
         assert self.budget is not None
         others = [one for one in self.models if one is not model]
-        pinned = [one.needs for one in others if one.is_pinned]
-        if bytes_together([needs, *pinned]) > self.budget:
-            kept = format_bytes(bytes_together(pinned))
-            beside = f" beside {kept} of the models that are always kept" if pinned else ""
+        staying = [one.needs for one in others if one.is_pinned]
+        if bytes_together([needs, *staying]) > self.budget:
+            kept = format_bytes(bytes_together(staying))
+            beside = f" beside {kept} of the models that are always kept" if staying else ""
             raise OutOfMemoryError(
                 f"{model.name} needs {format_bytes(needs.num_bytes)}, and the budget of all models is "
                 f"{format_bytes(self.budget)}{beside}: raise --model-memory, or lower --max-seqs, --max-model-len or "

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxinfer.cache import PagedAttention, PagedCache, move_tokens
+from jaxinfer.cache import PagedAttention, PagedCache, PageTables, move_tokens
 from jaxinfer.grammar.device import GrammarTables, draft_tokens, next_states
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import (
@@ -69,13 +69,14 @@ class DraftRows(NamedTuple):
     Attributes:
       positions: int32[S], position of the root, which equals the number of tokens in the target's cache.
       is_active: bool[S]. num_nodes: int32[S], leading nodes of the tree that the row may use, the root included.
-      page_table: int32[S, P]. batch: sampling parameters. history: sampling state, up to the root. tables: of grammars.
+      page_tables: int32[S, P] of each group of layers. batch: sampling parameters. history: sampling state, up to the
+        root. tables: of grammars.
     """
 
     positions: jax.Array
     is_active: jax.Array
     num_nodes: jax.Array
-    page_table: jax.Array
+    page_tables: PageTables
     batch: SamplingBatch
     history: SamplingState
     tables: GrammarTables | None = None
@@ -176,7 +177,7 @@ def catch_up(
         positions = jnp.where(indices < ends[-1], draft.num_drafted[slot] + indices - starts[slot], 0)
         lengths = ends - starts
         stored = draft.num_drafted + lengths
-        attend = PagedAttention(cache, rows.page_table, starts, lengths, stored, mesh=model.mesh)
+        attend = PagedAttention(cache, rows.page_tables, starts, lengths, stored, mesh=model.mesh)
         model.decoder(draft.sequence[slot, positions], positions, attend)
         return attend.cache, replace(draft, num_drafted=stored)
 
@@ -204,7 +205,7 @@ def propose_chain(
         is_running, position = is_feeding(draft), draft.num_drafted
         lengths = is_running.astype(jnp.int32)
         attend = PagedAttention(
-            cache, rows.page_table, row, lengths, position + lengths, max_query_length=1, mesh=model.mesh
+            cache, rows.page_tables, row, lengths, position + lengths, max_query_length=1, mesh=model.mesh
         )
         place = jnp.where(is_running, position, 0)
         hidden = model.decoder(draft.sequence[row, place], place, attend)
@@ -256,7 +257,7 @@ def propose_tree(
         lengths = jnp.where(rows.is_active, jnp.minimum(rows.num_nodes, count), 0)
         attend = PagedAttention(
             cache,
-            rows.page_table,
+            rows.page_tables,
             row * count,
             lengths,
             rows.positions + lengths,
@@ -291,11 +292,11 @@ def keep_path(
     """Moves the keys and values of the accepted path int32[S, D + 1] (the root first, `num_kept` int32[S] nodes) from
     the tree's positions, position + node, to the sequence's, position + depth. Donate the cache."""
     depths = jnp.arange(path.shape[1])
-    end = rows.page_table.shape[1] * cache.page_size
+    end = rows.page_tables[0].shape[1] * cache.page_size
     is_kept = (depths < num_kept[:, None]) & rows.is_active[:, None]
     sources = jnp.where(is_kept, rows.positions[:, None] + path, 0)
     destinations = jnp.where(is_kept, rows.positions[:, None] + depths, end)
-    return move_tokens(cache, rows.page_table, sources, destinations, mesh=mesh)
+    return move_tokens(cache, rows.page_tables, sources, destinations, mesh=mesh)
 
 
 def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows: DraftRows):
@@ -310,7 +311,7 @@ def _store_last(model: DraftDecoder, cache: PagedCache, draft: DraftSlots, rows:
         lengths = is_behind(draft).astype(jnp.int32)
         position = jnp.where(lengths > 0, draft.num_drafted, 0)
         attend = PagedAttention(
-            cache, rows.page_table, row, lengths, position + lengths, max_query_length=1, mesh=model.mesh
+            cache, rows.page_tables, row, lengths, position + lengths, max_query_length=1, mesh=model.mesh
         )
         model.decoder(draft.sequence[row, position], position, attend)
         return attend.cache, replace(draft, num_drafted=draft.num_drafted + lengths), count + 1

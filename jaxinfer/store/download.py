@@ -20,7 +20,6 @@ from jaxinfer.store.pulled import HubName, PulledFile, hub_cache
 # Other tools take files with this ending for unfinished downloads, and can remove them.
 PARTIAL = ".jaxinfer.incomplete"
 NUM_WORKERS = 4
-_CHUNK_BYTES = 2**18
 _RANGE_BYTES = 2**32  # of one request: the hub gives no more than 50 GB in one
 _NUM_RETRIES = 5  # without any new byte
 
@@ -162,7 +161,7 @@ class Transfer:
                 self._count(-start)
                 end = file.num_bytes
             left = end - target.tell()
-            for chunk in response.iter_bytes(_CHUNK_BYTES):
+            for chunk in response.iter_bytes():
                 if self._stop.is_set():
                     raise InterruptedError("the download was stopped")
                 with naming(Path(target.name)):  # of a full disk

@@ -1,22 +1,25 @@
 """A device and an engine for the scheduler's tests: they execute plans and nothing else, but check all they see.
 
 The device stores one number per token: what it is, where it stands and whose salt it has. Its "model" reads all numbers
-of a sequence back from the pages, so a page that was wrongly shared, overwritten, forgotten or not copied changes the
-answer. The same model run on the prompt alone says what the answer must be.
+of a sequence back from the pages of each group of layers, or the last ones of a group with a window; so a page that was
+wrongly shared, overwritten, forgotten, given back or not copied changes the answer. The same model run on the prompt
+alone says what the answer must be.
 """
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT, CacheGroup
+from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
-from jaxinfer.engine.scheduler import DispatchPlan, QueueFullError, Scheduler, SchedulerOptions
+from jaxinfer.engine.scheduler import DispatchPlan, PageCopy, QueueFullError, Scheduler, SchedulerOptions
 from tests.engine.sequences import make_sequence
 
 VOCAB = 97
 EOS = 0
 GARBAGE = -1  # what a row that failed stores
-MAX_IN_FLIGHT = 2
 SCRATCH = 3  # tokens that a step of several stores beyond those that it may keep
 
 
@@ -25,17 +28,25 @@ def stored(token: int, position: int, salt: str) -> int:
     return (int(salt or 0) << 40) | (position << 16) | token
 
 
-def next_token(history: tuple[int, ...]) -> int:
-    """The model: any change of any number changes the answer. Hashes of tuples of int are the same in every run."""
-    return hash(history) % VOCAB
+def next_token(history: list[tuple[int, ...]]) -> int:
+    """The model, from what each group of layers sees: any change of any number changes the answer. Hashes of tuples of
+    int are the same in every run."""
+    return hash(tuple(history)) % VOCAB
 
 
-def expected_answer(prompt: list[int], salt: str, max_tokens: int) -> list[int]:
+def seen(numbers: tuple[int, ...], window: int | None) -> tuple[int, ...]:
+    """What the newest of some tokens sees of them."""
+    return numbers if window is None else numbers[-window:]
+
+
+def expected_answer(
+    prompt: list[int], salt: str, max_tokens: int, windows: Sequence[int | None] = (None,)
+) -> list[int]:
     """One answer: that of the prompt alone."""
     history = tuple(stored(token, position, salt) for position, token in enumerate(prompt))
     answer: list[int] = []
     while len(answer) < max_tokens and (not answer or answer[-1] != EOS):
-        answer.append(next_token(history))
+        answer.append(next_token([seen(history, window) for window in windows]))
         history += (stored(answer[-1], len(history), salt),)
     return answer
 
@@ -58,7 +69,7 @@ class ScoredChunk:
 
     sequence: SequenceState
     slot: int
-    pages: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
     tokens: tuple[int, ...] = ()
     start: int = 0
     is_last: bool = False
@@ -77,9 +88,11 @@ class Result:
 
 
 class Device:
-    def __init__(self, num_pages: int, page_size: int, max_seqs: int):
-        self.page_size = page_size
-        self.contents: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+    def __init__(self, groups: Sequence[CacheGroup], page_size: int, max_seqs: int):
+        self.groups, self.page_size = groups, page_size
+        self.contents: list[list[list[int | None]]] = [
+            [[None] * page_size for _ in range(group.num_pages)] for group in groups
+        ]
         self.rows: list[Row | None] = [None] * max_seqs
 
     def move(self, moves: list[tuple[int, int]]) -> None:
@@ -88,27 +101,30 @@ class Device:
         for old, new in moves:
             self.rows[new], self.rows[old] = self.rows[old], None
 
-    def copy(self, copies: list[tuple[int, int]]) -> None:
-        sources, targets = {page for page, _ in copies}, {page for _, page in copies}
+    def copy(self, copies: list[PageCopy]) -> None:
+        sources = {(one.group, one.source) for one in copies}
+        targets = {(one.group, one.destination) for one in copies}
         assert len(targets) == len(copies), f"copies depend on their order: {copies}"
         assert not sources & targets, f"copies depend on their order: {copies}"
-        read = [list(self.contents[page]) for page, _ in copies]
-        for (_, page), data in zip(copies, read, strict=True):
-            self.contents[page] = data
+        read = [list(self.contents[one.group][one.source]) for one in copies]
+        for one, data in zip(copies, read, strict=True):
+            self.contents[one.group][one.destination] = data
 
     def run_chunk(self, piece: ScoredChunk) -> Result:
         row = self.rows[piece.slot]
         assert row is not None, "a chunk for a row that was not written"
         assert not row.is_active, "a chunk for a row that decodes"
         assert row.position == piece.start, "a chunk that does not go on where the last one ended"
+        if row.is_ok:
+            self._check_windows(piece, row.salt)
         row.is_ok &= not piece.must_fail
         for position, token in enumerate(piece.tokens, piece.start):
-            self._store(piece.pages, position, stored(token, position, row.salt) if row.is_ok else GARBAGE)
+            self._store(piece.tables, position, stored(token, position, row.salt) if row.is_ok else GARBAGE)
         row.position += len(piece.tokens)
         result = Result(piece.sequence, row.position, is_ok=row.is_ok)
         if piece.is_last and row.is_ok:
             row.is_active = True
-            self._choose(row, piece.pages, result)
+            self._choose(row, piece.tables, result)
         return result
 
     def run_decodes(self, pieces: list[ScoredChunk], num_steps: int, width: int, chance: random.Random) -> list[Result]:
@@ -123,31 +139,46 @@ class Device:
                     continue
                 if piece.must_fail and step == num_steps - 1:
                     row.is_ok = row.is_active = result.is_ok = False
-                    self._store(piece.pages, row.position, GARBAGE)
+                    self._store(piece.tables, row.position, GARBAGE)
                     continue
                 drafted = range(row.position, row.position + min(width + SCRATCH * (width > 1), row.remaining))
                 for position in drafted:
-                    self._store(piece.pages, position, GARBAGE)
+                    self._store(piece.tables, position, GARBAGE)
                 for _ in range(chance.randint(1, width)):
                     if row.is_active:
-                        self._store(piece.pages, row.position, stored(row.newest, row.position, row.salt))
+                        self._store(piece.tables, row.position, stored(row.newest, row.position, row.salt))
                         row.position += 1
-                        self._choose(row, piece.pages, result)
+                        self._choose(row, piece.tables, result)
         return results
 
-    def _choose(self, row: Row, pages: tuple[int, ...], result: Result) -> None:
-        history: list[int | None] = []
-        for page in pages[: -(-row.position // self.page_size)]:
-            history += self.contents[page]
-        row.newest = next_token(tuple(history[: row.position]))  # type: ignore[arg-type]
+    def _check_windows(self, piece: ScoredChunk, salt: str) -> None:
+        """The first token of a piece of a prompt sees what it should; the last is checked by what is chosen."""
+        for group in range(len(self.groups)):
+            window = self.groups[group].window
+            first = 0 if window is None else max(piece.start + 1 - window, 0)
+            expected = [stored(piece.sequence.tokens[at], at, salt) for at in range(first, piece.start)]
+            found = self._read(group, piece.tables[group], first, piece.start)
+            assert found == expected, f"tokens {first} to {piece.start} of group {group} are not in their pages"
+
+    def _read(self, group: int, table: tuple[int, ...], first: int, end: int) -> list[int | None]:
+        size = self.page_size
+        return [self.contents[group][table[at // size]][at % size] for at in range(first, end)]
+
+    def _choose(self, row: Row, tables: tuple[tuple[int, ...], ...], result: Result) -> None:
+        history = []
+        for number, group in enumerate(self.groups):
+            first = 0 if group.window is None else max(row.position - group.window, 0)
+            history.append(tuple(self._read(number, tables[number], first, row.position)))
+        row.newest = next_token(history)
         row.remaining -= 1
         row.is_active = row.newest != EOS and row.remaining > 0
         result.tokens.append(row.newest)
 
-    def _store(self, pages: tuple[int, ...], position: int, value: int) -> None:
-        page = pages[position // self.page_size]
-        assert page > 0, "the null page is written"
-        self.contents[page][position % self.page_size] = value
+    def _store(self, tables: tuple[tuple[int, ...], ...], position: int, value: int) -> None:
+        for contents, table in zip(self.contents, tables, strict=True):
+            page = table[position // self.page_size]
+            assert page > 0, "the null page is written"
+            contents[page][position % self.page_size] = value
 
 
 class Engine:
@@ -170,7 +201,7 @@ class Engine:
     ):
         self.options = options
         self.scheduler = Scheduler(options, slot_buckets)
-        self.device = Device(options.num_pages, options.page_size, options.max_seqs)
+        self.device = Device(options.groups, options.page_size, options.max_seqs)
         self.random = random.Random(seed)
         self.failure_rate, self.stop_rate, self.known_pages_every = failure_rate, stop_rate, known_pages_every
         self.tokens_per_step = tokens_per_step
@@ -193,7 +224,8 @@ class Engine:
             assert len(self.scheduler.waiting) - free >= (self.options.max_waiting or 0)
             self.num_refused += 1
             return None
-        self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens)
+        windows = [group.window for group in self.options.groups]
+        self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens, windows)
         self.check()
         return sequence
 
@@ -273,10 +305,11 @@ class Engine:
             self.check_known_pages()
 
     def check_idle(self) -> None:
-        pool, counters = self.scheduler.pool, self.scheduler.counters
+        counters = self.scheduler.counters
         assert not self.live
-        assert pool.num_owned == 0
-        assert pool.num_available == self.options.num_pages - 1
+        for pool, group in zip(self.scheduler.pools.all, self.options.groups, strict=True):
+            assert pool.num_owned == 0
+            assert pool.num_available == group.num_pages - 1
         assert counters.num_added == counters.num_finished
         assert counters.computed_prompt_tokens == self.num_stored_by_plans
         assert counters.reused_tokens == self.num_found_by_plans
@@ -292,7 +325,9 @@ class Engine:
                 for key, child in node.children.items():
                     tokens = [int.from_bytes(key[i : i + width], "little") for i in range(0, len(key), width)]
                     expected = [stored(token, position + i, salt) for i, token in enumerate(tokens)]
-                    assert self.device.contents[child.page] == expected, f"page {child.page} is not what is known of it"
+                    for group, page in enumerate(child.pages):
+                        found = self.device.contents[group][page]
+                        assert page == NULL_PAGE or found == expected, f"page {page} is not what is known of it"
                     stack.append((child, position + len(tokens)))
 
     # Inside.
@@ -325,18 +360,28 @@ class Engine:
         ranges = [(chunk.sequence, chunk.start, chunk.start + chunk.length) for chunk in plan.chunks]
         # What is planned may begin anywhere between the least and the most that is stored.
         ranges += [(one, before[one], min(one.num_reserved, one.num_storable)) for one in plan.decodes]
-        size, pool = self.options.page_size, self.scheduler.pool
-        written: list[int] = []
+        size = self.options.page_size
+        written: list[tuple[int, int]] = []
         for sequence, start, end in ranges:
             assert end > start
             assert sequence.slot is not None
-            pages = sequence.pages[start // size : -(-end // size)]
-            assert all(pool.num_owners(page) == 1 and not pool.is_kept(page) for page in pages), (
-                "a shared page is written"
-            )
-            written += pages
+            for group, pool in enumerate(self.scheduler.pools.all):
+                pages = sequence.tables[group][start // size : -(-end // size)]
+                assert all(pool.num_owners(page) == 1 and not pool.is_kept(page) for page in pages), (
+                    "a shared page is written"
+                )
+                written += [(group, page) for page in pages]
+            self._check_held(sequence)
         assert len(set(written)) == len(written), "two sequences write the same page"
-        assert {page for _, page in plan.copies} <= {page for one in plan.admitted for page in one.pages}
+        admitted = {(group, page) for one in plan.admitted for group, table in enumerate(one.tables) for page in table}
+        assert {(one.group, one.destination) for one in plan.copies} <= admitted
+
+    def _check_held(self, sequence: SequenceState) -> None:
+        """Of a window it holds no more than that, what is not confirmed yet, and what was allocated for later."""
+        size = self.options.page_size
+        for group, table in zip(self.options.groups, sequence.tables, strict=True):
+            first = 0 if group.window is None else max(sequence.num_confirmed + 1 - group.window, 0)
+            assert table.count(NULL_PAGE) >= first // size, "a page behind the window is not given back"
 
     def _run(self, plan: DispatchPlan) -> list[Result]:
         device = self.device
@@ -361,7 +406,8 @@ class Engine:
     ) -> ScoredChunk:
         assert one.slot is not None
         must_fail = self.failure_rate > 0 and self.random.random() < self.failure_rate
-        return ScoredChunk(one, one.slot, tuple(one.pages), tokens, start, is_last, must_fail)
+        tables = tuple(tuple(table) for table in one.tables)
+        return ScoredChunk(one, one.slot, tables, tokens, start, is_last, must_fail)
 
     def _finish(self, sequence: SequenceState) -> None:
         self.num_operations += 1

@@ -1,7 +1,9 @@
 """Random pools and random requests, from a seed: they drive a fake engine much faster than hypothesis does."""
 
 import random
+from dataclasses import replace
 
+from jaxinfer.engine.cache_groups import CacheGroup, most_pages
 from jaxinfer.engine.scheduler import SchedulerOptions
 from tests.engine.fake_device import VOCAB, Engine
 
@@ -9,7 +11,7 @@ from tests.engine.fake_device import VOCAB, Engine
 class RandomWork:
     """An engine and what its users do. Half of the engines are thrashed: they admit more than their pages can bear."""
 
-    def __init__(self, seed: int, abort_rate: float = 0.02):
+    def __init__(self, seed: int, abort_rate: float = 0.02, has_windows: bool = False):
         self.random = rng = random.Random(seed)
         self.abort_rate = abort_rate
         self.num_aborts = 0
@@ -26,6 +28,7 @@ class RandomWork:
             reuses_prefixes=rng.random() < 0.9,
             shuffle_seed=rng.choice([None, rng.randrange(1000)]),
         )
+        options = with_windows(options, rng) if has_windows else options
         self.engine = Engine(
             options,
             slot_buckets=rng.choice([None, (1, 2, 4, 8)]),
@@ -36,8 +39,8 @@ class RandomWork:
             tokens_per_step=rng.choice([1, 2, 5]),
         )
         if self.is_thrashed:
-            self.engine.scheduler._num_spare = lambda: 0
-        self.capacity = min((options.num_pages - 1) * options.page_size, 70)
+            self.engine.scheduler._num_spare = lambda: [0] * len(options.groups)
+        self.capacity = min((options.num_pages - 1) * options.page_size if options.window is None else 70, 70)
 
     def run(self, num_operations: int) -> Engine:
         """Phases of work; the engine is idle after each."""
@@ -72,3 +75,13 @@ class RandomWork:
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(VOCAB) for _ in range(count)]
+
+
+def with_windows(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:
+    """Other pools beside that of all tokens, or in its place, some of which are as small as can be."""
+    windows = rng.choice([(None, 5), (None, 1), (None, 17), (None, 9, 4), (6,), (12, 3)])
+    smallest = [most_pages(window, 70, 1, options.page_size) + 1 for window in windows]
+    counts = [rng.choice([least, least + 2, 2 * least, 60]) for least in smallest]
+    groups = [CacheGroup(count, window) for count, window in zip(counts, windows, strict=True)]
+    first = options.num_pages if windows[0] is None else counts[0]
+    return replace(options, num_pages=first, window=windows[0], more_groups=tuple(groups[1:]))

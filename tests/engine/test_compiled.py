@@ -15,10 +15,16 @@ import pytest
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
 from jaxinfer.engine import spec as abstract
+from jaxinfer.engine.abstract_work import (
+    abstract_array,
+    abstract_decode_work,
+    abstract_rounds,
+    abstract_step_work,
+    abstract_tables,
+)
 from jaxinfer.engine.programs import ProgramModel, program_model
 from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.engine.programs.speculative import Drafter, speculate, verify
-from jaxinfer.engine.spec import abstract_array, abstract_decode_work, abstract_rounds, abstract_step_work
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization.tree import num_bytes as _num_bytes
 from jaxinfer.sampling import sample
@@ -269,11 +275,11 @@ def test_verifying_moves_little_more_than_decoding_one_token(chip, num_devices):
     plain decoding: the same weights and pages are read once."""
     case = Speculation(chip, num_devices)
     (model, weights, cache), slots = case.model(case.config), case.slots()
-    counts, table = abstract_array(jnp.int32, SPECULATING_SLOTS), abstract_array(jnp.int32, SPECULATING_SLOTS, PAGES)
+    counts, tables = abstract_array(jnp.int32, SPECULATING_SLOTS), abstract_tables(SPECULATING_SLOTS, PAGES, 1)
     work = abstract_decode_work(SPECULATING_SLOTS, PAGES)
     decoding = case.compile(paged_programs.decode, model, weights, cache, *slots, work, MAX_STEPS)
     tokens = abstract_array(jnp.int32, SPECULATING_SLOTS, case.tree.num_nodes)
-    operands = (model, weights, Drafter(model, case.tree), cache, *slots, tokens, counts, counts, table)
+    operands = (model, weights, Drafter(model, case.tree), cache, *slots, tokens, counts, counts, tables)
     verifying = case.compile(verify_and_choose, *operands)
     # The choice at the nodes is the one loop.
     step, verified = (
@@ -288,10 +294,10 @@ def test_verifying_moves_little_more_than_decoding_one_token(chip, num_devices):
 
 
 @partial(jax.jit, static_argnums=(0, 2), donate_argnums=3)
-def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch, tokens, num_nodes, positions, table):
+def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch, tokens, num_nodes, positions, tables):
     """The target's part of a round: all nodes in one pass, then at each the logits and the sampler."""
     target = model.bind(weights)
-    rows = DraftRows(positions, num_nodes > 0, num_nodes, table, batch, slots.history)
+    rows = DraftRows(positions, num_nodes > 0, num_nodes, tables, batch, slots.history)
     cache, hidden = verify(target, model, cache, Proposal(tokens, num_nodes), rows, drafter)
     logits = target.logits(hidden)
 

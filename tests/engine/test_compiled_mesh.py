@@ -14,9 +14,10 @@ import pytest
 
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
+from jaxinfer.engine.abstract_work import abstract_decode_work
 from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.engine.programs import program_model
-from jaxinfer.engine.spec import abstract_decode_work, abstract_slots, placed_params
+from jaxinfer.engine.spec import abstract_slots, placed_params
 from jaxinfer.models import abstract_params, fit_to_mesh
 from jaxinfer.quantization import quantize_params
 from pallas_kernels import ahead_of_time

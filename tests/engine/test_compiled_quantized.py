@@ -11,9 +11,10 @@ import pytest
 
 from jaxinfer import parallel
 from jaxinfer.cache import abstract_paged_cache
+from jaxinfer.engine.abstract_work import abstract_decode_work, abstract_step_work
 from jaxinfer.engine.programs import paged as paged_programs
 from jaxinfer.engine.programs import program_model
-from jaxinfer.engine.spec import abstract_decode_work, abstract_step_work, placed_params
+from jaxinfer.engine.spec import placed_params
 from jaxinfer.models import ModelConfig, abstract_params
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes

@@ -95,8 +95,9 @@ def test_no_retrace_and_no_hidden_transfer_in_mixed_requests(tiny, num_requests)
 
 
 def test_a_hidden_transfer_would_be_noticed(engine):
+    ids = (np.zeros(8, np.int32),), (np.full(8, 60, np.int32),)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="isallowed"):
-        paged_programs.copy_pages(None, engine.runner._cache, np.zeros(8, np.int32), np.full(8, 60, np.int32))
+        paged_programs.copy_pages(None, engine.runner._cache, *ids)
 
 
 def test_programs_take_the_cache_and_the_slots_donated(tiny):

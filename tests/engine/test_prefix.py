@@ -5,12 +5,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import PagePool
-from jaxinfer.engine.prefix import PrefixTree
+from jaxinfer.engine.prefix import PrefixPlace, PrefixTree
 
 Path = tuple[bytes, ...]
+PAGE = 4
 KEYS = st.lists(st.sampled_from([b"a", b"b"]), max_size=6)
 SALTS = st.sampled_from(["", "tenant"])
+
+
+def single_tree(pool: PagePool) -> PrefixTree:
+    """A tree of one group, without a window."""
+    return PrefixTree([pool], [CacheGroup(pool.num_pages)], PAGE)
 
 
 class Tree(RuleBasedStateMachine):
@@ -19,7 +26,7 @@ class Tree(RuleBasedStateMachine):
     @initialize(num_pages=st.integers(2, 16))
     def start(self, num_pages):
         self.pool = PagePool(num_pages)
-        self.tree = PrefixTree(self.pool)
+        self.tree = single_tree(self.pool)
         self.model: dict[tuple[str, Path], int] = {}
         self.sequences: list[tuple[str, list[bytes], list[int]]] = []
 
@@ -42,7 +49,7 @@ class Tree(RuleBasedStateMachine):
     def admit(self, keys, salt, reuses):
         expected = self.known(salt, keys)
         assert self.tree.num_known(keys, salt) == len(expected)
-        pages = self.tree.match(keys, salt) if reuses else []
+        (pages,) = self.tree.match(keys, salt) if reuses else [[]]
         assert pages == (expected if reuses else [])
         if len(keys) - len(pages) > self.pool.num_available:
             self.pool.release(pages)
@@ -57,7 +64,7 @@ class Tree(RuleBasedStateMachine):
         salt, keys, pages = data.draw(st.sampled_from(self.sequences))
         count = data.draw(st.integers(0, len(keys)))
         before = list(pages)
-        self.tree.insert(keys[:count], pages, salt)
+        self.tree.insert(keys[:count], [pages], salt)
         for end in range(1, count + 1):
             assert pages[end - 1] == self.model.setdefault((salt, tuple(keys[:end])), before[end - 1])
         assert pages[count:] == before[count:]
@@ -96,30 +103,30 @@ TestTree.settings = settings(max_examples=100, stateful_step_count=40, deadline=
 def known_tree(num_pages: int = 9, salt: str = "") -> tuple[PagePool, PrefixTree, list[int]]:
     """A tree that knows the pages of b"a", b"b", b"c", which a sequence still owns."""
     pool = PagePool(num_pages)
-    tree = PrefixTree(pool)
+    tree = single_tree(pool)
     pages = pool.allocate(3)
-    tree.insert([b"a", b"b", b"c"], pages, salt)
+    tree.insert([b"a", b"b", b"c"], [pages], salt)
     return pool, tree, pages
 
 
 def test_the_longest_known_beginning_is_matched():
     pool, tree, pages = known_tree()
-    assert tree.match([b"a", b"b", b"x", b"c"]) == pages[:2]
+    assert tree.match([b"a", b"b", b"x", b"c"]) == [pages[:2]]
     assert [pool.num_owners(page) for page in pages] == [2, 2, 1]
-    assert tree.match([b"b", b"c"]) == tree.match([]) == []
+    assert tree.match([b"b", b"c"]) == tree.match([]) == [[]]
 
 
 def test_salts_do_not_share():
     _, tree, pages = known_tree(salt="one")
-    assert tree.match([b"a"]) == tree.match([b"a"], "two") == []
-    assert tree.match([b"a"], "one") == pages[:1]
+    assert tree.match([b"a"]) == tree.match([b"a"], "two") == [[]]
+    assert tree.match([b"a"], "one") == [pages[:1]]
 
 
 def test_pages_computed_twice_become_free():
     pool, tree, pages = known_tree()
     second = pool.allocate(4)
     mine = list(second)
-    tree.insert([b"a", b"b", b"c", b"d"], mine)
+    tree.insert([b"a", b"b", b"c", b"d"], [mine])
     assert mine == [*pages, second[3]]
     assert [pool.num_owners(page) for page in second] == [0, 0, 0, 1]
     assert tree.num_pages == 4
@@ -138,10 +145,10 @@ def test_it_shrinks_from_its_leaves():
 def test_what_was_used_last_is_kept_longest():
     pool, tree, pages = known_tree(num_pages=5)
     other = pool.allocate(1)
-    tree.insert([b"z"], other)
+    tree.insert([b"z"], [other])
     pool.release(pages)
     pool.release(other)
-    pool.release(tree.match([b"a", b"b", b"c"]))
+    pool.release(tree.match([b"a", b"b", b"c"])[0])
     pool.allocate(1)
     assert tree.num_known([b"z"]) == 0
     assert tree.num_known([b"a", b"b", b"c"]) == 3
@@ -150,12 +157,85 @@ def test_what_was_used_last_is_kept_longest():
 def test_a_salt_is_forgotten_with_its_last_page():
     """One salt per user: what is remembered of users must not grow for ever."""
     pool = PagePool(4)
-    tree = PrefixTree(pool)
+    tree = single_tree(pool)
     for user in range(1000):
         pages = pool.allocate(1)
-        tree.insert([b"a"] if user % 2 else [], pages, str(user))
+        tree.insert([b"a"] if user % 2 else [], [pages], str(user))
         pool.release(pages)
         assert len(tree._roots) <= 3
+    tree.check()
+
+
+# Groups of layers with windows.
+
+WINDOW = 6  # a token after n others sees n - 5 and on: of pages of 4 tokens, the last two
+
+
+def tree_with_window(num_pages: int = 9, keys: str = "abcd") -> tuple[PrefixTree, list[PagePool], list[list[int]]]:
+    """A tree that knows the pages of some keys in a group without a window and in one with, which a sequence owns."""
+    pools = [PagePool(num_pages), PagePool(num_pages)]
+    tree = PrefixTree(pools, [CacheGroup(num_pages), CacheGroup(num_pages, WINDOW)], PAGE)
+    tables = [pool.allocate(len(keys)) for pool in pools]
+    tree.insert(list_of(keys), tables)
+    return tree, pools, tables
+
+
+def list_of(keys: str) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def test_a_match_has_the_pages_of_the_last_window_only():
+    tree, pools, (full, window) = tree_with_window()
+    assert tree.match(list_of("abcd")) == [full, [0, 0, *window[2:]]]
+    assert tree.match(list_of("ax")) == [full[:1], window[:1]]
+    assert [pools[0].num_owners(page) for page in full] == [3, 2, 2, 2]
+    assert [pools[1].num_owners(page) for page in window] == [2, 1, 2, 2]
+
+
+def test_the_longest_match_is_one_whose_last_window_is_there():
+    tree, pools, (full, window) = tree_with_window(num_pages=5)
+    pools[1].release([window[2]])  # a sequence that has slid on, whose page is then given away
+    window[2] = 0
+    pools[1].allocate(1)
+    assert tree.num_known(list_of("abcd")) == 2
+    assert tree.match(list_of("abcd")) == [full[:2], window[:2]]
+    tree.check()
+
+
+def test_pages_of_a_window_go_without_those_of_other_groups():
+    tree, pools, (full, window) = tree_with_window(num_pages=5)
+    pools[1].release(window)
+    pools[1].allocate(4)
+    assert tree.num_known(list_of("abcd")) == 0
+    assert tree.num_pages == 4
+    tree.check()
+    pools[0].release(full)
+    pools[0].allocate(4)
+    assert (tree.num_pages, tree._roots) == (0, {})
+
+
+def test_a_place_goes_on_where_it_was_and_starts_again_where_its_pages_are_gone():
+    pool = PagePool(4)
+    tree = PrefixTree([pool], [CacheGroup(4, 1)], PAGE)
+    place, table = PrefixPlace(), pool.allocate(2)
+    tree.insert(list_of("ab"), [table], "", place)
+    pool.release(table)
+    pool.allocate(3)  # everything known is given away
+    assert tree._roots == {}
+    tree.insert(list_of("ab"), [[0, 0]], "", place)
+    assert tree._roots == {}, "a path without pages is no beginning of anything"
+    pool.release([1])
+    (page,) = pool.allocate(1)
+    tree.insert(list_of("abc"), [[0, 0, page]], "", place)
+    tree.check()
+    assert tree.match(list_of("abcd")) == [[0, 0, 0]]
+
+
+def test_what_was_computed_twice_is_shared_by_group():
+    tree, pools, (full, window) = tree_with_window()
+    mine = [pools[0].allocate(4), [0, 0, *pools[1].allocate(2)]]
+    assert tree.insert(list_of("abcd"), mine)
+    assert mine == [full, [0, 0, *window[2:]]]
     tree.check()
 
 
@@ -179,11 +259,11 @@ def test_check_sees_an_end_that_outlives_its_beginning():
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda tree: setattr(tree._roots[""].children[b"a"], "page", 2), "known twice"),
+        (lambda tree: setattr(tree._roots[""].children[b"a"], "pages", [2]), "known twice"),
         (lambda tree: setattr(tree._roots[""].children[b"a"], "key", b"b"), "another key"),
-        (lambda tree: setattr(tree._roots[""].children[b"a"], "page", 7), "does not keep it"),
+        (lambda tree: setattr(tree._roots[""].children[b"a"], "pages", [7]), "does not keep it"),
         (lambda tree: setattr(tree, "num_pages", 4), "4 were counted"),
-        (lambda tree: tree._roots.update(more=type(tree._roots[""])(b"", -1, None)), "a salt without pages"),
+        (lambda tree: tree._roots.update(more=type(tree._roots[""])(b"", 1, None)), "a salt without pages"),
     ],
 )
 def test_check_sees_what_is_spoilt(spoil, message):

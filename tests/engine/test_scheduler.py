@@ -26,17 +26,17 @@ def options(**changes) -> SchedulerOptions:
 # Random work.
 
 
-def run_random_work(seeds: range, num_operations: int) -> None:
+def run_random_work(seeds: range, num_operations: int, has_windows: bool = False) -> None:
     """At least `num_operations` in all, and nothing that the work is meant to meet is missing."""
     done = preemptions = spared = copies = evictions = failed = refused = 0
     for seed in seeds:
-        engine = RandomWork(seed).run(num_operations // len(seeds))
+        engine = RandomWork(seed, has_windows=has_windows).run(num_operations // len(seeds))
         counters = engine.scheduler.counters
         done += engine.num_operations
         preemptions += counters.num_preemptions
         spared += engine.max_preemptions >= MAX_PREEMPTIONS
         copies += counters.copied_pages
-        evictions += engine.scheduler.pool.num_evictions
+        evictions += sum(pool.num_evictions for pool in engine.scheduler.pools.all)
         failed += engine.num_failed
         refused += engine.num_refused
     assert done >= num_operations
@@ -49,11 +49,16 @@ def test_random_work_gives_one_answer(part):
     run_random_work(range(20 * part, 20 * part + 20), 10_000)
 
 
+def test_random_work_gives_one_answer_with_windows():
+    run_random_work(range(40), 20_000, has_windows=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("has_windows", [False, True])
 @pytest.mark.parametrize("part", range(4))
-def test_a_million_operations_give_one_answer(part):
-    run_random_work(range(1000 + 100 * part, 1100 + 100 * part), 250_000)
+def test_a_million_operations_give_one_answer(part, has_windows):
+    run_random_work(range(1000 + 100 * part, 1100 + 100 * part), 250_000, has_windows)
 
 
 def run_aborts(num_aborts: int) -> None:
@@ -106,7 +111,7 @@ class Scheduling(RuleBasedStateMachine):
     def start(self, is_cautious, failure_rate, **arguments):
         self.engine = Engine(SchedulerOptions(**arguments), failure_rate=failure_rate)
         if not is_cautious:
-            self.engine.scheduler._num_spare = lambda: 0
+            self.engine.scheduler._num_spare = lambda: [0]
 
     @rule(
         beginning=st.integers(0, 1),

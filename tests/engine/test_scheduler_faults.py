@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jaxinfer.engine.pages import PagePool
+from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.scheduler import Scheduler
 from tests.engine.random_work import RandomWork
@@ -28,11 +29,12 @@ def share_what_is_written(monkeypatch):
 
     def faulty(self, sequence, copies):
         is_admitted = admit(self, sequence, copies)
-        for shared, own in copies:
-            if own in sequence.pages:
-                self.pool.share([shared])
-                self.pool.release([own])
-                sequence.pages[sequence.pages.index(own)] = shared
+        for group, shared, own in copies:
+            pool, table = self.pools.all[group], sequence.tables[group]
+            if own in table:
+                pool.share([shared])
+                pool.release([own])
+                table[table.index(own)] = shared
         copies.clear()
         return is_admitted
 
@@ -76,17 +78,24 @@ def release_beginnings_first(monkeypatch):
 
 def keep_what_was_computed_twice(monkeypatch):
     insert = PrefixTree.insert
-    monkeypatch.setattr(PrefixTree, "insert", lambda self, keys, pages, salt: insert(self, keys, list(pages), salt))
+
+    def faulty(self, keys, tables, salt, place):
+        return insert(self, keys, [list(table) for table in tables], salt, place)
+
+    monkeypatch.setattr(PrefixTree, "insert", faulty)
 
 
 def ignore_salts(monkeypatch):
     walk, insert = PrefixTree._walk, PrefixTree.insert
     monkeypatch.setattr(PrefixTree, "_walk", lambda self, keys, salt: walk(self, keys, ""))
-    monkeypatch.setattr(PrefixTree, "insert", lambda self, keys, pages, salt: insert(self, keys, pages, ""))
+    monkeypatch.setattr(PrefixTree, "insert", lambda self, keys, pages, _, place: insert(self, keys, pages, "", place))
 
 
 def match_without_owning(monkeypatch):
-    monkeypatch.setattr(PrefixTree, "match", lambda self, keys, salt="": [node.page for node in self._walk(keys, salt)])
+    def faulty(self, keys, salt=""):
+        return [[node.pages[group] for node in self._walk(keys, salt)] for group in range(len(self._groups))]
+
+    monkeypatch.setattr(PrefixTree, "match", faulty)
 
 
 def preempt_the_first(monkeypatch):
@@ -110,6 +119,84 @@ def keep_the_slot(monkeypatch):
     monkeypatch.setattr(
         Scheduler, "_plan_moves", lambda self, decodes: [(one.slot, one.slot + 1) for one in decodes[:1]]
     )
+
+
+def give_back_a_token_early(monkeypatch):
+    release_behind = PagePools.release_behind
+
+    def faulty(self, sequence, prefixes):
+        sequence.num_confirmed += 1
+        release_behind(self, sequence, prefixes)
+        sequence.num_confirmed -= 1
+
+    monkeypatch.setattr(PagePools, "release_behind", faulty)
+    monkeypatch.setattr(PagePools, "has_behind", lambda self, sequence: True)
+
+
+def give_back_what_is_planned(monkeypatch):
+    """By what is stored once everything planned has run, which speculation takes back."""
+
+    def release(self, sequence, prefixes):
+        confirmed, sequence.num_confirmed = sequence.num_confirmed, min(sequence.num_reserved, sequence.num_storable)
+        release_behind(self, sequence, prefixes)
+        sequence.num_confirmed = confirmed
+
+    release_behind = PagePools.release_behind
+    monkeypatch.setattr(PagePools, "release_behind", release)
+
+
+def never_give_back(monkeypatch):
+    monkeypatch.setattr(PagePools, "release_behind", lambda self, sequence, prefixes: None)
+
+
+def match_without_the_last_window(monkeypatch):
+    """The longest path of the tree, whether or not the pages of the last window are still there."""
+
+    def walk(self, keys, salt):
+        node, found = self._roots.get(salt), []
+        for key in keys if node is not None else ():
+            node = node.children.get(key)
+            if node is None or any(node.pages[group] == 0 for group in self._full):
+                break
+            found.append(node)
+        return found
+
+    def match(self, keys, salt=""):
+        nodes, tables = self._walk(keys, salt), []
+        for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
+            first = group.first_needed(len(nodes) * self._page_size, self._page_size)
+            pages = [node.pages[index] or 1 for node in nodes[first:]]
+            pool.share([page for page in pages if pool.num_owners(page) or page in pool._idle])
+            tables.append([0] * min(first, len(nodes)) + pages)
+        return tables
+
+    monkeypatch.setattr(PrefixTree, "_walk", walk)
+    monkeypatch.setattr(PrefixTree, "match", match)
+
+
+def copy_in_the_first_group_only(monkeypatch):
+    schedule = Scheduler.schedule
+
+    def faulty(self, *args, **kwargs):
+        plan = schedule(self, *args, **kwargs)
+        return plan and replace(plan, copies=[one for one in plan.copies if one.group == 0])
+
+    monkeypatch.setattr(Scheduler, "schedule", faulty)
+
+
+def share_a_window_that_is_beyond(monkeypatch):
+    """A leader that has slid on shares what it has left."""
+
+    def share(self, sequence, num_tokens):
+        first_needed, end = self.first_needed(num_tokens), self.pages_for(num_tokens)
+        tables = []
+        for pool, table, first in zip(self.all, sequence.tables, first_needed, strict=True):
+            pages = [page or 1 for page in table[first:end]]
+            pool.share([page for page in pages if pool.num_owners(page) or page in pool._idle])
+            tables.append([0] * first + pages)
+        return tables
+
+    monkeypatch.setattr(PagePools, "share_beginning", share)
 
 
 FAULTS = [
@@ -138,10 +225,31 @@ def test_a_planted_fault_is_caught(plant, monkeypatch):
     print(f"{caught.value!r}"[:120])
 
 
-def work(num_seeds: int) -> None:
+def work(num_seeds: int, has_windows: bool = False) -> None:
     for seed in range(num_seeds):
-        RandomWork(seed).run(500)
+        RandomWork(seed, has_windows=has_windows).run(500)
 
 
-def test_without_a_fault_nothing_is_raised():
-    work(20)
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_without_a_fault_nothing_is_raised(has_windows):
+    work(20, has_windows)
+
+
+WINDOW_FAULTS = [
+    give_back_a_token_early,
+    give_back_what_is_planned,
+    never_give_back,
+    match_without_the_last_window,
+    copy_in_the_first_group_only,
+    share_a_window_that_is_beyond,
+]
+
+
+@pytest.mark.parametrize("plant", WINDOW_FAULTS, ids=lambda plant: plant.__name__)
+def test_a_fault_of_windows_is_caught(plant, monkeypatch):
+    plant(monkeypatch)
+    # Only what the device reads may tell: the checks of the scheduler know the rule themselves.
+    monkeypatch.setattr(Scheduler, "check", lambda self: None)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)) as caught:
+        work(40, has_windows=True)
+    print(f"{caught.value!r}"[:120])

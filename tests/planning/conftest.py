@@ -55,7 +55,7 @@ class FakeProgram:
             seconds=1.0,
             argument_bytes=num_bytes(held),
             output_bytes=500
-            + math.prod(next((one.page_table.shape for one in arguments if hasattr(one, "page_table")), ())),
+            + math.prod(next((one.page_tables[0].shape for one in arguments if hasattr(one, "page_tables")), ())),
             aliased_bytes=100,
             temporary_bytes=10_000 + 7 * config.num_layers + 5 * windows + 11 * experts + 3 * drafted,
             cost={"flops": 1000.0 + 10 * config.num_layers + windows},

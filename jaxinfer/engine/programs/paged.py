@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache import PagedAttention, PagedCache
+from jaxinfer.cache import PagedAttention, PagedCache, PageTables
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.grammar.device import GrammarTables
@@ -103,23 +103,24 @@ class StepWork:
     Attributes:
       tokens: int32[T], the prompts' tokens; what stands in a decoding slot's row is replaced by its newest token.
       token_slots: int32[T], the slot of each row, B for padding. The rows of a slot are adjacent.
-      page_table: int32[B, P].
+      page_tables: int32[B, P] of each group of layers.
     """
 
     tokens: jax.Array
     token_slots: jax.Array
     slots: StepSlots
-    page_table: jax.Array
+    page_tables: PageTables
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecodeWork:
-    """Decode steps of B slots: is_scheduled bool[B], the slots that take part if active, page_table int32[B, P], and
+    """Decode steps of B slots: is_scheduled bool[B], the slots that take part if active, page_tables
+    int32[B, P] of each group of layers, and
     num_steps, an int32 scalar."""
 
     is_scheduled: jax.Array
-    page_table: jax.Array
+    page_tables: PageTables
     num_steps: jax.Array
 
 
@@ -191,7 +192,7 @@ def step(
     [T, D], or [num_hidden, D] with zeros at the end, so that one program scores those of every step. `is_uniform` gives
     every token the same arithmetic, whether it comes with its prompt's other tokens or alone.
     """
-    num_tokens, num_slots, rows = work.tokens.shape[0], work.page_table.shape[0], work.slots
+    num_tokens, num_slots, rows = work.tokens.shape[0], work.page_tables[0].shape[0], work.slots
     slots = take_rows(slots, num_slots)
     lengths, ends = rows.lengths(slots), rows.ends(slots)
     newest = jnp.where(rows.is_decoding(slots), rows.query_starts, num_tokens)
@@ -202,7 +203,7 @@ def step(
 
     decoder = model.bind(weights)
     attend = PagedAttention(
-        cache, work.page_table, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
+        cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
     )
     hidden = decoder(tokens, positions, attend)
     last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
@@ -283,7 +284,7 @@ def decode(
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         kv_lengths = slots.positions + lengths
-        attend = PagedAttention(cache, work.page_table, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
+        attend = PagedAttention(cache, work.page_tables, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
@@ -365,19 +366,29 @@ def move_slots(mesh: Mesh | None, slots: Slots, batch: SamplingBatch, order: jax
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def copy_pages(mesh: Mesh | None, cache: PagedCache, source: jax.Array, destination: jax.Array) -> PagedCache:
-    """Copies page source[i] to destination[i] (int32 [N]; one past the last page copies nothing) in all layers.
+def copy_pages(
+    mesh: Mesh | None, cache: PagedCache, sources: tuple[jax.Array, ...], destinations: tuple[jax.Array, ...]
+) -> PagedCache:
+    """Copies page sources[g][i] to destinations[g][i] (int32 [N]; one past the last page copies nothing) in all layers
+    of group g.
 
     Donates the cache. No page may be both, none twice a destination. On a mesh each device copies what it holds.
     """
-    copy = _copy_pages
-    if mesh is not None:
-        specs = tuple(parallel.page_specs(mesh, pages) for pages in cache.layers)
-        everywhere = PartitionSpec()
-        copy = jax.shard_map(
-            _copy_pages, mesh=mesh, in_specs=(specs, everywhere, everywhere), out_specs=specs, check_vma=False
-        )
-    return replace(cache, layers=copy(cache.layers, source, destination))
+    layers = list(cache.layers)
+    for group, ids in enumerate(zip(sources, destinations, strict=True)):
+        numbers = cache.of_group(group)
+        if not numbers:
+            continue
+        own, copy = tuple(layers[number] for number in numbers), _copy_pages
+        if mesh is not None:
+            specs = tuple(parallel.page_specs(mesh, pages) for pages in own)
+            everywhere = PartitionSpec()
+            copy = jax.shard_map(
+                _copy_pages, mesh=mesh, in_specs=(specs, everywhere, everywhere), out_specs=specs, check_vma=False
+            )
+        for number, pages in zip(numbers, copy(own, *ids), strict=True):
+            layers[number] = pages
+    return replace(cache, layers=tuple(layers))
 
 
 def constrain_sharding(mesh: Mesh | None, rows: Any) -> Any:

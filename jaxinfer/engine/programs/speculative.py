@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.cache import PagedAttention, PagedCache
+from jaxinfer.cache import PagedAttention, PagedCache, PageTables
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import (
@@ -70,11 +70,12 @@ class Drafter:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SpeculativeWork:
-    """Rounds of B slots: is_scheduled bool[B], the slots that take part if active; page_table int32[B, P];
-    num_rounds, an int32 scalar; num_drafts int32[B], how many tokens each slot may draft in a round."""
+    """Rounds of B slots: is_scheduled bool[B], the slots that take part if active; page_tables int32[B, P] of each
+    group of layers; num_rounds, an int32 scalar; num_drafts int32[B], how many tokens each slot may draft in a round.
+    """
 
     is_scheduled: jax.Array
-    page_table: jax.Array
+    page_tables: PageTables
     num_rounds: jax.Array
     num_drafts: jax.Array
 
@@ -155,7 +156,7 @@ class _Round:
         # A node is stored where it may stay, so there is never one more than tokens are left.
         num_nodes = 1 + jnp.clip(work.num_drafts, 0, jnp.minimum(slots.remaining, tree.num_nodes) - 1)
         num_nodes = jnp.where(is_active, num_nodes, 0)
-        rows = DraftRows(slots.positions, is_active, num_nodes, work.page_table, batch, slots.history, self.tables)
+        rows = DraftRows(slots.positions, is_active, num_nodes, work.page_tables, batch, slots.history, self.tables)
         cache, draft_cache, draft_slots, proposal = _propose(
             self.drafter, self.draft, self.model, cache, draft_cache, slots.draft, rows
         )
@@ -209,7 +210,7 @@ def verify(
         ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
     attend = PagedAttention(
         cache,
-        rows.page_table,
+        rows.page_tables,
         num_nodes * jnp.arange(num_slots, dtype=jnp.int32),
         proposal.num_nodes,
         rows.positions + proposal.num_nodes,

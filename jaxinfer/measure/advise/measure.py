@@ -167,21 +167,21 @@ class TrialRunner:
 
     def _sizes(self, llm: LLM, row: TrialResult) -> TrialResult:
         engine = engines_of(llm.engine)[0]
-        memory, page_size = engine.runner.memory, engine.spec.page_size
+        memory, sizes = engine.runner.memory, engine.spec.pool_sizes
         lengths = [len(request.prompt) + request.num_tokens for request in self.requests]
-        pages = -(-max(lengths) // page_size)
         rest = memory.weights + memory.sampler + memory.activations
         running = min(engine.spec.max_seqs, self.settings.num_requests)
         if self._budget is None and memory.available is not None:  # of the baseline, since free memory varies
             self._budget = engine.spec.options.memory_fraction * (memory.available + memory.weights)
         fitting = None
         if self._budget is not None:
-            fitting = max(int((self._budget - rest) // memory.page_bytes) - 1, 0) * page_size
+            fitting = max(sizes.fitting(int(self._budget - rest)) - 1, 0) * sizes.page_size
+        needed = replace(sizes, max_seqs=running, max_model_len=max(lengths))
         return replace(
             row,
             weight_bytes=memory.weights,
-            token_bytes=memory.page_bytes / page_size,
-            needed_bytes=rest + memory.page_bytes * (running * pages + 1),
+            token_bytes=sizes.token_bytes,
+            needed_bytes=rest + needed.bytes_of(needed.default),
             cache_tokens=fitting,
         )
 

@@ -169,7 +169,7 @@ def _sizes(plan: MemoryPlan, planner: Planner) -> dict[str, Any]:
     memory = plan.memory
     return {
         "weight_bytes": memory.parts["weights"] + memory.parts.get("draft weights", 0),
-        "token_bytes": memory.page_bytes / memory.page_size,
+        "token_bytes": memory.token_bytes,
         "needed_bytes": memory.total,
         "cache_tokens": memory.tokens * plan.layout.num_replicas,
     }

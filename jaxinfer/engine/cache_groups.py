@@ -1,0 +1,137 @@
+"""Groups of layers that share a page table and a pool of pages, and how large the pools are. Plain Python: no JAX here.
+
+A group are the layers with the same window, or all those without one. A sequence has one list of pages for each group,
+in which page i holds tokens i * page_size and on. With a window, the pages behind it are given back, so that a sequence
+holds at most the window and what is still to be confirmed, however long it is.
+
+A group that keeps something else than pages of tokens (a state of fixed size) differs in one rule: what must be there
+before a sequence can go on after `num_stored` tokens, `first_needed`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_IN_FLIGHT = 2  # dispatches: one computes while the other's results are read
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers whose keys lie in one pool.
+
+    Attributes:
+      num_pages: the pool, null page included.
+      window: tokens that a query of these layers sees, its own included; None for all.
+      layers: their numbers. page_bytes: of one page in all of them, on a device.
+    """
+
+    num_pages: int
+    window: int | None = None
+    layers: tuple[int, ...] = ()
+    page_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """What people read: "full" or "window of 128"."""
+        return "full" if self.window is None else f"window of {self.window:,}"
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
+    def first_needed(self, num_stored: int, page_size: int) -> int:
+        """The first page that is read by a token after `num_stored` others, or by any later one."""
+        return 0 if self.window is None else max(num_stored + 1 - self.window, 0) // page_size
+
+    def least_pages(self, num_tokens: int, page_size: int) -> int:
+        """Pages that a sequence of so many tokens holds at once, at least, if it is computed token by token."""
+        return most_pages(self.window, num_tokens, 1, page_size)
+
+
+def most_pages(window: int | None, num_tokens: int, num_ahead: int, page_size: int) -> int:
+    """Pages that a sequence of `num_tokens` tokens holds at once, of which `num_ahead` are stored or planned, but not
+    confirmed: those, and the window before the first of them, wherever they begin in a page."""
+    every = -(-num_tokens // page_size)
+    if window is None:
+        return every
+    return min(every, (window - 1 + num_ahead + page_size - 2) // page_size + 1)
+
+
+@dataclass(frozen=True)
+class PoolSizes:
+    """How many pages each group has.
+
+    The first group has all that are asked for or fit, by default room for `max_seqs` sequences of `max_model_len`
+    tokens. Another one has at least room for the windows of `max_seqs` sequences, for the tokens that they decode in
+    the dispatches in flight, and for the prompt tokens of these; where the first has more than its default, for prefix
+    reuse, in proportion more; where it has fewer, never more pages than the first.
+
+    Attributes:
+      windows: of the groups, None first, else the largest first. page_bytes: of a page of each on a device, in all of
+        its layers and the draft's. page_size: tokens of a page.
+      max_seqs, max_model_len, prefill_chunk: of the engine. dispatch_tokens: that a dispatch may store of a decoding
+        sequence.
+    """
+
+    windows: Sequence[int | None]
+    page_bytes: Sequence[int]
+    page_size: int
+    max_seqs: int
+    max_model_len: int
+    prefill_chunk: int
+    dispatch_tokens: int
+
+    @property
+    def default(self) -> int:
+        """Pages of the first group if nothing else is asked for, the null page included."""
+        return self.base(self.windows[0])
+
+    def base(self, window: int | None) -> int:
+        """Pages of a group in which `max_seqs` sequences find room at any time, the null page included."""
+        every = self.max_seqs * -(-self.max_model_len // self.page_size)
+        if window is None:
+            return every + 1
+        chunks = -(-MAX_IN_FLIGHT * self.prefill_chunk // self.page_size)
+        return min(every, self.max_seqs * self.of_sequence(window) + chunks) + 1
+
+    def of_sequence(self, window: int | None) -> int:
+        """Pages of a group that a decoding sequence of `max_model_len` tokens holds, at most."""
+        return most_pages(window, self.max_model_len, MAX_IN_FLIGHT * self.dispatch_tokens, self.page_size)
+
+    @property
+    def smallest(self) -> int:
+        """Pages of the first group without which no sequence of `max_model_len` fits, the null page included."""
+        ahead = max(self.prefill_chunk, self.dispatch_tokens)
+        return most_pages(self.windows[0], self.max_model_len, ahead, self.page_size) + 1
+
+    def pages(self, first: int) -> tuple[int, ...]:
+        """Pages of each group where the first has so many, null pages included."""
+        found = [first]
+        for window in self.windows[1:]:
+            base = self.base(window)
+            found.append(min(base, first) if first <= self.default else base * first // self.default)
+        return tuple(found)
+
+    # Bytes on a device, of all groups.
+
+    @property
+    def token_bytes(self) -> float:
+        """Of a token in all layers, while it is in their windows."""
+        return sum(self.page_bytes) / self.page_size
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Of a decoding sequence of `max_model_len` tokens, at most."""
+        counts = [self.of_sequence(window) for window in self.windows]
+        return sum(count * size for count, size in zip(counts, self.page_bytes, strict=True))
+
+    def bytes_of(self, first: int) -> int:
+        """Of all pools where the first has so many pages."""
+        return sum(count * size for count, size in zip(self.pages(first), self.page_bytes, strict=True))
+
+    def fitting(self, num_bytes: int) -> int:
+        """The most pages of the first group with which all groups fit; 0 if none do."""
+        least, most = 0, max(num_bytes // max(self.page_bytes[0], 1), 0)
+        while least < most:
+            middle = (least + most + 1) // 2
+            least, most = (middle, most) if self.bytes_of(middle) <= num_bytes else (least, middle - 1)
+        return least

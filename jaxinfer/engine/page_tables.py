@@ -1,0 +1,53 @@
+"""Page tables as the host keeps them, one for each group of layers, and ids of pages to copy: arrays for the device."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxinfer.engine.cache_groups import CacheGroup
+from jaxinfer.engine.pages import NULL_PAGE
+from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.scheduler import PageCopy
+
+HostTables = tuple[np.ndarray, ...]
+
+
+class PageTableRows:
+    """int32 [S, P] for each group: the pages of each slot's sequence, NULL_PAGE elsewhere."""
+
+    def __init__(self, num_groups: int, num_slots: int, pages_per_sequence: int):
+        self._tables = tuple(np.zeros((num_slots, pages_per_sequence), np.int32) for _ in range(num_groups))
+
+    def update(self, sequences: Iterable[SequenceState]) -> bool:
+        """Lists the new pages of sequences with slots; returns whether there are any. Pages behind a window, which
+        nothing reads, are cleared at the same time."""
+        is_changed = False
+        for sequence in sequences:
+            start, end = sequence.num_listed, len(sequence.pages)
+            if start < end and sequence.slot is not None:
+                for table, pages, num_released in zip(
+                    self._tables, sequence.tables, sequence.num_released, strict=True
+                ):
+                    table[sequence.slot, start:end] = pages[start:end]
+                    table[sequence.slot, :num_released] = NULL_PAGE
+                sequence.num_listed, is_changed = end, True
+        return is_changed
+
+    def first(self, num_slots: int) -> HostTables:
+        """Copies of the first rows: the device may read the host's memory for as long as it computes."""
+        return tuple(table[:num_slots].copy() for table in self._tables)
+
+    def empty(self, num_slots: int) -> HostTables:
+        return tuple(np.zeros_like(table[:num_slots]) for table in self._tables)
+
+
+def copy_ids(copies: Sequence[PageCopy], groups: Sequence[CacheGroup], size: int) -> tuple[HostTables, HostTables]:
+    """Sources and destinations int32 [size] of each group; unused entries copy nothing."""
+    sources = tuple(np.zeros(size, np.int32) for _ in groups)
+    destinations = tuple(np.full(size, group.num_pages, np.int32) for group in groups)
+    counts = [0] * len(groups)
+    for group, source, destination in copies:
+        place = counts[group]
+        sources[group][place], destinations[group][place] = source, destination
+        counts[group] += 1
+    return sources, destinations

@@ -1,0 +1,141 @@
+"""The pages of sequences in all groups of layers: allocated together, given back by each group's rule.
+
+Plain Python: no JAX here.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from jaxinfer.engine.cache_groups import CacheGroup
+from jaxinfer.engine.pages import NULL_PAGE, PagePool
+from jaxinfer.engine.prefix import PrefixTree
+from jaxinfer.engine.request import SequenceState
+
+
+class PagePools:
+    """A pool for each group. The tables of a sequence are equally long: page i of each holds the same tokens.
+
+    In a table, NULL_PAGE stands for the pages behind the window: the first `num_released` of the group.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], page_size: int, shuffle_seed: int | None = None):
+        self.groups, self.page_size = tuple(groups), page_size
+        self.all = tuple(PagePool(group.num_pages, shuffle_seed) for group in groups)
+        self._windows = [index for index, group in enumerate(groups) if group.window is not None]
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `extend` can give: those of the shortest pool."""
+        return min(pool.num_available for pool in self.all)
+
+    @property
+    def num_owned(self) -> int:
+        """Pages with an owner, of all groups."""
+        return sum(pool.num_owned for pool in self.all)
+
+    def first_needed(self, num_stored: int) -> list[int]:
+        """By group, the first page that is read after `num_stored` tokens."""
+        return [group.first_needed(num_stored, self.page_size) for group in self.groups]
+
+    def least_pages(self, num_tokens: int) -> list[int]:
+        """By group, as `CacheGroup.least_pages`."""
+        return [group.least_pages(num_tokens, self.page_size) for group in self.groups]
+
+    def num_missing(self, num_tokens: int, num_known: int) -> list[int]:
+        """By group, the pages that a sequence of `num_tokens` tokens needs, at least, if it shares the whole pages of
+        the first `num_known`."""
+        num_whole = num_known // self.page_size
+        pairs = zip(self.least_pages(num_tokens), self.first_needed(num_known), strict=True)
+        return [max(least - max(num_whole - first, 0), 0) for least, first in pairs]
+
+    def num_spare(self, running: Sequence[SequenceState]) -> list[int]:
+        """By group, pages that sequences which run will need soon: the rest of their prompts, and one for the next
+        tokens of each; of a window, what they do not have of it yet."""
+        prompts = (one for one in running if not one.is_decoding)
+        full = len(running) + sum(self.pages_for(one.target) - len(one.tables[0]) for one in prompts)
+        spare = [full] * len(self.all)
+        for index in self._windows:
+            group = self.groups[index]
+            spare[index] = sum(
+                max(group.least_pages(one.num_storable, self.page_size) - self.num_held(one, index), 0)
+                for one in running
+            )
+        return spare
+
+    def has_room(self, needed: Sequence[int], spare: Sequence[int]) -> bool:
+        """Whether each pool has what is needed and spared."""
+        return all(a + b <= pool.num_available for a, b, pool in zip(needed, spare, self.all, strict=True))
+
+    def num_held(self, sequence: SequenceState, group: int) -> int:
+        """Pages of a group that a sequence owns."""
+        return len(sequence.tables[group]) - sequence.num_released[group]
+
+    def share_beginning(self, sequence: SequenceState, num_tokens: int) -> list[list[int]] | None:
+        """Tables of a sequence's pages, shared now, that hold its first tokens; None where its windows are beyond."""
+        first_needed, end = self.first_needed(num_tokens), self.pages_for(num_tokens)
+        if any(released > first for released, first in zip(sequence.num_released, first_needed, strict=True)):
+            return None
+        tables = []
+        for pool, table, first in zip(self.all, sequence.tables, first_needed, strict=True):
+            pool.share(table[first:end])
+            tables.append([NULL_PAGE] * first + table[first:end])
+        return tables
+
+    def extend(self, sequence: SequenceState, count: int) -> None:
+        """Gives a sequence so many more pages of each group; there must be as many available."""
+        for pool, table in zip(self.all, sequence.tables, strict=True):
+            table += pool.allocate(count)
+
+    def has_behind(self, sequence: SequenceState) -> bool:
+        """Whether pages of a sequence are behind the window of everything that is still to be computed."""
+        return any(
+            self.groups[index].first_needed(sequence.num_confirmed, self.page_size) > sequence.num_released[index]
+            for index in self._windows
+        )
+
+    def release_behind(self, sequence: SequenceState, prefixes: PrefixTree) -> None:
+        """Gives back the pages behind the windows. What is confirmed decides: dispatches in flight begin there, and
+        drafts that are rejected are stored after it.
+
+        Most of these pages are in the middle of a text, where no other sequence goes on, and there is one for every few
+        tokens: they are reused before pages at the end of a window that one may go on from.
+        """
+        prompt_end = (sequence.num_prompt - 1) // self.page_size
+        for index in self._windows:
+            group, pool, table = self.groups[index], self.all[index], sequence.tables[index]
+            first = sequence.num_released[index]
+            end = group.first_needed(sequence.num_confirmed, self.page_size)
+            num_pages = -(-((group.window or 0) - 1) // self.page_size)
+            for number in range(first, end):
+                is_useful = prefixes.is_before_an_end(sequence.place, number, num_pages, prompt_end)
+                pool.release([table[number]], goes_first=not is_useful)
+                table[number] = NULL_PAGE
+            sequence.num_released[index] = max(first, end)
+
+    def release_all(self, sequence: SequenceState) -> None:
+        """Gives back all pages of a sequence."""
+        for pool, table, first in zip(self.all, sequence.tables, sequence.num_released, strict=True):
+            pool.release(table[first:])
+        sequence.tables, sequence.num_released = [[] for _ in self.groups], [0] * len(self.groups)
+
+    def release_tables(self, tables: Sequence[Sequence[int]]) -> None:
+        """Gives back the pages of tables that no sequence has."""
+        for pool, table in zip(self.all, tables, strict=True):
+            pool.release([page for page in table if page != NULL_PAGE])
+
+    def check(self, sequences: Iterable[SequenceState]) -> None:
+        """Raises RuntimeError unless the sequences' tables are the owners there are, and have all pages they need."""
+        sequences = list(sequences)
+        for index, pool in enumerate(self.all):
+            pool.check(one.tables[index][one.num_released[index] :] for one in sequences)
+        for one in sequences:
+            if len({len(table) for table in one.tables}) != 1:
+                raise RuntimeError(f"tables of different lengths: {[len(table) for table in one.tables]}")
+            needed = self.first_needed(one.num_confirmed)
+            for table, released, first in zip(one.tables, one.num_released, needed, strict=True):
+                if released > first or any(table[:released]) or not all(table[released:]):
+                    raise RuntimeError(
+                        f"{released} pages are given back, {first} may be after {one.num_confirmed} tokens: {table}"
+                    )
