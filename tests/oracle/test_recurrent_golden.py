@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from jaxinfer import LLM
 from tests.oracle import parity
 from tests.oracle.cases import FOLDER, Case, prompt_tokens
 from tests.oracle.recurrent_cases import RECURRENT_CASES
@@ -21,10 +20,10 @@ def golden(case: Case) -> tuple[dict, dict[str, np.ndarray]]:
         return json.loads(file.metadata()["made"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def checkpoint(case: Case, folder):
-    """The configuration and parameters of the first seed, through files under Transformers' names."""
+def checkpoint(case: Case, folder, seed: int = 0):
+    """The configuration and parameters of a seed, through files under Transformers' names."""
     kind, (made, _) = "tied" if case.ties[0] else "untied", golden(case)
-    path = parity.write_checkpoint(folder, made["configs"][kind], made["shapes"][kind], 0, case)
+    path = parity.write_checkpoint(folder, made["configs"][kind], made["shapes"][kind], seed, case)
     return parity.load(path, case)
 
 
@@ -49,9 +48,14 @@ def test_logits_through_the_cache(name, chunk, tmp_path):
     assert parity.max_error(np.asarray(found)[list(case.positions)], logits) <= parity.TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
-def test_the_engine_refuses_what_it_does_not_serve(name, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"deterministic": False, "prefill_chunk": 16}], ids=["uniform", "chunks"])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT_CASES])
+def test_greedy_tokens_through_the_engine(name, options, tmp_path):
+    """64 tokens of two prompts in one batch."""
     case = RECURRENT_CASES[name]
-    config, params = checkpoint(case, tmp_path)
-    with pytest.raises(ValueError, match=f"{config.architecture} has layers that keep a state or nothing"):
-        LLM((config, params), max_model_len=64)
+    made, stored = golden(case)
+    seed = made["greedy"]["seed"]
+    config, params = checkpoint(case, tmp_path, seed)
+    prompts = [prompt_tokens(seed)[:length].tolist() for length in case.greedy_lengths]
+    expected = [stored[f"greedy.{i}"].tolist() for i in range(len(prompts))]
+    assert parity.greedy(config, params, case, prompts, **options) == expected
