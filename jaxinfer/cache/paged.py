@@ -66,8 +66,9 @@ class PagedCache:
         return max(self.groups, default=0) + 1
 
     def of_group(self, group: int) -> tuple[int, ...]:
-        """The layers of a group."""
-        return tuple(layer for layer in range(len(self.layers)) if self.group_of(layer) == group)
+        """The layers of a group that have pages."""
+        layers = (layer for layer, pages in enumerate(self.layers) if pages is not None)
+        return tuple(layer for layer in layers if self.group_of(layer) == group)
 
     def first(self, num_layers: int) -> PagedCache:
         """The cache of the first layers."""
@@ -164,7 +165,9 @@ def move_tokens(
     P * page size. Donate the cache: it is updated in place. On a mesh each device moves its own heads."""
     tables = _by_group(page_tables, cache)
 
-    def move(layer: int, pages: Pages) -> Pages:
+    def move(layer: int, pages: Pages | None) -> Pages | None:
+        if pages is None:
+            return None
         page_table = tables[cache.group_of(layer)]
         if mesh is None:
             return _move_tokens(pages, page_table, sources, destinations)
@@ -224,6 +227,7 @@ class PagedAttention:
         """The attention of one layer."""
         scales = scales_of_layer(self._before.scales, layer)
         group = self._before.group_of(layer)
+        # A layer without attention has None for its pages, and does not call.
         return LayerAttention(self._layers[layer], scales, self._inputs[group], self._schedules[group], *self._options)
 
     def update(self, layer: int, state: Pages) -> None:
@@ -244,7 +248,7 @@ class LayerAttention:
 
     def __init__(
         self,
-        pages: Pages,
+        pages: Any,
         scales: KVScales | None,
         inputs: _RaggedInputs,
         schedules: dict[PagedSpec, Schedule],

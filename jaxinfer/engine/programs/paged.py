@@ -385,7 +385,8 @@ def copy_pages(
         numbers = cache.of_group(group)
         if not numbers:
             continue
-        own, copy = tuple(layers[number] for number in numbers), _copy_pages
+        own: tuple[Any, ...] = tuple(layers[number] for number in numbers)
+        copy = _copy_pages
         if mesh is not None:
             specs = tuple(parallel.page_specs(mesh, pages) for pages in own)
             everywhere = PartitionSpec()
