@@ -145,6 +145,10 @@ def _differences(family: Family) -> Iterator[str]:
     fixed, rope = family.fixed, family.rope
     targets = {target for rule in family.tensors for target in rule.targets}
     yield from (title for part, title in _PARTS.items() if any(part in target for target in targets))
+    if any(".conv.in_proj" in rule.source for rule in family.tensors):
+        yield "short convolutions"
+    if fixed.get("is_attention_gated"):
+        yield "gated attention"
     if fixed.get("norm") == "layer":
         yield "LayerNorm"
     if fixed.get("norm") == "rms_zero_centred":

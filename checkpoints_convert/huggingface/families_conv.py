@@ -6,7 +6,7 @@ from typing import Any
 
 from checkpoints_convert.huggingface.families_delta import read_kinds, take_kinds
 from checkpoints_convert.huggingface.families_llama import EMBEDDING, HEAD, LAYER, TARGET
-from checkpoints_convert.huggingface.families_mixtures import EXPERTS, mixture
+from checkpoints_convert.huggingface.families_mixtures import EXPERTS, mixture, without_experts
 from checkpoints_convert.huggingface.family import Family, Fields, RopeForm
 from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear, norm
 from jaxinfer.models import ConvConfig, ModelConfig, MoEConfig
@@ -35,6 +35,13 @@ _TENSORS = (
         TensorRule(f"{LAYER}.feed_forward.experts.{INDEX}.{own}.weight", (f"{EXPERTS}.{name}.weight",), transpose=True)
         for own, name in _PARTS.items()
     ),
+    # As Transformers 5 has them in memory.
+    TensorRule(
+        f"{LAYER}.feed_forward.experts.gate_up_proj",
+        (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight"),
+        transpose=True,
+    ),
+    TensorRule(f"{LAYER}.feed_forward.experts.down_proj", (f"{EXPERTS}.down_proj.weight",), transpose=True),
     *HEAD,
 )
 
@@ -120,7 +127,7 @@ _DENSE = Family(
     names={"rms_norm_eps": "norm_eps", "hidden_act": None, "head_dim": None},
     defaults={"block_auto_adjust_ff_dim": True},
     rope=RopeForm(theta=1e6),
-    tensors=_TENSORS,
+    tensors=without_experts(_TENSORS),
     normalize=_normalize,
     build=_build,
     express=_express,
@@ -135,6 +142,7 @@ SHORT_CONV: tuple[Family, ...] = (
         title="LFM2-MoE",
         examples="LFM2-8B-A1B",
         defaults={},
+        tensors=_TENSORS,
         build=_build_mixture,
         express=_express_mixture,
     ),

@@ -15,7 +15,7 @@ from checkpoints_convert.huggingface.families_llama import (
     QK_NORMS,
     TARGET,
 )
-from checkpoints_convert.huggingface.families_mixtures import QWEN_EXPERTS, express_qwen, qwen_mixture
+from checkpoints_convert.huggingface.families_mixtures import QWEN_EXPERTS, express_qwen, qwen_mixture, without_experts
 from checkpoints_convert.huggingface.family import ROTARY_BUFFERS, Family, Fields, RopeForm
 from checkpoints_convert.huggingface.rules import TensorRule
 from jaxinfer.models import DeltaConfig, ModelConfig
@@ -149,6 +149,7 @@ _NEXT = Family(
     head_dim=256,
     **ATTENTION_BIAS,
     qk_norm=True,
+    activations={"silu": "silu"},  # the convolution has it too
     rope=RopeForm(partial=0.25, has_partial=True),
     defaults={"norm_topk_prob": True},
     fixed={"norm": "rms_zero_centred", "is_attention_gated": True},
@@ -166,7 +167,7 @@ _DENSE = replace(
     examples="Qwen3.5-4B, Qwen3.5-27B, Qwen3.6-27B (text)",
     num_kv_heads=4,
     defaults={},
-    tensors=_TENSORS,
+    tensors=without_experts(_TENSORS),
     skipped=(ROTARY_BUFFERS, r"mtp\..*", r"model\.visual\..*"),
     build=_delta,
     express=_express,
@@ -184,6 +185,7 @@ DELTA: tuple[Family, ...] = (
         num_kv_heads=2,
         # Without an MLP: every layer has experts.
         defaults={"norm_topk_prob": True, "intermediate_size": 512},
+        tensors=_TENSORS,
         build=_mixture(qwen_mixture(256, 8, 512, 512)),
         express=_express_mixture,
     ),

@@ -1,6 +1,7 @@
 """Granite 4, Falcon-H1 and Nemotron-H: Mamba 2 beside or between attention."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from checkpoints_convert.huggingface.families_delta import KINDS, read_kinds, take_kinds
@@ -117,13 +118,17 @@ _GRANITE_TENSORS = (
     *NORMS,
     *ATTENTION,
     *_mamba_tensors(f"{LAYER}.mamba"),
-    *linear(f"{LAYER}.shared_mlp.input_linear", f"{_DENSE}.gate_proj", f"{_DENSE}.up_proj"),
-    *linear(f"{LAYER}.shared_mlp.output_linear", f"{_DENSE}.down_proj"),
+    *linear(f"{LAYER}.shared_mlp.input_linear", f"{_DENSE}.gate_proj", f"{_DENSE}.up_proj", when=("moe", None)),
+    *linear(f"{LAYER}.shared_mlp.output_linear", f"{_DENSE}.down_proj", when=("moe", None)),
     *linear(f"{LAYER}.shared_mlp.input_linear", f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj"),
     *linear(f"{LAYER}.shared_mlp.output_linear", f"{_SHARED}.down_proj"),
     TensorRule(f"{LAYER}.block_sparse_moe.router.layer.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
     TensorRule(f"{LAYER}.block_sparse_moe.input_linear.weight", (_GATE, _UP), transpose=True),
     TensorRule(f"{LAYER}.block_sparse_moe.output_linear.weight", (_DOWN,), transpose=True),
+    # As Transformers 5 has them in memory.
+    TensorRule(f"{LAYER}.block_sparse_moe.router.weight", (f"{TARGET}.mlp.router.weight",), transpose=True),
+    TensorRule(f"{LAYER}.block_sparse_moe.experts.gate_up_proj", (_GATE, _UP), transpose=True),
+    TensorRule(f"{LAYER}.block_sparse_moe.experts.down_proj", (_DOWN,), transpose=True),
     *HEAD,
 )
 
@@ -256,7 +261,8 @@ _MIXER = f"{_NEMOTRON_LAYER}.mixer"
 _NEMOTRON_TENSORS = (
     TensorRule("backbone.embeddings.weight", ("embed",)),
     *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.attention_norm"),
-    *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.mlp_norm"),
+    # A layer has one of the two. The condition holds for all: no two rules have the same source and condition.
+    *norm(f"{_NEMOTRON_LAYER}.norm", f"{TARGET}.mlp_norm", when=("is_mlp_gated", False)),
     *norm("backbone.norm_f", "final_norm"),
     *(
         rule
@@ -266,6 +272,12 @@ _NEMOTRON_TENSORS = (
     *_mamba_tensors(_MIXER),
     *(rule for name in ("up_proj", "down_proj") for rule in linear(f"{_MIXER}.{name}", f"{TARGET}.mlp.{name}")),
     *HEAD,
+)
+# As Transformers 5 has them in memory.
+_NEMOTRON_TENSORS += tuple(
+    replace(rule, source=rule.source.replace("backbone.", "model."))
+    for rule in _NEMOTRON_TENSORS
+    if rule.source.startswith("backbone.")
 )
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_KINDS: dict[str, LayerKind] = {
@@ -330,6 +342,7 @@ MAMBA: tuple[Family, ...] = (
         max_position_embeddings=2048,
         **ATTENTION_BIAS,
         names={"head_dim": None},
+        activations={"silu": "silu"},  # the convolution has it too
         settings=(
             Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
             Setting("residual_multiplier", "residual_multiplier", "number", 1.0),
@@ -351,6 +364,7 @@ MAMBA: tuple[Family, ...] = (
         norm_eps=1e-5,
         **ATTENTION_BIAS,
         mlp_bias="mlp_bias",
+        activations={"silu": "silu"},  # the convolution has it too
         settings=(
             Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0),
             Setting("logit_scale", "lm_head_multiplier", "number", 1.0),
@@ -374,6 +388,12 @@ MAMBA: tuple[Family, ...] = (
         names={"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act"},
         activation="relu2",
         activations={"relu2": "relu2"},
+        supported={
+            "mamba_hidden_act": ("silu",),
+            "mamba_ssm_cache_dtype": ("float32",),
+            "residual_in_fp32": (False,),
+            "sliding_window": (),
+        },
         fixed={"is_mlp_gated": False},
         prefix="backbone.",
         tensors=_NEMOTRON_TENSORS,

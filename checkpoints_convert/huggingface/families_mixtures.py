@@ -93,6 +93,12 @@ def _express_mixtral(config: ModelConfig) -> dict[str, Any]:
     return {"num_local_experts": moe.num_experts, "num_experts_per_tok": moe.num_experts_per_token}
 
 
+def without_experts(rules: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
+    """The rules of the dense models of a family that also has mixtures."""
+    parts = (".mlp.experts.", ".mlp.router.", ".mlp.shared")
+    return tuple(rule for rule in rules if not any(part in target for part in parts for target in rule.targets))
+
+
 def mixture(config: ModelConfig) -> MoEConfig:
     """Raises ValueError for a configuration without experts."""
     if config.moe is None:

@@ -25,6 +25,7 @@ from jaxinfer.cache.paged import (
     move_tokens,
     page_bytes,
 )
+from jaxinfer.cache.ragged import attend_ragged
 from jaxinfer.cache.state import (
     LayerState,
     StateAttention,
@@ -52,6 +53,7 @@ __all__ = [
     "abstract_state_cache",
     "applied_scales",
     "attend_as_stored",
+    "attend_ragged",
     "attend_without_cache",
     "check_kv_dtype",
     "commit",

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
+from jaxinfer.cache.state import StateCache
 from jaxinfer.models import ModelConfig, check_divides
 from pallas_kernels.paged_attention import (
     InterleavedPages,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 PageTables = tuple[jax.Array, ...]  # int32 [S, P] for each group of layers
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales"], meta_fields=["groups"])
+@partial(jax.tree_util.register_dataclass, data_fields=["layers", "scales", "states"], meta_fields=["groups"])
 @dataclass(frozen=True)
 class PagedCache:
     """Keys and values of all layers: a pytree. Programs take it donated and return it.
@@ -43,16 +44,18 @@ class PagedCache:
     The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
     to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache. `groups` is the group
     of each layer: layers of one group share page ids, and the page table with that number; () where all are in one.
+    Layers without attention have None for their pages; `states` are those of recurrent layers, by slot.
     """
 
-    layers: tuple[Pages, ...]
+    layers: tuple[Pages | None, ...]
     scales: KVScales | None = None
     groups: tuple[int, ...] = ()
+    states: StateCache | None = None
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-        return jax.tree.leaves(self.layers[0])[0].shape[1]
+        return jax.tree.leaves(self.layers)[0].shape[1]
 
     def group_of(self, layer: int) -> int:
         """The number of a layer's page table."""
@@ -63,8 +66,9 @@ class PagedCache:
         return max(self.groups, default=0) + 1
 
     def of_group(self, group: int) -> tuple[int, ...]:
-        """The layers of a group."""
-        return tuple(layer for layer in range(len(self.layers)) if self.group_of(layer) == group)
+        """The layers of a group that have pages."""
+        layers = (layer for layer, pages in enumerate(self.layers) if pages is not None)
+        return tuple(layer for layer in layers if self.group_of(layer) == group)
 
     def first(self, num_layers: int) -> PagedCache:
         """The cache of the first layers."""
@@ -127,7 +131,9 @@ def abstract_paged_cache(
     if mesh is not None:
         check_divides(mesh, config)
     pages = [_abstract_pages(config, count, page_size, dtype, layout, mesh) for count in counts]
-    return PagedCache(tuple(pages[group] for group in groups or (0,) * config.num_layers), groups=groups)
+    numbers = groups or (0,) * config.num_layers
+    layers = (pages[group] if config.has_attention(layer) else None for layer, group in enumerate(numbers))
+    return PagedCache(tuple(layers), groups=groups)
 
 
 def _abstract_pages(config: ModelConfig, num_pages: int, page_size: int, dtype, layout: str, mesh: Mesh | None):
@@ -159,7 +165,9 @@ def move_tokens(
     P * page size. Donate the cache: it is updated in place. On a mesh each device moves its own heads."""
     tables = _by_group(page_tables, cache)
 
-    def move(layer: int, pages: Pages) -> Pages:
+    def move(layer: int, pages: Pages | None) -> Pages | None:
+        if pages is None:
+            return None
         page_table = tables[cache.group_of(layer)]
         if mesh is None:
             return _move_tokens(pages, page_table, sources, destinations)
@@ -219,6 +227,7 @@ class PagedAttention:
         """The attention of one layer."""
         scales = scales_of_layer(self._before.scales, layer)
         group = self._before.group_of(layer)
+        # A layer without attention has None for its pages, and does not call.
         return LayerAttention(self._layers[layer], scales, self._inputs[group], self._schedules[group], *self._options)
 
     def update(self, layer: int, state: Pages) -> None:
@@ -239,7 +248,7 @@ class LayerAttention:
 
     def __init__(
         self,
-        pages: Pages,
+        pages: Any,
         scales: KVScales | None,
         inputs: _RaggedInputs,
         schedules: dict[PagedSpec, Schedule],

@@ -180,7 +180,8 @@ def commit(
 
 class StateAttention:
     """`attend` for a ragged batch of a model with recurrent layers: keys and values go where `attend` puts them, states
-    to their slots. Sequence s has slot s. After the pass, `states` is the updated cache.
+    to their slots. Sequence s has slot s; there may be more slots than sequences. After the pass, `states` are the
+    updated states.
 
     Args:
       attend: of the layers with attention, such as a `PagedAttention`.
@@ -189,7 +190,7 @@ class StateAttention:
 
     def __init__(self, attend: Any, states: StateCache, batch: RaggedBatch, options: StateOptions | None = None):
         self._attend, self._layers, self._batch = attend, list(states.layers), batch
-        self._options = options or StateOptions()
+        self._options, self._num_slots = options or StateOptions(), batch.query_lengths.shape[0]
 
     def __call__(self, layer: int, *args: Any, **kwargs: Any) -> jax.Array:
         return self._attend(layer, *args, **kwargs)
@@ -197,17 +198,39 @@ class StateAttention:
     def of_layer(self, layer: int) -> HybridLayer:
         """The attention and the states of one layer."""
         state = self._layers[layer]
+        if state is not None:  # the first slots', which the batch is of
+            state = jax.tree.map(lambda leaf: leaf[: self._num_slots], state)
         own = None if state is None else LayerStates(state, self._batch, self._options)
         return HybridLayer(self._attend.of_layer(layer), own)
 
     def update(self, layer: int, state: Any) -> None:
         """Takes over what a layer has stored."""
-        stored, self._layers[layer] = state
+        stored, new = state
         self._attend.update(layer, stored)
+        if new is not None:
+            self._layers[layer] = _with_first(self._layers[layer], new)
 
     @property
     def states(self) -> StateCache:
         return StateCache(tuple(self._layers))
+
+    @property
+    def cache(self) -> Any:
+        """The cache of `attend`, with the states where it has some."""
+        return replace(self._attend.cache, states=self.states)
+
+
+def _with_first(state: LayerState | None, first: LayerState) -> LayerState:
+    """The state with those of its first slots replaced, and what waits for `commit`."""
+    assert state is not None
+
+    def put(leaf: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
+        if leaf is None or new is None or leaf.shape == new.shape:
+            return new
+        return jax.lax.dynamic_update_slice_in_dim(leaf, new, 0, axis=0)
+
+    columns = put(state.columns, first.columns)
+    return replace(first, columns=columns, matrices=put(state.matrices, first.matrices))
 
 
 @jax.tree_util.register_pytree_node_class

@@ -100,7 +100,7 @@ class Engine:
         Raises QueueFullError when max_waiting sequences wait.
         """
         self.scheduler.add(sequence)
-        if sequence.leader not in self._sequences:
+        if self.spec.has_states or sequence.leader not in self._sequences:  # a state is not shared
             sequence.leader = None
         self.grammars.add(sequence)
         sequence.rounds = None if self.speculation is None else Counter()

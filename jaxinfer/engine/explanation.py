@@ -111,6 +111,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "bytes per page": spec.page_bytes,
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
+        **({"state bytes": memory.states} if spec.has_states else {}),
         "sampler bytes": memory.sampler,
         "activation bytes (guess)": memory.activations,
         **({} if memory.available is None else {"bytes available": memory.available}),

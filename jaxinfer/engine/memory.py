@@ -25,6 +25,7 @@ class PoolPlan:
       num_pages: the first group's pool, null page included. page_bytes: of one page in all layers of that group.
       pool_bytes: of all pools. weights, sampler, activations: bytes of the other parts. available: free bytes before
         the pools are allocated, None if the device does not report them.
+      states: bytes of recurrent layers' states, of all slots.
       is_reduced: whether fewer pages are planned than all slots could use.
     """
 
@@ -36,6 +37,7 @@ class PoolPlan:
     activations: int
     available: int | None
     is_reduced: bool
+    states: int = 0
 
 
 def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolPlan:
@@ -53,6 +55,8 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     activations = activation_bytes(spec)
     wanted = sizes.default
     parts = {"weights": weights, "sampler": sampler, "activations": activations}
+    if spec.has_states:
+        parts["states"] = spec.state_bytes
 
     def plan(pages: int) -> PoolPlan:
         return PoolPlan(
@@ -69,7 +73,7 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     budget = int(spec.options.memory_fraction * (available + weights)) - sum(parts.values())
     fitting = sizes.fitting(budget)
     if num_pages is not None:
-        if sizes.bytes_of(num_pages) > available - sampler - activations:
+        if sizes.bytes_of(num_pages) > available - sampler - activations - spec.state_bytes:
             raise _does_not_fit(spec, parts, num_pages, available, f"num_pages={fitting}")
         return plan(num_pages)
     if fitting < sizes.smallest:

@@ -3,6 +3,7 @@
 On several hosts, methods marked with `operation` run on each of them, in the same order; they take host values only.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +14,7 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
-from jaxinfer.cache import KVScales, PagedCache, PageTables, applied_scales, init_paged_cache
+from jaxinfer.cache import KVScales, PagedCache, PageTables, applied_scales, init_paged_cache, init_state_cache
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
@@ -82,6 +83,9 @@ class ModelRunner:
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_pages for group in spec.groups)
         self._cache = self._init_cache(spec.config, spec.kv_dtype, self.kv_scales, counts, spec.layer_groups)
+        if spec.config.recurrent_layers:
+            states = init_state_cache(spec.config, spec.max_seqs, spec.dtype)
+            self._cache = dataclasses.replace(self._cache, states=states)
         self._draft_cache: PagedCache | None = None
         if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
             scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
@@ -254,7 +258,10 @@ class ModelRunner:
     @operation
     def _move_slots(self, order: np.ndarray) -> None:
         mesh = self.placement.mesh
-        self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, self.placement.put(order))
+        order = self.placement.put(order)
+        self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, order)
+        if self._cache.states is not None:
+            self._cache = programs.move_states(self._cache, order)
 
     @operation
     def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:

@@ -12,13 +12,14 @@ import jax
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.cache import PagedCache, abstract_paged_cache, stored_dtype
+from jaxinfer.cache import PagedCache, abstract_paged_cache, abstract_state_cache, state_bytes, stored_dtype
 from jaxinfer.engine.abstract_work import abstract_slots, placed
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
+from jaxinfer.engine.state_checks import check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
@@ -74,12 +75,7 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
-        for config in (self.config, *([self.draft.config] if isinstance(self.draft, ModelDraft) else [])):
-            if len(config.attention_layers) < config.num_layers or config.recurrent_layers:
-                raise ValueError(
-                    f"{config.architecture} has layers that keep a state or nothing ({_kinds_without_pages(config)}), "
-                    "which the engine does not serve yet: its caches are of keys and values in every layer"
-                )
+        check_states(self.config, self.draft, self.num_devices)
         options.check_draft(self.draft is not None)
         if self.draft is None:
             return
@@ -152,7 +148,17 @@ class EngineSpec:
     @property
     def reuses_prefixes(self) -> bool:
         """Whether pages of finished work are kept; pages of a contiguous cache are never full before the end."""
-        return self.options.prefix_cache and self.options.cache == "paged"
+        return self.options.prefix_cache and self.options.cache == "paged" and not self.has_states
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have a state beside their pages: it is of all tokens so far and can not be shared."""
+        return bool(self.config.recurrent_layers)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots."""
+        return self.max_seqs * state_bytes(self.config, self.dtype)
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -350,7 +356,10 @@ class EngineSpec:
     def cache(self) -> PagedCache:
         """The model's pages."""
         counts = tuple(group.num_pages for group in self.groups)
-        return self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
+        cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
+        if not self.has_states:
+            return cache
+        return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 
     @cached_property
     def draft_cache(self) -> PagedCache | None:
@@ -368,7 +377,7 @@ class EngineSpec:
     @property
     def pages(self) -> Pages:
         """One layer's pages."""
-        return self.cache.layers[0]
+        return next(pages for pages in self.cache.layers if pages is not None)
 
     @cached_property
     def slots(self) -> tuple[Slots, SamplingBatch]:
@@ -447,10 +456,6 @@ def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         kinds.setdefault((first, structure, shapes), []).append(layer)
     return kinds
-
-
-def _kinds_without_pages(config: ModelConfig) -> str:
-    return ", ".join(sorted({kind for kind in config.layer_kinds if kind != "attention"}))
 
 
 def shapes_of(params: Any) -> Any:

@@ -28,6 +28,8 @@ FUSED_EXPERTS = (
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_halves"),
     *("glm4_moe", "glm4_moe_groups", "glm4_moe_lite", "minimax_m2", "olmoe"),
     *("phimoe", "phimoe_longrope", "ernie4_5_moe", "hunyuan_moe"),
+    *("qwen3_next", "qwen3_5_moe", "granite_hybrid", "lfm2_moe"),
+    "nemotron_h",  # other names in memory
 )
 
 

@@ -14,14 +14,16 @@ from safetensors.numpy import save_file
 
 from tests.oracle import rope_cases
 from tests.oracle.cases import CASES, FOLDER, GOLDEN, Case, prompt_tokens
+from tests.oracle.recurrent_cases import RECURRENT_CASES
 from tests.oracle.reference import build, clear_greedy, rope, set_up, states, stored_tensors
 
 
 def main(names: list[str]) -> None:
     set_up()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in names or CASES:
-        print(write(CASES[name]), flush=True)
+    cases = {**CASES, **RECURRENT_CASES}
+    for name in names or cases:
+        print(write(cases[name]), flush=True)
     if not names:
         print(write_rope())
 

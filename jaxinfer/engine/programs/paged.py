@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache import PagedAttention, PagedCache, PageTables
+from jaxinfer.cache import PagedCache, PageTables, attend_ragged
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.grammar.device import GrammarTables
@@ -202,7 +202,7 @@ def step(
     positions = jnp.where(work.token_slots < num_slots, positions, 0)
 
     decoder = model.bind(weights)
-    attend = PagedAttention(
+    attend = attend_ragged(
         cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
     )
     hidden = decoder(tokens, positions, attend)
@@ -284,7 +284,7 @@ def decode(
         is_decoding = slots.is_active & work.is_scheduled
         lengths = is_decoding.astype(jnp.int32)
         kv_lengths = slots.positions + lengths
-        attend = PagedAttention(cache, work.page_tables, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
+        attend = attend_ragged(cache, work.page_tables, rows, lengths, kv_lengths, max_query_length=1, mesh=model.mesh)
         hidden = decoder(slots.tokens, slots.positions, attend)
         samples = _sample(
             decoder.logits(hidden), slots.positions + 1, mask_inactive_rows(batch, is_decoding), slots.history, tables
@@ -365,6 +365,12 @@ def move_slots(mesh: Mesh | None, slots: Slots, batch: SamplingBatch, order: jax
     return constrain_sharding(mesh, jax.tree.map(lambda leaf: leaf[order], (slots, batch)))
 
 
+@partial(jax.jit, donate_argnums=0)
+def move_states(cache: PagedCache, order: jax.Array) -> PagedCache:
+    """States of recurrent layers, moved as `move_slots` moves slots. Donates the cache."""
+    return replace(cache, states=jax.tree.map(lambda leaf: leaf[order], cache.states))
+
+
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
 def copy_pages(
     mesh: Mesh | None, cache: PagedCache, sources: tuple[jax.Array, ...], destinations: tuple[jax.Array, ...]
@@ -379,7 +385,8 @@ def copy_pages(
         numbers = cache.of_group(group)
         if not numbers:
             continue
-        own, copy = tuple(layers[number] for number in numbers), _copy_pages
+        own: tuple[Any, ...] = tuple(layers[number] for number in numbers)
+        copy = _copy_pages
         if mesh is not None:
             specs = tuple(parallel.page_specs(mesh, pages) for pages in own)
             everywhere = PartitionSpec()

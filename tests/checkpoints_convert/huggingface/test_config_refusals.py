@@ -15,6 +15,7 @@ INERT = {
     *("output_router_logits", "router_aux_loss_coef", "input_jitter_noise", "is_decoder", "model_type"),
     *("dtype", "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "reorder_and_upcast_attn", "num_nextn_predict_layers"),
+    *("num_logits_to_keep", "mamba_chunk_size", "chunk_size", "rescale_prenorm_residual", "use_mamba_kernels"),
 }  # fmt: skip
 _LATENT = {"head_dim", "qk_head_dim", "num_key_value_heads"}  # which follow from the widths of latent attention
 _WINDOWS = {"max_window_layers", "sliding_window", "use_sliding_window"}
@@ -25,12 +26,27 @@ UNREAD = {
     "deepseek_v3": _LATENT,
     "exaone4": {"sliding_window_pattern"},
     "falcon": _FALCON,
+    "falcon_h1": {"mamba_expand"},  # by mamba_d_ssm
     "gemma3_text": {"_sliding_window_pattern"},
     "glm4_moe_lite": _LATENT,
+    "granitemoehybrid": {"num_experts_per_tok"},  # of no experts
+    "lfm2": {"block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs"},
     "llama4_text": {"no_rope_layer_interval", "router_jitter_noise"},
     "minimax_m2": {"rotary_dim", "router_jitter_noise"},
     "mistral4": _LATENT,
     "mixtral": {"router_jitter_noise"},
+    "nemotron_h": {
+        *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "n_group", "topk_group", "norm_topk_prob"),
+        *("routed_scaling_factor", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "moe_latent_size"),
+        *("moe_shared_expert_overlap", "mtp_layers_block_type"),  # of no experts
+        *(
+            "expand",
+            "mamba_proj_bias",
+            "time_step_limit",
+            "time_step_max",
+            "time_step_floor",
+        ),  # not of inference
+    },
     "phi3": {"original_max_position_embeddings"},
     "qwen2": _WINDOWS,
     "qwen2_moe": _WINDOWS,

@@ -1,0 +1,122 @@
+"""The engine over models with recurrent layers: an answer does not depend on what runs beside or before it."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxinfer import LLM, SamplingParams
+from jaxinfer.cache import attend_without_cache, state_bytes
+from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params
+
+BASE = ModelConfig(
+    architecture="Tiny",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope=RopeConfig(rotary_dim=8),
+    max_position_embeddings=256,
+)
+MODELS = {
+    "delta": replace(BASE, layer_kinds=("gated_delta", "attention", "gated_delta"), delta=DeltaConfig(2, 4, 8, 6)),
+    "mamba": replace(
+        BASE,
+        layer_kinds=("mamba2", "attention", "none"),
+        mamba=MambaConfig(4, 8, 2, 6),
+        mlp_layers=(True, False, True),
+    ),
+    "conv": replace(BASE, layer_kinds=("short_conv", "attention", "short_conv"), conv=ConvConfig(3, 32)),
+}
+OPTIONS = {"max_model_len": 128, "page_size": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=() if name == "delta" else pytest.mark.slow) for name in MODELS]
+)
+def model(request):
+    config = MODELS[request.param]
+    leaves, tree = jax.tree.flatten(init_params(config, jax.random.key(0)))
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    return config, jax.tree.unflatten(
+        tree, [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    )
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 64, size).tolist() for size in rng.integers(3, 90, count)]
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """Greedy answers without an engine and without a cache."""
+    config, params = model
+
+    @jax.jit
+    def best(tokens, last):
+        decoder = bind(config, params)
+        hidden = decoder(tokens[None], jnp.arange(tokens.shape[0])[None], attend_without_cache)
+        return jnp.argmax(decoder.logits(hidden[0, last]))
+
+    answers = []
+    for prompt in prompts_of(7):
+        tokens = np.zeros(128, np.int32)
+        tokens[: len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + GREEDY.max_tokens):
+            tokens[end] = best(tokens, end - 1)
+        answers.append(tokens[len(prompt) : len(prompt) + GREEDY.max_tokens].tolist())
+    assert len({tuple(answer) for answer in answers}) == 7
+    return answers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_seqs": 3},  # slots are used again, and moved
+        {"max_seqs": 7, "prefill_chunk": 16},  # prompts in pieces beside decoding
+        {"max_seqs": 5, "num_pages": 24},  # preemption
+        {"max_seqs": 4, "deterministic": True},
+    ],
+    ids=["slots", "chunks", "preemption", "uniform"],
+)
+def test_answers_do_not_depend_on_neighbours(model, expected, options):
+    config, params = model
+    with LLM((config, params), **OPTIONS, **options) as llm:
+        for _ in range(2):  # the second time the slots hold the states of others
+            outputs = llm.generate(prompts_of(7), GREEDY, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+def test_several_answers_to_a_prompt(model):
+    """They share no pages, as their states can not be shared."""
+    config, params = model
+    sampled, found = SamplingParams(temperature=1.0, seed=5, max_tokens=12, n=3), []
+    for max_seqs in (4, 1):
+        with LLM((config, params), max_seqs=max_seqs, **OPTIONS) as llm:
+            (output,) = llm.generate([prompts_of(7)[2]], sampled, use_tqdm=False)
+            found.append([one.token_ids for one in output.outputs])
+    assert found[0] == found[1]
+    assert len(set(map(tuple, found[0]))) == 3
+
+
+def test_explain_counts_the_states(model):
+    config, params = model
+    with LLM((config, params), max_seqs=3, **OPTIONS) as llm:
+        cache = llm.explain().to_dict()["cache"]
+    assert cache["state bytes"] == 3 * state_bytes(config, jnp.float32)
+    assert cache["prefix cache"] == "off"
+    # Pages are of the one layer with attention: keys and values of 2 heads of 8.
+    assert cache["bytes per token"] == 2 * 2 * 8 * 4
+
+
+def test_drafts_are_refused_by_name(model):
+    config, params = model
+    with pytest.raises(ValueError, match=r"Tiny has layers of kind .*: speculation does not work with them yet"):
+        LLM((config, params), max_seqs=2, draft="ngram", **OPTIONS)
