@@ -21,6 +21,8 @@ class Architecture:
     fields: makes fields of config.json, with Llama's names, of the metadata, besides those that all architectures have.
     pairs_neighbours: whether queries and keys are stored interleaved, for ggml's "normal" rope.
     has_layer_norm: whether the epsilon is LayerNorm's, rather than RMSNorm's. adds_one: norms are stored as w + 1.
+    has_later_layers: whether files may have blocks beyond the last layer, for multi-token prediction, which are not
+      used; `fields` gives the number of layers.
     """
 
     huggingface: str
@@ -28,6 +30,7 @@ class Architecture:
     pairs_neighbours: bool = False
     has_layer_norm: bool = False
     adds_one: bool = False
+    has_later_layers: bool = False
 
 
 def _has(metadata: Metadata, name: str) -> bool:
@@ -131,6 +134,70 @@ def _check_gating(metadata: Metadata, is_v3: bool) -> None:
         bias = "a" if is_v3 else "no"
         found = f"is {value}, {known.get(value, 'unknown')}" if metadata.has(name) else "is missing, which is softmax"
         metadata.problem(name, f"{found}; with {bias} bias of the experts' choice only {wanted} is supported")
+
+
+def _glm4moe(metadata: Metadata) -> Values:
+    """The blocks for multi-token prediction are counted in `block_count`."""
+    name = "nextn_predict_layers"
+    later = 0 if not metadata.has(name) or metadata.is_zero(name) else metadata.integer(name, is_width=False)
+    name = "leading_dense_block_count"
+    first = 0 if not metadata.has(name) or metadata.is_zero(name) else metadata.integer(name, is_width=False)
+    metadata.expect("expert_gating_func", 2)  # sigmoid
+    return {
+        "num_hidden_layers": max(1, metadata.integer("block_count", is_width=False) - later),
+        "n_routed_experts": _num_experts(metadata),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "n_shared_experts": metadata.integer("expert_shared_count", 0),
+        "first_k_dense_replace": first,
+        "n_group": metadata.integer("expert_group_count", 1),
+        "topk_group": metadata.integer("expert_group_used_count", 1),
+        "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": metadata.boolean("expert_weights_norm", True),
+        "attention_bias": _has(metadata, "attn_q.bias"),
+        "use_qk_norm": _has(metadata, "attn_q_norm.weight"),
+    }
+
+
+def _minimax_m2(metadata: Metadata) -> Values:
+    metadata.expect("expert_gating_func", 2)  # sigmoid
+    return {
+        "intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "num_local_experts": _num_experts(metadata),
+        "num_experts_per_tok": metadata.integer("expert_used_count"),
+    }
+
+
+def _olmoe(metadata: Metadata) -> Values:
+    experts = {"num_experts": _num_experts(metadata), "num_experts_per_tok": metadata.integer("expert_used_count")}
+    return {**experts, "norm_topk_prob": False, "attention_bias": _has(metadata, "attn_output.bias")}
+
+
+def _ernie4_5moe(metadata: Metadata) -> Values:
+    name = "leading_dense_block_count"
+    first = 0 if not metadata.has(name) or metadata.is_zero(name) else metadata.integer(name, is_width=False)
+    metadata.integer("expert_shared_feed_forward_length", None)  # which some files have wrong
+    return {
+        "moe_num_experts": _num_experts(metadata),
+        "moe_k": metadata.integer("expert_used_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "moe_num_shared_experts": metadata.integer("expert_shared_count", 0),
+        "moe_layer_start_index": first,
+        "moe_layer_interval": metadata.integer("interleave_moe_layer_step", 1, is_width=False),
+        "use_bias": _has(metadata, "attn_q.bias"),
+    }
+
+
+def _hunyuan_moe(metadata: Metadata) -> Values:
+    size = metadata.integer("feed_forward_length")
+    for name in ("expert_feed_forward_length", "expert_shared_feed_forward_length"):
+        metadata.expect(name, size)
+    return {
+        "num_experts": _num_experts(metadata),
+        "moe_topk": metadata.integer("expert_used_count"),
+        "num_shared_expert": metadata.integer("expert_shared_count", 1),
+        "attention_bias": _has(metadata, "attn_q.bias"),
+    }
 
 
 def _gpt_oss(metadata: Metadata) -> Values:
@@ -293,4 +360,32 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "gpt-oss": Architecture("GptOssForCausalLM", _gpt_oss),
     "deepseek2": Architecture("DeepseekV2ForCausalLM", _deepseek2),
     "smollm3": Architecture("SmolLM3ForCausalLM", pairs_neighbours=True),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM",
+        lambda metadata: {
+            "attention_bias": _has(metadata, "attn_q.bias"),
+            "attention_out_bias": _has(metadata, "attn_output.bias"),
+            "mlp_bias": _has(metadata, "ffn_down.bias"),
+        },
+    ),
+    "ernie4_5": Architecture(
+        "Ernie4_5ForCausalLM", lambda metadata: {"use_bias": _has(metadata, "attn_q.bias")}, pairs_neighbours=True
+    ),
+    "ernie4_5-moe": Architecture("Ernie4_5_MoeForCausalLM", _ernie4_5moe, pairs_neighbours=True),
+    "hunyuan-dense": Architecture(
+        "HunYuanDenseV1ForCausalLM", lambda metadata: {"attention_bias": _has(metadata, "attn_q.bias")}
+    ),
+    "hunyuan-moe": Architecture("HunYuanMoEV1ForCausalLM", _hunyuan_moe),
+    "arcee": Architecture(
+        "ArceeForCausalLM",
+        lambda metadata: {
+            "attention_bias": _has(metadata, "attn_output.bias"),
+            "mlp_bias": _has(metadata, "ffn_down.bias"),
+        },
+        pairs_neighbours=True,
+    ),
+    "exaone4": Architecture("Exaone4ForCausalLM", _windows),
+    "olmoe": Architecture("OlmoeForCausalLM", _olmoe),
+    "minimax-m2": Architecture("MiniMaxM2ForCausalLM", _minimax_m2),
+    "glm4moe": Architecture("Glm4MoeForCausalLM", _glm4moe, has_later_layers=True),
 }

@@ -5,6 +5,7 @@ parameters a model has.
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -309,10 +310,18 @@ def plan_tensors(index: GGUFIndex, architecture: Architecture, config: ModelConf
             ]
         plans.append(GGUFTensorPlan(tuple(group.sources), index.entry(group.sources[0]), target, shape, placement))
     problems += _kind_problems(index, plans)
-    problems += _unmatched(missing, [name for name in index.tensors if name not in {*used, *_NOT_PARAMETERS}])
+    extra = [name for name in index.tensors if name not in {*used, *_NOT_PARAMETERS}]
+    if architecture.has_later_layers:
+        extra = [name for name in extra if not _is_of_later_layer(name, config.num_layers)]
+    problems += _unmatched(missing, extra)
     if problems:
         raise CheckpointError(index.path, *problems)
     return plans
+
+
+def _is_of_later_layer(name: str, num_layers: int) -> bool:
+    match = re.match(r"blk\.(\d{1,6})\.", name)
+    return match is not None and int(match[1]) >= num_layers
 
 
 def _fits(index: GGUFIndex, group: TensorGroup, target: ParamPath) -> bool:

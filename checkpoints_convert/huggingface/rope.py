@@ -216,8 +216,8 @@ def _settings(
 
 def _llama3(fields: Fields) -> dict[str, Any]:
     low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
-    if high <= low and not fields.problems:
-        fields.problem("high_freq_factor", f"must be above low_freq_factor={low}, got {high}")
+    if high < low and not fields.problems:
+        fields.problem("high_freq_factor", f"must be at least low_freq_factor={low}, got {high}")
     return {"factor": fields.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
 
 

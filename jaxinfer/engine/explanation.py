@@ -202,6 +202,8 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
     if windows:
         sizes = " and ".join(map(str, sorted(set(windows))))
         facts["layers with a window"] = f"{len(windows)} of {config.num_layers}, {sizes} tokens"
+    if config.attention_chunk is not None:
+        facts["attention chunk"] = f"{config.attention_chunk} tokens; sequences lie within one"
     facts["block"] = f"{config.block}, norms of kind {config.norm}"
     facts["MLP"] = f"{config.activation}{', gated' if config.is_mlp_gated else ''}"
     if config.moe is not None:

@@ -115,9 +115,11 @@ def _dynamic_theta(rope: RopeConfig) -> float:
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
     original, factor, low = _original_length(rope), np.float32(rope.factor), np.float32(rope.low_freq_factor)
     wavelength = np.float32(2 * math.pi) / base
+    scaled = np.where(wavelength > original / rope.low_freq_factor, base / factor, base)
+    if rope.high_freq_factor == rope.low_freq_factor:  # Llama 4 Scout: nothing lies between
+        return scaled
     smooth = (np.float32(original) / wavelength - low) / np.float32(rope.high_freq_factor - rope.low_freq_factor)
     blended = (1 - smooth) * base / factor + smooth * base
-    scaled = np.where(wavelength > original / rope.low_freq_factor, base / factor, base)
     is_medium = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
     return np.where(is_medium, blended, scaled)
 

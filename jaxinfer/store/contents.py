@@ -146,7 +146,7 @@ def show_model(name: str) -> dict[str, Any]:
         "architecture": config.architecture,
         "parameters": _num_parameters(config),
         "layers": config.num_layers,
-        "context": config.max_position_embeddings,
+        "context": config.max_length,
         "dtype": config.dtype,
         "weight bytes": num_bytes(params),
         "quantization": quantization,

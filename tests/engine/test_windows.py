@@ -246,6 +246,18 @@ def test_the_cache_of_a_sequence_is_small(config, length, share, platform):
     assert sum(group.pool_bytes for group in spec.groups) == num_bytes(spec.cache) == sizes.bytes_of(spec.num_pages)
 
 
+def test_explain_counts_what_is_allocated():
+    """The same bytes in the arrays, in `explain()`, and in the shapes that plans are made of."""
+    with open_llm(model_of(WINDOWS["two windows and full"])) as llm:
+        facts, spec = llm.explain().to_dict()["cache"], llm.engine.spec
+        arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(llm.engine.runner._cache))
+        assert facts["bytes"] == arrays == spec.parts["cache"] == num_bytes(spec.cache)
+        shown = [facts[f"pages of window of {window}"] for window in (20, 8)]
+        assert [text.partition(",")[0] for text in shown] == ["1 layers", "2 layers"]
+        assert facts["bytes of a full sequence"] == spec.pool_sizes.sequence_bytes
+        assert {"pages in use / idle", "pages in use / idle, window of 8"} <= set(facts)
+
+
 def test_larger_pools_are_divided_among_the_groups():
     config = replace(GPT_OSS_20B, max_position_embeddings=8192)
     options = EngineOptions(max_seqs=8, max_model_len=8192)

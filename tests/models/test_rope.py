@@ -135,6 +135,18 @@ def test_longrope_takes_its_factors_by_length():
     np.testing.assert_allclose(found, [1 / 2, 0.01 / 8], rtol=RELATIVE)
 
 
+def test_llama3_may_blend_nothing():
+    """Llama 4 Scout has 1 as both factors: waves longer than the original length are stretched, others are kept."""
+    rope = RopeConfig(
+        kind="llama3", theta=500000.0, rotary_dim=128, factor=16.0, original_length=8192, high_freq_factor=1.0
+    )
+    plain = inverse_frequencies(replace(rope, kind="default"))[0]
+    is_long = 2 * np.pi / plain > 8192
+    found = inverse_frequencies(rope)[0]
+    assert 0 < is_long.sum() < 64
+    np.testing.assert_allclose(found, np.where(is_long, plain / 16, plain), rtol=1e-6)
+
+
 @pytest.mark.parametrize(("length", "factors", "mscale"), [(128, (1.0, 1.5), 1.2), (129, (2.0, 8.0), 1.3)])
 def test_longrope_may_have_a_scale_for_each_length(length, factors, mscale):
     rope = RopeConfig(

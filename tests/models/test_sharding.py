@@ -61,6 +61,19 @@ MODELS = {
     "norms over all heads": (replace(LLAMA, qk_norm=True, qk_norm_span="all_heads", norm="rms_float32"), (4,)),
     "no gate, biased head": (replace(LLAMA, is_mlp_gated=False, activation="gelu", lm_head_bias=True), (5,)),
     "latent attention": (LATENT, (4,)),
+    "norms after rotation, xIELU": (
+        replace(LLAMA, qk_norm=True, is_qk_norm_after_rotation=True, is_mlp_gated=False, activation="xielu"),
+        (4, 5),
+    ),
+    "inputs scaled by the router": (
+        replace(
+            LLAMA,
+            mlp_bias=False,
+            qkv_clip=0.5,
+            moe=MoEConfig(8, 2, 24, (0,), "sigmoid_of_chosen", scales_input=True, shared_size=26),
+        ),
+        (4,),
+    ),
 }
 CASES = [(name, parts) for name, (_, sizes) in MODELS.items() for parts in sizes]
 

@@ -51,6 +51,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek2", {}),
     "deepseek_v2_lite": ("deepseek2", {}),
     "deepseek_v3": ("deepseek2", {}),
+    "seed_oss": ("seed_oss", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5_moe": ("ernie4_5-moe", {}),
+    # The converter stretches the base, which is then rounded to float32.
+    "hunyuan_dense": ("hunyuan-dense", {"rope_parameters": {"rope_type": "default", "rope_theta": 700000.0}}),
+    "hunyuan_moe": ("hunyuan-moe", {"rope_parameters": {"rope_type": "default", "rope_theta": 700000.0}}),
+    "arcee": ("arcee", {}),
+    "exaone4": ("exaone4", {}),
+    "exaone4_full": ("exaone4", {}),
+    "olmoe": ("olmoe", {"clip_qkv": None}),
+    "minimax_m2": ("minimax-m2", {}),
+    "glm4_moe": ("glm4moe", {}),
+    "glm4_moe_groups": ("glm4moe", {}),
 }
 
 _LAYER = re.compile(r"(?:model|transformer|gpt_neox)\.(?:layers|h)\.(\d+)\.(.*)")
@@ -68,8 +81,8 @@ _ATTENTION = {
     "self_attention.dense": "attn_output",
     **dict.fromkeys(("self_attn.qkv_proj", "attn.c_attn", "attention.query_key_value"), "attn_qkv"),
     "self_attention.query_key_value": "attn_qkv",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    **dict.fromkeys(("self_attn.q_norm", "self_attn.query_layernorm"), "attn_q_norm"),
+    **dict.fromkeys(("self_attn.k_norm", "self_attn.key_layernorm"), "attn_k_norm"),
     "self_attn.q_a_proj": "attn_q_a",
     "self_attn.q_a_layernorm": "attn_q_a_norm",
     "self_attn.q_b_proj": "attn_q_b",
@@ -81,9 +94,9 @@ _MLP = {
     **dict.fromkeys(("mlp.up_proj", "mlp.fc1", "mlp.c_fc", "mlp.dense_h_to_4h", "mlp.gate_up_proj"), "ffn_up"),
     **dict.fromkeys(("mlp.down_proj", "mlp.fc2", "mlp.dense_4h_to_h"), "ffn_down"),
     "mlp.c_proj": "ffn_down",
-    **dict.fromkeys(("mlp.gate", "block_sparse_moe.gate", "mlp.router"), "ffn_gate_inp"),
+    **dict.fromkeys(("mlp.gate", "mlp.gate.wg", "block_sparse_moe.gate", "mlp.router"), "ffn_gate_inp"),
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    **{f"mlp.{kind}.{name}_proj": f"ffn_{name}_shexp" for kind in ("shared_expert", "shared_experts")
+    **{f"mlp.{kind}.{name}_proj": f"ffn_{name}_shexp" for kind in ("shared_expert", "shared_experts", "shared_mlp")
        for name in ("gate", "up", "down")},
 }  # fmt: skip
 _NORMS = {
@@ -97,8 +110,8 @@ _NORMS = {
 }
 _NAMES = {**_ATTENTION, **_MLP, **_NORMS}
 # Where the norm after attention is not the one before the MLP.
-_POST_NORMED = ("gemma2", "gemma3", "olmo2", "gpt-oss")
-_PERMUTED = ("llama", "granite", "smollm3")
+_POST_NORMED = ("gemma2", "gemma3", "olmo2", "gpt-oss", "seed_oss", "exaone4", "glm4moe")
+_PERMUTED = ("llama", "granite", "smollm3", "arcee")
 
 
 def gguf_name(name: str, architecture: str) -> str:
@@ -115,7 +128,7 @@ def gguf_name(name: str, architecture: str) -> str:
 def with_all_layers_alike(shapes: Mapping[str, list[int]], config: dict[str, Any]) -> dict[str, list[int]]:
     """A mixture in which every layer has experts, as GGUF has no word for others (but for DeepSeek's first ones)."""
     experts = {match[1] for name in shapes if "expert" in name and (match := re.match(r"model\.layers\.(\d+)\.", name))}
-    if not experts or "first_k_dense_replace" in config:
+    if not experts or "first_k_dense_replace" in config or "moe_layer_start_index" in config:
         return dict(shapes)
     prefix = f"model.layers.{min(experts)}."
     found = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.")}
@@ -196,8 +209,9 @@ def _experts(rest: Tensors, config: dict[str, Any]) -> Tensors:
                 del rest[name]
         if (name := f"{here}self_attn.sinks") in rest:
             found[f"blk.{layer}.attn_sinks.weight"] = rest.pop(name)
-        if (name := f"{here}mlp.gate.e_score_correction_bias") in rest:
-            found[f"blk.{layer}.exp_probs_b.bias"] = rest.pop(name)
+        for gate in ("mlp.gate.", "mlp.", "mlp.gate.moe_statics."):
+            if (name := f"{here}{gate}e_score_correction_bias") in rest:
+                found[f"blk.{layer}.exp_probs_b.bias"] = rest.pop(name).squeeze()
     return found
 
 
@@ -246,6 +260,7 @@ def _metadata(architecture: str, config: dict[str, Any], names: set[str]) -> tup
     }
     if config.get("head_dim"):
         values |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    values |= {name: value for name, value in _newer(architecture, config).items() if value is not None}
     if architecture == "gpt-oss":
         values["expert_feed_forward_length"] = config["intermediate_size"]
     if architecture == "phi3" and values["attention.sliding_window"] is None:
@@ -259,6 +274,43 @@ def _metadata(architecture: str, config: dict[str, Any], names: set[str]) -> tup
         values = {name: value for name, value in values.items() if not name.startswith("rope.")}
     named = {f"{architecture}.{name}": value for name, value in values.items() if value is not None}
     return {"general.architecture": architecture, **named}, tensors
+
+
+def _newer(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What the converters of families since 2025 write besides."""
+    if architecture == "exaone4" and config["sliding_window"]:
+        is_sliding = [kind == "sliding_attention" for kind in config["layer_types"]]
+        return {"attention.sliding_window_pattern": is_sliding}
+    if architecture == "minimax-m2":
+        sizes = {"expert_feed_forward_length": config["intermediate_size"]}
+        return {**sizes, "expert_gating_func": 2, "rope.dimension_count": config["rotary_dim"]}
+    if architecture == "glm4moe":
+        return {
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+            "expert_gating_func": 2,
+        }
+    if architecture == "ernie4_5-moe":
+        return {
+            "expert_count": config["moe_num_experts"],
+            "expert_used_count": config["moe_k"],
+            "interleave_moe_layer_step": config["moe_layer_interval"],
+            "leading_dense_block_count": config["moe_layer_start_index"],
+            "expert_shared_count": config["moe_num_shared_experts"],
+            "expert_shared_feed_forward_length": config["intermediate_size"] // config["num_key_value_heads"],
+        }
+    if architecture == "hunyuan-moe":
+        return {
+            "expert_used_count": config["moe_topk"][0],
+            "expert_shared_count": 1,
+            "expert_feed_forward_length": config["intermediate_size"],
+            "expert_shared_feed_forward_length": config["intermediate_size"],
+        }
+    return {}
 
 
 def _deepseek(config: dict[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,12 @@ def test_every_architecture_is_tried():
         ("gpt_oss", {"expert_gating_func": 1}, "expert_gating_func is 1, only 3"),
         ("mixtral", {"expert_weights_norm": False}, "expert_weights_norm is False, only True"),
         ("gemma2", {"embedding_scale": 3.0}, "embedding_scale is 3.0"),
+        ("glm4_moe", {"expert_gating_func": 1}, "expert_gating_func is 1, only 2"),
+        ("minimax_m2", {"expert_gating_func": 1}, "expert_gating_func is 1, only 2"),
+        ("minimax_m2", {"nextn_predict_layers": 1}, "nextn_predict_layers is 1"),
+        ("olmoe", {"attention.clamp_kqv": 8.0}, "attention.clamp_kqv is 8.0"),
+        ("hunyuan_moe", {"expert_feed_forward_length": 48}, "expert_feed_forward_length is 48, only 96"),
+        ("hunyuan_moe", {"expert_shared_count": 2}, "num_shared_expert 2 is not supported"),
     ],
 )
 def test_what_no_family_of_ours_computes_is_refused(name, changes, message, tmp_path):
@@ -98,6 +104,22 @@ def test_what_no_family_of_ours_computes_is_refused(name, changes, message, tmp_
     metadata = {key: value for key, value in metadata.items() if value is not None}
     with pytest.raises(CheckpointError, match=message):
         load(write(tmp_path / "model.gguf", metadata, arrays))
+
+
+def test_blocks_for_multi_token_prediction_are_left_out(tmp_path):
+    architecture, config, tensors = checkpoint("glm4_moe", CASES["glm4_moe"].ties[0])
+    metadata, arrays = to_gguf(architecture, config, tensors)
+    wanted = load(write(tmp_path / "model.gguf", metadata, arrays))
+    count = config["num_hidden_layers"]
+    later = {name.replace("blk.1.", f"blk.{count}."): array for name, array in arrays.items() if ".1." in name}
+    later[f"blk.{count}.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    metadata |= {"glm4moe.block_count": count + 1, "glm4moe.nextn_predict_layers": 1}
+    found = load(write(tmp_path / "later.gguf", metadata, {**arrays, **later}))
+    assert found[0] == wanted[0]
+    assert differing(found[1], wanted[1], 0.0) == []
+    arrays["blk.0.nextn.eh_proj.weight"] = np.zeros((64, 128), np.float32)
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.nextn\.eh_proj\.weight' is not of this model"):
+        load(write(tmp_path / "wrong.gguf", metadata, {**arrays, **later}))
 
 
 def test_deepseek_v3_normalizes_only_where_the_file_says_so(tmp_path):

@@ -1,7 +1,7 @@
 """One answer, whatever the mesh: the tokens of one device, greedy and seeded, in float32.
 
-Models: dense with two key-value heads, dense with tied embeddings and odd sizes, a mixture of experts; plain and
-quantized; with and without a draft.
+Models: dense with two key-value heads, dense with tied embeddings and odd sizes, a mixture of experts, a layer with a
+window; plain and quantized; with and without a draft.
 """
 
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,8 @@ TIED = replace(
     GROUPED, num_heads=9, num_kv_heads=3, intermediate_size=70, tie_word_embeddings=True, qkv_bias=True, mlp_bias=True
 )
 MIXTURE = replace(GROUPED, architecture="Qwen3MoeForCausalLM", qk_norm=True, moe=MoEConfig(8, 2, 24, (0, 1)))
-MODELS = {"grouped": GROUPED, "tied": TIED, "mixture": MIXTURE}
+WINDOWED = replace(GROUPED, sliding_windows=(7, None))
+MODELS = {"grouped": GROUPED, "tied": TIED, "mixture": MIXTURE, "windowed": WINDOWED}
 MESHES = ("model=1", "model=2", "model=4", "model=8", "data=2", "data=2,model=2", "expert=4")
 NUM_PROMPTS, MAX_MODEL_LEN = 9, 64
 PROMPTS = random_prompts(NUM_PROMPTS, 40, seed=3)

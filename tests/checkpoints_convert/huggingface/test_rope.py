@@ -83,7 +83,7 @@ def test_part_of_a_head_is_rotated():
         ({"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, "high_freq_factor is missing"),
         (
             {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
-            "high_freq_factor must be above low_freq_factor=4.0, got 1.0",
+            "high_freq_factor must be at least low_freq_factor=4.0, got 1.0",
         ),
         (
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},

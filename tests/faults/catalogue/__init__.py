@@ -3,6 +3,7 @@
 from tests.faults.catalogue import (
     decoding,
     embedding,
+    families,
     kernels,
     languages,
     schemas,
@@ -16,6 +17,7 @@ from tests.faults.fault import Fault
 FAULTS: tuple[Fault, ...] = (
     *decoding.FAULTS,
     *embedding.FAULTS,
+    *families.FAULTS,
     *serving.FAULTS,
     *store.FAULTS,
     *languages.FAULTS,

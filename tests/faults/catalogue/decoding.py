@@ -255,8 +255,8 @@ MODELS = (
     Fault(
         "models/windows-are-no-difference",
         "jaxinfer/models",
-        "(self.window(i), self.rope_of(i), self.experts_of(i))",
-        "(self.rope_of(i), self.experts_of(i))",
+        "(self.window(i), self.rope_of(i), self.experts_of(i),",
+        "(self.rope_of(i), self.experts_of(i),",
         ("tests/models/test_decoder.py::test_layers_of_one_kind_are_traced_twice",),
         "layers with a sliding window attend like the first layer, without one",
     ),

@@ -565,11 +565,10 @@ def test_a_phone_shows_everything_in_its_width(page):
     assert not page.evaluate(overflow)
     assert not page.is_visible("#new-chat")
     page.click("#open-sidebar")
-    assert page.is_visible("#new-chat")
+    page.wait_for_selector("#new-chat", state="visible")
     page.wait_for_timeout(250)
     page.click("#new-chat")
-    page.wait_for_timeout(250)
-    assert not page.is_visible("#new-chat")
+    page.wait_for_selector("#new-chat", state="hidden")
     page.click("#open-settings")
     assert page.evaluate("$('settings').scrollWidth <= innerWidth")
     boxes = page.eval_on_selector_all(
