@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache import attend_without_cache, state_bytes
+from jaxinfer.cache import attend_without_cache, init_paged_cache, init_state_cache, state_bytes
+from jaxinfer.engine.programs.paged import move_states
 from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params
 
 BASE = ModelConfig(
@@ -104,6 +105,15 @@ def test_several_answers_to_a_prompt(model):
             found.append([one.token_ids for one in output.outputs])
     assert found[0] == found[1]
     assert len(set(map(tuple, found[0]))) == 3
+
+
+def test_states_move_with_their_slots():
+    states = init_state_cache(MODELS["delta"], 3, jnp.float32)
+    states = jax.tree.map(lambda x: x + jnp.arange(3.0).reshape(3, *(1,) * (x.ndim - 1)), states)
+    cache = replace(init_paged_cache(MODELS["delta"], 2, 8, jnp.float32), states=states)
+    moved = move_states(cache, jnp.array([2, 0, 1])).states
+    for leaf in jax.tree.leaves(moved):
+        assert np.asarray(leaf).reshape(3, -1)[:, 0].tolist() == [2, 0, 1]
 
 
 def test_explain_counts_the_states(model):

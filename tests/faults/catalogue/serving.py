@@ -4,6 +4,22 @@ from tests.faults.fault import Fault
 
 ENGINE = (
     Fault(
+        "engine/states-stay-where-their-sequences-were",
+        "jaxinfer/engine/programs/paged.py",
+        "return replace(cache, states=jax.tree.map(lambda leaf: leaf[order], cache.states))",
+        "return replace(cache, states=jax.tree.map(lambda leaf: leaf, cache.states))",
+        ("tests/engine/test_states.py",),
+        "a sequence that moves to another slot goes on from another's state",
+    ),
+    Fault(
+        "engine/a-state-outlives-its-sequence",
+        "pallas_kernels/recurrence/xla.py",
+        "before = jnp.where((start == 0) & (inner == 0), 0, before)",
+        "before = before + 0",
+        ("tests/pallas_kernels/recurrence/test_recurrence.py",),
+        "a new sequence begins from the state of the one that had its slot",
+    ),
+    Fault(
         "engine/a-compiled-program-that-cannot-be-read-stays",
         "jaxinfer/compilation_cache.py",
         "            path.unlink(missing_ok=True)\n            _LOG",
