@@ -124,11 +124,11 @@ class Snapshot:
     @classmethod
     def of(cls, scheduler: Scheduler, replica: int) -> "Snapshot":
         running = tuple(
-            Running(one, one.slot, one.is_decoding, one.num_stored, tuple(one.pages), replica)
+            Running(one, one.slot, one.is_decoding, one.num_stored, tuple(filter(None, one.pages)), replica)
             for one in scheduler.running
             if one.slot is not None
         )
-        return cls(running, len(scheduler.waiting), scheduler.pool.num_available, replace(scheduler.counters))
+        return cls(running, len(scheduler.waiting), scheduler.pools.num_available, replace(scheduler.counters))
 
     @classmethod
     def together(cls, parts: Sequence["Snapshot"], num_waiting: int) -> "Snapshot":
