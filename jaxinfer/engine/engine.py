@@ -73,6 +73,7 @@ class Engine:
                 steps_per_dispatch=self.spec.steps_per_dispatch,
                 max_waiting=options.max_waiting,
                 reuses_prefixes=self.spec.reuses_prefixes,
+                has_states=self.spec.has_states,
                 shuffle_seed=options.shuffle_seed,
                 window=self.spec.windows[0],
                 more_groups=self.spec.groups[1:],
@@ -226,6 +227,8 @@ class Engine:
         if error is not None:
             sequence.error = f"its grammar cannot go on after {sequence.num_output} tokens: {error}"
             self.finish(sequence, "error")
+        elif sequence.grammar.rejected and self.spec.has_states:
+            self.scheduler.preempt(sequence)  # the refused tokens are in its states
         elif sequence.grammar.rejected:
             self.scheduler.rewind(sequence)
 

@@ -41,7 +41,8 @@ class SchedulerOptions:
     max_seqs: sequences that run at once.
     prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
     max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
-      work are kept and found again. shuffle_seed: orders the pages at random (for tests).
+      work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
+      keep a state of each sequence.
     """
 
     num_pages: int
@@ -51,6 +52,7 @@ class SchedulerOptions:
     steps_per_dispatch: int = 1
     max_waiting: int | None = None
     reuses_prefixes: bool = True
+    has_states: bool = False
     shuffle_seed: int | None = None
     window: int | None = None
     more_groups: tuple[CacheGroup, ...] = ()
@@ -260,6 +262,10 @@ class Scheduler:
         """Tokens of a sequence were taken back, of which nothing is planned: what is stored is what is known."""
         sequence.num_stored = sequence.num_reserved = len(sequence.tokens) - 1
 
+    def preempt(self, sequence: SequenceState) -> None:
+        """Ends the run of a sequence of which nothing is planned; it waits to be computed anew."""
+        self._preempt(sequence)
+
     def finish(self, sequence: SequenceState, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, wherever it is; its slot and pages are free at once."""
         if sequence.is_finished:
@@ -304,6 +310,8 @@ class Scheduler:
         if self.waiting and decodes:
             steps = min(steps, *(one.num_left for one in decodes))
         if any(one.grammar is not None and one.grammar.is_on_host for one in decodes):
+            if self.options.has_states:
+                return 1  # a refused token cannot be taken out of a state
             steps = max(range(1, steps + 1), key=lambda count: _num_expected(decodes, count) / (count + HOST_STEPS))
         return max(steps, 1)
 

@@ -25,17 +25,19 @@ def step(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Arra
 def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array]:
     """Outputs float32 [C, H, V] of C tokens of a sequence, and its state [H, K, V] after them, in matrix products.
 
-    The delta rule within a block is a unit lower triangular system (Yang et al. 2024, section 3.2). Decays are
-    differences of sums of logarithms, never quotients. Tokens of zeros, at any place, change neither the outputs of
-    the others nor the state, to the bit.
+    The delta rule within a block is a unit lower triangular system (Yang et al. 2024, section 3.2). Each decay is the
+    exponential of its own sum of logarithms: of differences of sums a token that forgets much (g = -1e5) would leave no
+    digits to the others. Tokens of zeros, at any place, change neither the outputs of the others nor the state, to the
+    bit.
     """
     num_tokens, num_heads = tokens.v.shape[:2]
     q, k = (jnp.moveaxis(_per_head(x, num_heads), 0, 1) for x in (tokens.q, tokens.k))
-    v, log_decay = jnp.moveaxis(tokens.v, 0, 1), jnp.cumsum(tokens.g, axis=0).T
+    v, g = jnp.moveaxis(tokens.v, 0, 1), tokens.g.T
     is_causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
-    pairs = log_decay[:, :, None] - log_decay[:, None, :]
+    is_after = jnp.tril(jnp.ones((num_tokens, num_tokens), bool), -1)
+    pairs = jnp.cumsum(jnp.where(is_after, g[:, :, None], 0), axis=1)  # [h, i, j]: g of the tokens after j up to i
     between = jnp.exp(jnp.where(is_causal, pairs, -jnp.inf))
-    since_start = jnp.exp(log_decay)[..., None]
+    since_start = jnp.exp(jnp.cumsum(g, axis=1))[..., None]
     if tokens.beta is None:
         new = v
     else:
@@ -44,7 +46,7 @@ def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Arr
         new = _product("hij,hjv->hiv", solved, beta * (v - since_start * _product("hik,hkv->hiv", k, state)))
     out = since_start * _product("hik,hkv->hiv", q, state)
     out = out + _product("hij,hjv->hiv", _product("hik,hjk->hij", q, k) * between, new)
-    until_end = jnp.exp(log_decay[:, -1:] - log_decay)[..., None]
+    until_end = between[:, -1, :, None]
     after = since_start[:, -1:] * state + _product("hik,hiv->hkv", until_end * k, new)
     return jnp.moveaxis(out, 0, 1), after
 

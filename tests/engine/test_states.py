@@ -9,8 +9,12 @@ import pytest
 
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.cache import attend_without_cache, init_paged_cache, init_state_cache, state_bytes
+from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs.paged import move_states
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params
+from tests.engine.grammars import make_compiler, make_sequence, run
 
 BASE = ModelConfig(
     architecture="Tiny",
@@ -130,3 +134,27 @@ def test_drafts_are_refused_by_name(model):
     config, params = model
     with pytest.raises(ValueError, match=r"Tiny has layers of kind .*: speculation does not work with them yet"):
         LLM((config, params), max_seqs=2, draft="ngram", **OPTIONS)
+
+
+@pytest.mark.parametrize("is_limited", [True, False])
+def test_refused_tokens_reach_no_state(is_limited):
+    """Masks from the host refuse tokens after they were computed; tables on the device refuse none. Dispatches under
+    such masks have one step; where they have more, as in the reasoning before a grammar, answers are computed anew."""
+    config = replace(MODELS["delta"], vocab_size=97)
+    leaves, tree = jax.tree.flatten(init_params(config, jax.random.key(0)))
+    params = jax.tree.unflatten(tree, [4 * leaf if leaf.ndim == 2 else leaf for leaf in leaves])
+    compiler, prompts = make_compiler(), [[5] * 9, [7, 8, 9], [60] * 20, [31]]
+    form = {"temperature": 2.0, "max_tokens": 16, "structured": StructuredOutputs(regex="([ -O][P-~]){7}")}
+
+    def answers(**options):
+        engine = Engine(config, params, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}))
+        engine.scheduler.options = replace(engine.scheduler.options, has_states=is_limited)
+        asked = [SamplingParams(seed=number, **form) for number in range(len(prompts))]
+        pairs = zip(prompts, asked, strict=True)
+        found = run(engine, [make_sequence(compiler, prompt, one, waits=True) for prompt, one in pairs])
+        return found, engine.scheduler.counters.num_preemptions
+
+    expected, _ = answers()
+    found, num_preemptions = answers(grammar_memory=0)
+    assert found == expected
+    assert (num_preemptions > 0) != is_limited

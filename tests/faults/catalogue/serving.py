@@ -20,6 +20,24 @@ ENGINE = (
         "a new sequence begins from the state of the one that had its slot",
     ),
     Fault(
+        "engine/refused-tokens-stay-in-a-state",
+        "jaxinfer/engine/engine.py",
+        "elif sequence.grammar.rejected and self.spec.has_states:",
+        "elif sequence.grammar.rejected and False:",
+        ("tests/engine/test_states.py::test_refused_tokens_reach_no_state[False]",),
+        "an answer under a grammar goes on from a state that has read tokens which the grammar refused",
+    ),
+    Fault(
+        "engine/decays-are-differences-of-sums",
+        "pallas_kernels/recurrence/blocks.py",
+        "pairs = jnp.cumsum(jnp.where(is_after, g[:, :, None], 0), axis=1)",
+        "pairs = jnp.cumsum(g, axis=1)[:, :, None] - jnp.cumsum(g, axis=1)[:, None, :]",
+        (
+            "tests/pallas_kernels/recurrence/test_recurrence.py::test_a_token_that_forgets_all_leaves_the_digits_of_the_others",
+        ),
+        "one token that forgets much takes the digits of the tokens after it",
+    ),
+    Fault(
         "engine/a-compiled-program-that-cannot-be-read-stays",
         "jaxinfer/compilation_cache.py",
         "            path.unlink(missing_ok=True)\n            _LOG",

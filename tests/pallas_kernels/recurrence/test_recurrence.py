@@ -86,6 +86,15 @@ def test_strong_decays_and_equal_keys_stay_exact(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("g", [-100.0, -1e5, -np.inf])
+def test_a_token_that_forgets_all_leaves_the_digits_of_the_others(kind, g):
+    tokens = tokens_of(3, 64, kind)
+    tokens = tokens._replace(g=tokens.g.at[3].set(g))
+    for found, wanted in zip(in_chunks(tokens, [64]), recurrence(*tokens), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=3e-6 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("short_tokens", [1, 4])
 def test_cuts_at_block_borders_change_no_bit(kind, short_tokens):
     tokens = tokens_of(1, 193, kind)
