@@ -30,6 +30,8 @@ from checkpoints_convert.safetensors_files import NUMPY_DTYPES, TensorHeader
 from jaxinfer.quantization import QuantizedArray, Scheme
 
 _WEIGHTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
+# Names that configurations have for them.
+_FORMATS = {"e4m3": "e4m3", "float8_e4m3fn": "e4m3", "e5m2": "e5m2", "float8_e5m2": "e5m2"}
 _SCALES = ("weight_scale_inv", "weight_scale", "qscale_weight", "scale")
 _ACTIVATION_SCALES = ("activation_scale", "input_scale", "qscale_act", "input_scale_ub")
 _EXPONENTS = ("U8", "F8_E8M0")
@@ -95,9 +97,9 @@ class Fp8(Method):
 
 def fp8(data: Mapping[str, Any]) -> Fp8:
     """`quant_method` "fp8". Raises FormatError for unsupported float types and blocks, by name."""
-    fmt = str(data.get("fmt") or "e4m3").lower()
-    if fmt not in _WEIGHTS.values():
-        raise FormatError(f"fmt {fmt!r} is not supported, {' and '.join(_WEIGHTS.values())} are")
+    name = str(data.get("fmt") or "e4m3").lower()
+    if name not in _FORMATS:
+        raise FormatError(f"fmt {name!r} is not supported, {' and '.join(_WEIGHTS.values())} are")
     activations = data.get("activation_scheme") or "dynamic"
     if activations not in ("dynamic", "static"):
         raise FormatError(f"activation_scheme {activations!r} is neither 'dynamic' nor 'static'")
@@ -106,7 +108,7 @@ def fp8(data: Mapping[str, Any]) -> Fp8:
     excluded = tuple(
         name for key in ("modules_to_not_convert", "ignored_layers") for name in names_list(key, data.get(key))
     )
-    return Fp8("fp8", _block(data.get("weight_block_size")), fmt, activations == "dynamic", excluded)
+    return Fp8("fp8", _block(data.get("weight_block_size")), _FORMATS[name], activations == "dynamic", excluded)
 
 
 def fbgemm_fp8(data: Mapping[str, Any]) -> Fp8:

@@ -74,6 +74,21 @@ def test_modelopt():
         encoders.read(modelopt(data), tensors, (40, 80), "lm_head")
 
 
+def test_the_configuration_of_minimax_m2():
+    published = {
+        "activation_scheme": "dynamic",
+        "fmt": "float8_e4m3fn",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    }
+    method = fp8(published)
+    assert (method.fmt, method.block, method.is_dynamic) == ("e4m3", (128, 128), True)
+    tensors, expected = encoders.float8(weight(), block=(128, 128), suffix="weight_scale_inv")
+    assert np.array_equal(encoders.dense(encoders.read(method, tensors, (40, 80))), expected)
+    assert fp8({**published, "fmt": "float8_e5m2"}).fmt == "e5m2"
+
+
 def test_e5m2():
     tensors, _ = encoders.float8(weight())
     tensors["weight"] = tensors["weight"].astype(np.float32).astype(ml_dtypes.float8_e5m2)
