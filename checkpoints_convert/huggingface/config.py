@@ -7,7 +7,14 @@ from typing import Any
 from checkpoints_convert.errors import CheckpointError
 from checkpoints_convert.files import CONFIG
 from checkpoints_convert.formats import FormatError, quantization_method
-from checkpoints_convert.huggingface.families import FAMILIES, TYPE_ALIASES, WRAPPERS, family_of, text_part
+from checkpoints_convert.huggingface.families import (
+    ARCHITECTURE_ALIASES,
+    FAMILIES,
+    TYPE_ALIASES,
+    WRAPPERS,
+    family_of,
+    text_part,
+)
 from checkpoints_convert.huggingface.family import Bias, Family, Fields, Setting
 from checkpoints_convert.huggingface.rope import rope_config, rope_fields
 from jaxinfer.checks import did_you_mean
@@ -55,13 +62,15 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
     _check_supported(data, fields, family)
     num_layers, num_heads = fields.integer("num_hidden_layers", most=MAX_LAYERS), fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
-    head_dim = fields.integer("head_dim", family.head_dim or max(1, hidden_size // num_heads))
+    each = max(1, hidden_size // num_heads)
+    head_dim = fields.integer("head_dim", each if fields.is_null("head_dim") else family.head_dim or each)
     if family.names.get("head_dim", "") is None and not problems:
         if hidden_size % num_heads:
             fields.problem("hidden_size", f"{hidden_size} is not a multiple of the {num_heads} attention heads")
         elif data.get("head_dim") not in (None, head_dim):
             found = data["head_dim"]
             problems.append(f"head_dim {found!r} is not supported for {family.architecture}, only {head_dim} is")
+    num_kv_heads = num_heads if fields.is_null("num_key_value_heads") else family.num_kv_heads or num_heads
     max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
     window = _window(fields, family)
     layer_types = _layer_types(fields, family, num_layers, window)
@@ -73,7 +82,7 @@ def _model_config(data: Mapping[str, Any], where: str | Path) -> ModelConfig:
         "intermediate_size": fields.integer("intermediate_size", *([] if inner is None else [inner])),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", family.num_kv_heads or num_heads),
+        "num_kv_heads": fields.integer("num_key_value_heads", num_kv_heads),
         "head_dim": head_dim,
         "norm_eps": fields.number("rms_norm_eps", family.norm_eps, most=1.0),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", family.is_tied),
@@ -228,8 +237,9 @@ def _family(data: Mapping[str, Any], where: str | Path) -> Family:
         raise CheckpointError(where, f"architectures is missing, and model_type {kind!r} does not tell it")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise CheckpointError(where, f"architectures must be a list of names, got {names!r}")
-    if names[0] in FAMILIES or is_headless(data):
-        return FAMILIES[names[0] if names[0] in FAMILIES else _with_head(names[0])]
+    name = ARCHITECTURE_ALIASES.get(names[0], names[0])
+    if name in FAMILIES or is_headless(data):
+        return FAMILIES[name if name in FAMILIES else _with_head(name)]
     # A misspelt ending, not another model's name.
     stem = names[0].partition("For")[0]
     same_model = [name for name in (*FAMILIES, *WRAPPERS) if name.partition("For")[0] == stem]

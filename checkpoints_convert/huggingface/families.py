@@ -43,6 +43,11 @@ WRAPPERS: dict[str, str] = {
 WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\..*",)
 # Names of a type in repositories, and Transformers' for the same model.
 TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
+# Names of an architecture in repositories, and Transformers' for the same model.
+ARCHITECTURE_ALIASES = {
+    "Ernie4_5_ForCausalLM": "Ernie4_5ForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
 # Fields that `text_config` inherits from config.json.
 _INHERITED = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config", "bos_token_id", "eos_token_id")
 

@@ -14,7 +14,7 @@ from checkpoints_convert.huggingface.families_llama import (
 )
 from checkpoints_convert.huggingface.families_mixtures import EXPERTS, mixture
 from checkpoints_convert.huggingface.family import Family, Fields, RopeForm, Setting
-from checkpoints_convert.huggingface.rules import TensorRule, linear
+from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear
 from jaxinfer.models import ModelConfig, MoEConfig
 
 _FEED_FORWARD, _MLP = f"{LAYER}.feed_forward", f"{TARGET}.mlp"
@@ -28,6 +28,11 @@ _TENSORS = (
     # [E, D, 2 F] and [E, F, D], not transposed
     TensorRule(f"{_FEED_FORWARD}.experts.gate_up_proj", (f"{EXPERTS}.gate_proj.weight", f"{EXPERTS}.up_proj.weight")),
     TensorRule(f"{_FEED_FORWARD}.experts.down_proj", (f"{EXPERTS}.down_proj.weight",)),
+    # One by one, as quantized checkpoints have them
+    *(
+        TensorRule(f"{_FEED_FORWARD}.experts.{INDEX}.{name}.weight", (f"{EXPERTS}.{name}.weight",), transpose=True)
+        for name in _PROJECTIONS
+    ),
     *(
         rule
         for name in _PROJECTIONS
@@ -39,8 +44,8 @@ _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists that are empty where they are absent, and a switch that the first files give as a number."""
-    data = {name: value for name, value in data.items() if name not in _LISTS or value != []}
+    """A list that is empty where it is absent, and a switch that the first files give as a number."""
+    data = {name: value for name, value in data.items() if name != "no_rope_layers" or value != []}
     tuning = data.get("attn_temperature_tuning")
     if isinstance(tuning, int):
         data["attn_temperature_tuning"] = bool(tuning)
@@ -49,7 +54,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     return data
 
 
-_LISTS, _CHUNKS = ("no_rope_layers", "moe_layers"), "chunked_layers"
+_CHUNKS = "chunked_layers"
 
 
 def _llama4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,6 +38,11 @@ class Fields:
         own = self._names.get(name, name)
         return own is not None and self.data.get(own) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Whether a field is present and null, by which Transformers takes some sizes from others, not the default."""
+        own = self._names.get(name, name)
+        return own is not None and own in self.data and self.data[own] is None
+
     def text(self, name: str, default: str) -> str:
         value = self._get(name, default)
         if not isinstance(value, str):

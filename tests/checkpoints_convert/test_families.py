@@ -253,3 +253,22 @@ def test_the_text_part_of_newer_models_of_text_and_images(name, architecture, ch
 def test_kimi_k2_is_known_by_its_type():
     config = read("deepseek_v3").config | {"model_type": "kimi_k2"}
     assert model_config(config) == model_config({**config, "architectures": None})
+
+
+def test_experts_of_llama_4_one_by_one(tmp_path):
+    files = read("llama4")
+    config, wanted = load(files.write(tmp_path / "fused"))
+    tensors = {}
+    for name, array in files.tensors.items():
+        prefix, is_expert, kind = name.partition(".experts.")
+        if not is_expert:
+            tensors[name] = array
+            continue
+        names = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
+        for number, expert in enumerate(array):
+            for part, half in zip(names, np.split(expert, len(names), axis=-1), strict=True):
+                tensors[f"{prefix}.experts.{number}.{part}.weight"] = np.ascontiguousarray(half.T)
+    assert len(tensors) > len(files.tensors)
+    found_config, found = load(Files(files.config, tensors).write(tmp_path / "each"))
+    assert found_config == config
+    assert_same(found, wanted)

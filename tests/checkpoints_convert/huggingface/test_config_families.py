@@ -190,3 +190,26 @@ def test_reciprocals_and_roots_come_back_as_they_were(value):
     scalar = int(value) or 7
     gemma = config("Gemma2ForCausalLM", query_pre_attn_scalar=scalar)
     assert huggingface_config(gemma)["query_pre_attn_scalar"] == scalar
+
+
+@pytest.mark.parametrize(
+    ("published", "ours"),
+    [("PhiMoEForCausalLM", "PhimoeForCausalLM"), ("Ernie4_5_ForCausalLM", "Ernie4_5ForCausalLM")],
+)
+def test_names_of_architectures_in_repositories(published, ours):
+    assert config(published, num_key_value_heads=4) == config(ours, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize("architecture", ["SeedOssForCausalLM", "Ernie4_5ForCausalLM"])
+def test_null_sizes_of_heads_follow_from_the_others(architecture):
+    found = model_config(
+        {**BASE, "architectures": [architecture], "num_key_value_heads": None, "head_dim": None, "hidden_size": 96}
+    )
+    assert (found.num_kv_heads, found.head_dim) == (4, 24)
+    absent = model_config({**BASE, "architectures": [architecture], "num_attention_heads": 8})
+    assert (absent.num_kv_heads, absent.head_dim) == (8 if "Seed" in architecture else 2, 128)
+
+
+def test_an_empty_list_of_layers_with_experts_is_none():
+    assert config("Llama4ForCausalLM", num_key_value_heads=4, moe_layers=[]).moe.layers == ()
+    assert config("Llama4ForCausalLM", num_key_value_heads=4).moe.layers == tuple(range(6))
