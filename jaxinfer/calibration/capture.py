@@ -5,7 +5,7 @@ An expert's statistics are over the tokens that the router sends to it.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 import jax
@@ -18,6 +18,7 @@ from jaxinfer.cache import attend_without_cache
 from jaxinfer.models import ModelConfig, Params, abstract_params, bind_layer
 from jaxinfer.models.experts import Router, SparseMoE, tile_rows
 from jaxinfer.models.layers import DecoderLayer, Linear
+from jaxinfer.models.recurrent import LayerView
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul
 
@@ -228,7 +229,7 @@ def _programs(config: ModelConfig) -> _Programs:
 
     def run(layer: DecoderLayer, x: jax.Array) -> jax.Array:
         positions = Positions(jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2]))
-        return layer(x, positions, partial(attend_without_cache, 0))
+        return layer(x, positions, LayerView(attend_without_cache, 0))
 
     def inputs(layer: DecoderLayer, x: jax.Array) -> dict[str, jax.Array]:
         found: dict[str, jax.Array] = {}

@@ -269,6 +269,11 @@ def check_input(
             f"{options.method} is not supported for {config.architecture}, whose router scales what the experts read; "
             "rounding to nearest (rtn) is"
         )
+    if options.needs_activations and config.recurrent_layers:
+        raise ValueError(
+            f"{options.method} is not supported for {config.architecture}, which has recurrent layers; rounding to "
+            "nearest (rtn) is"
+        )
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")
     for name, given in (("tokens", tokens), ("held_out", held_out)):

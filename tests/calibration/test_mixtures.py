@@ -16,7 +16,7 @@ from jaxinfer.calibration.quality import logits
 from jaxinfer.calibration.scaling import folds
 from jaxinfer.calibration.stacks import tokens_needed
 from jaxinfer.calibration.verify import align_rerouted_tokens
-from jaxinfer.models import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxinfer.models import ConvConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxinfer.quantization import QuantizedArray, Scheme, quantize, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.quantization.tree import is_quantized
@@ -390,5 +390,12 @@ def test_experts_whose_inputs_the_router_scales_are_only_rounded(tokens):
     assert MIXTRAL.moe is not None
     config = replace(MIXTRAL, moe=replace(MIXTRAL.moe, scoring="sigmoid_of_chosen", scales_input=True))
     with pytest.raises(ValueError, match="gptq is not supported for MixtralForCausalLM, whose router scales"):
+        check_input(config, CalibrationOptions(method="gptq"), tokens, None)
+    check_input(config, CalibrationOptions(method="rtn"), tokens, None)
+
+
+def test_models_with_recurrent_layers_are_only_rounded(tokens):
+    config = replace(MIXTRAL, layer_kinds=("short_conv",) * MIXTRAL.num_layers, conv=ConvConfig(3, MIXTRAL.hidden_size))
+    with pytest.raises(ValueError, match="gptq is not supported for MixtralForCausalLM, which has recurrent layers"):
         check_input(config, CalibrationOptions(method="gptq"), tokens, None)
     check_input(config, CalibrationOptions(method="rtn"), tokens, None)

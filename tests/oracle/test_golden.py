@@ -13,6 +13,7 @@ from jaxinfer.models import ModelConfig, Params
 from tests.oracle import parity
 from tests.oracle.cases import CASES, FOLDER, Case, prompt_tokens
 from tests.oracle.parity import TOLERANCE, max_error
+from tests.oracle.recurrent_cases import RECURRENT_CASES
 
 # Families differ little in how the engine gets at a token: dense, and latent attention with experts.
 THROUGH_THE_ENGINE = ("llama", "deepseek_v3")
@@ -245,5 +246,5 @@ def test_a_fault_in_any_one_parameter_shows(name, checkpoint):
 
 def test_files_are_small():
     sizes = {path.name: path.stat().st_size for path in FOLDER.iterdir()}
-    assert set(sizes) == {f"{name}.safetensors" for name in CASES}
+    assert set(sizes) == {f"{name}.safetensors" for name in (*CASES, *RECURRENT_CASES)}
     assert max(sizes.values()) < 100_000
