@@ -133,7 +133,7 @@ def rows(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
                 f"{run['tokens_per_second']['in']:,.1f}",
                 f"{run['tokens_per_second']['out']:,.1f}",
                 "" if decode is None else f"{decode['roofline_tokens_per_second']:,.1f}",
-                "" if decode is None else f"{decode['percent']:.0f} %",
+                "" if decode is None or decode["percent"] is None else f"{decode['percent']:.0f} %",
             ]
         )
     return columns, cells
