@@ -226,7 +226,7 @@ class Scheduler:
             if not can_preempt:
                 return None
             # The last in rank is preempted. The first always continues, so every sequence ends.
-            self._preempt(max(self.running, key=_rank))
+            self.preempt(max(self.running, key=_rank))
         if chunks:
             steps = width = 1
         moves = [] if chunks or self.waiting else self._plan_moves(decodes)
@@ -264,7 +264,10 @@ class Scheduler:
 
     def preempt(self, sequence: SequenceState) -> None:
         """Ends the run of a sequence of which nothing is planned; it waits to be computed anew."""
-        self._preempt(sequence)
+        self._leave(sequence)
+        sequence.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        insort(self.waiting, sequence, key=_rank)
 
     def finish(self, sequence: SequenceState, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence, wherever it is; its slot and pages are free at once."""
@@ -448,12 +451,6 @@ class Scheduler:
         return moves
 
     # Leaving.
-
-    def _preempt(self, sequence: SequenceState) -> None:
-        self._leave(sequence)
-        sequence.num_preemptions += 1
-        self.counters.num_preemptions += 1
-        insort(self.waiting, sequence, key=_rank)
 
     def _leave(self, sequence: SequenceState) -> None:
         if sequence.slot is None:

@@ -74,8 +74,9 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             head = (kind, 2 * math.prod(leaf.shape) / num_devices)
     width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
     of_key = 2 * config.num_heads * width / num_devices
-    windows = [config.window(layer) for layer in range(config.num_layers)]
-    page_bytes = sum(num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0] for pages in cache.layers)
+    windows = [config.window(layer) for layer in config.attention_layers]
+    stored = [pages for pages in cache.layers if pages is not None]
+    page_bytes = sum(num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0] for pages in stored)
     return Counted(
         token_flops=flops,
         key_flops=of_key * sum(window is None for window in windows),

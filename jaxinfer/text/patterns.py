@@ -60,11 +60,11 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Alternatives:
     branches: tuple[Node, ...]
 
 
-Node = CharSet | Assertion | Look | Repeat | Chain | Choice
+Node = CharSet | Assertion | Look | Repeat | Chain | Alternatives
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class _Parser:
             else:
                 items.append(self._quantified(self._atom(depth, ignore_case, dot_all)))
         branches.append(Chain(tuple(items)))
-        return branches[0] if len(branches) == 1 else Choice(tuple(branches))
+        return branches[0] if len(branches) == 1 else Alternatives(tuple(branches))
 
     def _inline_flags(self) -> dict[str, bool] | None:
         """`(?i)`, which holds to the end of its group."""

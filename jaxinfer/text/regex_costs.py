@@ -19,10 +19,10 @@ from collections.abc import Iterable
 
 from jaxinfer.text.patterns import (
     INFINITE,
+    Alternatives,
     Assertion,
     Chain,
     CharSet,
-    Choice,
     Look,
     Node,
     Pattern,
@@ -55,7 +55,7 @@ def min_length(node: Node) -> int:
         return 1
     if isinstance(node, Chain):
         return sum(map(min_length, node.items))
-    if isinstance(node, Choice):
+    if isinstance(node, Alternatives):
         return min(map(min_length, node.branches))
     return node.low * min_length(node.body) if isinstance(node, Repeat) else 0
 
@@ -71,7 +71,7 @@ def _max_length(node: Node) -> int:
         return 1
     if isinstance(node, Chain):
         return min(sum(map(_max_length, node.items)), INFINITE)
-    if isinstance(node, Choice):
+    if isinstance(node, Alternatives):
         return max(map(_max_length, node.branches))
     return min(node.high * _max_length(node.body), INFINITE) if isinstance(node, Repeat) else 0
 
@@ -81,7 +81,7 @@ def _leaves(node: Node) -> Iterable[CharSet]:
         yield node
     elif isinstance(node, (Repeat, Look)):
         yield from _leaves(node.body)
-    elif isinstance(node, (Chain, Choice)):
+    elif isinstance(node, (Chain, Alternatives)):
         for child in node.items if isinstance(node, Chain) else node.branches:
             yield from _leaves(child)
 
@@ -104,11 +104,11 @@ class _Judge:
         if isinstance(node, Look):
             self.ways(node.body, can_fail=True)  # it consumes nothing, so it runs again at every start
             return 1
-        if isinstance(node, Choice):
+        if isinstance(node, Alternatives):
             return self._ways_of_choice(node, can_fail)
         return self._ways_of_chain((node,) if isinstance(node, Repeat) else node.items, can_fail)
 
-    def _ways_of_choice(self, node: Choice, can_fail: bool) -> int:
+    def _ways_of_choice(self, node: Alternatives, can_fail: bool) -> int:
         counts = [self.ways(branch, can_fail=can_fail) for branch in node.branches]
         if not can_fail:
             return max(counts)
@@ -154,7 +154,7 @@ class _Judge:
         for mark, rest in ((items[0], items[1:]), (items[-1], items[:-1])) if items else ():
             others = frozenset().union(*(self._chars(item) for item in rest))
             if isinstance(mark, CharSet) and not self._chars(mark) & others:
-                return not any(isinstance(item, Choice) for item in rest)
+                return not any(isinstance(item, Alternatives) for item in rest)
         return False
 
     def _check_end(self, items: tuple[Node, ...], index: int, chars: frozenset[str]) -> None:
@@ -185,7 +185,7 @@ class _Judge:
             return self._chars(node)
         if isinstance(node, Repeat):
             return self._first(node.body) if node.low else None
-        if isinstance(node, Choice):
+        if isinstance(node, Alternatives):
             firsts = [self._first(branch) for branch in node.branches]
             return None if None in firsts else frozenset().union(*(one for one in firsts if one is not None))
         if isinstance(node, Chain):

@@ -99,9 +99,9 @@ def match_without_owning(monkeypatch):
 
 
 def preempt_the_first(monkeypatch):
-    preempt = Scheduler._preempt
+    preempt = Scheduler.preempt
     monkeypatch.setattr(
-        Scheduler, "_preempt", lambda self, _: preempt(self, min(self.running, key=lambda one: one.rank))
+        Scheduler, "preempt", lambda self, _: preempt(self, min(self.running, key=lambda one: one.rank))
     )
 
 

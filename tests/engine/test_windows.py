@@ -20,6 +20,7 @@ from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from jaxinfer.training.objectives import sequence_logits
 from tests.engine.mixed_requests import mixed_params, random_prompts
+from tests.engine.test_scheduler_faults import give_back_a_token_early
 from tests.pallas_kernels.quick import quick
 from tests.tiny import TINY
 
@@ -271,18 +272,6 @@ def test_larger_pools_are_divided_among_the_groups():
 
 
 # Planted faults.
-
-
-def give_back_a_token_early(monkeypatch):
-    release_behind = PagePools.release_behind
-
-    def faulty(self, sequence, prefixes):
-        sequence.num_confirmed += 1
-        release_behind(self, sequence, prefixes)
-        sequence.num_confirmed -= 1
-
-    monkeypatch.setattr(PagePools, "release_behind", faulty)
-    monkeypatch.setattr(PagePools, "has_behind", lambda self, sequence: True)
 
 
 def match_without_the_last_window(monkeypatch):

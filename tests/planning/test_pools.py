@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from jaxinfer.cache import state_bytes
+from jaxinfer.models import abstract_params
 from jaxinfer.planning import make_plan
+from jaxinfer.planning.counted import count
 from jaxinfer.planning.plan import to_text
+from jaxinfer.planning.planner import plan_here
 from jaxinfer.planning.remedy import changes
+from jaxinfer.quantization.tree import num_bytes
+from tests.engine.test_states import MODELS as RECURRENT
 from tests.planning.plan_models import LLAMA_3_8B
 
 WINDOWED = replace(LLAMA_3_8B, sliding_windows=(512, None) * 16)
@@ -50,3 +56,14 @@ def test_fewer_and_shorter_sequences_fit_when_they_are_tried(plan):
     assert not plan("v6e:1x1", max_model_len=16_384, max_seqs=seqs + 1).fits
     assert plan("v6e:1x1", max_model_len=context).fits
     assert not plan("v6e:1x1", max_model_len=context + 64).fits
+
+
+def test_a_model_with_recurrent_layers_is_planned():
+    """Its layers without attention have no pages and read no keys; its states are among what stays allocated."""
+    config = RECURRENT["delta"]
+    plan = plan_here("tiny", config, abstract_params(config))
+    assert plan is not None
+    spec = plan.request.spec()
+    assert plan.memory.parts["cache"] == num_bytes(spec.cache) > spec.max_seqs * state_bytes(config, spec.dtype) > 0
+    counted = count(spec, config, spec.params, spec.cache)
+    assert counted.token_cache_bytes == 2 * config.num_kv_heads * config.head_dim * spec.dtype.itemsize

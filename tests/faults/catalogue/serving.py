@@ -126,8 +126,8 @@ ENGINE = (
     Fault(
         "engine/the-first-in-rank-gives-way",
         "jaxinfer/engine",
-        "self._preempt(max(self.running, key=_rank))",
-        "self._preempt(min(self.running, key=_rank))",
+        "self.preempt(max(self.running, key=_rank))",
+        "self.preempt(min(self.running, key=_rank))",
         ("tests/engine/test_scheduler_examples.py",),
         "with few pages, requests preempt each other without end",
     ),
