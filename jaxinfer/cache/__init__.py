@@ -21,11 +21,11 @@ from jaxinfer.cache.paged import (
     PagedCache,
     PageTables,
     abstract_paged_cache,
+    attend_ragged,
     init_paged_cache,
     move_tokens,
     page_bytes,
 )
-from jaxinfer.cache.ragged import attend_ragged
 from jaxinfer.cache.state import (
     LayerState,
     StateAttention,

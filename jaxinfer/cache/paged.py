@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
-from jaxinfer.cache.state import StateCache
+from jaxinfer.cache.state import StateAttention, StateCache, StateOptions
 from jaxinfer.models import ModelConfig, check_divides
 from pallas_kernels.paged_attention import (
     InterleavedPages,
@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.paged_attention import move_tokens as _move_tokens
 from pallas_kernels.platform import current_platform
+from pallas_kernels.recurrence import RaggedBatch
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
@@ -237,6 +238,29 @@ class PagedAttention:
     @property
     def cache(self) -> PagedCache:
         return replace(self._before, layers=tuple(self._layers))
+
+
+def attend_ragged(
+    cache: PagedCache,
+    page_tables: PageTables,
+    query_starts: jax.Array,
+    query_lengths: jax.Array,
+    kv_lengths: jax.Array,
+    *,
+    max_query_length: int | None = None,
+    is_uniform: bool = False,
+    mesh: Mesh | None = None,
+) -> Any:
+    """A `PagedAttention`, or where the cache has states a `StateAttention` over one; arguments are the former's.
+
+    After the pass, its `cache` is the updated cache. Sequence s has slot s.
+    """
+    static: Any = {"max_query_length": max_query_length, "is_uniform": is_uniform}
+    paged = PagedAttention(cache, page_tables, query_starts, query_lengths, kv_lengths, **static, mesh=mesh)
+    if cache.states is None:
+        return paged
+    batch = RaggedBatch(query_starts, query_lengths, kv_lengths - query_lengths)
+    return StateAttention(paged, cache.states, batch, StateOptions(**static))
 
 
 @jax.tree_util.register_pytree_node_class
