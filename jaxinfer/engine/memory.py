@@ -91,7 +91,8 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
 def activation_bytes(spec: EngineSpec) -> int:
     """Estimated bytes of a step's activations and logits, on one device that holds all of them."""
     config = spec.config
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    kv_heads = max(config.num_kv_heads, config.num_global_kv_heads or 0)
+    heads = (config.num_heads + 2 * kv_heads) * max(config.head_dim, config.global_head_dim or 0)
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
     logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
     return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits

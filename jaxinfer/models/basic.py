@@ -67,14 +67,16 @@ def hidden_norm(config: ModelConfig, dtype) -> Norm:
     )
 
 
-def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype, *, is_rotated: bool = True) -> Norm | None:
+def head_norm(
+    config: ModelConfig, head_dim: int, num_heads: int, heads_axis: str, *, dtype, is_rotated: bool = True
+) -> Norm | None:
     """The norm of queries or keys [..., H, K], or of [..., H * K] if it spans all heads; None if the layer has none."""
     if not config.qk_norm or (config.is_qk_norm_after_rotation and not is_rotated):
         return None
     shape, axes = {
-        "head": ((config.head_dim,), ("head_dim",)),
-        "each_head": ((num_heads, config.head_dim), (heads_axis, "head_dim")),
-        "all_heads": ((num_heads * config.head_dim,), (heads_axis,)),
+        "head": ((head_dim,), ("head_dim",)),
+        "each_head": ((num_heads, head_dim), (heads_axis, "head_dim")),
+        "all_heads": ((num_heads * head_dim,), (heads_axis,)),
     }[config.qk_norm_span]
     options = {"bias": config.qk_norm_bias, "has_weight": config.has_qk_norm_weight}
     return Norm(shape, axes, config.norm, eps=config.norm_eps, dtype=dtype, **options)

@@ -21,7 +21,7 @@ class Counted:
       window_keys: (window, FLOPs per key) of the layers with sliding windows.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
-      token_cache_bytes: keys and values of one token in all layers.
+      token_cache_bytes: keys and values of one token that all layers read.
       head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
         its last token only.
     """
@@ -60,7 +60,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         names = [key.key for key in path]
         is_head = names == ["embed"] and config.tie_word_embeddings
         size = num_bytes(leaf)
-        if names[0] in ("embed", "position_embed") and not is_head:
+        if names[0] in ("embed", "position_embed", "layer_embed") and not is_head:
             continue  # only single rows are read
         is_stack = leaf.ndim > 2 and "experts" in names
         experts, dense = (experts + size, dense) if is_stack else (experts, dense + size)
@@ -72,15 +72,18 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         flops[kind] = flops.get(kind, 0.0) + 2 * math.prod(leaf.shape) * share / num_devices
         if is_head or names == ["lm_head"]:
             head = (kind, 2 * math.prod(leaf.shape) / num_devices)
-    width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
-    of_key = 2 * config.num_heads * width / num_devices
-    windows = [config.window(layer) for layer in config.attention_layers]
-    stored = [pages for pages in cache.layers if pages is not None]
-    page_bytes = sum(num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0] for pages in stored)
+    keys: dict[int | None, float] = {}
+    page_bytes = 0
+    for layer in config.attention_layers:
+        head_dim, window = config.head_dim_of(layer), config.window(layer)
+        width = head_dim + (head_dim if config.mla is None else config.mla.latent_size)
+        keys[window] = keys.get(window, 0.0) + 2 * config.num_heads * width / num_devices
+        pages = cache.layers[config.kv_source(layer)]
+        page_bytes += num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0]
     return Counted(
         token_flops=flops,
-        key_flops=of_key * sum(window is None for window in windows),
-        window_keys=tuple((window, of_key * windows.count(window)) for window in {*windows} - {None} if window),
+        key_flops=keys.get(None, 0.0),
+        window_keys=tuple((window, flops) for window, flops in keys.items() if window),
         dense_bytes=dense,
         expert_bytes=experts,
         num_experts=0 if moe is None else moe.num_experts,

@@ -396,9 +396,9 @@ _MIXTURE_GAINS = {
 
 
 # Models whose norms multiply by 1 + w.
-_ZERO_CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+_ZERO_CENTRED = ("gemma_", "gemma2", "gemma3", "qwen3_next", "qwen3_5")
 # Of xIELU; published models have -1e-6 as eps, which no logit would show.
-_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -0.5}
+_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -0.5, "layer_scalar": 0.8}
 
 
 def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndarray:
@@ -412,11 +412,13 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     is_norm = any(part.rpartition(".")[2].startswith(("ln_", "norm")) or "norm" in part for part in name.split("."))
     if name.endswith("bias"):
         return np.float32(0.3) * noise
+    if name.endswith(("router.scale", "router.per_expert_scale")):
+        return np.float32(1.0) + np.float32(0.3) * noise
     for ending, centre in _SCALARS.items():
         if name.endswith(ending):
             return np.asarray(np.float32(centre) * (1 + np.float32(0.2) * noise))
     if is_norm:
-        is_zero_centred = case.model_type.startswith(_ZERO_CENTRED) and "linear_attn" not in name
+        is_zero_centred = f"{case.model_type}_".startswith(_ZERO_CENTRED) and "linear_attn" not in name
         centre = np.float32(0.0 if is_zero_centred else 1.0)
         is_last = name.startswith(("model.norm", "model.final", "transformer.ln_f", "gpt_neox.final"))
         if is_last and is_zero_centred and case.gain != 1.0:
