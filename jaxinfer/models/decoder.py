@@ -39,7 +39,6 @@ class Embedding(nnx.Module):
         shape = (config.max_position_embeddings, config.hidden_size)
         table = normal(rngs, shape, dtype) if config.has_position_embedding else None
         self.position_embed = None if table is None else nnx.Param(table, axes=("positions", "hidden"))
-        self.layer_embed = self.layer_embed_proj = self.layer_embed_norm = None
         if (inputs := config.layer_inputs) is not None:
             width, kwargs = inputs.count * inputs.size, {"bias": False, "dtype": dtype}
             self.layer_embed = nnx.Param(normal(rngs, (inputs.vocab_size, width), dtype), axes=("vocab", None))
@@ -50,9 +49,9 @@ class Embedding(nnx.Module):
     def layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
         """Inputs [..., L, P] of layers (`LayerInputConfig`), of the embedding x [..., D] of tokens [...]; None for a
         model without them. Scales are rounded as in Transformers' `Gemma4TextModel`."""
-        inputs, project, norm = self.config.layer_inputs, self.layer_embed_proj, self.layer_embed_norm
-        if inputs is None or self.layer_embed is None or project is None or norm is None:
+        if (inputs := self.config.layer_inputs) is None:
             return None
+        project, norm = self.layer_embed_proj, self.layer_embed_norm
         shape = (*tokens.shape, inputs.count, inputs.size)
         own = rows(self.layer_embed.get_value(), tokens, x.dtype) * jnp.asarray(inputs.size**0.5, x.dtype)
         projected = (project(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)).reshape(shape)

@@ -337,11 +337,10 @@ class Router(nnx.Module):
         self.correction = (
             nnx.Param(np.zeros((moe.num_experts,), np.float32), axes=(None,)) if moe.has_correction_bias else None
         )
-        self.input_scale = self.expert_scale = self.norm = None
-        if moe.is_beside_mlp:
-            self.norm = Norm((width,), ("hidden",), "rms", eps=norm_eps, bias=False, dtype=dtype, has_weight=False)
-            self.input_scale = nnx.Param(np.ones((width,), dtype), axes=("hidden",))
-            self.expert_scale = nnx.Param(np.ones((moe.num_experts,), dtype), axes=(None,))
+        has_scales, no_weight = moe.is_beside_mlp, {"bias": False, "dtype": dtype, "has_weight": False}
+        self.norm = Norm((width,), ("hidden",), "rms", eps=norm_eps, **no_weight) if has_scales else None
+        self.input_scale = nnx.Param(np.ones((width,), dtype), axes=("hidden",)) if has_scales else None
+        self.expert_scale = nnx.Param(np.ones((moe.num_experts,), dtype), axes=(None,)) if has_scales else None
         self.moe = moe
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

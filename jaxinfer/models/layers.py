@@ -106,10 +106,9 @@ class Attention(nnx.Module):
         norm = partial(head_norm, config, head_dim, dtype=dtype, is_rotated=is_rotated)
         self.q_norm = norm(config.num_heads, "heads")
         self.k_norm = norm(num_kv_heads, "kv_heads") if has_keys else None
-        self.v_norm = None
-        if has_keys and config.has_value_norm:
-            no_weight = {"bias": False, "dtype": dtype, "has_weight": False}
-            self.v_norm = Norm((head_dim,), ("head_dim",), config.norm, eps=config.norm_eps, **no_weight)
+        no_weight = {"eps": config.norm_eps, "bias": False, "dtype": dtype, "has_weight": False}
+        has_norm = has_keys and config.has_value_norm
+        self.v_norm = Norm((head_dim,), ("head_dim",), config.norm, **no_weight) if has_norm else None
         self.head_dim, self.window = head_dim, config.window(layer)
         self.qk_norm_span, self.is_norm_after_rotation = config.qk_norm_span, config.is_qk_norm_after_rotation
         self.clip = config.qkv_clip
@@ -263,13 +262,10 @@ class DecoderLayer(nnx.Module):
         self.mlp = _feed_forward(config, layer, dtype=dtype, rngs=rngs) if has_mlp else None
         self.mlp_post_norm = hidden_norm(config, dtype) if has_after else None
         moe, inputs = config.experts_of(layer), config.layer_inputs
-        self.beside = self.layer_input = self.scalar = None
-        if moe is not None and moe.is_beside_mlp:
-            self.beside = ExpertsBeside(config, moe, dtype=dtype, rngs=rngs)
-        if inputs is not None:
-            self.layer_input = LayerInput(config, inputs.size, dtype=dtype, rngs=rngs)
-        if config.has_layer_scalar:
-            self.scalar = nnx.Param(np.ones((1,), dtype), axes=(None,))
+        kwargs = {"dtype": dtype, "rngs": rngs}
+        self.beside = ExpertsBeside(config, moe, **kwargs) if moe is not None and moe.is_beside_mlp else None
+        self.layer_input = None if inputs is None else LayerInput(config, inputs.size, **kwargs)
+        self.scalar = nnx.Param(np.ones((1,), dtype), axes=(None,)) if config.has_layer_scalar else None
         self.block, self.residual_multiplier = config.block, config.residual_multiplier
 
     def __call__(
