@@ -417,6 +417,9 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     for ending, centre in _SCALARS.items():
         if name.endswith(ending):
             return np.asarray(np.float32(centre) * (1 + np.float32(0.2) * noise))
+    if case.model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+        # No other factor makes the scores of normalized queries and keys smaller: the attention scale is 1.
+        return np.float32(0.25) * (1 + np.float32(0.3) * noise)
     if is_norm:
         is_zero_centred = f"{case.model_type}_".startswith(_ZERO_CENTRED) and "linear_attn" not in name
         centre = np.float32(0.0 if is_zero_centred else 1.0)
