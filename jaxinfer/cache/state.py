@@ -31,7 +31,8 @@ class LayerState:
 
     Attributes:
       columns: [S, W - 1, C], the last inputs of the convolution, the oldest first, in the dtype of the model.
-      matrices: float32 [S, H, K, V], the recurrent states; None for a layer that has a convolution only.
+      matrices: float32 [S, Hk, K, E], the recurrent states, see `linear_recurrence`; None for a layer that has a
+        convolution only.
       conv_inputs, tokens: of a pass whose states wait for `StateCache.commit`; else None.
     """
 

@@ -142,4 +142,20 @@ FAULTS = (
         ("tests/pallas_kernels/page_copy/test_page_copy.py::test_pallas_tpu",),
         "a shared page is written instead of copied",
     ),
+    Fault(
+        "kernels/a-tpu-state-begins-with-what-its-slot-had",
+        "pallas_kernels/recurrence/pallas_tpu.py",
+        "before = jnp.where(keeps, state_ref[0, head, :, part], 0.0)",
+        "before = state_ref[0, head, :, part]",
+        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_pallas_tpu_equals_xla",),
+        "a new sequence begins from the state of the one that had its slot, on TPUs",
+    ),
+    Fault(
+        "kernels/a-tpu-state-of-an-idle-slot-is-lost",
+        "pallas_kernels/recurrence/pallas_tpu.py",
+        "            after_refs[0][...] = state_ref[...]\n",
+        "            pass\n",
+        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_pallas_tpu_equals_xla",),
+        "a sequence that waits while others run loses its state, on TPUs",
+    ),
 )

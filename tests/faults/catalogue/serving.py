@@ -13,7 +13,7 @@ ENGINE = (
     ),
     Fault(
         "engine/a-state-outlives-its-sequence",
-        "pallas_kernels/recurrence/xla.py",
+        "pallas_kernels/recurrence/ragged.py",
         "before = jnp.where((start == 0) & (inner == 0), 0, before)",
         "before = before + 0",
         ("tests/pallas_kernels/recurrence/test_recurrence.py",),

@@ -16,8 +16,10 @@ from pallas_kernels.recurrence import (
 )
 from pallas_kernels.recurrence.blocks import invert_unit_lower
 from pallas_kernels.recurrence.reference import recurrence
+from tests.pallas_kernels.quick import quick
 
 HEADS, KEY_HEADS, KEY, VALUE = 4, 2, 8, 6
+STATE = (KEY_HEADS, KEY, HEADS // KEY_HEADS * VALUE)
 KINDS = ("gated_delta", "ssd")
 
 
@@ -45,10 +47,10 @@ def batch_of(*rows: tuple[int, int]) -> RaggedBatch:
 
 
 def garbage(num_slots: int) -> jax.Array:
-    return jnp.full((num_slots, HEADS, KEY, VALUE), jnp.nan)
+    return jnp.full((num_slots, *STATE), jnp.nan)
 
 
-@partial(jax.jit, static_argnames=("short_tokens", "defers", "is_uniform", "max_query_length"))
+@partial(jax.jit, static_argnames=("short_tokens", "defers", "is_uniform", "max_query_length", "implementation"))
 def run(tokens, state, batch, **options):
     return linear_recurrence(tokens, state, batch, **options)
 
@@ -60,7 +62,13 @@ def in_chunks(tokens: RecurrentTokens, sizes: list[int], **options) -> tuple[np.
         out, state = run(part, state, batch_of((start, size)), **options)
         outputs.append(out)
         start += size
-    return np.concatenate(outputs), np.asarray(state[0])
+    return np.concatenate(outputs), per_head(state[0])
+
+
+def per_head(state) -> np.ndarray:
+    """[H, K, V], as the reference has it, of [Hk, K, E]."""
+    parted = np.asarray(state).reshape(KEY_HEADS, KEY, HEADS // KEY_HEADS, VALUE)
+    return np.moveaxis(parted, 2, 1).reshape(HEADS, KEY, VALUE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,7 +133,7 @@ def test_neighbours_and_slots_change_no_bit(kind, is_uniform):
     """A prompt, a chunk of another, a decode step, an idle slot, in two orders and with other tokens beside them."""
     rows = [(0, 70), (64, 80), (13, 1), (7, 0)]
     own = [tokens_of(10 + i, count, kind) for i, (_, count) in enumerate(rows)]
-    states = jnp.asarray(np.random.default_rng(3).normal(size=(4, HEADS, KEY, VALUE)), jnp.float32)
+    states = jnp.asarray(np.random.default_rng(3).normal(size=(4, *STATE)), jnp.float32)
     out, state = run(joined(*own), states, batch_of(*rows), is_uniform=is_uniform)
     parts = np.split(np.asarray(out), np.cumsum([count for _, count in rows])[:-1])
     np.testing.assert_array_equal(state[3], states[3])
@@ -148,7 +156,7 @@ def test_rejected_rows_leave_no_trace(kind, is_uniform):
     options = {"short_tokens": 5, "is_uniform": is_uniform}
     rows = [(62, 5), (0, 5), (0, 100), (9, 3), (4, 0)]
     own = [tokens_of(30 + i, count, kind) for i, (_, count) in enumerate(rows)]
-    states, batch = jnp.ones((5, HEADS, KEY, VALUE)), batch_of(*rows)
+    states, batch = jnp.ones((5, *STATE)), batch_of(*rows)
     out, pending = run(joined(*own), states, batch, defers=True, **options)
     direct, _ = run(joined(*own), states, batch, **options)
     np.testing.assert_array_equal(out, direct)
@@ -162,15 +170,15 @@ def test_rejected_rows_leave_no_trace(kind, is_uniform):
         kept, (start, _) = accepted[slot], rows[slot]
         alone = run(some(own[slot], slice(0, kept)), states[:1], batch_of((start, kept)), **options)[1]
         np.testing.assert_array_equal(found[slot], alone[0])
-        wanted = recurrence(*some(own[slot], slice(0, kept)), state=states[0] if start else None)[1]
-        np.testing.assert_allclose(found[slot], wanted, atol=1e-5)
+        wanted = recurrence(*some(own[slot], slice(0, kept)), state=per_head(states[0]) if start else None)[1]
+        np.testing.assert_allclose(per_head(found[slot]), wanted, atol=1e-5)
 
 
 def test_states_are_updated_in_place():
     """The compiled program aliases the donated states and copies none of their size."""
     num_slots = 64
-    state = jax.ShapeDtypeStruct((num_slots, HEADS, KEY, VALUE), jnp.float32)
-    shape = f"f32[{num_slots},{HEADS},{KEY},{VALUE}]"
+    state = jax.ShapeDtypeStruct((num_slots, *STATE), jnp.float32)
+    shape = f"f32[{num_slots},{','.join(map(str, STATE))}]"
     for count, longest in ((num_slots, 1), (256, 256)):
         tokens = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tokens_of(0, count, "gated_delta"))
         vector = jax.ShapeDtypeStruct((num_slots,), jnp.int32)
@@ -206,7 +214,44 @@ def test_inverse_of_a_unit_lower_triangle(size):
 def test_operands_that_do_not_fit_are_refused(change, message):
     tokens = tokens_of(0, 3, "gated_delta")._replace(**change)
     with pytest.raises(ValueError, match=message):
-        linear_recurrence(tokens, jnp.zeros((1, HEADS, KEY, VALUE)), batch_of((0, 3)))
+        linear_recurrence(tokens, jnp.zeros((1, *STATE)), batch_of((0, 3)))
     good = tokens_of(0, 3, "ssd")
     with pytest.raises(ValueError, match="short_tokens is 1 to 64; got 0"):
-        linear_recurrence(good, jnp.zeros((1, HEADS, KEY, VALUE)), batch_of((0, 3)), short_tokens=0)
+        linear_recurrence(good, jnp.zeros((1, *STATE)), batch_of((0, 3)), short_tokens=0)
+
+
+WIDE_SHAPES = {"shared keys": (8, 128, 16, 128), "one group": (1, 128, 6, 64), "long keys": (2, 256, 2, 128)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("short_tokens", quick([1, 3], 3))
+@pytest.mark.parametrize("shape", quick(WIDE_SHAPES, "one group"))
+def test_pallas_tpu_equals_xla(tpu_interpreter, kind, short_tokens, shape):
+    """A new sequence whose slot holds garbage, one that goes on, an idle one, and one with fewer tokens."""
+    num_key_heads, key_size, num_heads, value_size = WIDE_SHAPES[shape]
+    rng, count = np.random.default_rng(0), 4 * short_tokens
+    lengths = [short_tokens, short_tokens, 0, 1]
+    rates = rng.uniform(size=(count, num_heads)) if kind == "gated_delta" else None
+    arrays = (
+        rng.normal(size=(count, num_key_heads, key_size)) / 11,
+        rng.normal(size=(count, num_key_heads, key_size)) / 11,
+        rng.normal(size=(count, num_heads, value_size)),
+        -rng.exponential(0.3, size=(count, num_heads)),
+        rates,
+    )
+    tokens = RecurrentTokens(*(None if x is None else jnp.asarray(x, jnp.float32) for x in arrays))
+    batch = batch_of(*zip([0, 9, 5, 70], lengths, strict=True))
+    state = rng.normal(size=(4, num_key_heads, key_size, num_heads // num_key_heads * value_size))
+    state = jnp.asarray(state, jnp.float32).at[0].set(jnp.nan)
+    options = {"short_tokens": short_tokens, "max_query_length": short_tokens}
+    found, after = run(tokens, state, batch, implementation="pallas_tpu", **options)
+    expected, wanted = run(tokens, state, batch, implementation="xla", **options)
+    rows = sum(lengths)
+    np.testing.assert_allclose(found[:rows], expected[:rows], atol=1e-5)
+    np.testing.assert_allclose(after, wanted, atol=1e-5)
+    np.testing.assert_array_equal(after[2], state[2])
+    deferred, kept = run(tokens, state, batch, implementation="pallas_tpu", defers=True, **options)
+    np.testing.assert_array_equal(deferred, found)
+    np.testing.assert_array_equal(kept, state)
+    all_rows = {"num_committed": batch.query_lengths, "short_tokens": short_tokens, "implementation": "pallas_tpu"}
+    np.testing.assert_array_equal(commit_recurrence(state, tokens, batch, **all_rows), after)
