@@ -14,6 +14,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs.paged import move_states
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params
+from jaxinfer.speculative import NgramDraft
 from tests.engine.grammars import make_compiler, make_sequence, run
 
 BASE = ModelConfig(
@@ -130,14 +131,9 @@ def test_explain_counts_the_states(model):
     assert cache["bytes per token"] == 2 * 2 * 8 * 4
 
 
-def test_drafts_are_refused_by_name(model):
-    config, params = model
-    with pytest.raises(ValueError, match=r"Tiny has layers of kind .*: speculation does not work with them yet"):
-        LLM((config, params), max_seqs=2, draft="ngram", **OPTIONS)
-
-
+@pytest.mark.parametrize("draft", [None, NgramDraft()], ids=["plain", "ngram"])
 @pytest.mark.parametrize("is_limited", [True, False])
-def test_refused_tokens_reach_no_state(is_limited):
+def test_refused_tokens_reach_no_state(is_limited, draft):
     """Masks from the host refuse tokens after they were computed; tables on the device refuse none. Dispatches under
     such masks have one step; where they have more, as in the reasoning before a grammar, answers are computed anew."""
     config = replace(MODELS["delta"], vocab_size=97)
@@ -147,7 +143,7 @@ def test_refused_tokens_reach_no_state(is_limited):
     form = {"temperature": 2.0, "max_tokens": 16, "structured": StructuredOutputs(regex="([ -O][P-~]){7}")}
 
     def answers(**options):
-        engine = Engine(config, params, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}))
+        engine = Engine(config, params, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}), draft=draft)
         engine.scheduler.options = replace(engine.scheduler.options, has_states=is_limited)
         asked = [SamplingParams(seed=number, **form) for number in range(len(prompts))]
         pairs = zip(prompts, asked, strict=True)
