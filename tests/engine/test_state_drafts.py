@@ -28,7 +28,7 @@ DRAFTS = ("ngram", "layers:2", "itself", "near", "attention")
 SETTINGS = {
     "chunks of 64": {"prefill_chunk": 64},
     "chunks of 16": {"prefill_chunk": 16},
-    "few pages": {"prefill_chunk": 64, "num_pages": 24},
+    "few pages": {"prefill_chunk": 64, "page_size": 2, "num_pages": 64},
 }
 
 
