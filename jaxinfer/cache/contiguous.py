@@ -110,7 +110,7 @@ def init_cache(
     cache = empty.with_layers([_rows(new_pages(*shape, name, **kind)) for _ in layers])
     if not config.recurrent_layers and len(layers) == config.num_layers:
         return cache
-    states = init_state_cache(config, num_rows, config.dtype) if config.recurrent_layers else None
+    states = init_state_cache(config, num_rows, config.dtype)
     return replace(cache, states=states, attention_layers=layers)
 
 

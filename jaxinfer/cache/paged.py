@@ -74,10 +74,11 @@ class PagedCache:
     def first(self, num_layers: int) -> PagedCache:
         """The cache of the first layers."""
         scales = None if self.scales is None else self.scales.first(num_layers)
-        return PagedCache(self.layers[:num_layers], scales, self.groups[:num_layers])
+        states = None if self.states is None else self.states.first(num_layers)
+        return PagedCache(self.layers[:num_layers], scales, self.groups[:num_layers], states)
 
     def with_first(self, part: PagedCache) -> PagedCache:
-        """The cache with the first layers' contents replaced."""
+        """The cache with the first layers' pages replaced. Its states stay: they are of confirmed tokens only."""
         return replace(self, layers=part.layers + self.layers[len(part.layers) :])
 
 
@@ -239,6 +240,11 @@ class PagedAttention:
     def cache(self) -> PagedCache:
         return replace(self._before, layers=tuple(self._layers))
 
+    def commit(self, num_committed: jax.Array) -> PagedCache:
+        """The cache, whatever rows of a sequence are kept: the next ones overwrite the keys of the others."""
+        del num_committed
+        return self.cache
+
 
 def attend_ragged(
     cache: PagedCache,
@@ -248,19 +254,26 @@ def attend_ragged(
     kv_lengths: jax.Array,
     *,
     max_query_length: int | None = None,
+    ancestors: jax.Array | None = None,
     is_uniform: bool = False,
+    max_deferred: int | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
     """A `PagedAttention`, or where the cache has states a `StateAttention` over one; arguments are the former's.
 
-    After the pass, its `cache` is the updated cache. Sequence s has slot s.
+    With `max_deferred`, a static bound of the rows of a sequence, states stay as they are until `commit`, which returns
+    the updated cache. Otherwise that is `cache` after the pass. Sequence s has slot s.
     """
     static: Any = {"max_query_length": max_query_length, "is_uniform": is_uniform}
-    paged = PagedAttention(cache, page_tables, query_starts, query_lengths, kv_lengths, **static, mesh=mesh)
+    ragged = (query_starts, query_lengths, kv_lengths)
+    paged = PagedAttention(cache, page_tables, *ragged, ancestors=ancestors, **static, mesh=mesh)
     if cache.states is None:
         return paged
+    options = StateOptions(**static)
+    if max_deferred is not None:
+        options = StateOptions(max_deferred, max_query_length=max_deferred, defers=True, is_uniform=is_uniform)
     batch = RaggedBatch(query_starts, query_lengths, kv_lengths - query_lengths)
-    return StateAttention(paged, cache.states, batch, StateOptions(**static))
+    return StateAttention(paged, cache.states, batch, options)
 
 
 @jax.tree_util.register_pytree_node_class

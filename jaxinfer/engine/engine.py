@@ -73,7 +73,7 @@ class Engine:
                 steps_per_dispatch=self.spec.steps_per_dispatch,
                 max_waiting=options.max_waiting,
                 reuses_prefixes=self.spec.reuses_prefixes,
-                has_states=self.spec.has_states,
+                has_states=self.spec.has_states or self.spec.draft_has_states,
                 shuffle_seed=options.shuffle_seed,
                 window=self.spec.windows[0],
                 more_groups=self.spec.groups[1:],

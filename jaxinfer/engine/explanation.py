@@ -111,7 +111,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "bytes per page": spec.page_bytes,
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
-        **({"state bytes": memory.states} if spec.has_states else {}),
+        **({"state bytes": memory.states} if memory.states else {}),
         "sampler bytes": memory.sampler,
         "activation bytes (guess)": memory.activations,
         **({} if memory.available is None else {"bytes available": memory.available}),
@@ -152,7 +152,7 @@ def _describe_speculation(engine: Engine) -> dict[str, Any]:
             "layers": draft.config.num_layers,
             "parameter bytes": num_bytes(spec.placed_draft),
             **({"float32 copies": str(draft.copies)} if draft.copies is not None else {}),
-            "bytes per page (in the page's)": num_bytes(spec.draft_cache) // spec.num_pages,
+            "bytes per page (in the page's)": num_bytes(spec.draft_cache.layers) // spec.num_pages,
             "cache dtype": kv_dtype_name(spec.draft_kv_dtype),
         }
     options = spec.options

@@ -32,7 +32,7 @@ from jaxinfer.engine.scheduler import Chunk, DispatchPlan
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
 from jaxinfer.grammar.device import empty_tables
-from jaxinfer.models import Params
+from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import (
@@ -82,14 +82,13 @@ class ModelRunner:
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_pages for group in spec.groups)
-        self._cache = self._init_cache(spec.config, spec.kv_dtype, self.kv_scales, counts, spec.layer_groups)
-        if spec.config.recurrent_layers:
-            states = init_state_cache(spec.config, spec.max_seqs, spec.dtype)
-            self._cache = dataclasses.replace(self._cache, states=states)
+        target = spec.config, params
+        self._cache = self._init_cache(*target, spec.kv_dtype, self.kv_scales, counts, spec.layer_groups)
         self._draft_cache: PagedCache | None = None
         if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
             scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
-            self._draft_cache = self._init_cache(draft.config, spec.draft_kv_dtype, scales, counts[:1])
+            stored = spec.draft_kv_dtype, scales, counts[:1]
+            self._draft_cache = self._init_cache(draft.config, draft.params, *stored)
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
@@ -111,10 +110,11 @@ class ModelRunner:
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(
-        self, config: Any, kv_dtype: str, scales: KVScales | None, counts: Any, groups: tuple[int, ...] = ()
+        self, config: Any, params: Params, kv_dtype: str, scales: KVScales | None, counts: Any, groups: Any = ()
     ) -> PagedCache:
-        layout = self.spec.layout_of(config, kv_dtype)
-        return init_paged_cache(config, counts, self.spec.page_size, kv_dtype, layout, self.spec.mesh, scales, groups)
+        spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
+        pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, groups)
+        return dataclasses.replace(pages, states=init_state_cache(config, spec.max_seqs, compute_dtype(params)))
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
@@ -262,6 +262,8 @@ class ModelRunner:
         self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, order)
         if self._cache.states is not None:
             self._cache = programs.move_states(self._cache, order)
+        if self._draft_cache is not None and self._draft_cache.states is not None:
+            self._draft_cache = programs.move_states(self._draft_cache, order)
 
     @operation
     def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:

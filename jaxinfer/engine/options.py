@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
-    from jaxinfer.speculative import TokenTree
+    from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
 MAX_DRAFT_TOKENS = 31
@@ -203,6 +203,19 @@ class EngineOptions(SpeculationOptions):
         for field in () if has_draft else fields(SpeculationOptions):
             if (value := getattr(self, field.name)) != field.default:
                 raise ValueError(f"{field.name}={value!r} needs a draft")
+
+    def check_draft_kind(self, draft: "Draft | None") -> None:
+        """Raises ValueError for an option that the draft cannot fulfil."""
+        from jaxinfer.speculative import ModelDraft, NgramDraft, draft_name
+
+        if draft is None:
+            return
+        if self.draft_kv_dtype is not None and not isinstance(draft, ModelDraft):
+            raise ValueError(
+                f"draft_kv_dtype={self.draft_kv_dtype!r}: draft={draft_name(draft)!r} has no cache of its own"
+            )
+        if self.draft_tree is not None and isinstance(draft, NgramDraft):
+            raise ValueError(f"draft='ngram' drafts a chain, it cannot fill draft_tree={self.draft_tree}")
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)

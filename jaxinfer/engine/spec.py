@@ -25,7 +25,7 @@ from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardi
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
 from jaxinfer.quantization.tree import is_quantized, num_bytes
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_name, first_layers
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, first_layers
 from pallas_kernels.paged_attention import Pages, platform_layout
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -75,16 +75,9 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
-        check_states(self.config, self.draft, self.num_devices)
+        check_states(self.config, self.draft, self.num_devices, options.draft_tree)
         options.check_draft(self.draft is not None)
-        if self.draft is None:
-            return
-        if options.draft_kv_dtype is not None and not isinstance(self.draft, ModelDraft):
-            raise ValueError(
-                f"draft_kv_dtype={options.draft_kv_dtype!r}: draft={draft_name(self.draft)!r} has no cache of its own"
-            )
-        if options.draft_tree is not None and isinstance(self.draft, NgramDraft):
-            raise ValueError(f"draft='ngram' drafts a chain, it cannot fill draft_tree={options.draft_tree}")
+        options.check_draft_kind(self.draft)
 
     @classmethod
     def of(
@@ -155,10 +148,17 @@ class EngineSpec:
         """Whether sequences have a state beside their pages: it is of all tokens so far and can not be shared."""
         return bool(self.config.recurrent_layers)
 
+    @property
+    def draft_has_states(self) -> bool:
+        """The same of the draft, which may be the model's own first layers."""
+        return self.draft_model is not None and bool(self.draft_model[0].recurrent_layers)
+
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots."""
-        return self.max_seqs * state_bytes(self.config, self.dtype)
+        """Bytes of the states of all slots, of the model and a draft model."""
+        own = [(self.draft.config, self.draft.params)] if isinstance(self.draft, ModelDraft) else []
+        models = [(self.config, self.params), *own]
+        return self.max_seqs * sum(state_bytes(config, compute_dtype(params)) for config, params in models)
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -354,19 +354,19 @@ class EngineSpec:
 
     @cached_property
     def cache(self) -> PagedCache:
-        """The model's pages."""
+        """The model's pages and states."""
         counts = tuple(group.num_pages for group in self.groups)
         cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
-        if not self.has_states:
-            return cache
         return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 
     @cached_property
     def draft_cache(self) -> PagedCache | None:
-        """The pages of a draft model's own."""
+        """The pages and states of a draft model's own."""
         if self.draft_kv_dtype is None or self.draft_model is None:
             return None
-        return self._cache(self.draft_model[0], self.draft_kv_dtype, (self.num_pages,))
+        config, params = self.draft_model
+        cache = self._cache(config, self.draft_kv_dtype, (self.num_pages,))
+        return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
 
     def _cache(
         self, config: ModelConfig, kv_dtype: str, counts: tuple[int, ...], groups: tuple[int, ...] = ()

@@ -14,6 +14,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs.paged import move_states
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params
+from jaxinfer.speculative import LayersDraft, NgramDraft
 from tests.engine.grammars import make_compiler, make_sequence, run
 
 BASE = ModelConfig(
@@ -130,14 +131,9 @@ def test_explain_counts_the_states(model):
     assert cache["bytes per token"] == 2 * 2 * 8 * 4
 
 
-def test_drafts_are_refused_by_name(model):
-    config, params = model
-    with pytest.raises(ValueError, match=r"Tiny has layers of kind .*: speculation does not work with them yet"):
-        LLM((config, params), max_seqs=2, draft="ngram", **OPTIONS)
-
-
+@pytest.mark.parametrize("draft", [None, NgramDraft(), LayersDraft(2)], ids=["plain", "ngram", "layers"])
 @pytest.mark.parametrize("is_limited", [True, False])
-def test_refused_tokens_reach_no_state(is_limited):
+def test_refused_tokens_reach_no_state(is_limited, draft):
     """Masks from the host refuse tokens after they were computed; tables on the device refuse none. Dispatches under
     such masks have one step; where they have more, as in the reasoning before a grammar, answers are computed anew."""
     config = replace(MODELS["delta"], vocab_size=97)
@@ -146,15 +142,16 @@ def test_refused_tokens_reach_no_state(is_limited):
     compiler, prompts = make_compiler(), [[5] * 9, [7, 8, 9], [60] * 20, [31]]
     form = {"temperature": 2.0, "max_tokens": 16, "structured": StructuredOutputs(regex="([ -O][P-~]){7}")}
 
-    def answers(**options):
-        engine = Engine(config, params, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}))
+    def answers(draft, **options):
+        engine = Engine(config, params, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}), draft=draft)
         engine.scheduler.options = replace(engine.scheduler.options, has_states=is_limited)
         asked = [SamplingParams(seed=number, **form) for number in range(len(prompts))]
         pairs = zip(prompts, asked, strict=True)
         found = run(engine, [make_sequence(compiler, prompt, one, waits=True) for prompt, one in pairs])
         return found, engine.scheduler.counters.num_preemptions
 
-    expected, _ = answers()
-    found, num_preemptions = answers(grammar_memory=0)
+    expected, _ = answers(None)
+    assert draft is None or answers(draft)[0] == expected  # under tables on the device
+    found, num_preemptions = answers(draft, grammar_memory=0)
     assert found == expected
     assert (num_preemptions > 0) != is_limited
