@@ -14,7 +14,15 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
-from jaxinfer.cache import KVScales, PagedCache, PageTables, applied_scales, init_paged_cache, init_state_cache
+from jaxinfer.cache import (
+    KVScales,
+    PagedCache,
+    PageTables,
+    StateCache,
+    applied_scales,
+    init_paged_cache,
+    init_state_cache,
+)
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
@@ -22,13 +30,13 @@ from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids
 from jaxinfer.engine.placement import DevicePlacement
+from jaxinfer.engine.plans import Chunk, DispatchPlan
 from jaxinfer.engine.programs import grammar as grammars
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.request import Request, SequenceState
-from jaxinfer.engine.scheduler import Chunk, DispatchPlan
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
 from jaxinfer.grammar.device import empty_tables
@@ -86,6 +94,9 @@ class ModelRunner:
         if spec.config.recurrent_layers:
             states = init_state_cache(spec.config, spec.max_seqs, spec.dtype)
             self._cache = dataclasses.replace(self._cache, states=states)
+        self._saved: StateCache | None = None  # states that are kept for prefix reuse
+        if spec.num_saved_states:
+            self._saved = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
         self._draft_cache: PagedCache | None = None
         if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
             scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
@@ -118,7 +129,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
-        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch, self._draft_cache, self._tables)):
+        rows = self._slots, self._batch, self._tables
+        for leaf in jax.tree.leaves((rows, self._cache, self._saved, self._draft_cache)):
             leaf.delete()
 
     @property
@@ -190,6 +202,7 @@ class ModelRunner:
             self._move_slots(order)
         for sequence in plan.admitted:
             self._write_slot(sequence)
+        self._copy_states(False, [(one.restore_from, _slot(one)) for one in plan.admitted if one.restore_from])
         for start in range(0, len(plan.copies), COPIES):
             self._copy_pages(*copy_ids(plan.copies[start : start + COPIES], self.spec.groups, COPIES))
         for part in plan.grammar:
@@ -249,6 +262,7 @@ class ModelRunner:
             row += chunk.length
         is_scored = any(piece.is_read for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
+        self._copy_states(True, [(slot, chunk.saves_to) for slot, chunk in chunks if chunk.saves_to])
         if is_scored and self._hidden is not None:
             scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, row), None
         return sent(output=output, num_rows=num_tokens, scores=scores)
@@ -262,6 +276,25 @@ class ModelRunner:
         self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, order)
         if self._cache.states is not None:
             self._cache = programs.move_states(self._cache, order)
+
+    def _copy_states(self, saves: bool, pairs: list[tuple[int, int]]) -> None:
+        """Saves states of slots in places, or restores them: pairs of a source and its destination."""
+        if pairs:
+            ids = np.zeros((self.spec.max_seqs, 2), np.int32)
+            ids[: len(pairs)] = pairs
+            self._run_copies(saves, ids, len(pairs))
+
+    @operation
+    def _run_copies(self, saves: bool, ids: np.ndarray, count: int) -> None:
+        if self._saved is None or self._cache.states is None:
+            raise RuntimeError("states were planned to be copied in an engine that saves none")
+        into, source = (self._saved, self._cache.states) if saves else (self._cache.states, self._saved)
+        ids = ids - [[0, 1] if saves else [1, 0]]  # place p is row p - 1
+        copied = programs.copy_states(into, source, *self.placement.put((ids[:, 0], ids[:, 1], np.int32(count))))
+        if saves:
+            self._saved = copied
+        else:
+            self._cache = dataclasses.replace(self._cache, states=copied)
 
     @operation
     def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:
@@ -416,7 +449,7 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
-        return len(self.all_programs) + 6 + has_draft + has_draft_cache
+        return len(self.all_programs) + 6 + has_draft + has_draft_cache + 2 * (self._saved is not None)
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
         """Compiles every program, one after another, and runs none: in another thread, while requests run."""
@@ -472,6 +505,8 @@ class ModelRunner:
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
         self._copy_pages(*copy_ids((), self.spec.groups, COPIES))
+        for saves in (False, True) if self._saved is not None else ():
+            self._run_copies(saves, np.zeros((self.spec.max_seqs, 2), np.int32), 0)
         self._write_table(grammars.empty_block(self.spec.table_sizes))
         self._set_rows(
             grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)

@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import NULL_PAGE
+from jaxinfer.engine.plans import PageCopy
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import PageCopy
 
 HostTables = tuple[np.ndarray, ...]
 

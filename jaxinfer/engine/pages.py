@@ -102,6 +102,13 @@ class PagePool:
             raise ValueError(f"page {page} is kept, but it has {self._owners[page]} owners or is kept already")
         self._forget[page] = forget
 
+    def drop(self, page: int) -> None:
+        """Gives up what a page holds, if it is idle: the page is free."""
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
+            self._forget.pop(page)()
+
     def drop_idle(self) -> int:
         """Gives up everything idle; returns how many pages became free."""
         count = len(self._idle)
