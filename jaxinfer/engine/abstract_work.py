@@ -1,4 +1,4 @@
-"""Slots, parameters, and what the programs take of each dispatch, as shapes, to compile them without weights or a chip."""
+"""Slots, parameters, and what programs take of each dispatch, as shapes: to compile without weights or a chip."""
 
 from dataclasses import replace
 from typing import Any

@@ -14,21 +14,13 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
-from jaxinfer.cache import (
-    KVScales,
-    PagedCache,
-    PageTables,
-    StateCache,
-    applied_scales,
-    init_paged_cache,
-    init_state_cache,
-)
+from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
-from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids
+from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
 from jaxinfer.engine.placement import DevicePlacement
 from jaxinfer.engine.plans import Chunk, DispatchPlan
 from jaxinfer.engine.programs import grammar as grammars
@@ -39,6 +31,7 @@ from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, e
 from jaxinfer.engine.request import Request, SequenceState
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
+from jaxinfer.engine.step_rows import step_rows
 from jaxinfer.grammar.device import empty_tables
 from jaxinfer.models import Params
 from jaxinfer.parallel import hosts
@@ -91,12 +84,9 @@ class ModelRunner:
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_pages for group in spec.groups)
         self._cache = self._init_cache(spec.config, spec.kv_dtype, self.kv_scales, counts, spec.layer_groups)
-        if spec.config.recurrent_layers:
-            states = init_state_cache(spec.config, spec.max_seqs, spec.dtype)
-            self._cache = dataclasses.replace(self._cache, states=states)
-        self._saved: StateCache | None = None  # states that are kept for prefix reuse
-        if spec.num_saved_states:
-            self._saved = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
+        zeros = partial(jax.tree.map, lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype))
+        self._cache = dataclasses.replace(self._cache, states=zeros(spec.cache.states))
+        self._saved: StateCache | None = zeros(spec.saved_states)  # for prefix reuse
         self._draft_cache: PagedCache | None = None
         if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
             scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
@@ -202,7 +192,8 @@ class ModelRunner:
             self._move_slots(order)
         for sequence in plan.admitted:
             self._write_slot(sequence)
-        self._copy_states(False, [(one.restore_from, _slot(one)) for one in plan.admitted if one.restore_from])
+        if restored := [(one.restore_from - 1, _slot(one)) for one in plan.admitted if one.restore_from]:
+            self._copy_states(False, state_copies(restored, self.spec.max_seqs))
         for start in range(0, len(plan.copies), COPIES):
             self._copy_pages(*copy_ids(plan.copies[start : start + COPIES], self.spec.groups, COPIES))
         for part in plan.grammar:
@@ -243,28 +234,13 @@ class ModelRunner:
         num_tokens: int,
         num_slots: int,
     ) -> Flight:
-        """One step: first the rows of the decoding slots, then the prompts' tokens."""
-        work = programs.empty_work(num_tokens, num_slots)
-        slots = [slot for slot, _ in decodes]
-        work["token_slots"][: len(slots)] = slots
-        work["query_starts"][slots] = np.arange(len(slots))
-        work["query_lengths"][slots] = 1
-        row, pieces = len(slots), []
-        for slot, chunk in chunks:
-            sequence, rows = chunk.sequence, slice(row, row + chunk.length)
-            end = chunk.start + chunk.length
-            work["tokens"][rows] = sequence.tokens[chunk.start : end]
-            work["token_slots"][rows] = slot
-            work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
-            work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
-            work["remaining"][slot] = sequence.num_storable + 1 - end
-            pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
-            row += chunk.length
+        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots)
         is_scored = any(piece.is_read for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
-        self._copy_states(True, [(slot, chunk.saves_to) for slot, chunk in chunks if chunk.saves_to])
+        if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
+            self._copy_states(True, state_copies(saved, self.spec.max_seqs))
         if is_scored and self._hidden is not None:
-            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, row), None
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
         return sent(output=output, num_rows=num_tokens, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
@@ -277,24 +253,17 @@ class ModelRunner:
         if self._cache.states is not None:
             self._cache = programs.move_states(self._cache, order)
 
-    def _copy_states(self, saves: bool, pairs: list[tuple[int, int]]) -> None:
-        """Saves states of slots in places, or restores them: pairs of a source and its destination."""
-        if pairs:
-            ids = np.zeros((self.spec.max_seqs, 2), np.int32)
-            ids[: len(pairs)] = pairs
-            self._run_copies(saves, ids, len(pairs))
-
     @operation
-    def _run_copies(self, saves: bool, ids: np.ndarray, count: int) -> None:
+    def _copy_states(self, saves: bool, copies: HostTables) -> None:
+        """Saves states of slots, or restores them: `state_copies`."""
         if self._saved is None or self._cache.states is None:
-            raise RuntimeError("states were planned to be copied in an engine that saves none")
-        into, source = (self._saved, self._cache.states) if saves else (self._cache.states, self._saved)
-        ids = ids - [[0, 1] if saves else [1, 0]]  # place p is row p - 1
-        copied = programs.copy_states(into, source, *self.placement.put((ids[:, 0], ids[:, 1], np.int32(count))))
+            return
+        copies = self.placement.put(copies)
         if saves:
-            self._saved = copied
+            self._saved = programs.copy_states(self._saved, self._cache.states, *copies)
         else:
-            self._cache = dataclasses.replace(self._cache, states=copied)
+            states = programs.copy_states(self._cache.states, self._saved, *copies)
+            self._cache = dataclasses.replace(self._cache, states=states)
 
     @operation
     def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:
@@ -505,8 +474,8 @@ class ModelRunner:
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
         self._copy_pages(*copy_ids((), self.spec.groups, COPIES))
-        for saves in (False, True) if self._saved is not None else ():
-            self._run_copies(saves, np.zeros((self.spec.max_seqs, 2), np.int32), 0)
+        for saves in (False, True):
+            self._copy_states(saves, state_copies((), self.spec.max_seqs))
         self._write_table(grammars.empty_block(self.spec.table_sizes))
         self._set_rows(
             grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)

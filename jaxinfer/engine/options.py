@@ -158,8 +158,8 @@ class EngineOptions(SpeculationOptions):
     )
     num_saved_states: int | None = _engine(
         None,
-        "States that are kept to reuse cached beginnings with a model that has recurrent layers; by default max_seqs. 0 "
-        "for none: such a model then reuses nothing.",
+        "States that are kept to reuse cached beginnings, of models with recurrent layers; by default max_seqs. With 0 "
+        "such a model reuses nothing.",
         "N",
         min=0,
     )

@@ -1,8 +1,8 @@
 """States of sequences, kept at borders of their tokens for prefix reuse by models with recurrent layers.
 
-A state is of all tokens so far and cannot be cut, so a prompt goes on from a cached beginning only where the state after
-it was saved: after a whole number of pages and of blocks of the recurrence. A place for one is a page of a pool of its
-own, which the prefix tree finds, keeps and gives away as it does pages of tokens. Plain Python: no JAX here.
+A state is of all tokens so far and cannot be cut, so a prompt goes on from a cached beginning only where the state
+after it was saved: after a whole number of pages and of blocks of the recurrence. A place for one is a page of a pool
+of its own, which the prefix tree finds, keeps and gives away as it does pages of tokens. Plain Python: no JAX here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +15,9 @@ from jaxinfer.engine.request import SequenceState
 class SavedStates:
     """Decides where states are saved, and has the places.
 
-    The tokens between two saved states of a prompt are computed by steps of their own, so there are few: one at its last
-    border, from which the same prompt and the next turn of a conversation go on; and one at the last border of what it
-    shares with others, from which any that begins alike goes on.
+    The tokens between two saved states of a prompt are computed by steps of their own, so there are few: one at its
+    last border, from which the same prompt and the next turn of a conversation go on; and one at the last border of
+    what it shares with others, from which any that begins alike goes on.
 
     Args:
       num_places: for states. interval: states are saved after multiples of so many tokens, a multiple of `page_size`.
@@ -41,8 +41,10 @@ class SavedStates:
     def plan(self, sequence: SequenceState, num_shared: int) -> None:
         """Decides where the state of a sequence is saved on the way to its target, of which it shares the first
         `num_shared` tokens with others. At least one token is left over, from which the next is chosen."""
+        if not self:
+            return
         wanted = {self.border(min(num_tokens, sequence.target - 1)) for num_tokens in (sequence.target, num_shared)}
-        sequence.save_at = sorted(border for border in wanted if border > sequence.num_stored) if self else []
+        sequence.save_at = sorted(border for border in wanted if border > sequence.num_stored)
 
     def next_stop(self, sequence: SequenceState) -> int:
         """Where the next piece of a prompt ends, at most."""
@@ -112,7 +114,7 @@ class SavedStates:
         sequences = list(sequences)
         for pool in self.pools:
             pool.check([list(one.saved.values()) for one in sequences])
-        for one in sequences:
+        for one in sequences if self else ():
             if any(border % self.interval for border in (*one.saved, *one.save_at)):
                 raise RuntimeError(f"states are saved within a block: {one.saved}, {one.save_at}")
             if any(border <= one.num_stored for border in one.save_at) or any(
