@@ -192,10 +192,6 @@ class Scheduler:
         if chunks:
             steps = width = 1
         moves = [] if chunks or self.waiting else self._plan_moves(decodes)
-        for chunk in chunks:
-            chunk.sequence.num_stored += chunk.length
-            chunk.sequence.num_reserved += chunk.length
-            self.counters.computed_prompt_tokens += chunk.length
         for sequence in decodes:
             sequence.num_stored += min(steps, sequence.num_left)
             sequence.num_reserved += steps * width
@@ -330,6 +326,9 @@ class Scheduler:
             end = sequence.num_stored + length
             saves_to = self.saved.save(sequence, end)
             chunks.append(Chunk(sequence, sequence.num_stored, length, end == sequence.target, saves_to))
+            sequence.num_stored = end
+            sequence.num_reserved += length
+            self.counters.computed_prompt_tokens += length
         return length
 
     def _should_wait(self, sequence: SequenceState) -> bool:
