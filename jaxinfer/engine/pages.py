@@ -102,6 +102,11 @@ class PagePool:
             raise ValueError(f"page {page} is kept, but it has {self._owners[page]} owners or is kept already")
         self._forget[page] = forget
 
+    def renew(self, page: int) -> None:
+        """An idle page is reallocated after all that are idle already."""
+        if page in self._idle:
+            self._idle.move_to_end(page)
+
     def drop(self, page: int) -> None:
         """Gives up what a page holds, if it is idle: the page is free."""
         if page in self._idle:

@@ -105,6 +105,13 @@ class PrefixTree:
         self._drop_empty(node, salt)
         return is_changed
 
+    def renew(self, place: PrefixPlace, group: int) -> None:
+        """Idle pages of a group on a path are given away after those of other paths, ends before beginnings."""
+        node = place.node
+        while node is not None:
+            self._pools[group].renew(node.pages[group])
+            node = node.parent
+
     def is_before_an_end(self, place: PrefixPlace | None, index: int, num_pages: int, prompt_end: int) -> bool:
         """Whether another sequence is likely to go on within `num_pages` pages after page `index` of a path: where the
         path branches, or at page `prompt_end`, where a prompt ends that may come again."""

@@ -29,6 +29,7 @@ class SavedStates:
         # What must be there before a sequence can go on after whole pages is the last of these only, as of a window of
         # the newest token and the one before.
         self.groups = (CacheGroup(num_places + 1, window=2),) if num_places else ()
+        self._most_new = num_places // 2  # the others are not given away, however many prompts are computed at once
         self.pools = tuple(PagePool(group.num_pages, shuffle_seed) for group in self.groups)
 
     def __bool__(self) -> bool:
@@ -56,7 +57,7 @@ class SavedStates:
             return NULL_PAGE
         sequence.save_at.remove(num_tokens)
         (pool,) = self.pools
-        if not pool.num_available:
+        if not pool.num_available or pool.num_owned >= max(self._most_new, 1):
             return NULL_PAGE
         (place,) = pool.allocate(1)
         sequence.saved[num_tokens] = place
@@ -92,15 +93,15 @@ class SavedStates:
                 table[num_tokens // self._page_size - 1] = place
         return [table]
 
-    def release_known(self, sequence: SequenceState, tables: Sequence[Sequence[int]]) -> None:
-        """Gives up a sequence's ownership of what `tables` had, which the prefix tree now keeps."""
-        for pool, table in zip(self.pools, tables, strict=True):
-            pool.release([place for place in table if place != NULL_PAGE])
-            sequence.saved = {
-                num_tokens: place
-                for num_tokens, place in sequence.saved.items()
-                if num_tokens > len(table) * self._page_size
-            }
+    def release_known(self, sequence: SequenceState, tables: Sequence[Sequence[int]]) -> bool:
+        """Gives up a sequence's ownership of what `tables` had, which the prefix tree now keeps; returns whether there
+        was any."""
+        known = [place for table in tables for place in table if place != NULL_PAGE]
+        for pool in self.pools if known else ():
+            pool.release(known)
+            num_tokens = len(tables[0]) * self._page_size
+            sequence.saved = {border: place for border, place in sequence.saved.items() if border > num_tokens}
+        return bool(known)
 
     def release_all(self, sequence: SequenceState) -> None:
         """Gives back the places of states that are not known to be sound."""

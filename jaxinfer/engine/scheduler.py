@@ -452,7 +452,8 @@ class Scheduler:
             saved = self.saved.tables(sequence, len(keys))
             if self.prefixes.insert(keys, [*sequence.tables, *saved], sequence.salt, sequence.place):
                 sequence.num_listed = 0
-            self.saved.release_known(sequence, saved)
+            if self.saved.release_known(sequence, saved):
+                self.prefixes.renew(sequence.place, len(self.options.groups))
 
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""
