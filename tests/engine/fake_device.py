@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT, CacheGroup
+from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan, PageCopy, QueueFullError, Scheduler, SchedulerOptions

@@ -182,8 +182,12 @@ def test_memory_is_counted(small_model):
     with LLM(small_model, **OPTIONS, num_saved_states=7) as llm:
         spec, runner = llm.engine.spec, llm.engine.runner
         saved = sum(leaf.nbytes for leaf in jax.tree.leaves(runner._saved))
-        assert saved == spec.parts["saved states"] == num_bytes(spec.saved_states) == 7 * state_bytes(config, spec.dtype)
-        assert llm.explain().to_dict()["cache"]["state bytes"] == spec.state_bytes == 11 * state_bytes(config, spec.dtype)
+        assert (
+            saved == spec.parts["saved states"] == num_bytes(spec.saved_states) == 7 * state_bytes(config, spec.dtype)
+        )
+        assert (
+            llm.explain().to_dict()["cache"]["state bytes"] == spec.state_bytes == 11 * state_bytes(config, spec.dtype)
+        )
 
 
 # Parts.
@@ -232,4 +236,9 @@ def test_a_running_sequence_saves_what_another_waits_for():
 
 
 def test_common_keys():
-    assert [num_common(list(a), list(b)) for a, b in [("abc", "abd"), ("ab", "abc"), ("", "a"), ("b", "a")]] == [2, 2, 0, 0]
+    assert [num_common(list(a), list(b)) for a, b in [("abc", "abd"), ("ab", "abc"), ("", "a"), ("b", "a")]] == [
+        2,
+        2,
+        0,
+        0,
+    ]
