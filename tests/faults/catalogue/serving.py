@@ -48,8 +48,29 @@ ENGINE = (
             self._copy_states(True, state_copies(saved, self.spec.max_seqs))
         output, scores = self._run_step(work, is_scored), None
 """,
-        ("tests/engine/test_saved_states.py::test_however_it_is_cut_and_stored",),
+        ("tests/engine/test_saved_states.py::test_a_restored_state_is_that_of_its_tokens",),
         "a prompt goes on from a cached beginning with a state that lacks a chunk of it",
+    ),
+    Fault(
+        "engine/a-state-is-saved-a-token-late",
+        "jaxinfer/engine/scheduler.py",
+        """self.saved.next_stop(sequence) - sequence.num_stored, room)
+        if length > 0:
+            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            self.pools.extend(sequence, max(missing, 0))
+            end = sequence.num_stored + length
+            saves_to = self.saved.save(sequence, end)
+""",
+        """self.saved.next_stop(sequence) + 1 - sequence.num_stored, room)
+        if length > 0:
+            length = min(length, sequence.target - sequence.num_stored)
+            missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
+            self.pools.extend(sequence, max(missing, 0))
+            end = sequence.num_stored + length
+            saves_to = self.saved.save(sequence, end - 1)
+""",
+        ("tests/engine/test_scheduler.py::test_random_work_gives_one_answer_with_states",),
+        "a prompt goes on from a state that has read a token of another prompt",
     ),
     Fault(
         "engine/a-state-is-saved-a-page-late",
@@ -113,8 +134,8 @@ ENGINE = (
     Fault(
         "engine/a-page-is-freed-twice",
         "jaxinfer/engine",
-        "self._free.append(page)",
-        "self._free += [page, page]",
+        "else:\n                    self._free.append(page)",
+        "else:\n                    self._free += [page, page]",
         ("tests/engine/test_pages.py",),
         "two requests write the same page and read each other's text",
     ),
