@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import ConvConfig, DeltaConfig, ModelConfig
 from pallas_kernels.recurrence import (
     RaggedBatch,
     RecurrentTokens,
@@ -79,8 +79,8 @@ class StateCache:
 
 
 def abstract_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCache | None:
-    """The cache as `jax.ShapeDtypeStruct`s; None for a model without recurrent layers."""
-    if not config.recurrent_layers:
+    """The cache as `jax.ShapeDtypeStruct`s; None for no slots, and for a model without recurrent layers."""
+    if not config.recurrent_layers or num_slots == 0:
         return None
 
     def of(layer: int) -> LayerState | None:
@@ -96,7 +96,7 @@ def abstract_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> Sta
 
 
 def init_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCache | None:
-    """A zeroed cache; `dtype` is that of hidden states. None for a model without recurrent layers."""
+    """A zeroed cache, or None: see `abstract_state_cache`. `dtype` is that of hidden states."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state_cache(config, num_slots, dtype))
 
 
@@ -108,7 +108,9 @@ def deferred_bytes(config: ModelConfig, dtype: Any) -> int:
             channels = recurrent.conv_shape[1]
             count += channels * jnp.dtype(dtype).itemsize
             # Queries, keys and values together are as wide as the convolution; beside them decays and rates.
-            count += 0 if recurrent.state_shape is None else 4 * (channels + 2 * recurrent.state_shape[0])
+            if not isinstance(recurrent, ConvConfig):
+                heads = recurrent.num_value_heads if isinstance(recurrent, DeltaConfig) else recurrent.num_heads
+                count += 4 * (channels + 2 * heads)
     return count
 
 

@@ -111,7 +111,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "bytes per page": spec.page_bytes,
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
-        **({"state bytes": memory.states} if memory.states else {}),
+        **_describe_states(engine),
         "sampler bytes": memory.sampler,
         "activation bytes (guess)": memory.activations,
         **({} if memory.available is None else {"bytes available": memory.available}),
@@ -235,6 +235,16 @@ def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
             layers = f"{len(group.layers)} layers, {group.num_pages:,} pages of {group.page_bytes:,} bytes"
             facts[f"pages of {group.name}"] = layers
     return {**facts, "bytes of a full sequence": spec.pool_sizes.sequence_bytes}
+
+
+def _describe_states(engine: Engine) -> dict[str, Any]:
+    """What recurrent layers take, and how many states are kept for prefix reuse."""
+    if not engine.spec.has_states:
+        return {}
+    facts: dict[str, Any] = {"state bytes": engine.runner.memory.states, "saved states": engine.spec.num_saved_states}
+    for pool in engine.scheduler.saved.pools:
+        facts["  in use"] = pool.num_idle + pool.num_owned
+    return facts
 
 
 def _pages_in_use(engine: Engine) -> dict[str, str]:

@@ -26,7 +26,8 @@ class PoolPlan:
       num_pages: the first group's pool, null page included. page_bytes: of one page in all layers of that group.
       pool_bytes: of all pools. weights, sampler, activations: bytes of the other parts. available: free bytes before
         the pools are allocated, None if the device does not report them.
-      states: bytes of recurrent layers' states, of all slots, in the model and a draft model.
+      states: bytes of recurrent layers' states, of all slots, in the model and a draft model, and of those that are
+        saved.
       is_reduced: whether fewer pages are planned than all slots could use.
     """
 

@@ -156,6 +156,13 @@ class EngineOptions(SpeculationOptions):
         "Reuse the cached beginnings of earlier prompts and answers; on by default.",
         flag="--prefix-cache/--no-prefix-cache",
     )
+    num_saved_states: int | None = _engine(
+        None,
+        "States that are kept to reuse cached beginnings, of models with recurrent layers; by default max_seqs. With 0 "
+        "such a model reuses nothing.",
+        "N",
+        min=0,
+    )
     max_waiting: int | None = _engine(
         None, "Answers that may wait for a slot; by default any number. Beyond it, QueueFullError.", "N", min=1
     )
@@ -178,8 +185,10 @@ class EngineOptions(SpeculationOptions):
         check_kv_dtype(self.kv_dtype)
         if self.num_pages == 1:
             raise ValueError("num_pages=1: a pool needs the null page and at least one more")
-        if not isinstance(self.grammar_memory, int) or isinstance(self.grammar_memory, bool) or self.grammar_memory < 0:
+        if not _is_count(self.grammar_memory):
             raise ValueError(f"grammar_memory must be 0 or a positive integer of MiB, got {self.grammar_memory!r}")
+        if self.num_saved_states is not None and not _is_count(self.num_saved_states):
+            raise ValueError(f"num_saved_states must be 0 or a positive integer, got {self.num_saved_states!r}")
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"memory_fraction must be in (0, 1], got {fraction!r}")
@@ -223,3 +232,7 @@ class EngineOptions(SpeculationOptions):
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
