@@ -14,15 +14,8 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
-from jaxinfer.cache import (
-    KVScales,
-    PagedCache,
-    PageTables,
-    StateCache,
-    applied_scales,
-    init_paged_cache,
-    init_state_cache,
-)
+from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
+from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults

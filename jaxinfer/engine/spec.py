@@ -154,6 +154,7 @@ class EngineSpec:
         """The same of the draft, which may be the model's own first layers."""
         return self.draft_model is not None and bool(self.draft_model[0].recurrent_layers)
 
+    @property
     def save_interval(self) -> int:
         """States are saved after multiples of so many tokens: of whole pages, and of blocks of the recurrence, whose
         results do not depend on where steps end."""

@@ -90,7 +90,8 @@ def recurrence_of_sequences(tokens: RecurrentTokens) -> Float32[Array, "B T H V"
 def _run_short(
     tokens: RecurrentTokens, state: jax.Array, short_tokens: int, implementation: str | None
 ) -> ragged.RunShort:
-    spec = ShortSpec(*state.shape, short_tokens, tokens.beta is not None)
+    slots, key_heads, key_size, width = state.shape
+    spec = ShortSpec(slots, key_heads, key_size, width, short_tokens, tokens.beta is not None)
     return _MODULES[_MODULES.take(spec, current_platform(), implementation)].run_short
 
 
