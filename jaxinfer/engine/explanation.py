@@ -239,9 +239,11 @@ def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
 
 def _describe_states(engine: Engine) -> dict[str, Any]:
     """What recurrent layers take, and how many states are kept for prefix reuse."""
-    if not engine.spec.has_states:
-        return {}
-    facts: dict[str, Any] = {"state bytes": engine.runner.memory.states, "saved states": engine.spec.num_saved_states}
+    facts: dict[str, Any] = {}
+    if engine.runner.memory.states:
+        facts["state bytes"] = engine.runner.memory.states
+    if engine.spec.has_states:
+        facts["saved states"] = engine.spec.num_saved_states
     for pool in engine.scheduler.saved.pools:
         facts["  in use"] = pool.num_idle + pool.num_owned
     return facts

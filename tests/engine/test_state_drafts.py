@@ -1,6 +1,7 @@
 """Drafts change no answer of a model with recurrent layers, whose states cannot be cut: chains of every kind of draft,
 alone and together, in chunks and with preemption, give the tokens of plain decoding."""
 
+import random
 from dataclasses import replace
 
 import jax
@@ -74,9 +75,7 @@ CASES = [(name, setting) for name in DRAFTS for setting in SETTINGS]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "setting"), quick(CASES, ("ngram", "chunks of 64"), ("layers:2", "chunks of 16"), ("near", "few pages"))
-)
+@pytest.mark.parametrize(("name", "setting"), quick(CASES, ("ngram", "chunks of 64"), ("layers:2", "chunks of 16")))
 def test_drafts_change_no_answer(model, drafts, expected, name, setting):
     options = {**OPTIONS, **SETTINGS[setting], "num_draft_tokens": 3}
     with LLM(model, draft=drafts.get(name, name), **options) as llm:
@@ -91,6 +90,33 @@ def test_drafts_change_no_answer(model, drafts, expected, name, setting):
         assert stats.acceptance_rate == 1.0
     elif name == "near":
         assert 0.2 < stats.acceptance_rate < 1.0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", quick(DRAFTS, "near"))
+def test_drafts_go_on_from_saved_states(model, drafts, name):
+    """Prompts of which a part is known: found, restored and drafted, also under few pages."""
+    rng = random.Random(3)
+    shared = [rng.randrange(97) for _ in range(130)]
+    prompts = [shared[: 66 + 12 * number] + [number] * (number + 1) for number in range(6)]
+    params = [SamplingParams(max_tokens=24, temperature=0.2 * number, seed=number) for number in range(6)]
+    options = {"max_model_len": 256, "page_size": 8, "max_seqs": 3, "prefill_chunk": 64}
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        llm.engine.scheduler.check()
+        return found
+
+    with LLM(model, prefix_cache=False, **options) as llm:
+        expected = tokens(llm)
+    for more in ({}, {"num_pages": 48}):
+        with LLM(model, draft=drafts.get(name, name), num_draft_tokens=3, **options, **more) as llm:
+            for _ in range(3):
+                assert tokens(llm) == expected
+            assert llm.engine.scheduler.counters.reused_tokens >= 6 * 64
+            stats = llm.speculation_stats()
+            assert stats is not None
+            assert stats.accepted > 0
 
 
 @pytest.mark.slow
@@ -115,6 +141,7 @@ def test_deterministic_drafts_keep_every_bit(model, drafts, name):
     assert bits(draft=drafts.get(name, name), num_draft_tokens=3) == bits()
 
 
+@pytest.mark.slow
 def test_a_draft_with_states_for_a_model_without(drafts, model):
     target = model_of(replace(BASE, vocab_size=97), 5)
     with LLM(target, **OPTIONS) as llm:
@@ -137,7 +164,8 @@ def test_a_round_updates_states_in_place():
     """The compiled program aliases the donated states, and copies none of their size."""
     config, num_slots = MODELS["delta"], 50
     params = abstract_params(config, "float32")
-    options = EngineOptions(max_model_len=128, max_seqs=num_slots, num_draft_tokens=3, page_size=8, num_pages=40)
+    shapes = {"max_model_len": 128, "max_seqs": num_slots, "page_size": 8, "num_pages": 40, "num_saved_states": 0}
+    options = EngineOptions(num_draft_tokens=3, **shapes)
     for draft in (NgramDraft(), ModelDraft("plain", BASE, abstract_params(BASE, "float32"))):
         spec = EngineSpec(config, params, options, "cpu", draft=draft)
         program = planned_programs(spec)["speculate"]
