@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Float32, Int32
 
 MAX_SHORT_TOKENS = 64
-IMPLEMENTATIONS = ("xla", "pallas_tpu")
-_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("xla",), "cpu": ("xla",)}
+IMPLEMENTATIONS = ("xla", "pallas_tpu", "pallas_gpu")
+_BY_PLATFORM = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("xla",)}
 _MODULES = Implementations("pallas_kernels.recurrence", IMPLEMENTATIONS, _BY_PLATFORM)
 
 
@@ -48,7 +48,8 @@ def linear_recurrence(
       short_tokens: static; 1, or the rows of a verified draft.
       defers: static; states of sequences of up to `short_tokens` rows stay as they are, for `commit_recurrence`.
       is_uniform: static; token by token, so that results do not depend, to the bit, on how rows are cut into steps.
-      implementation: of the pass over all slots, "xla" or "pallas_tpu"; None selects by platform and shape.
+      implementation: of the pass over all slots, "xla", "pallas_tpu" or "pallas_gpu"; None selects by platform and
+        shape.
 
     Returns the outputs, zeros for padding, and the states. Raises ValueError for operands that do not fit.
     """

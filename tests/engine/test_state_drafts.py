@@ -100,6 +100,8 @@ def test_drafts_go_on_from_saved_states(model, drafts, name):
     shared = [rng.randrange(97) for _ in range(130)]
     prompts = [shared[: 66 + 12 * number] + [number] * (number + 1) for number in range(6)]
     params = [SamplingParams(max_tokens=24, temperature=0.2 * number, seed=number) for number in range(6)]
+    few = dict.fromkeys(range(4), 100.0)  # of 4 tokens, so that n-grams are found and accepted
+    params[5] = SamplingParams(max_tokens=40, temperature=0.5, seed=5, logit_bias=few)
     options = {"max_model_len": 256, "page_size": 8, "max_seqs": 3, "prefill_chunk": 64}
 
     def tokens(llm: LLM) -> list[list[int]]:
