@@ -30,13 +30,12 @@ def causal_conv(
     """
     width, num_tokens = weight.shape[1], x.shape[0]
     sequence, index = _places(batch, num_tokens)
-    source, row = _source(x, state, batch), jnp.arange(num_tokens)
+    row, starts = jnp.arange(num_tokens), batch.starts[sequence]
     out = jnp.zeros(x.shape, jnp.float32)
     for tap in range(width):
         back = width - 1 - tap
-        column = width - 1 + index - back  # of the state, where the input is before the sequence's rows
-        place = jnp.where(index >= back, row - back, num_tokens + sequence * (width - 1) + column)
-        out = out + weight[:, tap].astype(jnp.float32) * _rows(source, place)
+        inputs = _inputs(x, state, row - back, sequence, index - back, starts)
+        out = out + weight[:, tap].astype(jnp.float32) * inputs.astype(jnp.float32)
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
 
 
@@ -46,10 +45,9 @@ def commit_conv(
     """The state after the first `num_committed` rows of each sequence. Donate `state`."""
     columns = state.shape[1]
     index = num_committed[:, None] - columns + jnp.arange(columns)
-    sequence = jnp.arange(state.shape[0])[:, None]
-    inside = batch.query_starts[:, None] + index
-    place = jnp.where(index >= 0, inside, x.shape[0] + sequence * columns + columns + index)
-    taken = _rows(_source(x, state, batch), place).astype(state.dtype)
+    sequence = jnp.broadcast_to(jnp.arange(state.shape[0])[:, None], index.shape)
+    row = batch.query_starts[:, None] + index
+    taken = _inputs(x, state, row, sequence, index, batch.starts[sequence]).astype(state.dtype)
     return jnp.where((num_committed > 0)[:, None, None], taken, state)
 
 
@@ -76,11 +74,13 @@ def _places(batch: RaggedBatch, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     return jnp.minimum(sequence, count - 1), index
 
 
-def _source(x: jax.Array, state: jax.Array, batch: RaggedBatch) -> jax.Array:
-    """float32 [T + S * (W - 1), C]: the rows, then the states, of which those of new sequences are zeros."""
-    state = jnp.where((batch.starts > 0)[:, None, None], state, 0)
-    return jnp.concatenate([x, state.reshape(-1, x.shape[1]).astype(x.dtype)])
-
-
-def _rows(source: jax.Array, place: jax.Array) -> jax.Array:
-    return source.at[jnp.clip(place, 0, source.shape[0] - 1)].get(mode="promise_in_bounds").astype(jnp.float32)
+def _inputs(
+    x: jax.Array, state: jax.Array, row: jax.Array, sequence: jax.Array, index: jax.Array, starts: jax.Array
+) -> jax.Array:
+    """[..., C]: each row of x, or where its index in the sequence's rows is below 0 what the state has of it, which is
+    zeros for one that begins."""
+    of_x = x.at[jnp.clip(row, 0, x.shape[0] - 1)].get(mode="promise_in_bounds")
+    column = jnp.clip(state.shape[1] + index, 0, state.shape[1] - 1)
+    of_state = state.at[sequence, column].get(mode="promise_in_bounds").astype(x.dtype)
+    of_state = jnp.where((starts > 0)[..., None], of_state, jnp.zeros((), x.dtype))
+    return jnp.where((index >= 0)[..., None], of_x, of_state)
