@@ -230,15 +230,18 @@ def _dense(activation: Activation, x, chosen, weights, experts: Experts) -> jax.
     gates = gates.at[chosen, jnp.arange(x.shape[0])[:, None]].add(weights, mode="drop")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
-    def product(rows, stack):
-        return jnp.einsum("etk,ekn->etn", rows, stack, precision=precision, preferred_element_type=rows.dtype)
+    def inner(stack, biases):
+        out = jnp.einsum("tk,ekn->etn", x, stack, precision=precision, preferred_element_type=x.dtype)
+        return out if biases is None else out + biases[:, None].astype(out.dtype)
 
-    def bias(rows, biases):
-        return rows if biases is None else rows + biases[:, None].astype(rows.dtype)
-
-    rows = jnp.broadcast_to(x, (num_experts, *x.shape))
-    out = _feed_forward(activation, rows, experts, product, bias).astype(jnp.float32)
-    return jnp.where(gates[..., None] == 0, 0, out * gates[..., None]).sum(0)
+    rows = activation(inner(experts.gate, experts.gate_bias), inner(experts.up, experts.up_bias)).astype(jnp.float32)
+    rows = jnp.where(gates[..., None] == 0, 0, rows * gates[..., None]).astype(x.dtype)
+    # One product over experts and their inner width: outputs of each expert, which are the widest, are not written.
+    out = jnp.einsum("etn,enk->tk", rows, experts.down, precision=precision, preferred_element_type=jnp.float32)
+    if experts.down_bias is not None:
+        biases = experts.down_bias.astype(jnp.float32)
+        out = out + jnp.einsum("et,ek->tk", gates, biases, precision=lax.Precision.HIGHEST)
+    return out
 
 
 _RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense}
