@@ -30,7 +30,7 @@ class LayerState:
     """What one layer keeps of S sequences.
 
     Attributes:
-      columns: [S, W - 1, C], the last inputs of the convolution, the oldest first, in the dtype of the model.
+      columns: [S, W - 1, C], the last inputs of the convolution, see `causal_conv`, in the dtype of the model.
       matrices: float32 [S, Hk, K, E], the recurrent states, see `linear_recurrence`; None for a layer that has a
         convolution only.
       conv_inputs, tokens: of a pass whose states wait for `StateCache.commit`; else None.

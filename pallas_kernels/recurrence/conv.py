@@ -24,17 +24,21 @@ def causal_conv(
     inputs before its first token are zeros. Rows of no sequence are padding. `commit_conv` makes the next state.
 
     Args:
-      state: the last W - 1 inputs of each sequence, the oldest first.
+      state: the last W - 1 inputs of each sequence: that of position p in column p % (W - 1), where it is overwritten.
 
     Returns y in x's dtype, summed in float32.
     """
     width, num_tokens = weight.shape[1], x.shape[0]
     sequence, index = _places(batch, num_tokens)
-    row, starts = jnp.arange(num_tokens), batch.starts[sequence]
+    row, position = jnp.arange(num_tokens), batch.starts[sequence] + index
     out = jnp.zeros(x.shape, jnp.float32)
     for tap in range(width):
         back = width - 1 - tap
-        inputs = _inputs(x, state, row - back, sequence, index - back, starts)
+        inputs = x.at[jnp.maximum(row - back, 0)].get(mode="promise_in_bounds")
+        if back:
+            of_state = state.at[sequence, (position - back) % (width - 1)].get(mode="promise_in_bounds")
+            before = jnp.where((position >= back)[:, None], of_state.astype(x.dtype), jnp.zeros((), x.dtype))
+            inputs = jnp.where((index >= back)[:, None], inputs, before)
         out = out + weight[:, tap].astype(jnp.float32) * inputs.astype(jnp.float32)
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
 
@@ -42,13 +46,17 @@ def causal_conv(
 def commit_conv(
     state: Float[Array, "S Wm1 C"], x: Float[Array, "T C"], batch: RaggedBatch, num_committed: Int32[Array, " S"]
 ) -> Float[Array, "S Wm1 C"]:
-    """The state after the first `num_committed` rows of each sequence. Donate `state`."""
-    columns = state.shape[1]
-    index = num_committed[:, None] - columns + jnp.arange(columns)
-    sequence = jnp.broadcast_to(jnp.arange(state.shape[0])[:, None], index.shape)
-    row = batch.query_starts[:, None] + index
-    taken = _inputs(x, state, row, sequence, index, batch.starts[sequence]).astype(state.dtype)
-    return jnp.where((num_committed > 0)[:, None, None], taken, state)
+    """The state after the first `num_committed` rows of each sequence. Donate `state`: their last inputs are written
+    where they belong, and nothing else."""
+    num_slots, columns = state.shape[:2]
+    if columns == 0:
+        return state
+    index = num_committed[:, None] - 1 - jnp.arange(min(columns, x.shape[0]))
+    row = jnp.clip(batch.query_starts[:, None] + index, 0, x.shape[0] - 1)
+    slot = jnp.where(index >= 0, jnp.arange(num_slots)[:, None], num_slots)
+    column = (batch.starts[:, None] + index) % columns
+    taken = x.at[row].get(mode="promise_in_bounds").astype(state.dtype)
+    return state.at[slot, column].set(taken, mode="drop")
 
 
 def conv_of_sequences(
@@ -72,15 +80,3 @@ def _places(batch: RaggedBatch, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     sequence = jnp.argmax(is_own, axis=1)
     index = jnp.where(is_own.any(axis=1), row - batch.query_starts[sequence], num_tokens)
     return jnp.minimum(sequence, count - 1), index
-
-
-def _inputs(
-    x: jax.Array, state: jax.Array, row: jax.Array, sequence: jax.Array, index: jax.Array, starts: jax.Array
-) -> jax.Array:
-    """[..., C]: each row of x, or where its index in the sequence's rows is below 0 what the state has of it, which is
-    zeros for one that begins."""
-    of_x = x.at[jnp.clip(row, 0, x.shape[0] - 1)].get(mode="promise_in_bounds")
-    column = jnp.clip(state.shape[1] + index, 0, state.shape[1] - 1)
-    of_state = state.at[sequence, column].get(mode="promise_in_bounds").astype(x.dtype)
-    of_state = jnp.where((starts > 0)[..., None], of_state, jnp.zeros((), x.dtype))
-    return jnp.where((index >= 0)[..., None], of_x, of_state)
