@@ -108,10 +108,11 @@ def _express_experts(config: ModelConfig) -> dict[str, Any]:
     first = config.num_layers - len(moe.layers)
     if moe.layers != tuple(range(first, config.num_layers)) or moe.shared_size % moe.expert_size:
         raise ValueError(f"{config.architecture}: experts in layers {moe.layers}, beside an MLP of {moe.shared_size}")
-    return {**_express_sizes(moe), "first_k_dense_replace": first}
+    return {**express_sizes(moe), "first_k_dense_replace": first}
 
 
-def _express_sizes(moe: MoEConfig) -> dict[str, Any]:
+def express_sizes(moe: MoEConfig) -> dict[str, Any]:
+    """Fields of config.json of experts with V3's router."""
     return {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
@@ -213,7 +214,7 @@ def _glm_lite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
 def _express_glm_lite(config: ModelConfig) -> dict[str, Any]:
     moe = mixture(config)
     kinds = ["sparse" if layer in moe.layers else "dense" for layer in range(config.num_layers)]
-    data = {**_express_attention(config), **_express_sizes(moe), "mlp_layer_types": kinds}
+    data = {**_express_attention(config), **express_sizes(moe), "mlp_layer_types": kinds}
     return {**data, "num_nextn_predict_layers": 0, "rope_interleave": config.mla is None or config.mla.is_interleaved}
 
 

@@ -177,7 +177,8 @@ def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | No
         return MLP(config, dtype=dtype, rngs=rngs)
     shared = MLP(config, moe.shared_size, dtype=dtype, rngs=rngs) if moe.shared_size else None
     activation = partial(activate, config.activation)
-    return SparseMoE(moe, config.hidden_size, activation, shared=shared, dtype=dtype, rngs=rngs)
+    kwargs = {"is_gated": config.is_mlp_gated, "dtype": dtype, "rngs": rngs}
+    return SparseMoE(moe, config.hidden_size, activation, shared=shared, **kwargs)
 
 
 class DecoderLayer(nnx.Module):

@@ -29,7 +29,7 @@ FUSED_EXPERTS = (
     *("glm4_moe", "glm4_moe_groups", "glm4_moe_lite", "minimax_m2", "olmoe"),
     *("phimoe", "phimoe_longrope", "ernie4_5_moe", "hunyuan_moe"),
     *("qwen3_next", "qwen3_5_moe", "granite_hybrid", "lfm2_moe"),
-    "nemotron_h",  # other names in memory
+    *("nemotron_h", "nemotron_h_moe"),  # other names in memory
 )
 
 
