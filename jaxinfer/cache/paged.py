@@ -337,8 +337,7 @@ class LayerAttention:
             raise NotImplementedError("attention to chosen tokens has no mesh, no trees of drafts and no scales of keys")
         if isinstance(pages, InterleavedPages) or getattr(pages, "k_scales", None) is not None:
             raise NotImplementedError("attention to chosen tokens reads no interleaved pages and no int8")
-        padded = jnp.pad(q, ((0, 0), (0, 0), (0, k.shape[-1] - q.shape[-1])))
-        spec = make_spec(padded, k, v, pages, inputs.page_table, **self._options)
+        spec = make_spec(q, k, v, pages, inputs.page_table, **self._options)
         places = token_places(spec, inputs.query_starts, inputs.query_lengths, inputs.kv_lengths)
         stored = append(pages, k, v, *write_places(spec, inputs.page_table, places))
 

@@ -1,4 +1,6 @@
-"""What an engine does not do yet for models whose layers keep a state."""
+"""What an engine does not do yet for models whose layers keep a state, or choose the tokens they attend to."""
+
+from collections.abc import Sequence
 
 from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, ModelDraft
@@ -19,3 +21,20 @@ def check_states(config: ModelConfig, draft: Draft | None, num_devices: int) -> 
             )
         if not one.attention_layers:
             raise ValueError(f"{one.architecture} has no layer with attention: an engine needs one")
+
+
+def check_indexer(
+    config: ModelConfig, draft: Draft | None, num_devices: int, kv_dtypes: Sequence[str], *, has_tree: bool
+) -> None:
+    """Raises ValueError for several devices, a tree of drafts or a cache of 8 bits beside an indexer, in the model or
+    its draft."""
+    for one in (config, *([draft.config] if isinstance(draft, ModelDraft) else [])):
+        if one.mla is None or not one.mla.has_indexer:
+            continue
+        name = f"{one.architecture}, whose indexer chooses the tokens that a query attends to,"
+        if num_devices > 1:
+            raise ValueError(f"{name} runs on one device, not {num_devices}")
+        if has_tree:
+            raise ValueError(f"{name} does not verify trees of drafts (draft_tree), only chains")
+        if narrow := [dtype for dtype in kv_dtypes if dtype == "int8" or dtype.startswith("float8")]:
+            raise ValueError(f"{name} has no cache of {narrow[0]} (kv_dtype): index keys have at least 16 bits")

@@ -80,12 +80,13 @@ def attend_to_chosen(
     """Attention of each query to the tokens that it chooses: [N, Hq, value_dim] in q's dtype, computed in float32.
 
     Args:
-      q: [N, Hq, K]. choice: of the same N queries.
+      q: [N, Hq, K + Di], of which the last Di numbers are not read. choice: of the same N queries.
       read: of a row and positions int32 [M], the cached [M, K + Di]: key and index key. Values are the key's first
         part. Positions are below `num_keys`; what is stored beyond a query's position is never used.
       row, positions: int32 [N], of each query.
     """
-    width, size, count = q.shape[-1], choice.q.shape[-1], choice.count
+    size, count = choice.q.shape[-1], choice.count
+    width = q.shape[-1] - size
     num_blocks = -(-num_keys // _BLOCK)
     exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 
@@ -108,7 +109,7 @@ def attend_to_chosen(
         is_chosen = chosen <= position
         keys = read(row, jnp.clip(jnp.minimum(chosen, position), 0, num_keys - 1))[:, :width]
         keys = jnp.where(is_chosen[:, None], keys, 0).astype(jnp.float32)
-        logits = jnp.einsum("hk,ck->hc", q.astype(jnp.float32), keys, **exact) * scale
+        logits = jnp.einsum("hk,ck->hc", q[:, :width].astype(jnp.float32), keys, **exact) * scale
         weights = jax.nn.softmax(jnp.where(is_chosen, logits, -jnp.inf), axis=-1)
         return jnp.einsum("hc,cv->hv", weights, keys[:, :value_dim], **exact).astype(q.dtype)
 

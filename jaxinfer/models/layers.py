@@ -301,6 +301,7 @@ class LatentAttention(nnx.Module):
         if self.indexer is not None and query_latent is not None:
             options["choice"], index_key = self.indexer(x, query_latent, cos, sin)
             k = jnp.concatenate([k, index_key], axis=-1)
+            q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, mla.index_size)])  # which does not change its scores
         with jax.named_scope("attend"):
             out = attend(q, k, latent, self.window, scale=self.scale, **options)
         return self.o_proj(self.v_up.from_latent(out).reshape(*x.shape[:-1], -1))
