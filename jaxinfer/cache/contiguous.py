@@ -263,7 +263,9 @@ def attend_as_stored(dtype: str, scales: KVScales | None = None) -> Callable[...
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any) -> jax.Array:
         if "choice" in options:
-            raise NotImplementedError("attention to chosen tokens is not computed as a cache of another dtype stores it")
+            raise NotImplementedError(
+                "attention to chosen tokens is not computed as a cache of another dtype stores it"
+            )
         own = scales_of_layer(scales, layer)
         q, k, v = divide_by_scales(own, q, k, v)
         width = v.shape[-1]

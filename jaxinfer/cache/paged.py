@@ -334,7 +334,9 @@ class LayerAttention:
         """Stores keys with their index keys [T, 1, K + Di], and attends to the chosen tokens."""
         inputs, pages = self._inputs, self.state
         if self._mesh is not None or inputs.ancestors is not None or self._scales is not None or scale is None:
-            raise NotImplementedError("attention to chosen tokens has no mesh, no trees of drafts and no scales of keys")
+            raise NotImplementedError(
+                "attention to chosen tokens has no mesh, no trees of drafts and no scales of keys"
+            )
         if isinstance(pages, InterleavedPages) or getattr(pages, "k_scales", None) is not None:
             raise NotImplementedError("attention to chosen tokens reads no interleaved pages and no int8")
         spec = make_spec(q, k, v, pages, inputs.page_table, **self._options)

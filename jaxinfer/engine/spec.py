@@ -77,9 +77,7 @@ class EngineSpec:
         options = self.options
         check_states(self.config, self.draft, self.num_devices)
         dtypes = [dtype for dtype in (self.kv_dtype, self.draft_kv_dtype) if dtype is not None]
-        check_indexer(
-            self.config, self.draft, self.num_devices, dtypes, has_tree=options.draft_tree is not None
-        )
+        check_indexer(self.config, self.draft, self.num_devices, dtypes, has_tree=options.draft_tree is not None)
         options.check_draft(self.draft is not None)
         if self.draft is None:
             return
