@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from checkpoints_convert.huggingface.families_deepseek import express_sizes
 from checkpoints_convert.huggingface.families_delta import KINDS, read_kinds, take_kinds
 from checkpoints_convert.huggingface.families_llama import (
     ATTENTION,
@@ -14,7 +15,6 @@ from checkpoints_convert.huggingface.families_llama import (
     NORMS,
     TARGET,
 )
-from checkpoints_convert.huggingface.families_deepseek import express_sizes
 from checkpoints_convert.huggingface.families_mixtures import EXPERTS, router
 from checkpoints_convert.huggingface.family import (
     MAX_NUMBER,

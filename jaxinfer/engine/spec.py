@@ -19,7 +19,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
-from jaxinfer.engine.state_checks import check_indexer, check_states
+from jaxinfer.engine.state_checks import check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
 from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
@@ -75,9 +75,9 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
-        check_states(self.config, self.draft, self.num_devices)
-        dtypes = [dtype for dtype in (self.kv_dtype, self.draft_kv_dtype) if dtype is not None]
-        check_indexer(self.config, self.draft, self.num_devices, dtypes, has_tree=options.draft_tree is not None)
+        check_states(
+            self.config, self.draft, self.num_devices, (self.kv_dtype, self.draft_kv_dtype), options.draft_tree
+        )
         options.check_draft(self.draft is not None)
         if self.draft is None:
             return

@@ -6,9 +6,16 @@ from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, ModelDraft
 
 
-def check_states(config: ModelConfig, draft: Draft | None, num_devices: int) -> None:
+def check_states(
+    config: ModelConfig,
+    draft: Draft | None,
+    num_devices: int,
+    kv_dtypes: Sequence[str | None],
+    tree: Sequence[int] | None,
+) -> None:
     """Raises ValueError for a draft or several devices beside layers that are not attention, in the model or its draft,
-    and for a model without attention."""
+    for a model without attention, and as `_check_indexer`. `kv_dtypes` are those of the caches that there are."""
+    _check_indexer(config, draft, num_devices, [dtype for dtype in kv_dtypes if dtype], tree)
     for one in (config, *([draft.config] if isinstance(draft, ModelDraft) else [])):
         kinds = ", ".join(sorted({kind for kind in one.layer_kinds if kind != "attention"}))
         if not kinds:
@@ -23,8 +30,8 @@ def check_states(config: ModelConfig, draft: Draft | None, num_devices: int) -> 
             raise ValueError(f"{one.architecture} has no layer with attention: an engine needs one")
 
 
-def check_indexer(
-    config: ModelConfig, draft: Draft | None, num_devices: int, kv_dtypes: Sequence[str], *, has_tree: bool
+def _check_indexer(
+    config: ModelConfig, draft: Draft | None, num_devices: int, kv_dtypes: Sequence[str], tree: Sequence[int] | None
 ) -> None:
     """Raises ValueError for several devices, a tree of drafts or a cache of 8 bits beside an indexer, in the model or
     its draft."""
@@ -34,7 +41,7 @@ def check_indexer(
         name = f"{one.architecture}, whose indexer chooses the tokens that a query attends to,"
         if num_devices > 1:
             raise ValueError(f"{name} runs on one device, not {num_devices}")
-        if has_tree:
+        if tree is not None:
             raise ValueError(f"{name} does not verify trees of drafts (draft_tree), only chains")
         if narrow := [dtype for dtype in kv_dtypes if dtype == "int8" or dtype.startswith("float8")]:
             raise ValueError(f"{name} has no cache of {narrow[0]} (kv_dtype): index keys have at least 16 bits")
