@@ -75,9 +75,7 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
-        check_states(
-            self.config, self.draft, self.num_devices, (self.kv_dtype, self.draft_kv_dtype), options.draft_tree
-        )
+        check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         options.check_draft(self.draft is not None)
         if self.draft is None:
             return

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, ModelDraft
 
@@ -10,12 +11,12 @@ def check_states(
     config: ModelConfig,
     draft: Draft | None,
     num_devices: int,
+    options: EngineOptions,
     kv_dtypes: Sequence[str | None],
-    tree: Sequence[int] | None,
 ) -> None:
     """Raises ValueError for a draft or several devices beside layers that are not attention, in the model or its draft,
     for a model without attention, and as `_check_indexer`. `kv_dtypes` are those of the caches that there are."""
-    _check_indexer(config, draft, num_devices, [dtype for dtype in kv_dtypes if dtype], tree)
+    _check_indexer(config, draft, num_devices, [dtype for dtype in kv_dtypes if dtype], options.draft_tree)
     for one in (config, *([draft.config] if isinstance(draft, ModelDraft) else [])):
         kinds = ", ".join(sorted({kind for kind in one.layer_kinds if kind != "attention"}))
         if not kinds:

@@ -13,6 +13,7 @@ from jaxinfer.cache import PagedAttention, attend_as_stored, attend_without_cach
 from jaxinfer.models import MLAConfig, ModelConfig, RopeConfig, bind, init_params
 from jaxinfer.models.indexer import Choice, attend_to_chosen
 
+LATENT = MLAConfig(12, 8, 10, 6, 16)
 DENSE = ModelConfig(
     architecture="Tiny",
     vocab_size=64,
@@ -25,12 +26,12 @@ DENSE = ModelConfig(
     rope=RopeConfig(rotary_dim=8),
     attention_scale=0.25,
     max_position_embeddings=256,
-    mla=MLAConfig(12, 8, 10, 6, 16),
+    mla=LATENT,
 )
 
 
 def sparse(topk: int, heads: int = 2) -> ModelConfig:
-    mla = replace(DENSE.mla, index_topk=topk, index_heads=heads, index_size=10)
+    mla = replace(LATENT, index_topk=topk, index_heads=heads, index_size=10)
     return replace(DENSE, mla=mla, head_dim=mla.key_size)
 
 
@@ -95,8 +96,9 @@ def test_chosen_tokens_are_those_of_a_stable_sort(length, heads):
     def read(row, at):
         return stored[at]
 
-    rows, sizes = jnp.zeros(12, jnp.int32), {"value_dim": 6, "scale": 0.5}
-    found = attend_to_chosen(q, Choice(*map(jnp.asarray, choice[:2]), 8), read, length, rows, positions, **sizes)
+    rows = jnp.zeros(12, jnp.int32)
+    own = Choice(jnp.asarray(index_q), jnp.asarray(choice.weights), 8)
+    found = attend_to_chosen(jnp.asarray(q), own, read, length, rows, jnp.asarray(positions), value_dim=6, scale=0.5)
     np.testing.assert_allclose(found, dense_attention(q, choice, keys, positions, 6, 0.5), atol=1e-5)
 
 
@@ -178,4 +180,4 @@ def test_rounded_keys_are_refused():
 @pytest.mark.parametrize("fields", [{"query_rank": None}, {"index_size": 4}, {"index_heads": 0}])
 def test_a_half_described_indexer_is_refused(fields):
     with pytest.raises(ValueError, match=r"index_|query_rank"):
-        replace(sparse(8).mla, **fields)
+        replace(LATENT, **{"index_topk": 8, "index_heads": 2, "index_size": 10, **fields})
