@@ -325,8 +325,8 @@ class ExpertStacks(nnx.Module):
     def __call__(self) -> Experts:
         stacks = (self.gate_proj, self.up_proj, self.down_proj)
         biases = (None if stack is None or stack.bias is None else stack.bias.get_value() for stack in stacks)
-        gate, up, down = (None if stack is None else stack.weight.get_value() for stack in stacks)
-        return Experts(gate, up, down, *biases)
+        gate = None if self.gate_proj is None else self.gate_proj.weight.get_value()
+        return Experts(gate, self.up_proj.weight.get_value(), self.down_proj.weight.get_value(), *biases)
 
 
 class Router(nnx.Module):

@@ -38,10 +38,10 @@ class Indexer(nnx.Module):
             raise ValueError("an indexer reads the latent vector of queries, and query_rank is None")
         heads, size = mla.index_heads, mla.index_size
         kwargs = {"bias": False, "dtype": dtype, "rngs": rngs}
-        self.q_proj = Linear(mla.query_rank, heads * size, ("latent", None), **kwargs)
-        self.k_proj = Linear(width, size, ("hidden", None), **kwargs)
+        self.q_proj = Linear(mla.query_rank, heads * size, ("latent", "latent"), **kwargs)
+        self.k_proj = Linear(width, size, ("hidden", "latent"), **kwargs)
         self.k_norm = Norm((size,), ("latent",), "layer", eps=1e-6, bias=True, dtype=dtype)
-        self.weights_proj = Linear(width, heads, ("hidden", None), **kwargs)
+        self.weights_proj = Linear(width, heads, ("hidden", "latent"), **kwargs)
         self.mla = mla
 
     def __call__(self, x: jax.Array, latent: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[Choice, jax.Array]:

@@ -70,7 +70,7 @@ def dense_attention(q, choice, keys, positions, value_dim, scale):
     """NumPy: all scores, a stable sort, and softmax over the first `count`."""
     size = choice.q.shape[-1]
     width, out = q.shape[-1] - size, []
-    for one, index_q, weights, position in zip(q, choice.q, choice.weights, positions, strict=True):
+    for one, index_q, weights, position in zip(q, *map(np.asarray, choice[:2]), positions, strict=True):
         seen = keys[: position + 1].astype(np.float64)
         scores = (np.maximum(seen[:, width:] @ index_q.T * size**-0.5, 0) * weights).sum(-1)
         chosen = np.argsort(-scores, kind="stable")[: choice.count]
@@ -88,7 +88,7 @@ def test_chosen_tokens_are_those_of_a_stable_sort(length, heads):
     positions = np.sort(rng.integers(0, length, 12)).astype(np.int32)
     q = rng.normal(size=(12, 3, 14)).astype(np.float32)
     index_q = rng.integers(-1, 2, (12, heads, 4)).astype(np.float32)
-    choice = Choice(index_q, rng.integers(-2, 3, (12, heads)).astype(np.float32), 8)
+    choice = Choice(jnp.asarray(index_q), jnp.asarray(rng.integers(-2, 3, (12, heads)), jnp.float32), 8)
     keys = rng.normal(size=(length, 14)).astype(np.float32)
     keys[:, 10:] = rng.integers(-1, 2, (length, 4))
     stored = jnp.asarray(keys)
@@ -97,8 +97,7 @@ def test_chosen_tokens_are_those_of_a_stable_sort(length, heads):
         return stored[at]
 
     rows = jnp.zeros(12, jnp.int32)
-    own = Choice(jnp.asarray(index_q), jnp.asarray(choice.weights), 8)
-    found = attend_to_chosen(jnp.asarray(q), own, read, length, rows, jnp.asarray(positions), value_dim=6, scale=0.5)
+    found = attend_to_chosen(jnp.asarray(q), choice, read, length, rows, jnp.asarray(positions), value_dim=6, scale=0.5)
     np.testing.assert_allclose(found, dense_attention(q, choice, keys, positions, 6, 0.5), atol=1e-5)
 
 
