@@ -16,6 +16,7 @@ from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.cache.state import StateAttention, StateCache, StateOptions
 from jaxinfer.models import ModelConfig, check_divides
+from jaxinfer.models.indexer import Choice, attend_to_chosen
 from pallas_kernels.paged_attention import (
     InterleavedPages,
     PagedSpec,
@@ -28,6 +29,8 @@ from pallas_kernels.paged_attention import (
     platform_layout,
 )
 from pallas_kernels.paged_attention import move_tokens as _move_tokens
+from pallas_kernels.paged_attention.layout import append, token_keys
+from pallas_kernels.paged_attention.reference import token_places, write_places
 from pallas_kernels.platform import current_platform
 from pallas_kernels.recurrence import RaggedBatch
 
@@ -318,7 +321,10 @@ class LayerAttention:
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Float[Array, " Hq"] | None = None,
+        choice: Choice | None = None,
     ) -> Float[Array, "T Hq W"]:
+        if choice is not None:
+            return self._attend_to_chosen(q, k, v, choice, scale)
         q, k, v = divide_by_scales(self._scales, q, k, v)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
         attend, operands = partial(_attend, options), (q, k, v, self.state, sinks)
@@ -336,6 +342,26 @@ class LayerAttention:
             )
         out, self.state = attend(*operands, self._inputs, schedule)
         return multiply_by_scales(self._scales, out)
+
+    def _attend_to_chosen(self, q: jax.Array, k: jax.Array, v: jax.Array, choice: Choice, scale: float | None):
+        """Stores keys with their index keys [T, 1, K + Di], and attends to the chosen tokens."""
+        inputs, pages = self._inputs, self.state
+        if self._mesh is not None or inputs.ancestors is not None or self._scales is not None or scale is None:
+            raise NotImplementedError(
+                "attention to chosen tokens has no mesh, no trees of drafts and no scales of keys"
+            )
+        if isinstance(pages, InterleavedPages) or getattr(pages, "k_scales", None) is not None:
+            raise NotImplementedError("attention to chosen tokens reads no interleaved pages and no int8")
+        spec = make_spec(q, k, v, pages, inputs.page_table, **self._options)
+        places = token_places(spec, inputs.query_starts, inputs.query_lengths, inputs.kv_lengths)
+        stored = append(pages, k, v, *write_places(spec, inputs.page_table, places))
+
+        def read(row: jax.Array, at: jax.Array) -> jax.Array:
+            return token_keys(stored, inputs.page_table[row, at // spec.page_size], at % spec.page_size)[:, 0]
+
+        self.state, positions = stored, jnp.where(places.is_real, places.position, 0)
+        sizes: Any = {"value_dim": v.shape[-1], "scale": scale}
+        return attend_to_chosen(q, choice, read, spec.max_kv_length, places.sequence, positions, **sizes)
 
     def _schedule(self, options: dict[str, Any], q: Any, k: Any, v: Any, pages: Any, sinks: Any) -> Schedule:
         """The schedule shared by layers with these options, from the shapes on one device."""

@@ -136,6 +136,8 @@ def _describe_programs(spec: EngineSpec) -> dict[str, Any]:
 
 def _describe_kernels(spec: EngineSpec) -> dict[str, str]:
     kernels, tokens = {}, spec.token_buckets[-1]
+    if spec.config.mla is not None and spec.config.mla.has_indexer:
+        return {f"{name} attention": "attend_to_chosen, xla" for name in ("decode", "prompt")}
     for name, num_tokens, longest in (("decode", spec.max_seqs, 1), ("prompt", tokens, tokens)):
         is_uniform = name == "prompt" and spec.options.deterministic
         kernels |= _chosen(name, "paged_attention", choose(_paged_spec(spec, num_tokens, longest, is_uniform)))
@@ -217,6 +219,11 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
         facts["latent attention"] = (
             f"{config.mla.latent_size} + {config.mla.rope_size} numbers cached a token and layer"
         )
+        if config.mla.has_indexer:
+            facts["  indexer"] = (
+                f"chooses {config.mla.index_topk} tokens a query with {config.mla.index_heads} heads; "
+                f"{config.mla.index_size} more numbers cached a token and layer"
+            )
     if config.has_sinks:
         facts["attention sinks"] = "one a head"
     for name in ("attention_scale", "attention_softcap", "logit_softcap"):

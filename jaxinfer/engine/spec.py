@@ -75,7 +75,7 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
-        check_states(self.config, self.draft, self.num_devices, options.draft_tree)
+        check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
 

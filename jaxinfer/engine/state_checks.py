@@ -1,16 +1,24 @@
-"""What an engine does not do for models whose layers keep a state."""
+"""What an engine does not do for models whose layers keep a state, or choose the tokens they attend to."""
 
 from collections.abc import Sequence
 
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, ModelDraft
 
 
 def check_states(
-    config: ModelConfig, draft: Draft | None, num_devices: int, draft_tree: Sequence[int] | None = None
+    config: ModelConfig,
+    draft: Draft | None,
+    num_devices: int,
+    options: EngineOptions,
+    kv_dtypes: Sequence[str | None],
 ) -> None:
-    """Raises ValueError for several devices or a draft with branches (`draft_tree`, the widths) beside layers that are
-    not attention, in the model or its draft, and for a model without attention."""
+    """Raises ValueError for several devices or a draft with branches (`options.draft_tree`) beside layers that are not
+    attention, in the model or its draft, for a model without attention, and as `_check_indexer`. `kv_dtypes` are those
+    of the caches that there are."""
+    draft_tree = options.draft_tree
+    _check_indexer(config, draft, num_devices, [dtype for dtype in kv_dtypes if dtype], draft_tree)
     for one in (config, *([draft.config] if isinstance(draft, ModelDraft) else [])):
         kinds = ", ".join(sorted({kind for kind in one.layer_kinds if kind != "attention"}))
         if not kinds:
@@ -26,3 +34,20 @@ def check_states(
             )
         if not one.attention_layers:
             raise ValueError(f"{one.architecture} has no layer with attention: an engine needs one")
+
+
+def _check_indexer(
+    config: ModelConfig, draft: Draft | None, num_devices: int, kv_dtypes: Sequence[str], tree: Sequence[int] | None
+) -> None:
+    """Raises ValueError for several devices, a tree of drafts or a cache of 8 bits beside an indexer, in the model or
+    its draft."""
+    for one in (config, *([draft.config] if isinstance(draft, ModelDraft) else [])):
+        if one.mla is None or not one.mla.has_indexer:
+            continue
+        name = f"{one.architecture}, whose indexer chooses the tokens that a query attends to,"
+        if num_devices > 1:
+            raise ValueError(f"{name} runs on one device, not {num_devices}")
+        if tree is not None:
+            raise ValueError(f"{name} does not verify trees of drafts (draft_tree), only chains")
+        if narrow := [dtype for dtype in kv_dtypes if dtype == "int8" or dtype.startswith("float8")]:
+            raise ValueError(f"{name} has no cache of {narrow[0]} (kv_dtype): index keys have at least 16 bits")

@@ -74,6 +74,12 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             head = (kind, 2 * math.prod(leaf.shape) / num_devices)
     width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
     of_key = 2 * config.num_heads * width / num_devices
+    if config.mla is not None and config.mla.has_indexer:
+        # Attention to the chosen tokens costs the same for every length, and the indexer's scores grow with it.
+        mla = config.mla
+        chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size) * mla.index_topk * config.num_layers
+        flops["bf16"] = flops.get("bf16", 0.0) + chosen
+        of_key = 2 * mla.index_heads * mla.index_size
     windows = [config.window(layer) for layer in config.attention_layers]
     stored = [pages for pages in cache.layers if pages is not None]
     page_bytes = sum(num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0] for pages in stored)
