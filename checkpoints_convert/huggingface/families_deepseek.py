@@ -216,7 +216,7 @@ def _glm_lite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {"expert_size": 1536, "num_experts": 64, "per_token": 4, "scale": 1.8}
     moe = _sigmoid_experts(fields, values, 1, num_groups=1, num_chosen_groups=1, **sizes)
     moe = _in_named_layers(fields, moe, values["num_layers"])
-    defaults = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    defaults: dict[str, Any] = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
     is_interleaved = fields.boolean("rope_interleave", True)
     return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
 
@@ -325,7 +325,7 @@ def _mistral4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         num_chosen_groups=fields.integer("topk_group", 1),
         group_score="top2_sum",
     )
-    defaults = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+    defaults: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
     is_interleaved = fields.boolean("rope_interleave", True)
     return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
 

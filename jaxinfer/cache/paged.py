@@ -354,7 +354,7 @@ class LayerAttention:
             raise NotImplementedError("attention to chosen tokens reads no interleaved pages and no int8")
         spec = make_spec(q, k, v, pages, inputs.page_table, **self._options)
         places = token_places(spec, inputs.query_starts, inputs.query_lengths, inputs.kv_lengths)
-        stored = append(pages, k, v, *write_places(spec, inputs.page_table, places))
+        stored: Any = append(pages, k, v, *write_places(spec, inputs.page_table, places))
 
         def read(row: jax.Array, at: jax.Array) -> jax.Array:
             return token_keys(stored, inputs.page_table[row, at // spec.page_size], at % spec.page_size)[:, 0]

@@ -377,7 +377,7 @@ class SparseMoE(nnx.Module):
         self.shared, self.scales_input = shared, moe.scales_input
         gate = normal(rngs, (width, 1), dtype) if moe.has_shared_gate else None
         self.shared_gate = None if gate is None else nnx.Param(gate, axes=("hidden", None))
-        self.activation = lambda gate, up: activation(gate) * up if is_gated else activation(up)
+        self.activation: Activation = lambda gate, up: activation(gate) * up if is_gated else activation(up)
         if moe.clamp is not None:
             self.activation = partial(clamped_swiglu, moe.clamp, moe.clamp_slope)
 
