@@ -50,6 +50,7 @@ QWEN_36_35B_A3B = ModelConfig(
         shared_size=512, has_shared_gate=True,
     ),
     is_attention_gated=True,
+    norm="rms_zero_centred",
     qk_norm=True,
 )  # fmt: skip
 # Mamba 2 in nine of ten layers, 72 experts of which a token has 10, and a shared one.
