@@ -147,7 +147,7 @@ FAULTS = (
         "pallas_kernels/recurrence/pallas_tpu.py",
         "before = jnp.where(keeps, state_ref[0, head, :, part], 0.0)",
         "before = state_ref[0, head, :, part]",
-        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_pallas_tpu_equals_xla",),
+        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_kernels_equal_xla",),
         "a new sequence begins from the state of the one that had its slot, on TPUs",
     ),
     Fault(
@@ -155,7 +155,23 @@ FAULTS = (
         "pallas_kernels/recurrence/pallas_tpu.py",
         "            after_refs[0][...] = state_ref[...]\n",
         "            pass\n",
-        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_pallas_tpu_equals_xla",),
+        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_kernels_equal_xla",),
         "a sequence that waits while others run loses its state, on TPUs",
+    ),
+    Fault(
+        "kernels/a-gpu-state-begins-with-what-its-slot-had",
+        "pallas_kernels/recurrence/pallas_gpu.py",
+        "before = jnp.where(is_new_ref[0] == 0, state_ref[0, 0], 0.0)",
+        "before = state_ref[0, 0]",
+        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_kernels_equal_xla",),
+        "a new sequence begins from the state of the one that had its slot, on GPUs",
+    ),
+    Fault(
+        "kernels/a-gpu-state-of-one-token",
+        "pallas_kernels/recurrence/pallas_gpu.py",
+        "after = lax.fori_loop(0, length, run_token, before)",
+        "after = lax.fori_loop(0, jnp.minimum(length, 1), run_token, before)",
+        ("tests/pallas_kernels/recurrence/test_recurrence.py::test_kernels_equal_xla",),
+        "a GPU reads one token of a draft into the states, and not the others",
     ),
 )
