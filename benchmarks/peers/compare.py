@@ -6,21 +6,22 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.systems import PEERS
-from benchmarks.peers.workload import DECODE_TOKENS, Measure, num_weight_bytes
+from benchmarks.peers.workload import DECODE_TOKENS, Measure
 from jaxinfer.measure.bench.model import machine
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 3600  # seconds of one process
 PROGRAMS = "programs"  # the folder of the compilation cache
 REFERENCE = "transformers_eager"  # whose tokens are compared with
+Goals = Sequence[tuple[str, str, float]]
 # What must hold: jaxinfer over the best of the systems whose names begin so.
-GOALS = (
+GOALS: Goals = (
     ("decode", "transformers", 2.5),
     ("mixed32", "transformers", 3.0),
     ("mixed32", "llama_cpp", 1.2),
@@ -153,11 +154,11 @@ def _num_equal(one: list[int], other: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(other))
 
 
-def ratios(systems: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def ratios(systems: dict[str, dict[str, Any]], wanted: Goals = GOALS) -> list[dict[str, Any]]:
     """jaxinfer over the best system of each other family, for each measure; with the goal where there is one."""
     found = []
     own = systems.get("jaxinfer", {})
-    goals = {(measure, family): goal for measure, family, goal in GOALS}
+    goals = {(measure, family): goal for measure, family, goal in wanted}
     for measure in ("decode", "mixed8", "mixed32", "prefill", "first"):
         for family in ("transformers", "llama_cpp", "easydel", "vllm"):
             others = {
@@ -208,17 +209,19 @@ def report(
     failed: dict[str, str],
     skipped: dict[str, str],
     all_measures: dict[str, Measure],
+    weight_bytes: int,
+    goals: Goals = GOALS,
 ) -> dict[str, Any]:
     systems = {name: summed_up(found, all_measures) for name, found in runs.items()}
     return {
         "version": 1,
         "systems": systems,
-        "ratios": ratios(systems),
+        "ratios": ratios(systems, goals),
         "equal_tokens": equal_tokens(runs),
         "reference": REFERENCE,
         "skipped": skipped,
         "failed": failed,
-        "weight_bytes": num_weight_bytes(),
+        "weight_bytes": weight_bytes,
         **machine(),
         "packages": versions(),
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.peers.workload import CACHE_TOKENS
@@ -87,7 +87,7 @@ class Continuous:
 def _load(folder: Path) -> Any:
     transformers_logging.set_verbosity_error()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     # Nothing ends an answer early, and no setting of the checkpoint's samples.
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     return model

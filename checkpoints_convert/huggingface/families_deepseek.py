@@ -46,11 +46,27 @@ _FEED_FORWARD = (
     *shared_mlp(f"{LAYER}.mlp.shared_experts"),
 )
 _TENSORS = (*EMBEDDING, *NORMS, *_LATENT_ATTENTION, *_FEED_FORWARD, *HEAD)
+_INDEXER, _INDEX_TARGET = f"{_ATTENTION}.indexer", f"{_TARGET}.indexer"
+_SPARSE_TENSORS = (
+    *_TENSORS,
+    *linear(f"{_INDEXER}.wq_b", f"{_INDEX_TARGET}.q_proj"),
+    *linear(f"{_INDEXER}.wk", f"{_INDEX_TARGET}.k_proj"),
+    *norm(f"{_INDEXER}.k_norm", f"{_INDEX_TARGET}.k_norm"),
+    *linear(f"{_INDEXER}.weights_proj", f"{_INDEX_TARGET}.weights_proj"),
+)
 _GLM_TENSORS = (*EMBEDDING, *NORMS, *ATTENTION, *QK_NORMS, *_FEED_FORWARD, *HEAD)
 
 
-def _attention(fields: Fields, values: Mapping[str, Any], *, is_interleaved: bool, **defaults: int) -> dict[str, Any]:
-    """Latent attention, and what the cache holds of it; `defaults` are those of DeepSeek where they are not given."""
+def _attention(
+    fields: Fields,
+    values: Mapping[str, Any],
+    *,
+    is_interleaved: bool,
+    index: Mapping[str, Any] | None = None,
+    **defaults: int,
+) -> dict[str, Any]:
+    """Latent attention, and what the cache holds of it; `defaults` are those of DeepSeek where they are not given.
+    `index` are fields of `MLAConfig` of an indexer."""
     defaults = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "v_head_dim": 128, **defaults}
     rank = None
     if "q_lora_rank" not in fields.data or fields.data["q_lora_rank"] is not None:
@@ -62,6 +78,7 @@ def _attention(fields: Fields, values: Mapping[str, Any], *, is_interleaved: boo
         fields.integer("v_head_dim", defaults["v_head_dim"]),
         rank,
         is_interleaved,
+        **(index or {}),
     )
     scale = mla.query_size**-0.5 * _mscale(values["rope"]) ** 2
     return {"mla": mla, "num_kv_heads": 1, "head_dim": mla.key_size, "attention_scale": scale, "qkv_bias": False}
@@ -108,10 +125,11 @@ def _express_experts(config: ModelConfig) -> dict[str, Any]:
     first = config.num_layers - len(moe.layers)
     if moe.layers != tuple(range(first, config.num_layers)) or moe.shared_size % moe.expert_size:
         raise ValueError(f"{config.architecture}: experts in layers {moe.layers}, beside an MLP of {moe.shared_size}")
-    return {**_express_sizes(moe), "first_k_dense_replace": first}
+    return {**express_sizes(moe), "first_k_dense_replace": first}
 
 
-def _express_sizes(moe: MoEConfig) -> dict[str, Any]:
+def express_sizes(moe: MoEConfig) -> dict[str, Any]:
+    """Fields of config.json of experts with V3's router."""
     return {
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
@@ -197,24 +215,84 @@ def _express_glm(config: ModelConfig) -> dict[str, Any]:
 def _glm_lite(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
     sizes = {"expert_size": 1536, "num_experts": 64, "per_token": 4, "scale": 1.8}
     moe = _sigmoid_experts(fields, values, 1, num_groups=1, num_chosen_groups=1, **sizes)
-    kinds, count = fields.data.get("mlp_layer_types"), values["num_layers"]
-    if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
-            fields.problem(
-                "mlp_layer_types", f"must list 'dense' or 'sparse' for each of {count} layers, got {kinds!r}"
-            )
-            kinds = []
-        moe = replace(moe, layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"))
-    defaults = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    moe = _in_named_layers(fields, moe, values["num_layers"])
+    defaults: dict[str, Any] = {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256}
     is_interleaved = fields.boolean("rope_interleave", True)
     return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
 
 
+def _in_named_layers(fields: Fields, moe: MoEConfig, count: int) -> MoEConfig:
+    """The experts in the layers of `mlp_layer_types`, if config.json has it."""
+    kinds = fields.data.get("mlp_layer_types")
+    if kinds is None:
+        return moe
+    if not isinstance(kinds, list) or len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
+        fields.problem("mlp_layer_types", f"must list 'dense' or 'sparse' for each of {count} layers, got {kinds!r}")
+        kinds = []
+    return replace(moe, layers=tuple(i for i, kind in enumerate(kinds) if kind == "sparse"))
+
+
 def _express_glm_lite(config: ModelConfig) -> dict[str, Any]:
+    data = {**_express_attention(config), **_express_named_layers(config), "num_nextn_predict_layers": 0}
+    return {**data, "rope_interleave": config.mla is None or config.mla.is_interleaved}
+
+
+def _express_named_layers(config: ModelConfig) -> dict[str, Any]:
     moe = mixture(config)
     kinds = ["sparse" if layer in moe.layers else "dense" for layer in range(config.num_layers)]
-    data = {**_express_attention(config), **_express_sizes(moe), "mlp_layer_types": kinds}
-    return {**data, "num_nextn_predict_layers": 0, "rope_interleave": config.mla is None or config.mla.is_interleaved}
+    return {**express_sizes(moe), "mlp_layer_types": kinds}
+
+
+def _one_kind(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `layer_types`, if all are attention with an indexer: the common code knows other kinds only."""
+    kinds = data.get("layer_types")
+    is_usual = isinstance(kinds, list) and all(kind == "indexed_attention" for kind in kinds)
+    return {name: value for name, value in data.items() if name != "layer_types" or not is_usual}
+
+
+def _index(fields: Fields, heads: int, *, is_interleaved: bool) -> dict[str, Any]:
+    """The fields of `MLAConfig` of an indexer in every layer."""
+    for name, every in (("indexer_types", "full"), ("index_topk_pattern", "F")):
+        found = fields.data.get(name)
+        is_list = isinstance(found, list | str) and all(one in (every, "full") for one in found)
+        if found is not None and not is_list:
+            fields.problem(name, f"{found!r} is not supported: every layer has an indexer of its own")
+    return {
+        "index_topk": fields.integer("index_topk", 2048),
+        "index_heads": fields.integer("index_n_heads", heads),
+        "index_size": fields.integer("index_head_dim", 128),
+        "is_index_interleaved": is_interleaved,
+    }
+
+
+def _v32(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"expert_size": 2048, "num_experts": 256, "per_token": 8, "scale": 2.5}
+    moe = _sigmoid_experts(fields, values, 3, num_groups=8, num_chosen_groups=4, **sizes)
+    index = _index(fields, 64, is_interleaved=False)
+    moe = _in_named_layers(fields, moe, values["num_layers"])
+    return {**_attention(fields, values, is_interleaved=True, index=index), "moe": moe}
+
+
+def _glm_dsa(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = {"expert_size": 2048, "num_experts": 256, "per_token": 8, "scale": 2.5}
+    moe = _sigmoid_experts(fields, values, 3, num_groups=1, num_chosen_groups=1, **sizes)
+    index = _index(fields, 32, is_interleaved=True)
+    defaults = {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256}
+    moe = _in_named_layers(fields, moe, values["num_layers"])
+    return {**_attention(fields, values, is_interleaved=True, index=index, **defaults), "moe": moe}
+
+
+def _express_sparse(config: ModelConfig) -> dict[str, Any]:
+    mla = config.mla
+    assert mla is not None
+    return {
+        **_express_attention(config),
+        **_express_named_layers(config),
+        "index_topk": mla.index_topk,
+        "index_n_heads": mla.index_heads,
+        "index_head_dim": mla.index_size,
+        "num_nextn_predict_layers": 0,
+    }
 
 
 def _mistral4_rope(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +325,7 @@ def _mistral4(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         num_chosen_groups=fields.integer("topk_group", 1),
         group_score="top2_sum",
     )
-    defaults = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
+    defaults: dict[str, Any] = {"kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64}
     is_interleaved = fields.boolean("rope_interleave", True)
     return {**_attention(fields, values, is_interleaved=is_interleaved, **defaults), "moe": moe}
 
@@ -265,6 +343,8 @@ _SHARED: dict[str, Any] = {
 # Every layer from `first_k_dense_replace` on has experts.
 _V2_SUPPORTED = {"mlp_bias": (False,), "moe_layer_freq": (1,)}
 _V3_ROUTER = {"moe_layer_freq": (1,), "topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)}
+
+_ONE_INDEXER = {"index_topk_freq": (1,), "rope_interleave": (True,), "mlp_bias": (False,)}
 
 DEEPSEEK: tuple[Family, ...] = (
     Family(
@@ -320,6 +400,37 @@ DEEPSEEK: tuple[Family, ...] = (
         tensors=_TENSORS,
         build=_glm_lite,
         express=_express_glm_lite,
+        has_later_layers=True,
+        **_SHARED,
+    ),
+    Family(
+        "DeepseekV32ForCausalLM",
+        "deepseek_v32",
+        title="DeepSeek-V3.2",
+        examples="DeepSeek-V3.2-Exp, V3.2",
+        max_position_embeddings=163840,
+        supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (False,)},
+        tensors=_SPARSE_TENSORS,
+        normalize=_one_kind,
+        build=_v32,
+        express=_express_sparse,
+        notes=("sparse attention: an indexer chooses the tokens",),
+        has_later_layers=True,
+        **_SHARED,
+    ),
+    Family(
+        "GlmMoeDsaForCausalLM",
+        "glm_moe_dsa",
+        title="GLM-5",
+        examples="GLM-5",
+        max_position_embeddings=202752,
+        norm_eps=1e-5,
+        supported={**_V3_ROUTER, **_ONE_INDEXER, "indexer_rope_interleave": (True,)},
+        tensors=_SPARSE_TENSORS,
+        normalize=_one_kind,
+        build=_glm_dsa,
+        express=_express_sparse,
+        notes=("sparse attention: an indexer chooses the tokens",),
         has_later_layers=True,
         **_SHARED,
     ),

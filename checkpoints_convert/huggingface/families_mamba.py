@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from checkpoints_convert.huggingface.families_deepseek import express_sizes
 from checkpoints_convert.huggingface.families_delta import KINDS, read_kinds, take_kinds
 from checkpoints_convert.huggingface.families_llama import (
     ATTENTION,
@@ -14,7 +15,7 @@ from checkpoints_convert.huggingface.families_llama import (
     NORMS,
     TARGET,
 )
-from checkpoints_convert.huggingface.families_mixtures import EXPERTS
+from checkpoints_convert.huggingface.families_mixtures import EXPERTS, router
 from checkpoints_convert.huggingface.family import (
     MAX_NUMBER,
     RECIPROCAL,
@@ -24,7 +25,7 @@ from checkpoints_convert.huggingface.family import (
     Setting,
     is_positive,
 )
-from checkpoints_convert.huggingface.rules import TensorRule, linear, norm
+from checkpoints_convert.huggingface.rules import INDEX, TensorRule, linear, norm
 from jaxinfer.models import MambaConfig, ModelConfig, MoEConfig
 from jaxinfer.models.recurrent_config import LayerKind
 
@@ -271,6 +272,18 @@ _NEMOTRON_TENSORS = (
     ),
     *_mamba_tensors(_MIXER),
     *(rule for name in ("up_proj", "down_proj") for rule in linear(f"{_MIXER}.{name}", f"{TARGET}.mlp.{name}")),
+    *router(f"{_MIXER}.gate"),
+    TensorRule(f"{_MIXER}.gate.e_score_correction_bias", (f"{TARGET}.mlp.router.correction",)),
+    TensorRule(f"{_MIXER}.experts.{INDEX}.up_proj.weight", (_UP,), transpose=True),
+    TensorRule(f"{_MIXER}.experts.{INDEX}.down_proj.weight", (_DOWN,), transpose=True),
+    # As Transformers 5 has them in memory.
+    TensorRule(f"{_MIXER}.experts.up_proj", (_UP,), transpose=True),
+    TensorRule(f"{_MIXER}.experts.down_proj", (_DOWN,), transpose=True),
+    *(
+        rule
+        for name in ("up_proj", "down_proj")
+        for rule in linear(f"{_MIXER}.shared_experts.{name}", f"{_SHARED}.{name}")
+    ),
     *HEAD,
 )
 # As Transformers 5 has them in memory.
@@ -284,6 +297,7 @@ _NEMOTRON_KINDS: dict[str, LayerKind] = {
     "linear_attention": "mamba2",
     "full_attention": "attention",
     "mlp": "none",
+    "moe": "none",
     "mamba": "mamba2",
     "attention": "attention",
 }
@@ -314,13 +328,49 @@ def _nemotron(fields: Fields, values: Mapping[str, Any]) -> dict[str, Any]:
         has_output_bias=fields.boolean("use_bias", False),
         time_step_min=fields.number("time_step_min", 0.001),
     )
-    return {"mamba": mamba, "layer_kinds": kinds, "mlp_layers": tuple(kind == "none" for kind in kinds)}
+    given = fields.data.get(KINDS)
+    with_experts = tuple(i for i, kind in enumerate(given) if kind == "moe") if isinstance(given, list) else ()
+    return {
+        "mamba": mamba,
+        "layer_kinds": kinds,
+        "mlp_layers": tuple(kind == "none" for kind in kinds),
+        "moe": _nemotron_experts(fields, with_experts) if with_experts else None,
+    }
+
+
+def _nemotron_experts(fields: Fields, layers: tuple[int, ...]) -> MoEConfig:
+    """V3's router, with experts of the MLP's form."""
+    if fields.data.get("moe_latent_size") is not None:
+        found = fields.data["moe_latent_size"]
+        fields.problem("moe_latent_size", f"{found!r} is not supported: experts read the hidden state itself")
+    if fields.boolean("mlp_bias", False):
+        fields.problem("mlp_bias", "is true, which is not supported beside experts")
+    return MoEConfig(
+        fields.integer("n_routed_experts" if fields.has("n_routed_experts") else "num_local_experts", 8),
+        fields.integer("num_experts_per_tok", 2),
+        fields.integer("moe_intermediate_size", 7688),
+        layers,
+        scoring="sigmoid",
+        normalize=fields.boolean("norm_topk_prob", True),
+        scale=fields.number("routed_scaling_factor", 1.0),
+        num_groups=fields.integer("n_group", 1),
+        num_chosen_groups=fields.integer("topk_group", 1),
+        group_score="top2_sum",
+        has_correction_bias=True,
+        shared_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
+    )
 
 
 def _express_nemotron(config: ModelConfig) -> dict[str, Any]:
-    mamba = mamba_of(config)
+    mamba, moe = mamba_of(config), config.moe
     kinds = {"mamba2": "linear_attention", "attention": "full_attention", "none": "mlp"}
+    types = ["moe" if config.experts_of(i) else kinds[config.layer_kind(i)] for i in range(config.num_layers)]
+    experts = {}
+    if moe is not None:
+        # One MLP of its own width, whatever the number says.
+        experts = {**express_sizes(moe), "n_shared_experts": 1, "moe_shared_expert_intermediate_size": moe.shared_size}
     return {
+        **experts,
         "mamba_num_heads": mamba.num_heads,
         "mamba_head_dim": mamba.head_size,
         "n_groups": mamba.num_groups,
@@ -329,7 +379,7 @@ def _express_nemotron(config: ModelConfig) -> dict[str, Any]:
         "use_conv_bias": mamba.has_conv_bias,
         "use_bias": mamba.has_bias,
         "time_step_min": mamba.time_step_min,
-        "layers_block_type": [kinds[config.layer_kind(i)] for i in range(config.num_layers)],
+        "layers_block_type": types,
     }
 
 
@@ -377,7 +427,7 @@ MAMBA: tuple[Family, ...] = (
         "NemotronHForCausalLM",
         "nemotron_h",
         title="Nemotron-H",
-        examples="Nemotron-H 8B, 47B, 56B; Nemotron Nano 9B v2",
+        examples="Nemotron-H 8B, 47B, 56B; Nemotron Nano 9B v2; Nemotron 3 Nano",
         max_position_embeddings=4096,
         num_kv_heads=8,
         head_dim=128,

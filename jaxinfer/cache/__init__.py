@@ -33,6 +33,7 @@ from jaxinfer.cache.state import (
     StateOptions,
     abstract_state_cache,
     commit,
+    deferred_bytes,
     init_state_cache,
     state_bytes,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "attend_without_cache",
     "check_kv_dtype",
     "commit",
+    "deferred_bytes",
     "init_cache",
     "init_paged_cache",
     "init_state_cache",

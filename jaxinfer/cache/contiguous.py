@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.cache.state import LayerStates, StateCache, StateOptions, init_state_cache
 from jaxinfer.models import ModelConfig
+from jaxinfer.models.indexer import Choice, attend_to_chosen
 from pallas_kernels import flash_attention
 from pallas_kernels.paged_attention import (
     BitPages,
@@ -23,7 +24,7 @@ from pallas_kernels.paged_attention import (
     platform_layout,
     unpack,
 )
-from pallas_kernels.paged_attention.layout import append, from_stored, to_stored
+from pallas_kernels.paged_attention.layout import append, from_stored, to_stored, token_keys
 from pallas_kernels.platform import current_platform
 from pallas_kernels.recurrence import RaggedBatch, RecurrentTokens
 
@@ -111,7 +112,7 @@ def init_cache(
     cache = empty.with_layers([_rows(new_pages(num_rows, max_length, *one, name, **kind)) for one in heads])
     if not config.recurrent_layers and len(layers) == config.num_layers:
         return cache
-    states = init_state_cache(config, num_rows, config.dtype) if config.recurrent_layers else None
+    states = init_state_cache(config, num_rows, config.dtype)
     return replace(cache, states=states, attention_layers=layers)
 
 
@@ -148,6 +149,11 @@ class CachedAttention:
         k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
         pages = _rows(append(self._layers[layer], k, v, row, self._slots.reshape(-1), is_unique=True))
         self._layers[layer] = pages
+        if (choice := options.pop("choice", None)) is not None:
+            if scales is not None or getattr(pages, "k_scales", None) is not None:
+                raise NotImplementedError("attention to chosen tokens reads no int8 and no scales of keys")
+            rows, positions = row.reshape(self._slots.shape), self._starts[:, None] + jnp.arange(self._slots.shape[1])
+            return _attend_to_chosen(q, choice, pages, rows, positions, v.shape[-1], options["scale"])
         keys, values = self._read(pages, q.dtype)
         value_dim = v.shape[-1]
         out = flash_attention(
@@ -215,6 +221,25 @@ def _rows(pages: Pages) -> RowPages:
     return pages
 
 
+def _attend_to_chosen(
+    q: jax.Array, choice: Choice, pages: RowPages, row: jax.Array, positions: jax.Array, value_dim: int, scale: float
+) -> jax.Array:
+    """`attend_to_chosen` of q [B, T, Hq, K] over rows [., L, 1, K + Di]; row and positions int32 [B, T]."""
+    length = pages.k.shape[1]
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, *x.shape[2:])
+
+    def read(row: jax.Array, at: jax.Array) -> jax.Array:
+        return token_keys(pages, jnp.broadcast_to(row, at.shape), at)[:, 0]
+
+    flat_choice = Choice(flat(choice.q), flat(choice.weights), choice.count)
+    row, positions = flat(row), jnp.minimum(flat(positions), length - 1)
+    sizes: Any = {"value_dim": value_dim, "scale": scale}
+    out = attend_to_chosen(flat(q), flat_choice, read, length, row, positions, **sizes)
+    return out.reshape(*q.shape[:-1], value_dim)
+
+
 def attend_without_cache(
     layer: int,
     q: Float[Array, "*rows Hq K"],
@@ -225,6 +250,10 @@ def attend_without_cache(
 ) -> Float[Array, "*rows Hq W"]:
     """`attend` for training and scoring: causal attention over full sequences [B, T], without a cache, differentiable.
     Values may be narrower than keys."""
+    if (choice := options.pop("choice", None)) is not None:
+        lead = q.shape[:-2]
+        row, positions = (jnp.broadcast_to(x, lead) for x in (jnp.arange(lead[0])[:, None], jnp.arange(lead[1])))
+        return _attend_to_chosen(q, choice, SeparatePages(k, None), row, positions, v.shape[-1], options["scale"])
     missing = k.shape[-1] - v.shape[-1]
     padded = v if missing == 0 else jnp.pad(v, [(0, 0)] * (v.ndim - 1) + [(0, missing)])
     return flash_attention(q, k, padded, window=window, **options)[..., : v.shape[-1]]
@@ -234,6 +263,10 @@ def attend_as_stored(dtype: str, scales: KVScales | None = None) -> Callable[...
     """`attend_without_cache` over keys and values rounded as a cache of `dtype` stores them."""
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, **options: Any) -> jax.Array:
+        if "choice" in options:
+            raise NotImplementedError(
+                "attention to chosen tokens is not computed as a cache of another dtype stores it"
+            )
         own = scales_of_layer(scales, layer)
         q, k, v = divide_by_scales(own, q, k, v)
         width = v.shape[-1]

@@ -16,6 +16,7 @@ from jaxinfer import parallel
 from jaxinfer.cache.kv_dtype import KVScales, divide_by_scales, multiply_by_scales, scales_of_layer
 from jaxinfer.cache.state import StateAttention, StateCache, StateOptions
 from jaxinfer.models import ModelConfig, check_divides
+from jaxinfer.models.indexer import Choice, attend_to_chosen
 from pallas_kernels.paged_attention import (
     InterleavedPages,
     PagedSpec,
@@ -28,6 +29,8 @@ from pallas_kernels.paged_attention import (
     platform_layout,
 )
 from pallas_kernels.paged_attention import move_tokens as _move_tokens
+from pallas_kernels.paged_attention.layout import append, token_keys
+from pallas_kernels.paged_attention.reference import token_places, write_places
 from pallas_kernels.platform import current_platform
 from pallas_kernels.recurrence import RaggedBatch
 
@@ -74,10 +77,11 @@ class PagedCache:
     def first(self, num_layers: int) -> PagedCache:
         """The cache of the first layers."""
         scales = None if self.scales is None else self.scales.first(num_layers)
-        return PagedCache(self.layers[:num_layers], scales, self.groups[:num_layers])
+        states = None if self.states is None else self.states.first(num_layers)
+        return PagedCache(self.layers[:num_layers], scales, self.groups[:num_layers], states)
 
     def with_first(self, part: PagedCache) -> PagedCache:
-        """The cache with the first layers' contents replaced."""
+        """The cache with the first layers' pages replaced. Its states stay: they are of confirmed tokens only."""
         return replace(self, layers=part.layers + self.layers[len(part.layers) :])
 
 
@@ -251,6 +255,11 @@ class PagedAttention:
     def cache(self) -> PagedCache:
         return replace(self._before, layers=tuple(self._layers))
 
+    def commit(self, num_committed: jax.Array) -> PagedCache:
+        """The cache, whatever rows of a sequence are kept: the next ones overwrite the keys of the others."""
+        del num_committed
+        return self.cache
+
 
 def attend_ragged(
     cache: PagedCache,
@@ -260,19 +269,26 @@ def attend_ragged(
     kv_lengths: jax.Array,
     *,
     max_query_length: int | None = None,
+    ancestors: jax.Array | None = None,
     is_uniform: bool = False,
+    max_deferred: int | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
     """A `PagedAttention`, or where the cache has states a `StateAttention` over one; arguments are the former's.
 
-    After the pass, its `cache` is the updated cache. Sequence s has slot s.
+    With `max_deferred`, a static bound of the rows of a sequence, states stay as they are until `commit`, which returns
+    the updated cache. Otherwise that is `cache` after the pass. Sequence s has slot s.
     """
     static: Any = {"max_query_length": max_query_length, "is_uniform": is_uniform}
-    paged = PagedAttention(cache, page_tables, query_starts, query_lengths, kv_lengths, **static, mesh=mesh)
+    ragged = (query_starts, query_lengths, kv_lengths)
+    paged = PagedAttention(cache, page_tables, *ragged, ancestors=ancestors, **static, mesh=mesh)
     if cache.states is None:
         return paged
+    options = StateOptions(**static)
+    if max_deferred is not None:
+        options = StateOptions(max_deferred, max_query_length=max_deferred, defers=True, is_uniform=is_uniform)
     batch = RaggedBatch(query_starts, query_lengths, kv_lengths - query_lengths)
-    return StateAttention(paged, cache.states, batch, StateOptions(**static))
+    return StateAttention(paged, cache.states, batch, options)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -317,7 +333,10 @@ class LayerAttention:
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: Float[Array, " Hq"] | None = None,
+        choice: Choice | None = None,
     ) -> Float[Array, "T Hq W"]:
+        if choice is not None:
+            return self._attend_to_chosen(q, k, v, choice, scale)
         q, k, v = divide_by_scales(self._scales, q, k, v)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
         attend, operands = partial(_attend, options), (q, k, v, self.state, sinks)
@@ -335,6 +354,26 @@ class LayerAttention:
             )
         out, self.state = attend(*operands, self._inputs, schedule)
         return multiply_by_scales(self._scales, out)
+
+    def _attend_to_chosen(self, q: jax.Array, k: jax.Array, v: jax.Array, choice: Choice, scale: float | None):
+        """Stores keys with their index keys [T, 1, K + Di], and attends to the chosen tokens."""
+        inputs, pages = self._inputs, self.state
+        if self._mesh is not None or inputs.ancestors is not None or self._scales is not None or scale is None:
+            raise NotImplementedError(
+                "attention to chosen tokens has no mesh, no trees of drafts and no scales of keys"
+            )
+        if isinstance(pages, InterleavedPages) or getattr(pages, "k_scales", None) is not None:
+            raise NotImplementedError("attention to chosen tokens reads no interleaved pages and no int8")
+        spec = make_spec(q, k, v, pages, inputs.page_table, **self._options)
+        places = token_places(spec, inputs.query_starts, inputs.query_lengths, inputs.kv_lengths)
+        stored: Any = append(pages, k, v, *write_places(spec, inputs.page_table, places))
+
+        def read(row: jax.Array, at: jax.Array) -> jax.Array:
+            return token_keys(stored, inputs.page_table[row, at // spec.page_size], at % spec.page_size)[:, 0]
+
+        self.state, positions = stored, jnp.where(places.is_real, places.position, 0)
+        sizes: Any = {"value_dim": v.shape[-1], "scale": scale}
+        return attend_to_chosen(q, choice, read, spec.max_kv_length, places.sequence, positions, **sizes)
 
     def _schedule(self, options: dict[str, Any], q: Any, k: Any, v: Any, pages: Any, sinks: Any) -> Schedule:
         """The schedule shared by layers with these options, from the shapes on one device."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import ConvConfig, DeltaConfig, ModelConfig
 from pallas_kernels.recurrence import (
     RaggedBatch,
     RecurrentTokens,
@@ -30,8 +30,9 @@ class LayerState:
     """What one layer keeps of S sequences.
 
     Attributes:
-      columns: [S, W - 1, C], the last inputs of the convolution, the oldest first, in the dtype of the model.
-      matrices: float32 [S, H, K, V], the recurrent states; None for a layer that has a convolution only.
+      columns: [S, W - 1, C], the last inputs of the convolution, see `causal_conv`, in the dtype of the model.
+      matrices: float32 [S, Hk, K, E], the recurrent states, see `linear_recurrence`; None for a layer that has a
+        convolution only.
       conv_inputs, tokens: of a pass whose states wait for `StateCache.commit`; else None.
     """
 
@@ -59,6 +60,11 @@ class StateCache:
     def num_slots(self) -> int:
         return jax.tree.leaves(self.layers)[0].shape[0]
 
+    def first(self, num_layers: int) -> StateCache | None:
+        """The states of the first layers; None where these have none."""
+        layers = self.layers[:num_layers]
+        return StateCache(layers) if any(layer is not None for layer in layers) else None
+
     def take(self, slots: Int32[Array, " N"]) -> StateCache:
         """The states of some slots."""
         return jax.tree.map(lambda leaf: leaf[slots], self)
@@ -72,8 +78,10 @@ class StateCache:
         return self.put(destinations, self.take(sources))
 
 
-def abstract_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCache:
-    """The cache as `jax.ShapeDtypeStruct`s."""
+def abstract_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCache | None:
+    """The cache as `jax.ShapeDtypeStruct`s; None for no slots, and for a model without recurrent layers."""
+    if not config.recurrent_layers or num_slots == 0:
+        return None
 
     def of(layer: int) -> LayerState | None:
         recurrent = config.recurrent_of(layer)
@@ -87,9 +95,23 @@ def abstract_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> Sta
     return StateCache(tuple(of(layer) for layer in range(config.num_layers)))
 
 
-def init_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCache:
-    """A zeroed cache; `dtype` is that of hidden states."""
+def init_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCache | None:
+    """A zeroed cache, or None: see `abstract_state_cache`. `dtype` is that of hidden states."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state_cache(config, num_slots, dtype))
+
+
+def deferred_bytes(config: ModelConfig, dtype: Any) -> int:
+    """Bytes, at most, that a row of a pass with `defers` keeps in all layers until `commit`."""
+    count = 0
+    for recurrent in map(config.recurrent_of, config.recurrent_layers):
+        if recurrent is not None:
+            channels = recurrent.conv_shape[1]
+            count += channels * jnp.dtype(dtype).itemsize
+            # Queries, keys and values together are as wide as the convolution; beside them decays and rates.
+            if not isinstance(recurrent, ConvConfig):
+                heads = recurrent.num_value_heads if isinstance(recurrent, DeltaConfig) else recurrent.num_heads
+                count += 4 * (channels + 2 * heads)
+    return count
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:
@@ -114,6 +136,11 @@ class StateOptions:
     defers: bool = False
     is_uniform: bool = False
 
+    @property
+    def defers_all(self) -> bool:
+        """Whether no state changes in the pass, as every sequence's waits."""
+        return self.defers and self.max_query_length is not None and self.max_query_length <= self.short_tokens
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["state", "batch"], meta_fields=["options"])
 @dataclass
@@ -129,10 +156,11 @@ class LayerStates:
     ) -> Float[Array, "T C"]:
         """The convolution of the rows, after which the state has their last inputs."""
         out = causal_conv(x, weight, self.state.columns, self.batch, bias)
-        kept = self.batch.query_lengths
+        kept, columns = self.batch.query_lengths, self.state.columns
         if self.options.defers:
             kept = jnp.where(kept <= self.options.short_tokens, 0, kept)
-        columns = commit_conv(self.state.columns, x, self.batch, kept)
+        if not self.options.defers_all:
+            columns = commit_conv(columns, x, self.batch, kept)
         self.state = replace(self.state, columns=columns, conv_inputs=x if self.options.defers else None)
         return out
 
@@ -159,21 +187,22 @@ def commit(
 ) -> StateCache:
     """The states after the first `num_committed` rows of each sequence whose rows waited in a pass with `defers`.
 
-    `batch` and `options` are those of the pass. Rows that are not committed leave no trace. Donate the cache.
+    `batch` and `options` are those of the pass. Sequence s has slot s; there may be more slots than sequences. Rows
+    that are not committed leave no trace. Donate the cache.
     """
     waits = batch.query_lengths <= options.short_tokens
-    kept = jnp.where(waits, num_committed, 0)
+    kept, count = jnp.where(waits, num_committed, 0), batch.query_lengths.shape[0]
 
     def of(state: LayerState | None) -> LayerState | None:
         if state is None:
             return None
-        columns, matrices = state.columns, state.matrices
+        columns, matrices = _first(state.columns, count), state.matrices
         if state.conv_inputs is not None:
             columns = commit_conv(columns, state.conv_inputs, batch, kept)
         if matrices is not None and state.tokens is not None:
             static = {"short_tokens": options.short_tokens, "is_uniform": options.is_uniform}
-            matrices = commit_recurrence(matrices, state.tokens, batch, kept, **static)
-        return LayerState(columns, matrices)
+            matrices = commit_recurrence(_first(matrices, count), state.tokens, batch, kept, **static)
+        return _with_first(state, LayerState(columns, matrices))
 
     return StateCache(tuple(of(state) for state in cache.layers))
 
@@ -199,7 +228,7 @@ class StateAttention:
         """The attention and the states of one layer."""
         state = self._layers[layer]
         if state is not None:  # the first slots', which the batch is of
-            state = jax.tree.map(lambda leaf: leaf[: self._num_slots], state)
+            state = jax.tree.map(lambda leaf: _first(leaf, self._num_slots), state)
         own = None if state is None else LayerStates(state, self._batch, self._options)
         return HybridLayer(self._attend.of_layer(layer), own)
 
@@ -207,8 +236,12 @@ class StateAttention:
         """Takes over what a layer has stored."""
         stored, new = state
         self._attend.update(layer, stored)
-        if new is not None:
-            self._layers[layer] = _with_first(self._layers[layer], new)
+        former = self._layers[layer]
+        if former is None:
+            return
+        if self._options.defers_all:
+            new = replace(new, columns=former.columns, matrices=former.matrices)
+        self._layers[layer] = _with_first(former, new)
 
     @property
     def states(self) -> StateCache:
@@ -219,10 +252,17 @@ class StateAttention:
         """The cache of `attend`, with the states where it has some."""
         return replace(self._attend.cache, states=self.states)
 
+    def commit(self, num_committed: Int32[Array, " S"]) -> Any:
+        """The cache after a pass with `defers`, with the states after so many rows of each sequence; see `commit`."""
+        return replace(self._attend.cache, states=commit(self.states, self._batch, num_committed, self._options))
 
-def _with_first(state: LayerState | None, first: LayerState) -> LayerState:
+
+def _first(leaf: jax.Array, count: int) -> jax.Array:
+    return leaf if leaf.shape[0] == count else leaf[:count]
+
+
+def _with_first(state: LayerState, first: LayerState) -> LayerState:
     """The state with those of its first slots replaced, and what waits for `commit`."""
-    assert state is not None
 
     def put(leaf: jax.Array | None, new: jax.Array | None) -> jax.Array | None:
         if leaf is None or new is None or leaf.shape == new.shape:

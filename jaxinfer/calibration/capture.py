@@ -84,7 +84,7 @@ def sum_over_experts(
     local = jnp.where((local >= 0) & (local < count), local, count)
     counts = jnp.zeros(count, jnp.int32).at[local].add(1, mode="drop")
     starts = jnp.cumsum(counts) - counts
-    size = tile_rows(chosen.size, experts.gate.shape[0])
+    size = tile_rows(chosen.size, experts.up.shape[0])
     tokens = jnp.pad(jnp.argsort(local, stable=True) // chosen.shape[1], (0, size))
     ends = jnp.cumsum(-(-counts // size))
 
@@ -93,7 +93,8 @@ def sum_over_experts(
             found = matmul(block, lax.dynamic_index_in_dim(stack, expert, keepdims=False))
             return found if bias is None else found + bias[expert]
 
-        return mlp.activation(project(experts.gate, experts.gate_bias), project(experts.up, experts.up_bias))
+        gate = None if experts.gate is None else project(experts.gate, experts.gate_bias)
+        return mlp.activation(gate, project(experts.up, experts.up_bias))
 
     def one(index: jax.Array, total: InputStatistics) -> InputStatistics:
         expert = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
@@ -187,7 +188,8 @@ class LayerProgram:
     @property
     def stack_groups(self) -> tuple[tuple[str, ...], ...]:
         """Names of the projections of all experts, grouped by input."""
-        return (STACKS[:2], STACKS[2:]) if self.config.experts_of(0) is not None else ()
+        inward = STACKS[:2] if self.config.is_mlp_gated else STACKS[1:2]
+        return (inward, STACKS[2:]) if self.config.experts_of(0) is not None else ()
 
 
 class _Programs(NamedTuple):

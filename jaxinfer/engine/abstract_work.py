@@ -1,15 +1,20 @@
-"""Slots, and what the programs take of each dispatch, as shapes, to compile them without weights or a chip."""
+"""Slots, parameters, and what programs take of each dispatch, as shapes: to compile without weights or a chip."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.experimental.layout import Format
+from jax.sharding import Mesh, NamedSharding
 
 from jaxinfer import parallel
 from jaxinfer.cache import PageTables
 from jaxinfer.engine.programs.paged import DecodeWork, Slots, StepSlots, StepWork, init_slots, slot_axes
 from jaxinfer.engine.programs.speculative import SpeculativeWork
+from jaxinfer.models import ModelConfig, Params, parameter_shardings
+from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
+from jaxinfer.quantization.tree import is_quantized
 from jaxinfer.sampling import SamplingBatch
 
 
@@ -64,3 +69,37 @@ def abstract_tables(num_slots: int, pages_per_sequence: int, num_groups: int) ->
 def placed(arrays: Any, shardings: Any) -> Any:
     """Abstract arrays with a sharding each."""
     return jax.tree.map(lambda a, where: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=where), arrays, shardings)
+
+
+def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
+    """Abstract parameters, of which some may be quantized, with their shardings. Raises ValueError as
+    `models.check_divides`."""
+    return params if mesh is None else placed(params, parameter_shardings(mesh, config, params))
+
+
+def shapes_of(params: Any) -> Any:
+    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh and the layouts of a GPU's kernels."""
+
+    def shape(array: jax.Array, place: Any = None) -> jax.ShapeDtypeStruct:
+        is_cut = len(array.sharding.device_set) > 1
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place or (array.sharding if is_cut else None))
+
+    def of_leaf(leaf: Any) -> Any:
+        if not is_quantized(leaf) or jax.default_backend() != "gpu" or not is_laid_out(leaf):
+            return jax.tree.map(shape, leaf)
+        place = Format(leaf.values.format.layout, leaf.values.sharding)
+        return replace(jax.tree.map(shape, leaf), values=shape(leaf.values, place))
+
+    return jax.tree.map(of_leaf, params, is_leaf=is_quantized)
+
+
+def outputs_together(params: Params, sharding: NamedSharding) -> Params:
+    """As `quantization.on_gpu.outputs_together`, of abstract arrays."""
+
+    def laid_out(leaf: Any) -> Any:
+        if not is_quantized(leaf) or not is_laid_out(leaf):
+            return leaf
+        place: Any = Format(OUTPUTS_TOGETHER, getattr(leaf.values, "sharding", None) or sharding)
+        return replace(leaf, values=jax.ShapeDtypeStruct(leaf.shape, leaf.values.dtype, sharding=place))
+
+    return jax.tree.map(laid_out, params, is_leaf=is_quantized)

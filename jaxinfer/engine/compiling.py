@@ -12,10 +12,13 @@ from jaxinfer.checks import num_cores
 Report = Callable[[str], None]
 MAX_JOBS = 8  # compilers of large models take gigabytes
 
-# For `jax.jit` of large programs. XLA:CPU cuts a program into 32 LLVM modules, to compile them side by side; on two
-# cores that takes a third longer than one module (9.3 s and 6.8 s for `decode` of 30 layers), and several programs
-# side by side use the cores anyway.
-COMPILER_OPTIONS: dict[str, Any] = {"xla_cpu_parallel_codegen_split_count": 1} if num_cores() <= 4 else {}
+# For `jax.jit` of large programs. XLA:GPU would join products of the same rows (queries, keys, values), and for that
+# write their weights side by side in every step: three times the bytes of reading them. XLA:CPU cuts a program into 32
+# LLVM modules, to compile them side by side; on two cores that takes a third longer than one module (9.3 s and 6.8 s
+# for `decode` of 30 layers), and several programs side by side use the cores anyway.
+COMPILER_OPTIONS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
+if num_cores() <= 4:
+    COMPILER_OPTIONS["xla_cpu_parallel_codegen_split_count"] = 1
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ from jaxinfer.engine.flight import Flight, FlightResults
 from jaxinfer.engine.grammars import Grammars
 from jaxinfer.engine.model_runner import ModelRunner
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.programs.paged import INVALID_LOGITS
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import DispatchPlan, Scheduler, SchedulerOptions
+from jaxinfer.engine.scheduler import Scheduler, SchedulerOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.engine.speculation import DraftPlan, Speculation
 from jaxinfer.models import ModelConfig, Params
@@ -74,6 +75,8 @@ class Engine:
                 max_waiting=options.max_waiting,
                 reuses_prefixes=self.spec.reuses_prefixes,
                 has_states=self.spec.has_states,
+                num_saved_states=self.spec.num_saved_states,
+                save_interval=self.spec.save_interval,
                 shuffle_seed=options.shuffle_seed,
                 window=self.spec.windows[0],
                 more_groups=self.spec.groups[1:],
@@ -101,7 +104,7 @@ class Engine:
         Raises QueueFullError when max_waiting sequences wait.
         """
         self.scheduler.add(sequence)
-        if self.spec.has_states or sequence.leader not in self._sequences:  # a state is not shared
+        if sequence.leader not in self._sequences:
             sequence.leader = None
         self.grammars.add(sequence)
         sequence.rounds = None if self.speculation is None else Counter()
@@ -227,7 +230,7 @@ class Engine:
         if error is not None:
             sequence.error = f"its grammar cannot go on after {sequence.num_output} tokens: {error}"
             self.finish(sequence, "error")
-        elif sequence.grammar.rejected and self.spec.has_states:
+        elif sequence.grammar.rejected and (self.spec.has_states or self.spec.draft_has_states):
             self.scheduler.preempt(sequence)  # the refused tokens are in its states
         elif sequence.grammar.rejected:
             self.scheduler.rewind(sequence)

@@ -126,7 +126,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         "bytes per page": spec.page_bytes,
         **_describe_windows(spec),
         "bytes": memory.pool_bytes,
-        **({"state bytes": memory.states} if spec.has_states else {}),
+        **_describe_states(engine),
         "sampler bytes": memory.sampler,
         "activation bytes (guess)": memory.activations,
         **({} if memory.available is None else {"bytes available": memory.available}),
@@ -151,6 +151,8 @@ def _describe_programs(spec: EngineSpec) -> dict[str, Any]:
 
 def _describe_kernels(spec: EngineSpec) -> dict[str, str]:
     kernels, tokens = {}, spec.token_buckets[-1]
+    if spec.config.mla is not None and spec.config.mla.has_indexer:
+        return {f"{name} attention": "attend_to_chosen, xla" for name in ("decode", "prompt")}
     for name, num_tokens, longest in (("decode", spec.max_seqs, 1), ("prompt", tokens, tokens)):
         is_uniform = name == "prompt" and spec.options.deterministic
         kernels |= _chosen(name, "paged_attention", choose(_paged_spec(spec, num_tokens, longest, is_uniform)))
@@ -167,7 +169,7 @@ def _describe_speculation(engine: Engine) -> dict[str, Any]:
             "layers": draft.config.num_layers,
             "parameter bytes": num_bytes(spec.placed_draft),
             **({"float32 copies": str(draft.copies)} if draft.copies is not None else {}),
-            "bytes per page (in the page's)": num_bytes(spec.draft_cache) // spec.num_pages,
+            "bytes per page (in the page's)": num_bytes(spec.draft_cache.layers) // spec.num_pages,
             "cache dtype": kv_dtype_name(spec.draft_kv_dtype),
         }
     options = spec.options
@@ -232,6 +234,11 @@ def _describe_model(config: ModelConfig) -> dict[str, Any]:
         facts["latent attention"] = (
             f"{config.mla.latent_size} + {config.mla.rope_size} numbers cached a token and layer"
         )
+        if config.mla.has_indexer:
+            facts["  indexer"] = (
+                f"chooses {config.mla.index_topk} tokens a query with {config.mla.index_heads} heads; "
+                f"{config.mla.index_size} more numbers cached a token and layer"
+            )
     if config.has_sinks:
         facts["attention sinks"] = "one a head"
     for name in ("attention_scale", "attention_softcap", "logit_softcap"):
@@ -250,6 +257,18 @@ def _describe_windows(spec: EngineSpec) -> dict[str, Any]:
             layers = f"{len(group.layers)} layers, {group.num_pages:,} pages of {group.page_bytes:,} bytes"
             facts[f"pages of {group.name}"] = layers
     return {**facts, "bytes of a full sequence": spec.pool_sizes.sequence_bytes}
+
+
+def _describe_states(engine: Engine) -> dict[str, Any]:
+    """What recurrent layers take, and how many states are kept for prefix reuse."""
+    facts: dict[str, Any] = {}
+    if engine.runner.memory.states:
+        facts["state bytes"] = engine.runner.memory.states
+    if engine.spec.has_states:
+        facts["saved states"] = engine.spec.num_saved_states
+    for pool in engine.scheduler.saved.pools:
+        facts["  in use"] = pool.num_idle + pool.num_owned
+    return facts
 
 
 def _pages_in_use(engine: Engine) -> dict[str, str]:

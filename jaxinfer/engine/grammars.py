@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.engine.plans import DispatchPlan
 from jaxinfer.engine.programs.grammar import (
     MASKS,
     ROWS,
@@ -29,7 +30,6 @@ from jaxinfer.engine.programs.grammar import (
     empty_rows,
 )
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import DispatchPlan
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.grammar.compiler import Grammar
 from jaxinfer.grammar.device import CLASS_ROW, DRAFT, FIRST_SUCCESSOR, MASK_ROW, TableSizes, slot_state

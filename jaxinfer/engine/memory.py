@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxinfer.cache import deferred_bytes
 from jaxinfer.engine.spec import EngineSpec
 
 # Arrays of T tokens that are alive at once in a layer: residual, normed, query, key, value, attended and the two
@@ -25,7 +26,8 @@ class PoolPlan:
       num_pages: the first group's pool, null page included. page_bytes: of one page in all layers of that group.
       pool_bytes: of all pools. weights, sampler, activations: bytes of the other parts. available: free bytes before
         the pools are allocated, None if the device does not report them.
-      states: bytes of recurrent layers' states, of all slots.
+      states: bytes of recurrent layers' states, of all slots, in the model and a draft model, and of those that are
+        saved.
       is_reduced: whether fewer pages are planned than all slots could use.
     """
 
@@ -55,7 +57,7 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
     activations = activation_bytes(spec)
     wanted = sizes.default
     parts = {"weights": weights, "sampler": sampler, "activations": activations}
-    if spec.has_states:
+    if spec.state_bytes:
         parts["states"] = spec.state_bytes
 
     def plan(pages: int) -> PoolPlan:
@@ -95,7 +97,10 @@ def activation_bytes(spec: EngineSpec) -> int:
     heads = (config.num_heads + 2 * kv_heads) * max(config.head_dim, config.global_head_dim or 0)
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
     logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
-    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits
+    # A speculative round keeps the inputs of its states until it is known which rows are confirmed.
+    rows = 0 if spec.draft is None else spec.round_slots[-1] * spec.trees[-1].num_nodes
+    deferred = rows * deferred_bytes(config, spec.dtype)
+    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits + deferred
 
 
 def available_bytes(device: Any) -> int | None:

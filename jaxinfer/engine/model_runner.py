@@ -14,34 +14,30 @@ import numpy as np
 from jax.stages import Lowered
 
 from jaxinfer import compilation_cache
-from jaxinfer.cache import KVScales, PagedCache, PageTables, applied_scales, init_paged_cache, init_state_cache
+from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
+from jaxinfer.cache.state import init_state_cache
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
-from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids
+from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
 from jaxinfer.engine.placement import DevicePlacement
+from jaxinfer.engine.plans import Chunk, DispatchPlan
 from jaxinfer.engine.programs import grammar as grammars
 from jaxinfer.engine.programs import padded, program_model, tapped_states
 from jaxinfer.engine.programs import paged as programs
 from jaxinfer.engine.programs.paged import WIDE_ROWS, DecodeWork, StepOutput, StepSlots, StepWork
 from jaxinfer.engine.programs.speculative import RoundCounts, SpeculativeWork, empty_rounds, speculate
 from jaxinfer.engine.request import Request, SequenceState
-from jaxinfer.engine.scheduler import Chunk, DispatchPlan
 from jaxinfer.engine.scoring import DeviceScorer, DeviceScores, PromptScorer, ScoredChunk, ScoreWork
 from jaxinfer.engine.spec import EngineSpec, draft_model
+from jaxinfer.engine.step_rows import step_rows
 from jaxinfer.grammar.device import empty_tables
-from jaxinfer.models import Params
+from jaxinfer.models import Params, compute_dtype
 from jaxinfer.parallel import hosts
 from jaxinfer.quantization.tree import num_bytes
-from jaxinfer.sampling import (
-    SamplingBatch,
-    SamplingParams,
-    SamplingState,
-    make_batch,
-    make_state,
-)
+from jaxinfer.sampling import SamplingBatch, SamplingParams, SamplingState, make_batch, make_state
 from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
 
 COPIES = 8  # pages of one copy program
@@ -82,14 +78,14 @@ class ModelRunner:
         self.spec = spec = spec.with_pages(self.memory.num_pages)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_pages for group in spec.groups)
-        self._cache = self._init_cache(spec.config, spec.kv_dtype, self.kv_scales, counts, spec.layer_groups)
-        if spec.config.recurrent_layers:
-            states = init_state_cache(spec.config, spec.max_seqs, spec.dtype)
-            self._cache = dataclasses.replace(self._cache, states=states)
+        stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups
+        self._cache = self._init_cache(spec.config, params, *stored)
+        self._saved: StateCache | None = init_state_cache(spec.config, spec.num_saved_states, spec.dtype)
         self._draft_cache: PagedCache | None = None
         if isinstance(draft, ModelDraft) and spec.draft_kv_dtype is not None:
             scales = applied_scales(draft.kv_scales, spec.draft_kv_dtype, draft.config)
-            self._draft_cache = self._init_cache(draft.config, spec.draft_kv_dtype, scales, counts[:1])
+            stored = spec.draft_kv_dtype, scales, counts[:1]
+            self._draft_cache = self._init_cache(draft.config, draft.params, *stored)
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
@@ -111,14 +107,16 @@ class ModelRunner:
         return plan_pool(spec, weights=weights, available=available)
 
     def _init_cache(
-        self, config: Any, kv_dtype: str, scales: KVScales | None, counts: Any, groups: tuple[int, ...] = ()
+        self, config: Any, params: Params, kv_dtype: str, scales: KVScales | None, counts: Any, groups: Any = ()
     ) -> PagedCache:
-        layout = self.spec.layout_of(config, kv_dtype)
-        return init_paged_cache(config, counts, self.spec.page_size, kv_dtype, layout, self.spec.mesh, scales, groups)
+        spec, layout = self.spec, self.spec.layout_of(config, kv_dtype)
+        pages = init_paged_cache(config, counts, spec.page_size, kv_dtype, layout, spec.mesh, scales, groups)
+        return dataclasses.replace(pages, states=init_state_cache(config, spec.max_seqs, compute_dtype(params)))
 
     def close(self) -> None:
         """Frees the caches' and slots' memory now."""
-        for leaf in jax.tree.leaves((self._cache, self._slots, self._batch, self._draft_cache, self._tables)):
+        rows = self._slots, self._batch, self._tables
+        for leaf in jax.tree.leaves((rows, self._cache, self._saved, self._draft_cache)):
             leaf.delete()
 
     @property
@@ -190,6 +188,8 @@ class ModelRunner:
             self._move_slots(order)
         for sequence in plan.admitted:
             self._write_slot(sequence)
+        if restored := [(one.restore_from - 1, _slot(one)) for one in plan.admitted if one.restore_from]:
+            self._copy_states(False, state_copies(restored, self.spec.max_seqs))
         for start in range(0, len(plan.copies), COPIES):
             self._copy_pages(*copy_ids(plan.copies[start : start + COPIES], self.spec.groups, COPIES))
         for part in plan.grammar:
@@ -211,8 +211,7 @@ class ModelRunner:
             self._write_plain_row(slot, row, small)
         else:
             self._write_row(slot, rows, history)
-        if self.spec.draft_length is not None:
-            length = self.spec.draft_length
+        if (length := self.spec.draft_length) is not None:
             self._write_draft_row(slot, padded(sequence.tokens[:length], length), sequence.num_drafted)
 
     def _update_tables(self, plan: DispatchPlan | None, num_slots: int) -> None:
@@ -230,27 +229,13 @@ class ModelRunner:
         num_tokens: int,
         num_slots: int,
     ) -> Flight:
-        """One step: first the rows of the decoding slots, then the prompts' tokens."""
-        work = programs.empty_work(num_tokens, num_slots)
-        slots = [slot for slot, _ in decodes]
-        work["token_slots"][: len(slots)] = slots
-        work["query_starts"][slots] = np.arange(len(slots))
-        work["query_lengths"][slots] = 1
-        row, pieces = len(slots), []
-        for slot, chunk in chunks:
-            sequence, rows = chunk.sequence, slice(row, row + chunk.length)
-            end = chunk.start + chunk.length
-            work["tokens"][rows] = sequence.tokens[chunk.start : end]
-            work["token_slots"][rows] = slot
-            work["query_starts"][slot], work["query_lengths"][slot] = row, chunk.length
-            work["starts"][slot], work["is_prompt"][slot], work["is_last"][slot] = chunk.start, True, chunk.is_last
-            work["remaining"][slot] = sequence.num_storable + 1 - end
-            pieces.append(ScoredChunk(sequence, row, chunk.start, chunk.length))
-            row += chunk.length
+        work, pieces = step_rows(chunks, decodes, num_tokens, num_slots)
         is_scored = any(piece.is_read for piece in pieces)
         output, scores = self._run_step(work, is_scored), None
+        if saved := [(slot, chunk.saves_to - 1) for slot, chunk in chunks if chunk.saves_to]:
+            self._copy_states(True, state_copies(saved, self.spec.max_seqs))
         if is_scored and self._hidden is not None:
-            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, row), None
+            scores, self._hidden = self._scorer.score(tuple(pieces), self._hidden, pieces[-1].end), None
         return sent(output=output, num_rows=num_tokens, scores=scores)
 
     # What runs on the devices, on those of all hosts alike: arguments are host values.
@@ -262,6 +247,20 @@ class ModelRunner:
         self._slots, self._batch = programs.move_slots(mesh, self._slots, self._batch, order)
         if self._cache.states is not None:
             self._cache = programs.move_states(self._cache, order)
+        if self._draft_cache is not None and self._draft_cache.states is not None:
+            self._draft_cache = programs.move_states(self._draft_cache, order)
+
+    @operation
+    def _copy_states(self, saves: bool, copies: HostTables) -> None:
+        """Saves states of slots, or restores them: `state_copies`."""
+        if self._saved is None or self._cache.states is None:
+            return
+        copies = self.placement.put(copies)
+        if saves:
+            self._saved = programs.copy_states(self._saved, self._cache.states, *copies)
+        else:
+            restored = programs.copy_states(self._cache.states, self._saved, *copies)
+            self._cache = dataclasses.replace(self._cache, states=restored)
 
     @operation
     def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:
@@ -416,7 +415,7 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
-        return len(self.all_programs) + 6 + has_draft + has_draft_cache
+        return len(self.all_programs) + 6 + has_draft + has_draft_cache + 2 * (self._saved is not None)
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
         """Compiles every program, one after another, and runs none: in another thread, while requests run."""
@@ -472,6 +471,8 @@ class ModelRunner:
             self._write_slot(SequenceState(Request([0], params, max_tokens=1), slot=0))
         self._move_slots(np.arange(self.spec.max_seqs, dtype=np.int32))
         self._copy_pages(*copy_ids((), self.spec.groups, COPIES))
+        for saves in (False, True):
+            self._copy_states(saves, state_copies((), self.spec.max_seqs))
         self._write_table(grammars.empty_block(self.spec.table_sizes))
         self._set_rows(
             grammars.empty_rows(self.spec.max_seqs, self.spec.config.vocab_size, self.spec.max_tokens_per_dispatch)

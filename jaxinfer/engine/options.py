@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from jaxinfer.options import option
 
 if TYPE_CHECKING:
-    from jaxinfer.speculative import TokenTree
+    from jaxinfer.speculative import Draft, TokenTree
 
 CACHES = ("paged", "contiguous")
 MAX_DRAFT_TOKENS = 31
@@ -156,6 +156,13 @@ class EngineOptions(SpeculationOptions):
         "Reuse the cached beginnings of earlier prompts and answers; on by default.",
         flag="--prefix-cache/--no-prefix-cache",
     )
+    num_saved_states: int | None = _engine(
+        None,
+        "States that are kept to reuse cached beginnings, of models with recurrent layers; by default max_seqs. With 0 "
+        "such a model reuses nothing.",
+        "N",
+        min=0,
+    )
     max_waiting: int | None = _engine(
         None, "Answers that may wait for a slot; by default any number. Beyond it, QueueFullError.", "N", min=1
     )
@@ -178,8 +185,10 @@ class EngineOptions(SpeculationOptions):
         check_kv_dtype(self.kv_dtype)
         if self.num_pages == 1:
             raise ValueError("num_pages=1: a pool needs the null page and at least one more")
-        if not isinstance(self.grammar_memory, int) or isinstance(self.grammar_memory, bool) or self.grammar_memory < 0:
+        if not _is_count(self.grammar_memory):
             raise ValueError(f"grammar_memory must be 0 or a positive integer of MiB, got {self.grammar_memory!r}")
+        if self.num_saved_states is not None and not _is_count(self.num_saved_states):
+            raise ValueError(f"num_saved_states must be 0 or a positive integer, got {self.num_saved_states!r}")
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"memory_fraction must be in (0, 1], got {fraction!r}")
@@ -204,9 +213,26 @@ class EngineOptions(SpeculationOptions):
             if (value := getattr(self, field.name)) != field.default:
                 raise ValueError(f"{field.name}={value!r} needs a draft")
 
+    def check_draft_kind(self, draft: "Draft | None") -> None:
+        """Raises ValueError for an option that the draft cannot fulfil."""
+        from jaxinfer.speculative import ModelDraft, NgramDraft, draft_name
+
+        if draft is None:
+            return
+        if self.draft_kv_dtype is not None and not isinstance(draft, ModelDraft):
+            raise ValueError(
+                f"draft_kv_dtype={self.draft_kv_dtype!r}: draft={draft_name(draft)!r} has no cache of its own"
+            )
+        if self.draft_tree is not None and isinstance(draft, NgramDraft):
+            raise ValueError(f"draft='ngram' drafts a chain, it cannot fill draft_tree={self.draft_tree}")
+
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -6,8 +6,8 @@ import numpy as np
 
 from jaxinfer.engine.cache_groups import CacheGroup
 from jaxinfer.engine.pages import NULL_PAGE
+from jaxinfer.engine.plans import PageCopy
 from jaxinfer.engine.request import SequenceState
-from jaxinfer.engine.scheduler import PageCopy
 
 HostTables = tuple[np.ndarray, ...]
 
@@ -51,3 +51,11 @@ def copy_ids(copies: Sequence[PageCopy], groups: Sequence[CacheGroup], size: int
         sources[group][place], destinations[group][place] = source, destination
         counts[group] += 1
     return sources, destinations
+
+
+def state_copies(pairs: Sequence[tuple[int, int]], size: int) -> HostTables:
+    """Sources and destinations int32 [size] of states to copy, of which the first `count`, the last array, count."""
+    ids = np.zeros((2, size), np.int32)
+    if pairs:
+        ids[:, : len(pairs)] = np.transpose(pairs)
+    return ids[0], ids[1], np.int32(len(pairs))  # pyright: ignore[reportReturnType]

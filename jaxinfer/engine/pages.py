@@ -102,6 +102,18 @@ class PagePool:
             raise ValueError(f"page {page} is kept, but it has {self._owners[page]} owners or is kept already")
         self._forget[page] = forget
 
+    def renew(self, page: int) -> None:
+        """An idle page is reallocated after all that are idle already."""
+        if page in self._idle:
+            self._idle.move_to_end(page)
+
+    def drop(self, page: int) -> None:
+        """Gives up what a page holds, if it is idle: the page is free."""
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
+            self._forget.pop(page)()
+
     def drop_idle(self) -> int:
         """Gives up everything idle; returns how many pages became free."""
         count = len(self._idle)

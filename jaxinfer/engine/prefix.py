@@ -65,6 +65,17 @@ class PrefixTree:
         """Number of pages that `match` would find."""
         return len(self._walk(keys, salt))
 
+    def num_stored(self, keys: Sequence[bytes], salt: str = "") -> int:
+        """Pages of the longest beginning that the groups without a window have, whether or not a sequence can go on
+        after it."""
+        node, count = self._roots.get(salt), 0
+        while node is not None and count < len(keys):
+            node = node.children.get(keys[count])
+            if node is None or any(node.pages[group] == NULL_PAGE for group in self._full):
+                break
+            count += 1
+        return count
+
     def insert(
         self, keys: Sequence[bytes], tables: Sequence[list[int]], salt: str = "", place: PrefixPlace | None = None
     ) -> bool:
@@ -93,6 +104,13 @@ class PrefixTree:
         place.node, place.count = node, len(keys)
         self._drop_empty(node, salt)
         return is_changed
+
+    def renew(self, place: PrefixPlace, group: int) -> None:
+        """Idle pages of a group on a path are given away after those of other paths, ends before beginnings."""
+        node = place.node
+        while node is not None:
+            self._pools[group].renew(node.pages[group])
+            node = node.parent
 
     def is_before_an_end(self, place: PrefixPlace | None, index: int, num_pages: int, prompt_end: int) -> bool:
         """Whether another sequence is likely to go on within `num_pages` pages after page `index` of a path: where the
@@ -184,6 +202,9 @@ class PrefixTree:
             raise RuntimeError(f"page {node.pages[group]} is given away before the pages that continue it")
         node.pages[group] = NULL_PAGE
         self.num_pages -= 1
+        if is_full:  # nothing goes on here any more
+            for other in self._windows:
+                self._pools[other].drop(node.pages[other])
         self._drop_empty(node, salt)
 
     def _drop_empty(self, node: _Node, salt: str) -> None:

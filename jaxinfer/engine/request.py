@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.sampling import SamplingParams, SamplingRow, sample_seed
 from jaxinfer.speculative.statistics import SpeculationStats
 from jaxinfer.tool_calls import ToolCall
@@ -176,6 +177,9 @@ class SequenceState:
       num_confirmed: the same, as far as results were read. num_reused: tokens found in the cache when it was admitted.
       num_listed: leading pages that the device's tables have; the runner raises it, the scheduler lowers it.
       place: how far its pages are in the prefix tree.
+      restore_from: where the state lies that it goes on from; NULL_PAGE for a sequence that begins without one.
+      save_at: numbers of tokens after which its state is to be saved. saved: by number of tokens, the places of those
+        that were, or will be by what is planned, and are not in the prefix tree yet.
       num_drafted: leading tokens that the draft had stored when it was admitted.
       grammar: its place in its request's grammar, which the engine keeps; None without one.
       target: tokens to store before it decodes. num_preemptions: times it was preempted.
@@ -213,6 +217,9 @@ class SequenceState:
     num_reused: int = 0
     num_listed: int = 0
     num_drafted: int = 0
+    restore_from: int = NULL_PAGE
+    save_at: list[int] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
     place: Any = field(default=None, repr=False)
     grammar: Any = field(default=None, repr=False)
     target: int = 0

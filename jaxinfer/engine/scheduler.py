@@ -12,17 +12,19 @@ import itertools
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from jaxinfer.engine.cache_groups import CacheGroup
-from jaxinfer.engine.pages import PagePool
+from jaxinfer.engine.pages import NULL_PAGE, PagePool
+from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixPlace, PrefixTree
 from jaxinfer.engine.request import SequenceState
+from jaxinfer.engine.saved_states import SavedStates, num_common
 
 MAX_LOOKED_AT = 256  # waiting requests that one step looks at
 HOST_STEPS = 0.25  # a dispatch under masks from the host takes 0.25 to 0.4 steps longer
 MAX_SCANNED = 16 * MAX_LOOKED_AT  # waiting answers of these requests
+MAX_COMPARED = 8  # waiting answers whose beginnings are compared with that of one which is admitted
 
 
 class QueueFullError(RuntimeError):
@@ -42,7 +44,8 @@ class SchedulerOptions:
     prefill_chunk: prompt tokens of a step. steps_per_dispatch: decode steps of a dispatch with nothing else to do.
     max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
       work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
-      keep a state of each sequence.
+      keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
+      states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages.
     """
 
     num_pages: int
@@ -53,6 +56,8 @@ class SchedulerOptions:
     max_waiting: int | None = None
     reuses_prefixes: bool = True
     has_states: bool = False
+    num_saved_states: int = 0
+    save_interval: int = 0
     shuffle_seed: int | None = None
     window: int | None = None
     more_groups: tuple[CacheGroup, ...] = ()
@@ -69,58 +74,10 @@ class SchedulerOptions:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen."""
-
-    sequence: SequenceState
-    start: int
-    length: int
-    is_last: bool
-
-
-class PageCopy(NamedTuple):
-    """A page of a group whose contents another one gets."""
-
-    group: int
-    source: int
-    destination: int
-
-
-@dataclass(frozen=True)
-class DispatchPlan:
-    """One dispatch.
-
-    Attributes:
-      admitted: sequences that got a slot; their rows of the device's arrays must be written first.
-      moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
-      copies: pages to copy before anything is stored. Neither moves nor copies depend on their order.
-      chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
-        makes a token, or up to `tokens_per_step`.
-      draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
-      grammar: what the device is told of grammars first (by `Grammars.plan`, which the engine adds).
-    """
-
-    admitted: list[SequenceState]
-    moves: list[tuple[int, int]]
-    copies: list[PageCopy]
-    chunks: list[Chunk]
-    decodes: list[SequenceState]
-    num_steps: int
-    tokens_per_step: int = 1
-    draft: Any = None
-    grammar: Sequence[Any] = ()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.chunks and not self.decodes
-
-    @property
-    def sequences(self) -> list[SequenceState]:
-        """All that take part."""
-        return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
+        if self.has_states and self.reuses_prefixes and not self.num_saved_states:
+            raise ValueError("prefixes of a model with states are reused from saved states: there are none")
+        if self.num_saved_states and (self.save_interval < 1 or self.save_interval % self.page_size):
+            raise ValueError(f"save_interval={self.save_interval} is no multiple of page_size={self.page_size}")
 
 
 @dataclass
@@ -143,7 +100,10 @@ class Scheduler:
     def __init__(self, options: SchedulerOptions, slot_buckets: Sequence[int] | None = None):
         self.options = options
         self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed)
-        self.prefixes = PrefixTree(self.pools.all, options.groups, options.page_size)
+        num_places = options.num_saved_states if options.reuses_prefixes else 0
+        self.saved = SavedStates(num_places, options.save_interval, options.page_size, options.shuffle_seed)
+        groups = (*options.groups, *self.saved.groups)
+        self.prefixes = PrefixTree((*self.pools.all, *self.saved.pools), groups, options.page_size)
         self.counters = Counters()
         self.waiting: list[SequenceState] = []  # sorted by rank
         self.running: list[SequenceState] = []
@@ -178,6 +138,8 @@ class Scheduler:
         if limit is not None and num_waiting >= limit:
             raise QueueFullError(f"{num_waiting} requests wait already, the limit is max_waiting={limit}")
         sequence.order = next(self._orders)
+        if self.options.has_states:
+            sequence.leader = None  # its state is not that of the prompt
         self.counters.num_added += 1
         self.counters.prompt_tokens += sequence.num_prompt
         insort(self.waiting, sequence, key=_rank)
@@ -230,10 +192,6 @@ class Scheduler:
         if chunks:
             steps = width = 1
         moves = [] if chunks or self.waiting else self._plan_moves(decodes)
-        for chunk in chunks:
-            chunk.sequence.num_stored += chunk.length
-            chunk.sequence.num_reserved += chunk.length
-            self.counters.computed_prompt_tokens += chunk.length
         for sequence in decodes:
             sequence.num_stored += min(steps, sequence.num_left)
             sequence.num_reserved += steps * width
@@ -284,6 +242,7 @@ class Scheduler:
     def check(self) -> None:
         """Raises RuntimeError where pages, slots or lists do not agree."""
         self.pools.check(self.running)
+        self.saved.check(self.running)
         self.prefixes.check()
         slots = [one.slot for one in self.running]
         if sorted([*self._free_slots, *(slot for slot in slots if slot is not None)]) != list(
@@ -291,7 +250,7 @@ class Scheduler:
         ):
             raise RuntimeError(f"slots {slots} are held and {sorted(self._free_slots)} are free")
         for one in self.waiting:
-            if one.slot is not None or any(one.tables) or one.is_finished:
+            if one.slot is not None or any(one.tables) or one.saved or one.is_finished:
                 raise RuntimeError(f"sequence {one.order} waits with {len(one.pages)} pages, slot {one.slot}")
         if self.waiting != sorted(self.waiting, key=_rank):
             raise RuntimeError("the queue is out of order")
@@ -360,12 +319,16 @@ class Scheduler:
     def _plan_chunk(self, sequence: SequenceState, budget: int, chunks: list[Chunk]) -> int:
         """As much of a prompt as the budget and the pages allow; returns how many tokens."""
         room = (len(sequence.pages) + self.pools.num_available) * self.options.page_size - sequence.num_stored
-        length = min(budget, sequence.target - sequence.num_stored, room)
+        length = min(budget, self.saved.next_stop(sequence) - sequence.num_stored, room)
         if length > 0:
             missing = self._pages_for(sequence.num_stored + length) - len(sequence.pages)
             self.pools.extend(sequence, max(missing, 0))
-            is_last = sequence.num_stored + length == sequence.target
-            chunks.append(Chunk(sequence, sequence.num_stored, length, is_last))
+            end = sequence.num_stored + length
+            saves_to = self.saved.save(sequence, end)
+            chunks.append(Chunk(sequence, sequence.num_stored, length, end == sequence.target, saves_to))
+            sequence.num_stored = end
+            sequence.num_reserved += length
+            self.counters.computed_prompt_tokens += length
         return length
 
     def _should_wait(self, sequence: SequenceState) -> bool:
@@ -379,7 +342,12 @@ class Scheduler:
         if not computing:
             return False
         keys = sequence.keys(page_size, len(sequence.tokens) - 1)
-        num_wanted = self.prefixes.num_known(keys, sequence.salt) + 1
+        num_known = self.prefixes.num_known(keys, sequence.salt)
+        if self.saved:
+            shared = (page_size * num_common(keys, one.keys(page_size, one.target)) for one in computing)
+            pairs = zip(computing, shared, strict=True)
+            return any(self.saved.request_from(one, num_known * page_size, count) for one, count in pairs)
+        num_wanted = num_known + 1
         return num_wanted <= len(keys) and any(
             keys[:num_wanted] == one.keys(page_size, min(one.target, num_wanted * page_size)) for one in computing
         )
@@ -418,11 +386,24 @@ class Scheduler:
         sequence.target = num_tokens
         sequence.num_confirmed = sequence.num_reused = num_known
         self.counters.reused_tokens += num_known
+        self.saved.plan(sequence, self._num_shared(sequence) if self.saved else 0)
         return True
+
+    def _num_shared(self, sequence: SequenceState) -> int:
+        """Tokens, of whole pages, that a sequence has in common with what is cached, runs or waits next."""
+        page_size, others = self.options.page_size, [*self.running, *self.waiting[:MAX_COMPARED]]
+        keys = sequence.keys(page_size, len(sequence.tokens))
+        counts = [
+            num_common(keys, one.keys(page_size, len(one.tokens)))
+            for one in others
+            if one is not sequence and one.salt == sequence.salt
+        ]
+        return page_size * max(self.prefixes.num_stored(keys, sequence.salt), *counts, 0)
 
     def _find_known(self, sequence: SequenceState) -> tuple[list[list[int]], int]:
         """Tables of pages (shared now) that hold the beginning of its tokens, and how many tokens; at least one is left
         over, as the next token is chosen from what that one gives."""
+        sequence.restore_from = NULL_PAGE
         if not self._can_reuse(sequence):
             return [[] for _ in self.pools.all], 0
         num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
@@ -431,6 +412,7 @@ class Scheduler:
             if tables is not None:
                 return tables, num_useful
         tables = self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
+        sequence.restore_from = self.saved.take(tables)
         return tables, len(tables[0]) * page_size
 
     def _plan_moves(self, decodes: list[SequenceState]) -> list[tuple[int, int]]:
@@ -458,6 +440,7 @@ class Scheduler:
         self._cache_prefix(sequence)
         self.running.remove(sequence)
         self.pools.release_all(sequence)
+        self.saved.release_all(sequence)
         heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = sequence.place = None
         sequence.num_stored = sequence.num_reserved = sequence.num_confirmed = sequence.num_listed = 0
@@ -466,8 +449,11 @@ class Scheduler:
         """Full pages of what is confirmed enter the prefix tree."""
         if self.options.reuses_prefixes:
             keys = sequence.keys(self.options.page_size, sequence.num_confirmed)
-            if self.prefixes.insert(keys, sequence.tables, sequence.salt, sequence.place):
+            saved = self.saved.tables(sequence, len(keys))
+            if self.prefixes.insert(keys, [*sequence.tables, *saved], sequence.salt, sequence.place):
                 sequence.num_listed = 0
+            if self.saved.release_known(sequence, saved):
+                self.prefixes.renew(sequence.place, len(self.options.groups))
 
     def _release_behind_windows(self) -> None:
         """Gives back pages that nothing reads any more; what may be reused of them is in the prefix tree first."""

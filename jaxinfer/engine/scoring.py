@@ -26,6 +26,11 @@ class ScoredChunk:
     length: int
 
     @property
+    def end(self) -> int:
+        """The row after its last."""
+        return self.row + self.length
+
+    @property
     def num_targets(self) -> int:
         """Tokens that the rows predict and the prompt has."""
         return max(min(self.length, len(self.sequence.request.token_ids) - self.start - 1), 0)

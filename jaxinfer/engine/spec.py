@@ -3,17 +3,17 @@
 The runner allocates what a spec describes; the planner, `explain()` and the benchmarks read it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.cache import PagedCache, abstract_paged_cache, abstract_state_cache, state_bytes, stored_dtype
-from jaxinfer.engine.abstract_work import abstract_slots, placed
+from jaxinfer.cache import PagedCache, StateCache, abstract_paged_cache, abstract_state_cache, state_bytes, stored_dtype
+from jaxinfer.engine.abstract_work import abstract_slots, outputs_together, placed, placed_params, shapes_of
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import ProgramModel
@@ -21,12 +21,12 @@ from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
 from jaxinfer.engine.state_checks import check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
-from jaxinfer.models import ModelConfig, Params, compute_dtype, parameter_shardings
-from jaxinfer.quantization.on_device import OUTPUTS_TOGETHER, is_laid_out
-from jaxinfer.quantization.tree import is_quantized, num_bytes
+from jaxinfer.models import ModelConfig, Params, compute_dtype
+from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingBatch
-from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, draft_name, first_layers
+from jaxinfer.speculative import Draft, LayersDraft, ModelDraft, NgramDraft, TokenTree, first_layers
 from pallas_kernels.paged_attention import Pages, platform_layout
+from pallas_kernels.recurrence import BLOCK_TOKENS
 
 DEFAULT_MAX_MODEL_LEN = 4096
 CPU_MAX_SEQS, DEFAULT_MAX_SEQS = 16, 64  # on a CPU more answers at once would wait for its few cores
@@ -75,16 +75,9 @@ class EngineSpec:
 
     def __post_init__(self) -> None:
         options = self.options
-        check_states(self.config, self.draft, self.num_devices)
+        check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         options.check_draft(self.draft is not None)
-        if self.draft is None:
-            return
-        if options.draft_kv_dtype is not None and not isinstance(self.draft, ModelDraft):
-            raise ValueError(
-                f"draft_kv_dtype={options.draft_kv_dtype!r}: draft={draft_name(self.draft)!r} has no cache of its own"
-            )
-        if options.draft_tree is not None and isinstance(self.draft, NgramDraft):
-            raise ValueError(f"draft='ngram' drafts a chain, it cannot fill draft_tree={options.draft_tree}")
+        options.check_draft_kind(self.draft)
 
     @classmethod
     def of(
@@ -148,17 +141,41 @@ class EngineSpec:
     @property
     def reuses_prefixes(self) -> bool:
         """Whether pages of finished work are kept; pages of a contiguous cache are never full before the end."""
-        return self.options.prefix_cache and self.options.cache == "paged" and not self.has_states
+        is_possible = self.options.prefix_cache and self.options.cache == "paged"
+        return is_possible and (not self.has_states or self.num_saved_states > 0)
 
     @property
     def has_states(self) -> bool:
-        """Whether sequences have a state beside their pages: it is of all tokens so far and can not be shared."""
+        """Whether sequences have a state beside their pages: it is of all tokens so far and cannot be cut."""
         return bool(self.config.recurrent_layers)
+
+    @property
+    def draft_has_states(self) -> bool:
+        """The same of the draft, which may be the model's own first layers."""
+        return self.draft_model is not None and bool(self.draft_model[0].recurrent_layers)
+
+    @property
+    def save_interval(self) -> int:
+        """States are saved after multiples of so many tokens: of whole pages, and of blocks of the recurrence, whose
+        results do not depend on where steps end."""
+        return math.lcm(BLOCK_TOKENS, self.page_size)
+
+    @property
+    def num_saved_states(self) -> int:
+        """Places for states that are kept for prefix reuse; none where no prompt is as long as the interval."""
+        options = self.options
+        is_possible = self.has_states and options.prefix_cache and options.cache == "paged"
+        if not is_possible or self.save_interval >= self.max_model_len:
+            return 0
+        return self.max_seqs if options.num_saved_states is None else options.num_saved_states
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the states of all slots."""
-        return self.max_seqs * state_bytes(self.config, self.dtype)
+        """Bytes of the states of all slots, of the model and a draft model, and of those that are saved."""
+        own = [(self.draft.config, self.draft.params)] if isinstance(self.draft, ModelDraft) else []
+        models = [(self.config, self.params), *own]
+        slots = self.max_seqs * sum(state_bytes(config, compute_dtype(params)) for config, params in models)
+        return slots + self.num_saved_states * state_bytes(self.config, self.dtype)
 
     @cached_property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -346,7 +363,7 @@ class EngineSpec:
         placed = placed_params(config, params, self.program_mesh)
         if self.platform != "gpu" or self.is_sharded or not isinstance(self.mesh, Mesh):
             return placed
-        return _outputs_together(placed, NamedSharding(self.mesh, PartitionSpec()))
+        return outputs_together(placed, NamedSharding(self.mesh, PartitionSpec()))
 
     def layout_of(self, config: ModelConfig, kv_dtype: str) -> str:
         """How the pages of a model, the target or the draft, lie in memory."""
@@ -354,19 +371,24 @@ class EngineSpec:
 
     @cached_property
     def cache(self) -> PagedCache:
-        """The model's pages."""
+        """The model's pages and states."""
         counts = tuple(group.num_pages for group in self.groups)
         cache = self._cache(self.config, self.kv_dtype, counts, self.layer_groups)
-        if not self.has_states:
-            return cache
         return replace(cache, states=abstract_state_cache(self.config, self.max_seqs, self.dtype))
 
     @cached_property
+    def saved_states(self) -> StateCache | None:
+        """States that are kept for prefix reuse: place p is row p - 1."""
+        return abstract_state_cache(self.config, self.num_saved_states, self.dtype)
+
+    @cached_property
     def draft_cache(self) -> PagedCache | None:
-        """The pages of a draft model's own."""
+        """The pages and states of a draft model's own."""
         if self.draft_kv_dtype is None or self.draft_model is None:
             return None
-        return self._cache(self.draft_model[0], self.draft_kv_dtype, (self.num_pages,))
+        config, params = self.draft_model
+        cache = self._cache(config, self.draft_kv_dtype, (self.num_pages,))
+        return replace(cache, states=abstract_state_cache(config, self.max_seqs, compute_dtype(params)))
 
     def _cache(
         self, config: ModelConfig, kv_dtype: str, counts: tuple[int, ...], groups: tuple[int, ...] = ()
@@ -402,6 +424,8 @@ class EngineSpec:
         parts["cache"] = num_bytes(self.cache)
         if self.draft_cache is not None:
             parts["draft cache"] = num_bytes(self.draft_cache)
+        if self.num_saved_states:
+            parts["saved states"] = num_bytes(self.saved_states)
         return {**parts, "slots": num_bytes(self.slots), "grammars": num_bytes(self.tables)}
 
     @property
@@ -458,43 +482,6 @@ def layer_kinds(config: ModelConfig, params: Params) -> dict[Any, list[int]]:
     return kinds
 
 
-def shapes_of(params: Any) -> Any:
-    """Arrays as `jax.ShapeDtypeStruct`s, with the shardings of a mesh and the layouts of a GPU's kernels."""
-
-    def shape(array: jax.Array, place: Any = None) -> jax.ShapeDtypeStruct:
-        is_cut = len(array.sharding.device_set) > 1
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place or (array.sharding if is_cut else None))
-
-    def of_leaf(leaf: Any) -> Any:
-        if not is_quantized(leaf) or jax.default_backend() != "gpu" or not is_laid_out(leaf):
-            return jax.tree.map(shape, leaf)
-        place = Format(leaf.values.format.layout, leaf.values.sharding)
-        return replace(jax.tree.map(shape, leaf), values=shape(leaf.values, place))
-
-    return jax.tree.map(of_leaf, params, is_leaf=is_quantized)
-
-
-def _outputs_together(params: Params, sharding: NamedSharding) -> Params:
-    """As `quantization.on_gpu.outputs_together`, of abstract arrays."""
-
-    def laid_out(leaf: Any) -> Any:
-        if not is_quantized(leaf) or not is_laid_out(leaf):
-            return leaf
-        place: Any = Format(OUTPUTS_TOGETHER, getattr(leaf.values, "sharding", None) or sharding)
-        return replace(leaf, values=jax.ShapeDtypeStruct(leaf.shape, leaf.values.dtype, sharding=place))
-
-    return jax.tree.map(laid_out, params, is_leaf=is_quantized)
-
-
 def _buckets(sizes: Iterable[int], largest: int) -> tuple[int, ...]:
     """The sizes below the largest one, and that."""
     return (*(size for size in sizes if size < largest), largest)
-
-
-# Arguments of programs as shapes, to compile them without weights or a chip.
-
-
-def placed_params(config: ModelConfig, params: Params, mesh: Mesh | None) -> Params:
-    """Abstract parameters, of which some may be quantized, with their shardings. Raises ValueError as
-    `models.check_divides`."""
-    return params if mesh is None else placed(params, parameter_shardings(mesh, config, params))

@@ -61,9 +61,10 @@ class Speculation:
         """What the next dispatch drafts if these decode; None for nothing."""
         if self._controller is None or not sequences:
             tree = self.spec.trees[-1]
-            return DraftPlan(tree, dict.fromkeys(sequences, tree.num_nodes - 1), self.spec.max_rounds)
+            counts = {one: 0 if self._must_follow(one) else tree.num_nodes - 1 for one in sequences}
+            return DraftPlan(tree, counts, self.spec.max_rounds)
         num_slots = next(size for size in self.spec.round_slots if size >= len(sequences))
-        limits = [max(sequence.num_left - 1, 0) for sequence in sequences]
+        limits = [0 if self._must_follow(one) else max(one.num_left - 1, 0) for one in sequences]
         choice = self._controller.choose(num_slots, self._estimates_of(sequences, self._controller), limits)
         if choice.num_draft_tokens == 0:
             return None
@@ -86,6 +87,10 @@ class Speculation:
             estimates = self._estimates_of(plan.decodes, self._controller)
             num_behind = self._controller.start(estimates, 0 if draft is None else draft.tree.depth, plan.num_steps)
         return plan if draft is None else replace(plan, draft=replace(draft, num_behind=num_behind))
+
+    def _must_follow(self, sequence: SequenceState) -> bool:
+        """Whether no token may be drafted, as masks from the host could refuse it, and states cannot be cut."""
+        return self.spec.has_states and sequence.grammar is not None and sequence.grammar.is_on_host
 
     def _estimates_of(
         self, sequences: Sequence[SequenceState], controller: LengthController
@@ -150,8 +155,11 @@ class Speculation:
             self._has_keys[page] = 0
 
     def _num_drafted(self, sequence: SequenceState) -> int:
-        """Leading tokens whose pages the draft has stored, in some earlier sequence."""
+        """Leading tokens whose pages the draft has stored, in some earlier sequence; a draft with states, which pages
+        do not hold, begins anew."""
         count = 0
+        if self._has_own_pages and self.spec.draft_has_states:
+            return count
         for page in sequence.pages[: sequence.num_reused // self.spec.page_size]:
             if not self._has_keys[page]:
                 break

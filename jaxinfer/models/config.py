@@ -47,6 +47,9 @@ class MLAConfig:
       query_rank: width of the latent vector of queries (q_lora_rank); None if queries are projected directly.
       is_interleaved: the weights rotate dimension 2i with 2i + 1 instead of i with i + rope_size / 2.
       norm_eps: of the norms of the latent vectors.
+      index_topk: a query attends to that many tokens, which an indexer chooses (DeepSeek-V3.2); 0 for all.
+      index_heads, index_size: heads of the indexer's queries, and their width.
+      is_index_interleaved: as `is_interleaved`, of the indexer.
     """
 
     latent_size: int
@@ -56,15 +59,29 @@ class MLAConfig:
     query_rank: int | None = None
     is_interleaved: bool = True
     norm_eps: float = 1e-6
+    index_topk: int = 0
+    index_heads: int = 0
+    index_size: int = 0
+    is_index_interleaved: bool = False
 
     def __post_init__(self) -> None:
         sizes = ("latent_size", "rope_size", "nope_size", "value_size")
+        sizes += ("index_topk", "index_heads", "index_size") if self.has_indexer else ()
         for name in (*sizes, *(() if self.query_rank is None else ("query_rank",))):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.rope_size % 2:
             raise ValueError(f"rope_size={self.rope_size} is odd")
+        if self.has_indexer and (self.query_rank is None or self.index_size < self.rope_size):
+            raise ValueError(
+                f"an indexer needs a query_rank and an index_size of at least rope_size={self.rope_size}, got "
+                f"query_rank={self.query_rank} and index_size={self.index_size}"
+            )
+
+    @property
+    def has_indexer(self) -> bool:
+        return bool(self.index_topk or self.index_heads or self.index_size)
 
     @property
     def query_size(self) -> int:
@@ -73,8 +90,8 @@ class MLAConfig:
 
     @property
     def key_size(self) -> int:
-        """Width of a token's cache entry: the latent vector, then the rotated key."""
-        return self.latent_size + self.rope_size
+        """Width of a token's cache entry: the latent vector, the rotated key, and the indexer's key."""
+        return self.latent_size + self.rope_size + self.index_size
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,14 @@ MIN_TILE, MAX_TILE = 8, 128
 # Up to about this many rows per expert, a GPU is bound by memory bandwidth.
 _DENSE_TOKENS = 256
 
-Activation = Callable[[jax.Array, jax.Array], jax.Array]
+Activation = Callable[[Any, jax.Array], jax.Array]
 
 
 class Experts(NamedTuple):
     """Weights of all experts: gate and up [E, D, F], down [E, F, D], which may be quantized; biases [E, F], [E, F] and
-    [E, D], or None."""
+    [E, D], or None. Experts without a gate have None for it."""
 
-    gate: Weight
+    gate: Weight | None
     up: Weight
     down: Weight
     gate_bias: Any = None
@@ -84,7 +84,7 @@ def run_experts(
 
     Args:
       x: [T, D]. chosen: int32 [T, C], distinct experts of each token. weights: float32 [T, C].
-      activation: function of gate and up [..., F].
+      activation: function of gate and up [..., F]; gate is None for experts without one.
       form: see above; None chooses by platform, dtype and number of tokens.
       over: a mesh and its axis over which the experts are sharded. Each device runs its own, and results are summed.
 
@@ -92,7 +92,7 @@ def run_experts(
       ValueError: an unknown form. NotImplementedError: quantized experts in the form "ragged" or "dense".
     """
     is_quantized = any(isinstance(leaf, QuantizedArray) for leaf in (experts.gate, experts.up, experts.down))
-    form = form or choose_form(current_platform(), x.shape[0], chosen.shape[1], experts.gate.shape[0], is_quantized)
+    form = form or choose_form(current_platform(), x.shape[0], chosen.shape[1], experts.up.shape[0], is_quantized)
     if form not in FORMS:
         raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}")
     if is_quantized and form != "tiles":
@@ -103,7 +103,7 @@ def run_experts(
     mesh, axis = over
 
     def run_local(x, chosen, weights, experts):
-        count = experts.gate.shape[0]
+        count = experts.up.shape[0]
         local = chosen - lax.axis_index(axis) * count
         is_local = (local >= 0) & (local < count)
         partial_sum = run(x, jnp.where(is_local, local, count), jnp.where(is_local, weights, 0), experts)
@@ -168,13 +168,13 @@ def _combine(rows: jax.Array, order: _Order, weights: jax.Array) -> jax.Array:
 
 def _feed_forward(activation: Activation, x: jax.Array, experts: Experts, product: Callable, bias: Callable):
     """down(activation(gate(x), up(x))), with the product and bias functions of the form."""
-    gate = bias(product(x, experts.gate), experts.gate_bias)
+    gate = None if experts.gate is None else bias(product(x, experts.gate), experts.gate_bias)
     up = bias(product(x, experts.up), experts.up_bias)
     return bias(product(activation(gate, up), experts.down), experts.down_bias)
 
 
 def _ragged(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
-    order = _sort(chosen, experts.gate.shape[0])
+    order = _sort(chosen, experts.up.shape[0])
     expert = jnp.sort(chosen.reshape(-1))
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
@@ -188,7 +188,7 @@ def _ragged(activation: Activation, x, chosen, weights, experts: Experts) -> jax
 
 
 def _tiles(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
-    num_experts, num_rows = experts.gate.shape[0], chosen.size
+    num_experts, num_rows = experts.up.shape[0], chosen.size
     order = _sort(chosen, num_experts)
     size = tile_rows(num_rows, num_experts)
     ends = jnp.cumsum(-(-order.counts // size))
@@ -224,21 +224,25 @@ def _of_expert(stack: Any, expert: jax.Array) -> Any:
 
 
 def _dense(activation: Activation, x, chosen, weights, experts: Experts) -> jax.Array:
-    num_experts = experts.gate.shape[0]
+    num_experts = experts.up.shape[0]
     # [E, T], zero where a token is not routed to an expert
     gates = jnp.zeros((num_experts, x.shape[0]), jnp.float32)
     gates = gates.at[chosen, jnp.arange(x.shape[0])[:, None]].add(weights, mode="drop")
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
-    def product(rows, stack):
-        return jnp.einsum("etk,ekn->etn", rows, stack, precision=precision, preferred_element_type=rows.dtype)
+    def inner(stack, biases):
+        out = jnp.einsum("tk,ekn->etn", x, stack, precision=precision, preferred_element_type=x.dtype)
+        return out if biases is None else out + biases[:, None].astype(out.dtype)
 
-    def bias(rows, biases):
-        return rows if biases is None else rows + biases[:, None].astype(rows.dtype)
-
-    rows = jnp.broadcast_to(x, (num_experts, *x.shape))
-    out = _feed_forward(activation, rows, experts, product, bias).astype(jnp.float32)
-    return jnp.where(gates[..., None] == 0, 0, out * gates[..., None]).sum(0)
+    gate = None if experts.gate is None else inner(experts.gate, experts.gate_bias)
+    rows = activation(gate, inner(experts.up, experts.up_bias)).astype(jnp.float32)
+    rows = jnp.where(gates[..., None] == 0, 0, rows * gates[..., None]).astype(x.dtype)
+    # One product over experts and their inner width: outputs of each expert, which are the widest, are not written.
+    out = jnp.einsum("etn,enk->tk", rows, experts.down, precision=precision, preferred_element_type=jnp.float32)
+    if experts.down_bias is not None:
+        biases = experts.down_bias.astype(jnp.float32)
+        out = out + jnp.einsum("et,ek->tk", gates, biases, precision=lax.Precision.HIGHEST)
+    return out
 
 
 _RUN = {"ragged": _ragged, "tiles": _tiles, "dense": _dense}
@@ -313,19 +317,20 @@ class ExpertStack(nnx.Module):
 
 
 class ExpertStacks(nnx.Module):
-    """The three projections of all experts."""
+    """The projections of all experts, three or, without a gate, two."""
 
-    def __init__(self, moe: MoEConfig, width: int, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, moe: MoEConfig, width: int, *, is_gated: bool, dtype, rngs: nnx.Rngs | None):
         kwargs = {"bias": moe.has_expert_bias, "dtype": dtype, "rngs": rngs}
         inward = (moe.num_experts, width, moe.expert_size, ("hidden", "expert_ffn"))
-        self.gate_proj = ExpertStack(*inward, **kwargs)
+        self.gate_proj = ExpertStack(*inward, **kwargs) if is_gated else None
         self.up_proj = ExpertStack(*inward, **kwargs)
         self.down_proj = ExpertStack(moe.num_experts, moe.expert_size, width, ("expert_ffn", "hidden"), **kwargs)
 
     def __call__(self) -> Experts:
         stacks = (self.gate_proj, self.up_proj, self.down_proj)
-        biases = (None if stack.bias is None else stack.bias.get_value() for stack in stacks)
-        return Experts(*(stack.weight.get_value() for stack in stacks), *biases)
+        biases = (None if stack is None or stack.bias is None else stack.bias.get_value() for stack in stacks)
+        gate = None if self.gate_proj is None else self.gate_proj.weight.get_value()
+        return Experts(gate, self.up_proj.weight.get_value(), self.down_proj.weight.get_value(), *biases)
 
 
 class Router(nnx.Module):
@@ -373,15 +378,16 @@ class SparseMoE(nnx.Module):
         *,
         shared: Callable[[jax.Array], jax.Array] | None,
         norm_eps: float = 1e-6,
+        is_gated: bool = True,
         dtype,
         rngs: nnx.Rngs | None,
     ):
         self.router = Router(moe, width, norm_eps=norm_eps, dtype=dtype, rngs=rngs)
-        self.experts = ExpertStacks(moe, width, dtype=dtype, rngs=rngs)
+        self.experts = ExpertStacks(moe, width, is_gated=is_gated, dtype=dtype, rngs=rngs)
         self.shared, self.scales_input = shared, moe.scales_input
         gate = normal(rngs, (width, 1), dtype) if moe.has_shared_gate else None
         self.shared_gate = None if gate is None else nnx.Param(gate, axes=("hidden", None))
-        self.activation = lambda gate, up: activation(gate) * up
+        self.activation: Activation = lambda gate, up: activation(gate) * up if is_gated else activation(up)
         if moe.clamp is not None:
             self.activation = partial(clamped_swiglu, moe.clamp, moe.clamp_slope)
 

@@ -13,6 +13,7 @@ from jax import lax
 from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal
 from jaxinfer.models.config import Activation, ModelConfig, MoEConfig, NormKind
 from jaxinfer.models.experts import SparseMoE
+from jaxinfer.models.indexer import Indexer, neighbours_apart
 from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, RecurrentStates, ShortConv
 from jaxinfer.models.recurrent_config import DeltaConfig, MambaConfig
 from jaxinfer.models.rope import Positions, rotate
@@ -214,7 +215,8 @@ def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | No
         return MLP(config, config.mlp_size(layer), dtype=dtype, rngs=rngs)
     shared = MLP(config, moe.shared_size, dtype=dtype, rngs=rngs) if moe.shared_size else None
     activation = partial(activate, config.activation)
-    return SparseMoE(moe, config.hidden_size, activation, shared=shared, dtype=dtype, rngs=rngs)
+    kwargs = {"is_gated": config.is_mlp_gated, "dtype": dtype, "rngs": rngs}
+    return SparseMoE(moe, config.hidden_size, activation, shared=shared, **kwargs)
 
 
 class ExpertsBeside(nnx.Module):
@@ -358,40 +360,45 @@ class LatentAttention(nnx.Module):
             self.q_a_proj = Linear(width, mla.query_rank, ("hidden", "latent"), **biased)
             self.q_a_norm = _norm(mla.query_rank, config.norm, mla.norm_eps, dtype)
             self.q_b_proj = Linear(mla.query_rank, query_width, ("latent", "heads"), bias=False, **kwargs)
-        self.kv_a_proj = Linear(width, mla.key_size, ("hidden", "latent"), **biased)
+        self.kv_a_proj = Linear(width, mla.latent_size + mla.rope_size, ("hidden", "latent"), **biased)
         self.kv_a_norm = _norm(mla.latent_size, config.norm, mla.norm_eps, dtype)
         self.k_up = HeadStack(num_heads, mla.latent_size, mla.nope_size, **kwargs)
         self.v_up = HeadStack(num_heads, mla.latent_size, mla.value_size, **kwargs)
         self.o_proj = Linear(num_heads * mla.value_size, width, ("heads", "hidden"), **biased)
+        self.indexer = Indexer(width, mla, **kwargs) if mla.has_indexer else None
         self.mla, self.window, self.rope = mla, config.window(layer), config.rope
         self.num_heads, self.scale = num_heads, config.attention_scale
 
     def __call__(self, x: jax.Array, positions: Positions, attend) -> jax.Array:
         mla = self.mla
         cos, sin = positions.rotation(self.rope)
-        q = self._queries(x).reshape(*x.shape[:-1], self.num_heads, mla.query_size)
+        q, query_latent = self._queries(x)
+        q = q.reshape(*x.shape[:-1], self.num_heads, mla.query_size)
         q_nope, q_rope = jnp.split(q, [mla.nope_size], axis=-1)
         latent, k_rope = jnp.split(self.kv_a_proj(x), [mla.latent_size], axis=-1)
         latent, k_rope = self.kv_a_norm(latent)[..., None, :], k_rope[..., None, :]
         q = jnp.concatenate([self.k_up.to_latent(q_nope), rotate(self._paired(q_rope), cos, sin)], axis=-1)
         q = positions.scaled_queries(self.rope, q)
         k = jnp.concatenate([latent, rotate(self._paired(k_rope), cos, sin)], axis=-1)
+        options = {}
+        if self.indexer is not None and query_latent is not None:
+            options["choice"], index_key = self.indexer(x, query_latent, cos, sin)
+            k = jnp.concatenate([k, index_key], axis=-1)
+            q = jnp.pad(q, [(0, 0)] * (q.ndim - 1) + [(0, mla.index_size)])  # which does not change its scores
         with jax.named_scope("attend"):
-            out = attend(q, k, latent, self.window, scale=self.scale)
+            out = attend(q, k, latent, self.window, scale=self.scale, **options)
         return self.o_proj(self.v_up.from_latent(out).reshape(*x.shape[:-1], -1))
 
-    def _queries(self, x: jax.Array) -> jax.Array:
+    def _queries(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Queries, and the latent vector that they are projected from, if they are."""
         if self.q_proj is not None:
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))  # pyright: ignore[reportOptionalCall]
+            return self.q_proj(x), None
+        latent = self.q_a_norm(self.q_a_proj(x))  # pyright: ignore[reportOptionalCall]
+        return self.q_b_proj(latent), latent  # pyright: ignore[reportOptionalCall]
 
     def _paired(self, x: jax.Array) -> jax.Array:
-        """The rotated dimensions of x in the order of `rotate`. Scores do not change, as queries and keys are permuted
-        alike."""
-        if not self.mla.is_interleaved:
-            return x
-        pairs = x.reshape(*x.shape[:-1], -1, 2)
-        return jnp.concatenate([pairs[..., 0], pairs[..., 1]], axis=-1)
+        """The rotated dimensions of x in the order of `rotate`."""
+        return neighbours_apart(x) if self.mla.is_interleaved else x
 
 
 def _norm(width: int, kind: NormKind, eps: float, dtype) -> Norm:

@@ -15,8 +15,9 @@ class DeltaConfig:
     """A gated delta net (Yang et al. 2024, arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 
     Attributes:
-      num_key_heads, num_value_heads: value heads are a multiple of key heads; each has its own state.
-      key_size, value_size: widths of a head; a state is [key_size, value_size].
+      num_key_heads, num_value_heads: value heads are a multiple of key heads; each value head has its own
+        state.
+      key_size, value_size: widths of a head; a value head's state is [key_size, value_size].
       conv_width: tokens that the convolution before the recurrence sees.
     """
 
@@ -48,8 +49,8 @@ class DeltaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a sequence's recurrent state."""
-        return self.num_value_heads, self.key_size, self.value_size
+        """Of a sequence's recurrent state: key heads, key size, values of the heads that share the key."""
+        return self.num_key_heads, self.key_size, self.value_width // self.num_key_heads
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,8 @@ class MambaConfig:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of a sequence's recurrent state."""
-        return self.num_heads, self.state_size, self.head_size
+        """Of a sequence's recurrent state: groups, state size, inputs of the heads of a group."""
+        return self.num_groups, self.state_size, self.width // self.num_groups
 
 
 @dataclass(frozen=True)

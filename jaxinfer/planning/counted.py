@@ -74,12 +74,19 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             head = (kind, 2 * math.prod(leaf.shape) / num_devices)
     keys: dict[int | None, float] = {}
     page_bytes = 0
+    mla = config.mla
     for layer in config.attention_layers:
         head_dim, window = config.head_dim_of(layer), config.window(layer)
-        width = head_dim + (head_dim if config.mla is None else config.mla.latent_size)
-        keys[window] = keys.get(window, 0.0) + 2 * config.num_heads * width / num_devices
+        of_key = 2 * config.num_heads * (head_dim + (head_dim if mla is None else mla.latent_size)) / num_devices
+        if mla is not None and mla.has_indexer:
+            # Attention to the chosen tokens costs the same for every length, and the indexer's scores grow with it.
+            chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size) * mla.index_topk
+            flops["bf16"] = flops.get("bf16", 0.0) + chosen
+            of_key = 2 * mla.index_heads * mla.index_size
+        keys[window] = keys.get(window, 0.0) + of_key
         pages = cache.layers[config.kv_source(layer)]
-        page_bytes += num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0]
+        if pages is not None and config.kv_source(layer) == layer:
+            page_bytes += num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0]
     return Counted(
         token_flops=flops,
         key_flops=keys.get(None, 0.0),

@@ -121,7 +121,8 @@ def _memory(spec: EngineSpec, programs: dict[str, CompiledProgram], usable: int)
         found = programs[peak].figures
         parts["temporaries"] = round(found.temporary_bytes + found.output_bytes - found.aliased_bytes)
         parts["code"] = round(found.code_bytes)
-        parts["padding and inputs"] = max(round(found.total_bytes) - sum(parts.values()), 0)
+        counted = sum(size for name, size in parts.items() if name != "saved states")  # which no such program takes
+        parts["padding and inputs"] = max(round(found.total_bytes) - counted, 0)
     else:
         guess = activation_bytes(spec)
         parts["temporaries"] = guess // spec.num_devices

@@ -105,8 +105,9 @@ def _fewer(
     spec = request.spec()
     max_seqs, max_model_len, page_size = spec.max_seqs, spec.max_model_len, spec.page_size
     budget = int(spec.options.memory_fraction * request.place.device_bytes)
-    slot_bytes = spec.parts["slots"] / max_seqs
-    rest = overhead + sum(size for name, size in spec.parts.items() if "cache" not in name and name != "slots")
+    slot_bytes = (spec.parts["slots"] + spec.state_bytes) / max_seqs
+    others = {name: size for name, size in spec.parts.items() if "cache" not in name}
+    rest = overhead + sum(size for name, size in others.items() if name not in ("slots", "saved states"))
 
     def total(num_seqs: int, num_tokens: int) -> int:
         sizes = replace(spec.pool_sizes, max_seqs=num_seqs, max_model_len=num_tokens)

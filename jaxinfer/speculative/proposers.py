@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxinfer.cache import PagedAttention, PagedCache, PageTables, move_tokens
+from jaxinfer.cache import PagedAttention, PagedCache, PageTables, attend_ragged, move_tokens
 from jaxinfer.grammar.device import GrammarTables, draft_tokens, next_states
 from jaxinfer.models import Decoder
 from jaxinfer.sampling import (
@@ -177,7 +177,7 @@ def catch_up(
         positions = jnp.where(indices < ends[-1], draft.num_drafted[slot] + indices - starts[slot], 0)
         lengths = ends - starts
         stored = draft.num_drafted + lengths
-        attend = PagedAttention(cache, rows.page_tables, starts, lengths, stored, mesh=model.mesh)
+        attend = attend_ragged(cache, rows.page_tables, starts, lengths, stored, mesh=model.mesh)
         model.decoder(draft.sequence[slot, positions], positions, attend)
         return attend.cache, replace(draft, num_drafted=stored)
 
@@ -204,7 +204,7 @@ def propose_chain(
         cache, draft, history, scores = carry
         is_running, position = is_feeding(draft), draft.num_drafted
         lengths = is_running.astype(jnp.int32)
-        attend = PagedAttention(
+        attend = attend_ragged(
             cache, rows.page_tables, row, lengths, position + lengths, max_query_length=1, mesh=model.mesh
         )
         place = jnp.where(is_running, position, 0)

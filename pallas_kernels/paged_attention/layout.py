@@ -356,6 +356,12 @@ def gather(pages: Pages, ids: Int32[Array, "*ids"], shape: PageShape) -> Separat
     )
 
 
+def token_keys(pages: SeparatePages | BitPages, page: Int32[Array, "*at"], slot: Int32[Array, "*at"]) -> jax.Array:
+    """The keys [*at, Hkv, K] stored at each (page, slot), without scales."""
+    keys = pages.k[page, slot]
+    return _from_bits(keys, pages.dtype) if isinstance(pages, BitPages) else keys
+
+
 def _bits_of(dtype: str) -> Any:
     """The unsigned integer dtype with as many bits."""
     return jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")

@@ -8,22 +8,32 @@ from pallas_kernels.recurrence.batch import RecurrentTokens
 
 
 def step(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array]:
-    """Outputs float32 [S, H, V] of one token [S] each, and states [S, H, K, V] after it.
+    """Outputs float32 [S, H, V] of one token [S] each, and states [S, Hk, K, E] after it.
 
     With S' = exp(g) S: S <- S' + k (beta (v - S'k))', o = S'q. The state is read once for both products.
     """
-    q, k = (_per_head(x, state.shape[1]) for x in (tokens.q, tokens.k))
-    decay = jnp.exp(tokens.g)[..., None]
+    q, k = tokens.q, tokens.k
+    new, decay, beta = lanes(tokens)
     from_state = decay * jnp.sum(state * q[..., None], axis=-2)
-    new = tokens.v
-    if tokens.beta is not None:
-        new = tokens.beta[..., None] * (new - decay * jnp.sum(state * k[..., None], axis=-2))
+    if beta is not None:
+        new = beta * (new - decay * jnp.sum(state * k[..., None], axis=-2))
     out = from_state + jnp.sum(q * k, axis=-1, keepdims=True) * new
-    return out, decay[..., None] * state + k[..., None] * new[..., None, :]
+    return out.reshape(tokens.v.shape), decay[..., None, :] * state + k[..., None] * new[..., None, :]
+
+
+def lanes(tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Values, decays and rates as [..., Hk, E], as a state has the values of the heads of a key side by side."""
+    shape = (*tokens.k.shape[:-1], -1)
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[..., None], tokens.v.shape).reshape(shape)
+
+    beta = None if tokens.beta is None else spread(tokens.beta)
+    return tokens.v.reshape(shape), spread(jnp.exp(tokens.g)), beta
 
 
 def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Array]:
-    """Outputs float32 [C, H, V] of C tokens of a sequence, and its state [H, K, V] after them, in matrix products.
+    """Outputs float32 [C, H, V] of C tokens of a sequence, and its state [Hk, K, E] after them, in matrix products.
 
     The delta rule within a block is a unit lower triangular system (Yang et al. 2024, section 3.2). Each decay is the
     exponential of its own sum of logarithms: of differences of sums a token that forgets much (g = -1e5) would leave no
@@ -31,6 +41,7 @@ def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Arr
     bit.
     """
     num_tokens, num_heads = tokens.v.shape[:2]
+    shape, state = state.shape, _heads(state, num_heads)
     q, k = (jnp.moveaxis(_per_head(x, num_heads), 0, 1) for x in (tokens.q, tokens.k))
     v, g = jnp.moveaxis(tokens.v, 0, 1), tokens.g.T
     is_causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
@@ -48,7 +59,8 @@ def block(state: jax.Array, tokens: RecurrentTokens) -> tuple[jax.Array, jax.Arr
     out = out + _product("hij,hjv->hiv", _product("hik,hjk->hij", q, k) * between, new)
     until_end = between[:, -1, :, None]
     after = since_start[:, -1:] * state + _product("hik,hiv->hkv", until_end * k, new)
-    return jnp.moveaxis(out, 0, 1), after
+    after = jnp.moveaxis(after.reshape(shape[0], -1, shape[1], v.shape[-1]), 1, 2)
+    return jnp.moveaxis(out, 0, 1), after.reshape(shape)
 
 
 def invert_unit_lower(matrix: jax.Array) -> jax.Array:
@@ -71,6 +83,13 @@ def invert_unit_lower(matrix: jax.Array) -> jax.Array:
         inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
         width *= 2
     return inverse[..., 0, :size, :size]
+
+
+def _heads(state: jax.Array, num_heads: int) -> jax.Array:
+    """[H, K, V] of a state [Hk, K, E]."""
+    num_key_heads, key_size = state.shape[:2]
+    parted = state.reshape(num_key_heads, key_size, num_heads // num_key_heads, -1)
+    return jnp.moveaxis(parted, 2, 1).reshape(num_heads, key_size, -1)
 
 
 def _per_head(x: jax.Array, num_heads: int) -> jax.Array:

@@ -24,33 +24,39 @@ def causal_conv(
     inputs before its first token are zeros. Rows of no sequence are padding. `commit_conv` makes the next state.
 
     Args:
-      state: the last W - 1 inputs of each sequence, the oldest first.
+      state: the last W - 1 inputs of each sequence: that of position p in column p % (W - 1), where it is overwritten.
 
     Returns y in x's dtype, summed in float32.
     """
     width, num_tokens = weight.shape[1], x.shape[0]
     sequence, index = _places(batch, num_tokens)
-    source, row = _source(x, state, batch), jnp.arange(num_tokens)
+    row, position = jnp.arange(num_tokens), batch.starts[sequence] + index
     out = jnp.zeros(x.shape, jnp.float32)
     for tap in range(width):
         back = width - 1 - tap
-        column = width - 1 + index - back  # of the state, where the input is before the sequence's rows
-        place = jnp.where(index >= back, row - back, num_tokens + sequence * (width - 1) + column)
-        out = out + weight[:, tap].astype(jnp.float32) * _rows(source, place)
+        inputs = x.at[jnp.maximum(row - back, 0)].get(mode="promise_in_bounds")
+        if back:
+            of_state = state.at[sequence, (position - back) % (width - 1)].get(mode="promise_in_bounds")
+            before = jnp.where((position >= back)[:, None], of_state.astype(x.dtype), jnp.zeros((), x.dtype))
+            inputs = jnp.where((index >= back)[:, None], inputs, before)
+        out = out + weight[:, tap].astype(jnp.float32) * inputs.astype(jnp.float32)
     return (out if bias is None else out + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def commit_conv(
     state: Float[Array, "S Wm1 C"], x: Float[Array, "T C"], batch: RaggedBatch, num_committed: Int32[Array, " S"]
 ) -> Float[Array, "S Wm1 C"]:
-    """The state after the first `num_committed` rows of each sequence. Donate `state`."""
-    columns = state.shape[1]
-    index = num_committed[:, None] - columns + jnp.arange(columns)
-    sequence = jnp.arange(state.shape[0])[:, None]
-    inside = batch.query_starts[:, None] + index
-    place = jnp.where(index >= 0, inside, x.shape[0] + sequence * columns + columns + index)
-    taken = _rows(_source(x, state, batch), place).astype(state.dtype)
-    return jnp.where((num_committed > 0)[:, None, None], taken, state)
+    """The state after the first `num_committed` rows of each sequence. Donate `state`: their last inputs are written
+    where they belong, and nothing else."""
+    num_slots, columns = state.shape[:2]
+    if columns == 0:
+        return state
+    index = num_committed[:, None] - 1 - jnp.arange(min(columns, x.shape[0]))
+    row = jnp.clip(batch.query_starts[:, None] + index, 0, x.shape[0] - 1)
+    slot = jnp.where(index >= 0, jnp.arange(num_slots)[:, None], num_slots)
+    column = (batch.starts[:, None] + index) % columns
+    taken = x.at[row].get(mode="promise_in_bounds").astype(state.dtype)
+    return state.at[slot, column].set(taken, mode="drop")
 
 
 def conv_of_sequences(
@@ -74,13 +80,3 @@ def _places(batch: RaggedBatch, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     sequence = jnp.argmax(is_own, axis=1)
     index = jnp.where(is_own.any(axis=1), row - batch.query_starts[sequence], num_tokens)
     return jnp.minimum(sequence, count - 1), index
-
-
-def _source(x: jax.Array, state: jax.Array, batch: RaggedBatch) -> jax.Array:
-    """float32 [T + S * (W - 1), C]: the rows, then the states, of which those of new sequences are zeros."""
-    state = jnp.where((batch.starts > 0)[:, None, None], state, 0)
-    return jnp.concatenate([x, state.reshape(-1, x.shape[1]).astype(x.dtype)])
-
-
-def _rows(source: jax.Array, place: jax.Array) -> jax.Array:
-    return source.at[jnp.clip(place, 0, source.shape[0] - 1)].get(mode="promise_in_bounds").astype(jnp.float32)

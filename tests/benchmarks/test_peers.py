@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.peers import compare, systems, workload
+from benchmarks.peers import compare, hybrid, systems, workload
 from benchmarks.peers.report import to_markdown
 from benchmarks.peers.to_gguf import _interleaved
 from benchmarks.peers.workload import Measure
@@ -43,6 +43,17 @@ def test_the_checkpoint_opens_and_its_bytes_are_counted(tmp_path):
     assert (config.num_layers, config.tie_word_embeddings) == (2, True)
     tensors = load_file(tmp_path / "model.safetensors")
     assert workload.num_weight_bytes(TINY) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_the_hybrid_checkpoint_opens_and_its_bytes_are_counted(tmp_path):
+    from jaxinfer.loading import load_shapes
+
+    sizes = {**hybrid.SIZES, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_layers": 4}
+    num_bytes = hybrid.make_hybrid(tmp_path / "model", sizes)
+    config, _ = load_shapes(tmp_path / "model", dtype="float32")
+    assert config.layer_kinds == ("gated_delta",) * 3 + ("attention",)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @pytest.mark.slow
@@ -91,7 +102,7 @@ def test_figures_ratios_and_equal_tokens():
         "transformers_eager": runs_of([2.0], [[1, 2, 9, 4]]),
         "transformers_static": runs_of([4.0], [[1, 2, 9, 4]]),
     }
-    found = compare.report(runs, {"llama_cpp": "no file"}, {"vllm": "no CUDA GPU"}, measures)
+    found = compare.report(runs, {"llama_cpp": "no file"}, {"vllm": "no CUDA GPU"}, measures, 4)
     row = found["systems"]["jaxinfer"]
     assert row["decode"] == {"median": 95.0, "least": 95 / 4, "most": 190.0}
     assert row["mixed8"]["median"] == 40.0

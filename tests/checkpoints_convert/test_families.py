@@ -27,9 +27,10 @@ FUSED_EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe"),
     *("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v3_halves"),
     *("glm4_moe", "glm4_moe_groups", "glm4_moe_lite", "minimax_m2", "olmoe"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *("phimoe", "phimoe_longrope", "ernie4_5_moe", "hunyuan_moe"),
     *("qwen3_next", "qwen3_5_moe", "granite_hybrid", "lfm2_moe"),
-    "nemotron_h",  # other names in memory
+    *("nemotron_h", "nemotron_h_moe"),  # other names in memory
 )
 
 

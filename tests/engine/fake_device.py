@@ -2,16 +2,18 @@
 
 The device stores one number per token: what it is, where it stands and whose salt it has. Its "model" reads all numbers
 of a sequence back from the pages of each group of layers, or the last ones of a group with a window; so a page that was
-wrongly shared, overwritten, forgotten, given back or not copied changes the answer. The same model run on the prompt
-alone says what the answer must be.
+wrongly shared, overwritten, forgotten, given back or not copied changes the answer. With states it also reads its
+slot's state, a number that depends on all tokens in their order. The same model run on the prompt alone says what the
+answer must be.
 """
 
+import functools
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT, CacheGroup
+from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan, PageCopy, QueueFullError, Scheduler, SchedulerOptions
@@ -34,30 +36,37 @@ def next_token(history: list[tuple[int, ...]]) -> int:
     return hash(tuple(history)) % VOCAB
 
 
+def next_state(state: int, number: int) -> int:
+    """The state after another token."""
+    return hash((state, number))
+
+
 def seen(numbers: tuple[int, ...], window: int | None) -> tuple[int, ...]:
     """What the newest of some tokens sees of them."""
     return numbers if window is None else numbers[-window:]
 
 
 def expected_answer(
-    prompt: list[int], salt: str, max_tokens: int, windows: Sequence[int | None] = (None,)
+    prompt: list[int], salt: str, max_tokens: int, windows: Sequence[int | None] = (None,), has_states: bool = False
 ) -> list[int]:
     """One answer: that of the prompt alone."""
     history = tuple(stored(token, position, salt) for position, token in enumerate(prompt))
-    answer: list[int] = []
+    state, answer = functools.reduce(next_state, history, 0), []
     while len(answer) < max_tokens and (not answer or answer[-1] != EOS):
-        answer.append(next_token([seen(history, window) for window in windows]))
+        answer.append(next_token([*(seen(history, window) for window in windows), *[(state,)] * has_states]))
         history += (stored(answer[-1], len(history), salt),)
+        state = next_state(state, history[-1])
     return answer
 
 
 @dataclass
 class Row:
-    """A slot's state on the device."""
+    """A slot on the device. Its state is another's, or one that was saved, until a sequence begins at 0."""
 
     salt: str
     position: int
     remaining: int
+    state: int | None = GARBAGE
     newest: int = -1
     is_active: bool = False
     is_ok: bool = True
@@ -74,6 +83,7 @@ class ScoredChunk:
     start: int = 0
     is_last: bool = False
     must_fail: bool = False
+    saves_to: int = NULL_PAGE
 
 
 @dataclass
@@ -88,8 +98,10 @@ class Result:
 
 
 class Device:
-    def __init__(self, groups: Sequence[CacheGroup], page_size: int, max_seqs: int):
-        self.groups, self.page_size = groups, page_size
+    def __init__(self, options: SchedulerOptions):
+        groups, page_size, max_seqs = options.groups, options.page_size, options.max_seqs
+        self.groups, self.page_size, self.has_states = groups, page_size, options.has_states
+        self.saved: list[int | None] = [None] * (options.num_saved_states + 1)
         self.contents: list[list[list[int | None]]] = [
             [[None] * page_size for _ in range(group.num_pages)] for group in groups
         ]
@@ -118,9 +130,12 @@ class Device:
         if row.is_ok:
             self._check_windows(piece, row.salt)
         row.is_ok &= not piece.must_fail
+        row.state = row.state if piece.start else 0
         for position, token in enumerate(piece.tokens, piece.start):
-            self._store(piece.tables, position, stored(token, position, row.salt) if row.is_ok else GARBAGE)
+            self._store(piece.tables, position, stored(token, position, row.salt) if row.is_ok else GARBAGE, row)
         row.position += len(piece.tokens)
+        if piece.saves_to != NULL_PAGE:
+            self.saved[piece.saves_to] = row.state
         result = Result(piece.sequence, row.position, is_ok=row.is_ok)
         if piece.is_last and row.is_ok:
             row.is_active = True
@@ -146,7 +161,7 @@ class Device:
                     self._store(piece.tables, position, GARBAGE)
                 for _ in range(chance.randint(1, width)):
                     if row.is_active:
-                        self._store(piece.tables, row.position, stored(row.newest, row.position, row.salt))
+                        self._store(piece.tables, row.position, stored(row.newest, row.position, row.salt), row)
                         row.position += 1
                         self._choose(row, piece.tables, result)
         return results
@@ -169,12 +184,15 @@ class Device:
         for number, group in enumerate(self.groups):
             first = 0 if group.window is None else max(row.position - group.window, 0)
             history.append(tuple(self._read(number, tables[number], first, row.position)))
-        row.newest = next_token(history)
+        row.newest = next_token([*history, *[(row.state,)] * self.has_states])
         row.remaining -= 1
         row.is_active = row.newest != EOS and row.remaining > 0
         result.tokens.append(row.newest)
 
-    def _store(self, tables: tuple[tuple[int, ...], ...], position: int, value: int) -> None:
+    def _store(self, tables: tuple[tuple[int, ...], ...], position: int, value: int, row: Row | None = None) -> None:
+        """Stores a token, and adds it to a row's state."""
+        if row is not None:
+            row.state = next_state(GARBAGE if row.state is None else row.state, value)
         for contents, table in zip(self.contents, tables, strict=True):
             page = table[position // self.page_size]
             assert page > 0, "the null page is written"
@@ -201,7 +219,7 @@ class Engine:
     ):
         self.options = options
         self.scheduler = Scheduler(options, slot_buckets)
-        self.device = Device(options.groups, options.page_size, options.max_seqs)
+        self.device = Device(options)
         self.random = random.Random(seed)
         self.failure_rate, self.stop_rate, self.known_pages_every = failure_rate, stop_rate, known_pages_every
         self.tokens_per_step = tokens_per_step
@@ -225,7 +243,8 @@ class Engine:
             self.num_refused += 1
             return None
         windows = [group.window for group in self.options.groups]
-        self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens, windows)
+        has_states = self.options.has_states
+        self.live[sequence] = expected_answer(prompt, sequence.salt, max_tokens, windows, has_states)
         self.check()
         return sequence
 
@@ -310,25 +329,31 @@ class Engine:
         for pool, group in zip(self.scheduler.pools.all, self.options.groups, strict=True):
             assert pool.num_owned == 0
             assert pool.num_available == group.num_pages - 1
+        for pool in self.scheduler.saved.pools:
+            assert pool.num_owned == 0
+            assert pool.num_available == self.options.num_saved_states
         assert counters.num_added == counters.num_finished
         assert counters.computed_prompt_tokens == self.num_stored_by_plans
         assert counters.reused_tokens == self.num_found_by_plans
         self.check_known_pages()
 
     def check_known_pages(self) -> None:
-        """The device holds in each known page what the prefix tree says."""
-        width = 4
+        """The device holds in each known page, and in each place of a state, what the prefix tree says."""
+        width, num_groups = 4, len(self.options.groups)
         for salt, root in self.scheduler.prefixes._roots.items():
-            stack = [(root, 0)]
+            stack = [(root, 0, 0)]
             while stack:
-                node, position = stack.pop()
+                node, position, state = stack.pop()
                 for key, child in node.children.items():
                     tokens = [int.from_bytes(key[i : i + width], "little") for i in range(0, len(key), width)]
                     expected = [stored(token, position + i, salt) for i, token in enumerate(tokens)]
-                    for group, page in enumerate(child.pages):
+                    after = functools.reduce(next_state, expected, state)
+                    for place in child.pages[num_groups:]:
+                        assert place == NULL_PAGE or self.device.saved[place] == after, "not the state after its tokens"
+                    for group, page in enumerate(child.pages[:num_groups]):
                         found = self.device.contents[group][page]
                         assert page == NULL_PAGE or found == expected, f"page {page} is not what is known of it"
-                    stack.append((child, position + len(tokens)))
+                    stack.append((child, position + len(tokens), after))
 
     # Inside.
 
@@ -373,6 +398,10 @@ class Engine:
                 written += [(group, page) for page in pages]
             self._check_held(sequence)
         assert len(set(written)) == len(written), "two sequences write the same page"
+        for place in (chunk.saves_to for chunk in plan.chunks if chunk.saves_to != NULL_PAGE):
+            (pool,) = self.scheduler.saved.pools
+            assert pool.num_owners(place) == 1, "a state is saved in a place that it does not own"
+            assert not pool.is_kept(place), "a state is saved over one that others find"
         admitted = {(group, page) for one in plan.admitted for group, table in enumerate(one.tables) for page in table}
         assert {(one.group, one.destination) for one in plan.copies} <= admitted
 
@@ -393,11 +422,14 @@ class Engine:
                 one.salt, one.num_reused, one.num_prompt + one.request.max_tokens - len(one.tokens)
             )
             self.num_found_by_plans += one.num_reused
+            if one.restore_from != NULL_PAGE:
+                device.rows[one.slot].state = device.saved[one.restore_from]
         results = []
         for chunk in plan.chunks:
             tokens = tuple(chunk.sequence.tokens[chunk.start : chunk.start + chunk.length])
             self.num_stored_by_plans += len(tokens)
-            results.append(device.run_chunk(self._piece(chunk.sequence, tokens, chunk.start, chunk.is_last)))
+            piece = self._piece(chunk.sequence, tokens, chunk.start, chunk.is_last)
+            results.append(device.run_chunk(replace(piece, saves_to=chunk.saves_to)))
         decodes = [self._piece(one) for one in plan.decodes]
         return results + device.run_decodes(decodes, plan.num_steps, plan.tokens_per_step, self.random)
 

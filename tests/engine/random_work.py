@@ -11,7 +11,7 @@ from tests.engine.fake_device import VOCAB, Engine
 class RandomWork:
     """An engine and what its users do. Half of the engines are thrashed: they admit more than their pages can bear."""
 
-    def __init__(self, seed: int, abort_rate: float = 0.02, has_windows: bool = False):
+    def __init__(self, seed: int, abort_rate: float = 0.02, has_windows: bool = False, has_states: bool = False):
         self.random = rng = random.Random(seed)
         self.abort_rate = abort_rate
         self.num_aborts = 0
@@ -29,6 +29,7 @@ class RandomWork:
             shuffle_seed=rng.choice([None, rng.randrange(1000)]),
         )
         options = with_windows(options, rng) if has_windows else options
+        options = with_states(options, rng) if has_states else options
         self.engine = Engine(
             options,
             slot_buckets=rng.choice([None, (1, 2, 4, 8)]),
@@ -85,3 +86,9 @@ def with_windows(options: SchedulerOptions, rng: random.Random) -> SchedulerOpti
     groups = [CacheGroup(count, window) for count, window in zip(counts, windows, strict=True)]
     first = options.num_pages if windows[0] is None else counts[0]
     return replace(options, num_pages=first, window=windows[0], more_groups=tuple(groups[1:]))
+
+
+def with_states(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:
+    """A state of each sequence, and few or many places for those that are saved."""
+    interval = options.page_size * rng.choice([1, 1, 2, 3])
+    return replace(options, has_states=True, num_saved_states=rng.choice([1, 2, 3, 8, 30]), save_interval=interval)

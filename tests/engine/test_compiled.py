@@ -298,7 +298,7 @@ def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch
     """The target's part of a round: all nodes in one pass, then at each the logits and the sampler."""
     target = model.bind(weights)
     rows = DraftRows(positions, num_nodes > 0, num_nodes, tables, batch, slots.history)
-    cache, hidden = verify(target, model, cache, Proposal(tokens, num_nodes), rows, drafter)
+    attend, hidden = verify(target, model, cache, Proposal(tokens, num_nodes), rows, drafter)
     logits = target.logits(hidden)
 
     def choose(node, chosen):
@@ -306,7 +306,7 @@ def verify_and_choose(model: ProgramModel, weights, drafter, cache, slots, batch
         return chosen.at[node].set(samples.tokens)
 
     count = jnp.max(num_nodes)  # not a constant, so that the compiler does not unroll the loop
-    return cache, jax.lax.fori_loop(0, count, choose, jnp.zeros(tokens.shape[::-1], jnp.int32))
+    return attend.cache, jax.lax.fori_loop(0, count, choose, jnp.zeros(tokens.shape[::-1], jnp.int32))
 
 
 def is_eviction(instruction: Instruction) -> bool:

@@ -239,6 +239,46 @@ def test_what_was_computed_twice_is_shared_by_group():
     tree.check()
 
 
+# States at ends of pages: a group of which the last page alone is needed.
+
+
+def tree_with_states(num_places: int = 4) -> tuple[PrefixTree, list[PagePool], list[int], list[int]]:
+    """A tree that knows b"a" to b"d", with states after the second and the last, whose places nobody owns."""
+    pools = [PagePool(6), PagePool(num_places)]
+    tree = PrefixTree(pools, [CacheGroup(6), CacheGroup(num_places, window=2)], PAGE)
+    place, pages = PrefixPlace(), pools[0].allocate(4)
+    states = [0, *pools[1].allocate(1), 0, *pools[1].allocate(1)]
+    tree.insert(list_of("abcd"), [pages, states], "", place)
+    pools[1].release([state for state in states if state])
+    tree.renew(place, 1)
+    return tree, pools, pages, states
+
+
+def test_a_match_ends_at_the_deepest_state():
+    tree, _, pages, states = tree_with_states()
+    assert tree.match(list_of("abcd")) == [pages, [0, 0, 0, states[3]]]
+    assert tree.match(list_of("abcx")) == [pages[:2], [0, states[1]]]
+    assert tree.match(list_of("ax")) == [[], []]
+    assert [tree.num_stored(list_of(keys)) for keys in ("abcd", "abcx", "ax", "x", "")] == [4, 3, 1, 0, 0]
+
+
+def test_the_state_of_a_beginning_is_kept_longer_than_that_of_its_end():
+    tree, pools, _, states = tree_with_states(num_places=3)
+    assert pools[1].allocate(1) == [states[3]]
+    assert tree.num_known(list_of("abcd")) == 2
+    tree.check()
+
+
+def test_a_state_goes_with_its_pages():
+    tree, pools, pages, states = tree_with_states()
+    pools[0].release(pages)
+    pools[0].allocate(3)
+    assert tree.num_known(list_of("abcd")) == 2
+    assert (pools[1].num_idle, pools[1].num_available) == (1, 3)
+    assert not pools[1].is_kept(states[3])
+    tree.check()
+
+
 # Planted faults.
 
 

@@ -26,11 +26,12 @@ def options(**changes) -> SchedulerOptions:
 # Random work.
 
 
-def run_random_work(seeds: range, num_operations: int, has_windows: bool = False) -> None:
+def run_random_work(seeds: range, num_operations: int, has_windows: bool = False, has_states: bool = False) -> None:
     """At least `num_operations` in all, and nothing that the work is meant to meet is missing."""
-    done = preemptions = spared = copies = evictions = failed = refused = 0
+    done = preemptions = spared = copies = evictions = failed = refused = reused = saved = 0
     for seed in seeds:
-        engine = RandomWork(seed, has_windows=has_windows).run(num_operations // len(seeds))
+        work = RandomWork(seed, has_windows=has_windows, has_states=has_states)
+        engine = work.run(num_operations // len(seeds))
         counters = engine.scheduler.counters
         done += engine.num_operations
         preemptions += counters.num_preemptions
@@ -39,8 +40,12 @@ def run_random_work(seeds: range, num_operations: int, has_windows: bool = False
         evictions += sum(pool.num_evictions for pool in engine.scheduler.pools.all)
         failed += engine.num_failed
         refused += engine.num_refused
+        reused += counters.reused_tokens
+        saved += sum(pool.num_evictions for pool in engine.scheduler.saved.pools)
     assert done >= num_operations
-    assert min(preemptions, spared, copies, evictions, failed, refused) > 0
+    assert min(preemptions, spared, evictions, failed, refused, reused) > 0
+    assert (copies > 0) != has_states  # whose answers share no part of a page
+    assert (saved > 0) == has_states
     print(f"{done} operations: {preemptions} preemptions, {copies} copies, {evictions} evictions, {failed} rows failed")
 
 
@@ -53,12 +58,18 @@ def test_random_work_gives_one_answer_with_windows():
     run_random_work(range(40), 20_000, has_windows=True)
 
 
+@pytest.mark.parametrize("has_windows", [False, True])
+def test_random_work_gives_one_answer_with_states(has_windows):
+    run_random_work(range(40), 20_000, has_windows, has_states=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("has_windows", [False, True])
 @pytest.mark.parametrize("part", range(4))
-def test_a_million_operations_give_one_answer(part, has_windows):
-    run_random_work(range(1000 + 100 * part, 1100 + 100 * part), 250_000, has_windows)
+def test_a_million_operations_give_one_answer(part, has_windows, has_states):
+    run_random_work(range(1000 + 100 * part, 1100 + 100 * part), 250_000, has_windows, has_states)
 
 
 def run_aborts(num_aborts: int) -> None:

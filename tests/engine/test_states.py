@@ -14,6 +14,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs.paged import move_states
 from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params
+from jaxinfer.speculative import LayersDraft, NgramDraft
 from tests.engine.grammars import make_compiler, make_sequence, run
 
 BASE = ModelConfig(
@@ -46,12 +47,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
     scope="module", params=[pytest.param(name, marks=() if name == "delta" else pytest.mark.slow) for name in MODELS]
 )
 def model(request):
-    config = MODELS[request.param]
+    return MODELS[request.param], random_params(MODELS[request.param])
+
+
+def random_params(config: ModelConfig):
+    """Parameters of which none is zero or one."""
     leaves, tree = jax.tree.flatten(init_params(config, jax.random.key(0)))
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    return config, jax.tree.unflatten(
-        tree, [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    )
+    pairs = zip(leaves, keys, strict=True)
+    return jax.tree.unflatten(tree, [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in pairs])
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -100,7 +104,7 @@ def test_answers_do_not_depend_on_neighbours(model, expected, options):
 
 
 def test_several_answers_to_a_prompt(model):
-    """They share no pages, as their states can not be shared."""
+    """They share pages up to a saved state at most, as a state cannot be cut."""
     config, params = model
     sampled, found = SamplingParams(temperature=1.0, seed=5, max_tokens=12, n=3), []
     for max_seqs in (4, 1):
@@ -124,20 +128,15 @@ def test_explain_counts_the_states(model):
     config, params = model
     with LLM((config, params), max_seqs=3, **OPTIONS) as llm:
         cache = llm.explain().to_dict()["cache"]
-    assert cache["state bytes"] == 3 * state_bytes(config, jnp.float32)
-    assert cache["prefix cache"] == "off"
+    assert cache["state bytes"] == 2 * 3 * state_bytes(config, jnp.float32)  # as many are saved
+    assert (cache["saved states"], cache["prefix cache"]) == (3, "on")
     # Pages are of the one layer with attention: keys and values of 2 heads of 8.
     assert cache["bytes per token"] == 2 * 2 * 8 * 4
 
 
-def test_drafts_are_refused_by_name(model):
-    config, params = model
-    with pytest.raises(ValueError, match=r"Tiny has layers of kind .*: speculation does not work with them yet"):
-        LLM((config, params), max_seqs=2, draft="ngram", **OPTIONS)
-
-
+@pytest.mark.parametrize("draft", [None, NgramDraft(), LayersDraft(2)], ids=["plain", "ngram", "layers"])
 @pytest.mark.parametrize("is_limited", [True, False])
-def test_refused_tokens_reach_no_state(is_limited):
+def test_refused_tokens_reach_no_state(is_limited, draft):
     """Masks from the host refuse tokens after they were computed; tables on the device refuse none. Dispatches under
     such masks have one step; where they have more, as in the reasoning before a grammar, answers are computed anew."""
     config = replace(MODELS["delta"], vocab_size=97)
@@ -146,15 +145,16 @@ def test_refused_tokens_reach_no_state(is_limited):
     compiler, prompts = make_compiler(), [[5] * 9, [7, 8, 9], [60] * 20, [31]]
     form = {"temperature": 2.0, "max_tokens": 16, "structured": StructuredOutputs(regex="([ -O][P-~]){7}")}
 
-    def answers(**options):
-        engine = Engine(config, params, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}))
+    def answers(draft, **options):
+        engine = Engine(config, params, EngineOptions(**{**OPTIONS, "max_seqs": 4, **options}), draft=draft)
         engine.scheduler.options = replace(engine.scheduler.options, has_states=is_limited)
         asked = [SamplingParams(seed=number, **form) for number in range(len(prompts))]
         pairs = zip(prompts, asked, strict=True)
         found = run(engine, [make_sequence(compiler, prompt, one, waits=True) for prompt, one in pairs])
         return found, engine.scheduler.counters.num_preemptions
 
-    expected, _ = answers()
-    found, num_preemptions = answers(grammar_memory=0)
+    expected, _ = answers(None)
+    assert draft is None or answers(draft)[0] == expected  # under tables on the device
+    found, num_preemptions = answers(draft, grammar_memory=0)
     assert found == expected
     assert (num_preemptions > 0) != is_limited

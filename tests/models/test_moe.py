@@ -217,7 +217,7 @@ def test_a_row_has_the_same_bits_whatever_its_neighbours_route(form):
 def test_what_is_not_finite_stays_with_its_token(form):
     """A NaN in one token, an infinity in the result of an expert that another token does not use."""
     experts = stacks()
-    experts = experts._replace(down=experts.down.at[4].set(jnp.inf))
+    experts = experts._replace(up=experts.up.at[4].set(jnp.inf))
     x = random(T, D)
     x[3] = np.nan
     chosen = jnp.broadcast_to(jnp.array([0, 1, 2]), (T, C)).at[8].set(jnp.array([0, 4, 2]))

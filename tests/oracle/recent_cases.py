@@ -3,6 +3,8 @@
 from tests.oracle.case import GROUPS, LATENT, VOCAB_SIZE, WINDOW, Case, layer_types
 
 _PATTERN = {"sliding_window": WINDOW}
+# Far fewer tokens than prompts have; of so many heads, no two tokens have the same score.
+_INDEX = {"index_topk": 20, "index_n_heads": 16, "index_head_dim": 12}
 
 _DENSE: tuple[Case, ...] = (
     Case("seed_oss", "seed_oss", "SeedOssForCausalLM", {"head_dim": 24, "attention_out_bias": True}),
@@ -80,6 +82,14 @@ _MIXTURES: tuple[Case, ...] = (
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
         {**LATENT, "mlp_layer_types": ["dense", "sparse"]},
+    ),
+    Case("deepseek_v32", "deepseek_v32", "DeepseekV32ForCausalLM", {**LATENT, **GROUPS, **_INDEX}, ties=(False,)),
+    Case(
+        "glm_moe_dsa",
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        {**LATENT, **_INDEX, "mlp_layer_types": ["dense", "sparse"]},
+        ties=(False,),
     ),
     Case(
         "mistral4",

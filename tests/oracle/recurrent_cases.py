@@ -39,6 +39,7 @@ _FACTORS = {
     "mlp_multipliers": [0.9, 0.8],
     "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 0.7],
 }
+_NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 10, "n_groups": 2, "head_dim": 16}
 RECURRENT_CASES = {
     case.name: case
     for case in (
@@ -128,13 +129,28 @@ RECURRENT_CASES = {
             "nemotron_h",
             "NemotronHForCausalLM",
             {
+                **_NEMOTRON,
                 "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
-                "mamba_num_heads": 8,
-                "mamba_head_dim": 12,
-                "ssm_state_size": 10,
-                "n_groups": 2,
-                "head_dim": 16,
             },
+            without=("num_hidden_layers", "rms_norm_eps"),
+            gain=0.5,
+        ),
+        Case(
+            "nemotron_h_moe",
+            "nemotron_h",
+            "NemotronHForCausalLM",
+            {
+                **_NEMOTRON,
+                "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 24,
+                "moe_shared_expert_intermediate_size": 40,
+                "routed_scaling_factor": 2.5,
+                "n_group": 4,
+                "topk_group": 2,
+            },
+            ties=(False,),
             without=("num_hidden_layers", "rms_norm_eps"),
             gain=0.5,
         ),

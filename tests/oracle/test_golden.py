@@ -127,6 +127,7 @@ WAYS = (
     *("llama", "llama_longrope_long", "mistral", "qwen2_window", "gemma2", "gpt2", "smollm3"),
     *("hunyuan_dense", "apertus", "exaone4", "glm4_moe", "mistral4", "olmoe", "phimoe", "llama4", "seed_oss"),
     *("ernie4_5", "arcee", "glm4_moe_lite", "minimax_m2", "ernie4_5_moe", "hunyuan_moe"),
+    *("deepseek_v32", "glm_moe_dsa"),
 )
 
 

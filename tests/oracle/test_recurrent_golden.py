@@ -10,7 +10,7 @@ from tests.oracle import parity
 from tests.oracle.cases import FOLDER, Case, prompt_tokens
 from tests.oracle.recurrent_cases import RECURRENT_CASES
 
-QUICK = ("qwen3_5", "nemotron_h", "lfm2_moe")
+QUICK = ("qwen3_5", "nemotron_h", "nemotron_h_moe", "lfm2_moe")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in RECURRENT_CASES]
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxinfer.models import ModelConfig, MoEConfig, RopeConfig
+from jaxinfer.models import DeltaConfig, MambaConfig, ModelConfig, MoEConfig, RopeConfig
 
 LLAMA_3_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -29,4 +29,46 @@ MIXTRAL_8X7B = replace(
     rope=RopeConfig(theta=1e6, rotary_dim=128),
     max_position_embeddings=32_768,
     moe=MoEConfig(num_experts=8, num_experts_per_token=2, expert_size=14_336, layers=tuple(range(32))),
+)
+# Three gated delta nets before each layer with attention, 256 experts of which a token has 8, and a shared one.
+QWEN_36_35B_A3B = ModelConfig(
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    vocab_size=248_320,
+    hidden_size=2048,
+    intermediate_size=512,
+    num_layers=40,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=256,
+    rope=RopeConfig(theta=1e7, rotary_dim=64),
+    max_position_embeddings=262_144,
+    dtype="bfloat16",
+    layer_kinds=("gated_delta", "gated_delta", "gated_delta", "attention") * 10,
+    delta=DeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128),
+    moe=MoEConfig(
+        num_experts=256, num_experts_per_token=8, expert_size=512, layers=tuple(range(40)),
+        shared_size=512, has_shared_gate=True,
+    ),
+    is_attention_gated=True,
+    norm="rms_zero_centred",
+    qk_norm=True,
+)  # fmt: skip
+# Mamba 2 in nine of ten layers, 72 experts of which a token has 10, and a shared one.
+GRANITE_4_SMALL = ModelConfig(
+    architecture="GraniteMoeHybridForCausalLM",
+    vocab_size=100_352,
+    hidden_size=4096,
+    intermediate_size=768,
+    num_layers=40,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope=RopeConfig(rotary_dim=128),
+    rotated_layers=(False,) * 40,
+    max_position_embeddings=131_072,
+    dtype="bfloat16",
+    layer_kinds=tuple("attention" if layer % 10 == 5 else "mamba2" for layer in range(40)),
+    mamba=MambaConfig(num_heads=128, head_size=64, num_groups=1, state_size=128),
+    moe=MoEConfig(num_experts=72, num_experts_per_token=10, expert_size=768, layers=tuple(range(40)), shared_size=1536),
+    tie_word_embeddings=True,
 )

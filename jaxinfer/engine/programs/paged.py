@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
-from jaxinfer.cache import PagedCache, PageTables, attend_ragged
+from jaxinfer.cache import PagedCache, PageTables, StateCache, attend_ragged
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.grammar.device import GrammarTables
@@ -369,6 +369,22 @@ def move_slots(mesh: Mesh | None, slots: Slots, batch: SamplingBatch, order: jax
 def move_states(cache: PagedCache, order: jax.Array) -> PagedCache:
     """States of recurrent layers, moved as `move_slots` moves slots. Donates the cache."""
     return replace(cache, states=jax.tree.map(lambda leaf: leaf[order], cache.states))
+
+
+@partial(jax.jit, donate_argnums=0)
+def copy_states(
+    into: StateCache, source: StateCache, sources: jax.Array, destinations: jax.Array, count: jax.Array
+) -> StateCache:
+    """Copies the states of the first `count` slots int32 [N] of one cache to slots of another, which is donated."""
+
+    def body(index: jax.Array, into: StateCache) -> StateCache:
+        def copy(leaf: jax.Array, other: jax.Array) -> jax.Array:
+            one = lax.dynamic_index_in_dim(other, sources[index], keepdims=True)
+            return lax.dynamic_update_slice_in_dim(leaf, one, destinations[index], axis=0)
+
+        return jax.tree.map(copy, into, source)
+
+    return lax.fori_loop(0, count, body, into)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

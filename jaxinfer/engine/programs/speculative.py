@@ -1,7 +1,8 @@
 """The jitted speculative round: draft, verify, accept, roll back, several times in a dispatch.
 
 Shapes use the legend of jaxinfer/README.md. The host sees the accepted tokens only. Draft and target share the page
-table; rolling back is not counting what was stored too much, since the next round writes there again.
+table; rolling back is not counting what was stored too much, since the next round writes there again. States of
+recurrent layers cannot be cut: a round leaves them as they were, and then reads the confirmed rows into them.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxinfer.cache import PagedAttention, PagedCache, PageTables
+from jaxinfer.cache import PagedCache, PageTables, attend_ragged
 from jaxinfer.engine.compiling import COMPILER_OPTIONS
 from jaxinfer.engine.programs import ProgramModel, Weights
 from jaxinfer.engine.programs.paged import (
@@ -161,7 +162,7 @@ class _Round:
             self.drafter, self.draft, self.model, cache, draft_cache, slots.draft, rows
         )
         proposal = proposal._replace(num_nodes=jnp.where(is_active, proposal.num_nodes, 0))
-        cache, hidden = verify(self.target, self.model, cache, proposal, rows, self.drafter)
+        attend, hidden = verify(self.target, self.model, cache, proposal, rows, self.drafter)
         state, outputs = walk(
             _logits_at(self.target, hidden, self.drafter),
             proposal,
@@ -172,6 +173,7 @@ class _Round:
             outputs,
             is_maximal=self.drafter.is_maximal,
         )
+        cache = attend.commit(state.num_tokens)
         if tree.max_width > 1:
             moved = (rows, state.path, state.num_tokens)
             cache = keep_path(cache, *moved, self.model.mesh)
@@ -199,8 +201,9 @@ class _Round:
 
 def verify(
     target: Decoder, model: ProgramModel, cache: PagedCache, proposal: Proposal, rows: DraftRows, drafter: Drafter
-) -> tuple[PagedCache, jax.Array]:
-    """The target's pass over all nodes of all rows: stores them, and returns its final hidden states [S, N, D]."""
+) -> tuple[Any, jax.Array]:
+    """The target's pass over all nodes of all rows. Returns what stored them (`attend_ragged`), whose `commit` makes
+    the cache, and the final hidden states [S, N, D]."""
     num_slots, num_nodes = proposal.tokens.shape
     tree, count = drafter.tree, num_slots * num_nodes
     padding = max(drafter.min_rows - count, 0)
@@ -208,7 +211,7 @@ def verify(
     ancestors = None
     if tree.max_width > 1:
         ancestors = jnp.pad(jnp.tile(jnp.asarray(tree.ancestors), num_slots), (0, padding))
-    attend = PagedAttention(
+    attend = attend_ragged(
         cache,
         rows.page_tables,
         num_nodes * jnp.arange(num_slots, dtype=jnp.int32),
@@ -217,11 +220,12 @@ def verify(
         max_query_length=None if drafter.is_uniform else num_nodes,
         ancestors=ancestors,
         is_uniform=drafter.is_uniform,
+        max_deferred=num_nodes,
         mesh=model.mesh,
     )
     tokens, positions = (jnp.pad(x, (0, padding)) for x in (proposal.tokens.reshape(-1), positions))
     hidden = target(tokens, positions, attend)
-    return attend.cache, hidden[:count].reshape(num_slots, num_nodes, -1)
+    return attend, hidden[:count].reshape(num_slots, num_nodes, -1)
 
 
 def _logits_at(target: Decoder, hidden: jax.Array, drafter: Drafter) -> Callable[[jax.Array], jax.Array]:
@@ -249,7 +253,10 @@ def _propose(drafter: Drafter, draft: Decoder | None, model: ProgramModel, cache
         own, slots, proposal = propose(decoder, cache.first(num_layers), slots, rows, drafter.tree)
         return cache.with_first(own), draft_cache, slots, proposal
     draft_cache, slots = catch_up(decoder, draft_cache, slots, rows)
+    states, num_drafted = draft_cache.states, slots.num_drafted
     draft_cache, slots, proposal = propose(decoder, draft_cache, slots, rows, drafter.tree)
+    if states is not None:  # drafting has read tokens into a copy that may be rejected
+        draft_cache, slots = replace(draft_cache, states=states), replace(slots, num_drafted=num_drafted)
     return cache, draft_cache, slots, proposal
 
 

@@ -24,6 +24,8 @@ _FALCON = {"multi_query", "num_ln_in_parallel_attn", "parallel_attn", "num_kv_he
 UNREAD = {
     "deepseek_v2": {*_LATENT, "n_group", "topk_group"},  # by topk_method
     "deepseek_v3": _LATENT,
+    "deepseek_v32": _LATENT,
+    "glm_moe_dsa": _LATENT,
     "exaone4": {"sliding_window_pattern"},
     "falcon": _FALCON,
     "falcon_h1": {"mamba_expand"},  # by mamba_d_ssm

@@ -5,7 +5,49 @@ from tests.faults.fault import Fault
 _ROUTES = "tests/models/test_moe.py"
 _REFUSALS = "tests/checkpoints_convert/huggingface/test_config_refusals.py"
 
+_INDEXER = "tests/models/test_indexer.py"
+
 FAULTS = (
+    Fault(
+        "models/a-query-chooses-among-later-tokens",
+        "jaxinfer/models",
+        "jnp.where(at <= position, found, -jnp.inf)",
+        "found",
+        (f"{_INDEXER}::test_chosen_tokens_are_those_of_a_stable_sort",),
+        "DeepSeek-V3.2 attends to fewer tokens than it chooses",
+    ),
+    Fault(
+        "models/index-scores-of-minus-zero-are-below-zero",
+        "jaxinfer/models",
+        "found = jnp.where(found == 0, 0.0, found)",
+        "found = jnp.where(found == 0, -0.0 * jnp.sign(keys[:, 0]), found)",
+        (f"{_INDEXER}::test_chosen_tokens_are_those_of_a_stable_sort",),
+        "DeepSeek-V3.2 chooses later tokens of equal scores",
+    ),
+    Fault(
+        "models/an-indexer-without-relu",
+        "jaxinfer/models",
+        "products = jax.nn.relu(",
+        "products = (",
+        (f"{_INDEXER}::test_chosen_tokens_are_those_of_a_stable_sort",),
+        "DeepSeek-V3.2 chooses other tokens",
+    ),
+    Fault(
+        "models/an-indexer-rotates-halves-for-neighbours",
+        "jaxinfer/models",
+        "if self.mla.is_index_interleaved:",
+        "if False:",
+        ("tests/oracle/test_golden.py::test_hidden_states_and_logits[glm_moe_dsa]",),
+        "GLM-5 chooses other tokens",
+    ),
+    Fault(
+        "models/experts-without-a-gate-are-not-activated",
+        "jaxinfer/models",
+        "if is_gated else activation(up)",
+        "if is_gated else up",
+        ("tests/oracle/test_recurrent_golden.py::test_hidden_states_and_logits[nemotron_h_moe]",),
+        "Nemotron 3's experts are linear",
+    ),
     Fault(
         "models/sparsemixer-weighs-the-second-expert-beside-the-first",
         "jaxinfer/models",

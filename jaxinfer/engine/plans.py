@@ -1,0 +1,65 @@
+"""What the scheduler plans: one dispatch of the device. Plain Python: no JAX here."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxinfer.engine.pages import NULL_PAGE
+from jaxinfer.engine.request import SequenceState
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens `start` to `start + length` of a sequence, to be stored; `is_last` when its next token is then chosen.
+
+    `saves_to` is the place where the sequence's state after them is saved; NULL_PAGE for none.
+    """
+
+    sequence: SequenceState
+    start: int
+    length: int
+    is_last: bool
+    saves_to: int = NULL_PAGE
+
+
+class PageCopy(NamedTuple):
+    """A page of a group whose contents another one gets."""
+
+    group: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True)
+class DispatchPlan:
+    """One dispatch.
+
+    Attributes:
+      admitted: sequences that got a slot; their rows of the device's arrays must be written first, and their states
+        copied from where they `restore_from`.
+      moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
+      copies: pages to copy before anything is stored. Neither moves nor copies depend on their order.
+      chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
+        makes a token, or up to `tokens_per_step`.
+      draft: what the sequences draft in each step (a `DraftPlan`, which the engine adds); None for nothing.
+      grammar: what the device is told of grammars first (by `Grammars.plan`, which the engine adds).
+    """
+
+    admitted: list[SequenceState]
+    moves: list[tuple[int, int]]
+    copies: list[PageCopy]
+    chunks: list[Chunk]
+    decodes: list[SequenceState]
+    num_steps: int
+    tokens_per_step: int = 1
+    draft: Any = None
+    grammar: Sequence[Any] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.chunks and not self.decodes
+
+    @property
+    def sequences(self) -> list[SequenceState]:
+        """All that take part."""
+        return [*(chunk.sequence for chunk in self.chunks), *self.decodes]
