@@ -27,9 +27,9 @@ from tests.planning.plan_models import GRANITE_4_SMALL, QWEN_36_35B_A3B
 
 SLOTS, PAGE, PAGES = 64, 64, 32
 PERIODS = {"Qwen3.6-35B-A3B": (QWEN_36_35B_A3B, 4), "Granite 4 small": (GRANITE_4_SMALL, 10)}
-# What exceeds the bound, of the needed bytes: 0.046 are the experts' hidden states, [256, 64, 512] of gate and of up and
-# of their product, of which each is written and read; 0.033 are partial sums, as XLA:GPU splits products of few columns
-# (34 MB a layer beside 50 MB of weights for queries, keys, values and gates); 0.022 are logits, written once, read twice.
+# What exceeds the bound, of the needed bytes: 0.046 are the hidden states of experts, [256, 64, 512] of gate, up and
+# product, each written and read; 0.033 are partial sums, as XLA:GPU splits products of few columns (34 MB a layer
+# beside 50 MB of weights for queries, keys, values and gates); 0.022 are logits, written once and read twice.
 SPLIT = "1.111: XLA:GPU writes hidden states of all experts, and partial sums of products with few columns"
 CASES = [(chip, name) for chip in ("v6e", "h100") for name in PERIODS]
 
