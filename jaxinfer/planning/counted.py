@@ -22,6 +22,7 @@ class Counted:
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
       token_cache_bytes: keys and values of one token in all layers.
+      window_bytes: (window, bytes of one token) of the layers with sliding windows, which `token_cache_bytes` includes.
       head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
         its last token only.
     """
@@ -35,6 +36,7 @@ class Counted:
     num_chosen: int
     token_cache_bytes: int
     head: tuple[str, float] = ("bf16", 0.0)
+    window_bytes: tuple[tuple[int, int], ...] = ()
 
     def read_weight_bytes(self, num_tokens: int) -> float:
         """Weights that a step of `num_tokens` tokens reads, if routers choose experts evenly and independently."""
@@ -47,6 +49,12 @@ class Counted:
         """FLOPs of one token that attends to `num_keys` keys."""
         windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
         return self.key_flops * num_keys + windowed
+
+    def read_cache_bytes(self, num_tokens: int, num_queries: int = 1) -> int:
+        """Keys and values that the last `num_queries` of `num_tokens` tokens read, together: in a layer with a window,
+        only those that one of them sees."""
+        unseen = sum(size * max(num_tokens - (window + num_queries - 1), 0) for window, size in self.window_bytes)
+        return self.token_cache_bytes * num_tokens - unseen
 
 
 def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> Counted:
@@ -81,8 +89,15 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         flops["bf16"] = flops.get("bf16", 0.0) + chosen
         of_key = 2 * mla.index_heads * mla.index_size
     windows = [config.window(layer) for layer in config.attention_layers]
-    stored = [pages for pages in cache.layers if pages is not None]
-    page_bytes = sum(num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0] for pages in stored)
+    stored = {
+        layer: num_bytes(pages) // (jax.tree.leaves(pages)[0].shape[0] * spec.page_size)
+        for layer, pages in enumerate(cache.layers)
+        if pages is not None
+    }
+    window_bytes = dict.fromkeys({*windows} - {None}, 0)
+    for layer, size in stored.items():
+        if (window := config.window(layer)) is not None:
+            window_bytes[window] += size
     return Counted(
         token_flops=flops,
         key_flops=of_key * sum(window is None for window in windows),
@@ -91,6 +106,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         expert_bytes=experts,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen=0 if moe is None else moe.num_experts_per_token,
-        token_cache_bytes=page_bytes // spec.page_size,
+        token_cache_bytes=sum(stored.values()),
         head=head,
+        window_bytes=tuple((window, size) for window, size in window_bytes.items() if window),
     )
