@@ -21,7 +21,8 @@ class Counted:
       window_keys: (window, FLOPs per key) of the layers with sliding windows.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
-      token_cache_bytes: keys and values of one token that all layers read.
+      token_cache_bytes: keys and values of one token that all layers read, those of a shared layer once for each reader.
+      window_bytes: (window, bytes of one token) of the layers with sliding windows, which `token_cache_bytes` includes.
       head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
         its last token only.
     """
@@ -35,6 +36,7 @@ class Counted:
     num_chosen: int
     token_cache_bytes: int
     head: tuple[str, float] = ("bf16", 0.0)
+    window_bytes: tuple[tuple[int, int], ...] = ()
 
     def read_weight_bytes(self, num_tokens: int) -> float:
         """Weights that a step of `num_tokens` tokens reads, if routers choose experts evenly and independently."""
@@ -47,6 +49,12 @@ class Counted:
         """FLOPs of one token that attends to `num_keys` keys."""
         windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
         return self.key_flops * num_keys + windowed
+
+    def read_cache_bytes(self, num_tokens: int, num_queries: int = 1) -> int:
+        """Keys and values that the last `num_queries` of `num_tokens` tokens read, together: in a layer with a window,
+        only those that one of them sees."""
+        unseen = sum(size * max(num_tokens - (window + num_queries - 1), 0) for window, size in self.window_bytes)
+        return self.token_cache_bytes * num_tokens - unseen
 
 
 def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> Counted:
@@ -73,7 +81,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         if is_head or names == ["lm_head"]:
             head = (kind, 2 * math.prod(leaf.shape) / num_devices)
     keys: dict[int | None, float] = {}
-    page_bytes = 0
+    stored: dict[int | None, int] = {}
     mla = config.mla
     for layer in config.attention_layers:
         head_dim, window = config.head_dim_of(layer), config.window(layer)
@@ -85,8 +93,8 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             of_key = 2 * mla.index_heads * mla.index_size
         keys[window] = keys.get(window, 0.0) + of_key
         pages = cache.layers[config.kv_source(layer)]
-        if pages is not None and config.kv_source(layer) == layer:
-            page_bytes += num_bytes(pages) // jax.tree.leaves(pages)[0].shape[0]
+        of_token = num_bytes(pages) // (jax.tree.leaves(pages)[0].shape[0] * spec.page_size)
+        stored[window] = stored.get(window, 0) + of_token
     return Counted(
         token_flops=flops,
         key_flops=keys.get(None, 0.0),
@@ -95,6 +103,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         expert_bytes=experts,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen=0 if moe is None else moe.num_experts_per_token,
-        token_cache_bytes=page_bytes // spec.page_size,
+        token_cache_bytes=sum(stored.values()),
         head=head,
+        window_bytes=tuple((window, size) for window, size in stored.items() if window),
     )

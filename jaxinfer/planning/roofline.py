@@ -98,7 +98,7 @@ def decode_point(
     Bytes are those of the weights, of the cache of `batch` sequences, and of everything else that the compiled program
     moves per sequence (activations, logits, the sampler's arrays); `compiled` None leaves the latter out.
     """
-    cache = batch * context * counted.token_cache_bytes
+    cache = batch * counted.read_cache_bytes(context)
     rows = sent = 0.0
     if compiled is not None:
         share = batch / compiled_batch
@@ -106,7 +106,8 @@ def decode_point(
         if compiled.moved_bytes is not None and compiled.kernel_bytes is not None:
             read = min(counted.read_weight_bytes(compiled_batch), compiled.moved_bytes)
             rows = (compiled.moved_bytes - read) * share
-            cache = compiled.kernel_bytes * share * context / compiled_context
+            longer = counted.read_cache_bytes(compiled_context)
+            cache = compiled.kernel_bytes * share * (counted.read_cache_bytes(context) / longer if longer else 1)
     moved = counted.read_weight_bytes(batch) + cache + rows
     flops = pass_flops(counted, [(context - 1, 1)] * batch)
     memory, compute, links = moved / rates.hbm, rates.compute_seconds(flops), sent / rates.links

@@ -66,15 +66,24 @@ def sample(
     # one of greedy rows under masks.
     is_more = jnp.any(is_more_than_masked(batch, state))
     which = jnp.where(is_more, 2, jnp.any(is_transformed(batch, state)))
-    tokens, best = lax.switch(
+
+    def checked(choice: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        tokens, best = choice
+        return tokens, jnp.all(logits < jnp.inf, axis=-1) & (best > -jnp.inf)
+
+    def largest_of_raw() -> tuple[jax.Array, jax.Array]:
+        # The maximum is NaN or +inf if any logit is: no second pass over them, of 64 MB for 64 rows of Qwen3.6.
+        tokens, best = exact.largest(logits)
+        return tokens, (best > -jnp.inf) & (best < jnp.inf)
+
+    tokens, ok = lax.switch(
         which,
         [
-            lambda: exact.largest(logits),
-            lambda: exact.largest(logits if tables is None else apply_masks(logits, state.grammar, tables)),
-            lambda: _choose(transform(logits, batch, state, tables), positions, batch, draw),
+            largest_of_raw,
+            lambda: checked(exact.largest(logits if tables is None else apply_masks(logits, state.grammar, tables))),
+            lambda: checked(_choose(transform(logits, batch, state, tables), positions, batch, draw)),
         ],
     )
-    ok = jnp.all(logits < jnp.inf, axis=-1) & (best > -jnp.inf)
     tokens = jnp.where(ok, tokens, 0)
     logprobs: TokenLogprobs = lax.cond(
         jnp.any(batch.has_logprobs),

@@ -47,6 +47,22 @@ def test_windows_bound_what_is_seen(ask):
     full, windowed = (counted(ask(one, "v6e:1x1")) for one in (TINY, config))
     assert windowed.attention_flops(100) == full.attention_flops(100)
     assert windowed.attention_flops(1000) == full.attention_flops(1000) * (2 * 1000 + 2 * 100) / (4 * 1000)
+    of_layer = full.token_cache_bytes // 4
+    assert windowed.token_cache_bytes == full.token_cache_bytes == full.read_cache_bytes(1)
+    assert windowed.read_cache_bytes(100) == full.read_cache_bytes(100) == 400 * of_layer
+    assert windowed.read_cache_bytes(1000) == 2 * (1000 + 100) * of_layer
+    # Five queries see four keys more than the window; those of a whole prompt see all.
+    assert windowed.read_cache_bytes(1000, 5) == 2 * (1000 + 104) * of_layer
+    assert windowed.read_cache_bytes(1000, 1000) == full.read_cache_bytes(1000)
+
+
+def test_the_roofline_reads_windows(ask):
+    its = counted(ask(replace(TINY, sliding_windows=(100, None) * 2), "v6e:1x1"))
+    assert point(its, batch=2, context=1000).hbm_bytes == its.dense_bytes + 2 * its.read_cache_bytes(1000)
+    kernels = 64 * its.read_cache_bytes(4096)
+    compiled = ProgramFigures(0, 0, 0, 0, 0, None, its.dense_bytes, kernels, 0, 0)
+    half = point(its, compiled, batch=32, context=2048)
+    assert half.hbm_bytes == pytest.approx(its.dense_bytes + 32 * its.read_cache_bytes(2048))
 
 
 def test_experts_are_read_as_tokens_choose_them(ask):

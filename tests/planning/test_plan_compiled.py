@@ -13,11 +13,12 @@ import pytest
 from jaxinfer.models import abstract_params
 from jaxinfer.planning import changes, make_plan
 from jaxinfer.planning.compiled import chip_compiler, compile_programs
+from jaxinfer.planning.counted import count
 from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.speculative import ModelDraft
 from pallas_kernels import ahead_of_time
-from tests.planning.plan_models import LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
+from tests.planning.plan_models import GEMMA_3_27B, LLAMA_3_8B, LLAMA_3_70B, MIXTRAL_8X7B, TINY
 
 # Of memory and of bytes moved, between a program of all layers and what few layers say of it.
 BOUND = 0.02
@@ -75,6 +76,29 @@ def test_few_layers_of_llama_3_70b_tell_what_all_do(ask):
     assert few.argument_bytes == whole.argument_bytes
     assert few.total_bytes == pytest.approx(whole.total_bytes, rel=BOUND)
     assert few.moved_bytes == pytest.approx(whole.moved_bytes, rel=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("chip", "num_layers"), [("v6e", 12), ("h100", 12)])
+def test_few_layers_of_gemma_3_27b_tell_what_all_do(ask, chip, num_layers):
+    """Two kinds of layers, with a window and without, whose keys lie in two pools."""
+    needs(chip)
+    config = replace(GEMMA_3_27B, num_layers=num_layers, sliding_windows=GEMMA_3_27B.sliding_windows[:num_layers])
+    request = ask(config, "v6e:1x1" if chip == "v6e" else "h100x1", max_model_len=4096, max_seqs=16)
+    spec = request.spec(compiles=True)
+    compiler = chip_compiler(chip, spec.mesh)
+    whole, few = (compile_programs(spec, compiler, whole=how, only="decode")["decode"] for how in (True, False))
+    expected, found = whole.figures, few.figures
+    print(f"{chip}: {expected.to_dict()} whole; {found.to_dict()} from {few.num_layers} layers")
+    assert 0 <= expected.argument_bytes - sum(spec.parts.values()) < 2**20  # and what a dispatch takes
+    assert found.argument_bytes == expected.argument_bytes
+    assert found.total_bytes == pytest.approx(expected.total_bytes, rel=BOUND)
+    if chip == "v6e":
+        assert found.moved_bytes == pytest.approx(expected.moved_bytes, rel=BOUND)
+        assert found.kernel_bytes == pytest.approx(expected.kernel_bytes, rel=BOUND)
+        counted = 16 * count(spec, spec.config, spec.placed_params, spec.cache).read_cache_bytes(4096)
+        assert expected.kernel_bytes == pytest.approx(counted, rel=BOUND)
 
 
 PLANS = {

@@ -310,6 +310,17 @@ def test_a_broken_row_is_flagged_and_its_neighbours_are_the_same_bit_for_bit(poi
         assert np.array_equal(a[others], b[others])
 
 
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.nan])
+@pytest.mark.parametrize("place", [0, 100, 256])
+def test_a_broken_row_among_greedy_ones_is_flagged(poison, place):
+    """Without a transform of any row, only the maximum of raw logits is looked at."""
+    logits = np.random.default_rng(place).normal(size=(4, 257)).astype(np.float32)
+    logits[2, place] = poison
+    got = run(logits, [row(temperature=0)] * 4)
+    assert got.ok.tolist() == [True, True, False, True]
+    assert got.tokens.tolist() == [int(logits[0].argmax()), int(logits[1].argmax()), 0, int(logits[3].argmax())]
+
+
 def test_a_row_of_nothing_but_nan_or_minus_infinity_is_flagged():
     logits = np.zeros((4, 10), np.float32)
     logits[0], logits[1], logits[2, :9] = np.nan, -np.inf, -np.inf

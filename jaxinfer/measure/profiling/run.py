@@ -57,13 +57,13 @@ def needed(
     counted: Counted, rates: Rates, spans: Iterable[tuple[int, int]], *, reads_all_logits: bool = False
 ) -> Needed:
     """The needs of a pass over the weights for spans (tokens before the span, tokens of the span), each of which reads
-    the keys before it and its own. Logits are as in `pass_flops`."""
+    the keys before it that it sees and its own. Logits are as in `pass_flops`."""
     spans = list(spans)
     if not spans:
         return Needed()
     num_tokens = sum(length for _, length in spans)
     moved = counted.read_weight_bytes(num_tokens)
-    moved += counted.token_cache_bytes * sum(start + length for start, length in spans)
+    moved += sum(counted.read_cache_bytes(start + length, length) for start, length in spans)
     flops = pass_flops(counted, spans, reads_all_logits=reads_all_logits)
     compute = rates.compute_seconds(flops)
     memory = moved / rates.hbm

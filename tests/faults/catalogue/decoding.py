@@ -92,6 +92,14 @@ SAMPLING = (
         "the rank of a log-probability is off by one, and 0 means not computed",
     ),
     Fault(
+        "sampling/an-infinite-logit-of-a-greedy-row-passes",
+        "jaxinfer/sampling/sampler.py",
+        "return tokens, (best > -jnp.inf) & (best < jnp.inf)",
+        "return tokens, best > -jnp.inf",
+        ("tests/sampling/test_sampler.py",),
+        "a greedy answer goes on with the token of a logit that overflowed",
+    ),
+    Fault(
         "sampling/nan-row-is-not-flagged",
         "jaxinfer/sampling",
         "jnp.all(logits < jnp.inf, axis=-1) & (best",

@@ -371,6 +371,14 @@ PLANNING = (
         "a plan with a draft fits, and the engine runs out of memory",
     ),
     Fault(
+        "planning/the-roofline-reads-all-of-a-sequence-in-layers-with-a-window",
+        "jaxinfer/planning/counted.py",
+        "return self.token_cache_bytes * num_tokens - unseen",
+        "return self.token_cache_bytes * num_tokens",
+        ("tests/planning/test_counted.py", "tests/measure/profiling/test_run.py"),
+        "plans and profiles of models with windows say that a step must move more than it does",
+    ),
+    Fault(
         "planning/attention-of-the-keys-alone",
         "jaxinfer/planning",
         "width = config.head_dim + (config.head_dim if",
