@@ -21,7 +21,7 @@ class Counted:
       window_keys: (window, FLOPs per key) of the layers with sliding windows.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
-      token_cache_bytes: keys and values of one token that all layers read, those of a shared layer once for each reader.
+      token_cache_bytes: keys and values of one token that all layers read, shared ones once for each reader.
       window_bytes: (window, bytes of one token) of the layers with sliding windows, which `token_cache_bytes` includes.
       head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
         its last token only.
