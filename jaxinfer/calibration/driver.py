@@ -259,6 +259,25 @@ def _check_experts(config: ModelConfig, options: CalibrationOptions) -> None:
                 experts_at_once(f"layers.{number}.{name}", width, options.expert_memory)
 
 
+def _check_layer_by_layer(config: ModelConfig, options: CalibrationOptions, held_out: np.ndarray | None) -> None:
+    """Refuses models whose layers cannot be run one by one, from the hidden states before them."""
+    if config.kv_sources:
+        raise ValueError(
+            f"{config.architecture} has layers that read the keys and values of earlier ones, and cannot be quantized "
+            'layer by layer; it can be opened with quantize="int8" or another scheme'
+        )
+    reads_more = config.layer_inputs is not None or (config.moe is not None and config.moe.is_beside_mlp)
+    if reads_more and (options.needs_activations or held_out is not None):
+        raise ValueError(
+            f"{options.method if options.needs_activations else 'a divergence on held-out text'} is not supported for "
+            f"{config.architecture}, whose layers have inputs of their own; rounding to nearest (rtn) is"
+        )
+    if config.has_value_norm and options.method in ("awq", "smoothquant"):
+        raise ValueError(
+            f"{options.method} is not supported for {config.architecture}, whose values are normalized; gptq is"
+        )
+
+
 def check_input(
     config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
 ) -> None:
@@ -274,6 +293,7 @@ def check_input(
             f"{options.method} is not supported for {config.architecture}, which has recurrent layers; rounding to "
             "nearest (rtn) is"
         )
+    _check_layer_by_layer(config, options, held_out)
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")
     for name, given in (("tokens", tokens), ("held_out", held_out)):

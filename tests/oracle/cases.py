@@ -407,6 +407,7 @@ _GEMMA4_FACTORS = {
     **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), 0.3),
     **dict.fromkeys(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"), 4.0),
     "q_norm.weight": 0.35,
+    "router.proj.weight": 8.0,  # of nearly equal experts, rounding chooses one that counts little
 }
 
 
