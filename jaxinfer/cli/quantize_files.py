@@ -142,7 +142,7 @@ def _write_files(
     dtype: str,
     made: Path,
 ) -> None:
-    from checkpoints_convert.files import CONFIG, read_json, write_companions, write_json
+    from checkpoints_convert.files import CONFIG, read_json, special_token, write_companions, write_json
     from checkpoints_convert.huggingface.config import huggingface_config
     from checkpoints_convert.huggingface.save import write_shards
     from checkpoints_convert.staging import check_free_space
@@ -154,7 +154,7 @@ def _write_files(
     check_free_space(made, sum(sizes.values()))
     made.mkdir(parents=True)
     original = read_json(Path(companions[CONFIG])) if CONFIG in companions else {}
-    special = {name: original.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {name: special_token(original, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     scales, _ = _kv_scales(source, result)
     quantization = write_shards(config, made, _leaf_reader(result.read), sizes.__getitem__, kv_scales=scales)
     for name in write_companions({name: file for name, file in companions.items() if name != CONFIG}, made):

@@ -98,7 +98,9 @@ def activation_bytes(spec: EngineSpec) -> int:
     logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
     # A speculative round keeps the inputs of its states until it is known which rows are confirmed.
     rows = 0 if spec.draft is None else spec.round_slots[-1] * spec.trees[-1].num_nodes
-    deferred = rows * deferred_bytes(config, spec.dtype)
+    if rows and spec.options.deterministic:  # a pass of one shape, filled up
+        rows = max(rows, spec.token_buckets[-1])
+    deferred = rows * deferred_bytes(config, spec.params)
     return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits + deferred
 
 

@@ -18,7 +18,8 @@ class Counted:
     Attributes:
       token_flops: matrix products of one token, by the type of the operands: "bf16", "int8" or "fp8".
       key_flops: attention of one token to one key, summed over the layers without a window.
-      window_keys: (window, FLOPs per key) of the layers with sliding windows.
+      window_keys: (window, FLOPs per key) of the layers with sliding windows, and of attention to as many tokens as an
+        indexer chooses.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
       token_cache_bytes: keys and values of one token in all layers.
@@ -82,11 +83,12 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
             head = (kind, 2 * math.prod(leaf.shape) / num_devices)
     width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
     of_key = 2 * config.num_heads * width / num_devices
+    chosen_keys: tuple[tuple[int, float], ...] = ()
     if config.mla is not None and config.mla.has_indexer:
-        # Attention to the chosen tokens costs the same for every length, and the indexer's scores grow with it.
+        # Attention reads the chosen tokens only, as a window of that many; the indexer scores all of them.
         mla = config.mla
-        chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size) * mla.index_topk * config.num_layers
-        flops["bf16"] = flops.get("bf16", 0.0) + chosen
+        of_chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size) * config.num_layers
+        chosen_keys = ((mla.index_topk, of_chosen),)
         of_key = 2 * mla.index_heads * mla.index_size
     windows = [config.window(layer) for layer in config.attention_layers]
     stored = {
@@ -101,7 +103,10 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
     return Counted(
         token_flops=flops,
         key_flops=of_key * sum(window is None for window in windows),
-        window_keys=tuple((window, of_key * windows.count(window)) for window in {*windows} - {None} if window),
+        window_keys=(
+            *((window, of_key * windows.count(window)) for window in {*windows} - {None} if window),
+            *chosen_keys,
+        ),
         dense_bytes=dense,
         expert_bytes=experts,
         num_experts=0 if moe is None else moe.num_experts,
