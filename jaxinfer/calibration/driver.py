@@ -259,10 +259,8 @@ def _check_experts(config: ModelConfig, options: CalibrationOptions) -> None:
                 experts_at_once(f"layers.{number}.{name}", width, options.expert_memory)
 
 
-def check_input(
-    config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
-) -> None:
-    """Raises ValueError as `quantize_model`, before anything is read or written."""
+def check_method(config: ModelConfig, options: CalibrationOptions) -> None:
+    """Raises ValueError for a method that a model cannot be quantized with."""
     _check_experts(config, options)
     if options.needs_activations and config.moe is not None and config.moe.scales_input:
         raise ValueError(
@@ -274,6 +272,13 @@ def check_input(
             f"{options.method} is not supported for {config.architecture}, which has recurrent layers; rounding to "
             "nearest (rtn) is"
         )
+
+
+def check_input(
+    config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
+) -> None:
+    """Raises ValueError as `quantize_model`, before anything is read or written."""
+    check_method(config, options)
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")
     for name, given in (("tokens", tokens), ("held_out", held_out)):

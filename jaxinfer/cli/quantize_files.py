@@ -214,14 +214,15 @@ def check_not_quantized(source: "Checkpoint") -> None:
 def planned(source: "Checkpoint", options: "CalibrationOptions") -> "dict[ParamPath, QuantizedArray]":
     """The weights that will be quantized, as abstract arrays.
 
-    Raises UsageError for a group size that does not divide the inputs of a linear layer, ValueError for a pattern of
-    `keep` without a match, CheckpointError for what compressed-tensors or the family's config.json cannot express.
+    Raises UsageError for a group size that does not divide the inputs of a linear layer, ValueError for a method that
+    the model cannot be quantized with and for a pattern of `keep` without a match, CheckpointError for what compressed-tensors or the family's config.json cannot express.
     """
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.huggingface.compress import stored_form
     from checkpoints_convert.huggingface.config import huggingface_config
-    from jaxinfer.calibration.driver import abstract_weights, all_linears
+    from jaxinfer.calibration.driver import abstract_weights, all_linears, check_method
 
+    check_method(source.config, options)
     options.check_keep(all_linears(source.config))
     huggingface_config(replace(source.config, dtype=options.dtype))
     weights = abstract_weights(source.config, options)

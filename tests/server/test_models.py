@@ -27,8 +27,11 @@ from jaxinfer.server.models import ModelNeeds, ModelSource, ServedModel
 from jaxinfer.server.options import ServerOptions, parse_bytes, parse_duration
 from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.service import Service
+from tests.checkpoints_convert.recurrent_files import FAMILIES
+from tests.checkpoints_convert.recurrent_files import write as write_recurrent
 from tests.cli import conftest as checkpoint_module
 from tests.cli.conftest import write_checkpoint
+from tests.pallas_kernels.quick import quick
 from tests.server.asgi import Client
 from tests.server.conftest import until
 
@@ -874,3 +877,21 @@ def test_a_switch_back_takes_as_long_as_loading_weights(tmp_path, monkeypatch, c
     with capsys.disabled():
         print(f"\nback to a model {1e3 * switch:.1f} ms, loaded alone {1e3 * load:.1f} ms: {switch / load:.2f}x")
     assert switch <= 1.3 * load
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, "granite_hybrid_dense"))
+@pytest.mark.parametrize("draft", [None, "layers:2", "itself"])
+def test_states_are_a_part_of_the_budget(tmp_path, family, draft):
+    """A model of which all slots have states finds room for them, or has fewer pages, and holds what was counted."""
+    name = str(write_recurrent(family, tmp_path))
+    arguments = {**ENGINE, "page_size": 8, **({} if draft is None else {"draft": draft.replace("itself", name)})}
+    whole = count_needs(name, arguments, 2**40)
+    budget = whole.num_bytes - 1
+    needs = count_needs(name, arguments, budget)
+    assert needs.num_pages == whole.num_pages - 1
+    assert needs.num_bytes <= budget
+    with pytest.raises(OutOfMemoryError, match="raise --model-memory"):
+        count_needs(name, arguments, needs.num_bytes // 2)
+    engine = LocalModels((name,), arguments, ServerOptions(lazy=True)).find(name).open(needs)
+    assert resident_bytes(engine) == needs.num_bytes
+    asyncio.run(engine.close())
