@@ -177,7 +177,7 @@ def test_maximal_acceptance_reads_the_same_states(model, drafts, name):
         llm.engine.scheduler.check()
         stats = llm.speculation_stats()
     if name == "itself":
-        assert stats.proposed > 1000
+        assert stats.proposed > 500
         assert stats.acceptance_rate == 1.0
 
 

@@ -233,10 +233,16 @@ def test_caches_give_one_answer(model, expected, ways):
 @pytest.mark.parametrize(
     ("kv_dtype", "ways"),
     quick(
-        [("int8", ("chunks", "contiguous")), *((name, tuple(WAYS)) for name in ("int8", "fp8_e4m3", "fp8_e5m2", "bfloat16"))],
+        [
+            ("int8", ("chunks", "contiguous")),
+            ("int8", tuple(WAYS)),
+            ("fp8_e4m3", tuple(WAYS)),
+            ("fp8_e5m2", ("chunks", "contiguous", "layers")),
+            ("bfloat16", ("chunks", "contiguous", "layers")),
+        ],
         ("int8", ("chunks", "contiguous")),
     ),
-)  # fmt: skip
+)
 def test_narrow_caches_give_one_answer(model, kv_dtype, ways):
     """Only keys and values are narrow: states stay as they are."""
     check_ways(model, ways, kv_dtype=kv_dtype, deterministic=True)

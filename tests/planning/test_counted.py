@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.models import MoEConfig
+from jaxinfer.models import MLAConfig, MoEConfig, RopeConfig
 from jaxinfer.planning import chips
 from jaxinfer.planning.compiled import ProgramFigures
 from jaxinfer.planning.counted import count
@@ -54,6 +54,22 @@ def test_windows_bound_what_is_seen(ask):
     # Five queries see four keys more than the window; those of a whole prompt see all.
     assert windowed.read_cache_bytes(1000, 5) == 2 * (1000 + 104) * of_layer
     assert windowed.read_cache_bytes(1000, 1000) == full.read_cache_bytes(1000)
+
+
+def test_an_indexer_bounds_what_is_attended_to(ask):
+    """By as many tokens as it chooses, as a window does; its own scores are of every token."""
+    mla = MLAConfig(96, 32, 48, 64, 80, index_topk=100, index_heads=2, index_size=40)
+    config = replace(TINY, architecture="DeepseekV32ForCausalLM", num_kv_heads=1, head_dim=128, mla=mla)
+    found, dense = (
+        counted(ask(replace(config, mla=one, rope=RopeConfig(rotary_dim=32)), "v6e:1x1"))
+        for one in (mla, replace(mla, index_topk=0, index_heads=0, index_size=0))
+    )
+    scores, of_key = 4 * 2 * 2 * 40, 4 * 2 * 4 * (96 + 32 + 96)  # 4 layers; index heads, and heads
+    assert [dense.attention_flops(keys) for keys in (1, 1000)] == [of_key, 1000 * of_key]
+    for keys in (1, 100, 1000):
+        assert found.attention_flops(keys) == keys * scores + min(keys, 100) * of_key
+    indexer = 4 * 2 * (80 * 2 * 40 + 256 * 40 + 256 * 2)  # its three projections
+    assert found.token_flops["bf16"] == dense.token_flops["bf16"] + indexer
 
 
 def test_the_roofline_reads_windows(ask):

@@ -129,6 +129,16 @@ FAULTS = (
         "a router with another scoring function loads and answers nonsense",
     ),
     Fault(
+        "checkpoints/token-ids-of-the-text-part-are-ignored",
+        "checkpoints_convert/files.py",
+        "return part.get(field) if value is None and isinstance(part, Mapping) else value",
+        "return value",
+        (
+            "tests/checkpoints_convert/huggingface/test_config.py::test_token_ids_of_a_model_with_images_may_be_those_of_its_text",
+        ),
+        "answers of a model whose text_config alone says how they end go on to max_tokens",
+    ),
+    Fault(
         "checkpoints/a-head-width-of-its-own-is-ignored",
         "checkpoints_convert",
         'data.get("head_dim") not in (None, head_dim):',

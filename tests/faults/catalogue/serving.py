@@ -39,6 +39,22 @@ ENGINE = (
         "a draft model with states drafts from rejected tokens, and speculation gains little",
     ),
     Fault(
+        "engine/a-draft-with-states-begins-in-the-middle",
+        "jaxinfer/engine/speculation.py",
+        "if self._has_own_pages and self.spec.draft_has_states:",
+        "if False:",
+        ("tests/engine/test_state_drafts.py::test_a_draft_with_states_begins_anew_wherever_a_sequence_does",),
+        "after a prefix hit a draft goes on from the state of another sequence, and little is accepted",
+    ),
+    Fault(
+        "engine/saved-states-have-a-dtype-of-their-own",
+        "jaxinfer/engine/spec.py",
+        "return abstract_state_cache(self.config, self.num_saved_states, self.dtype)",
+        'return abstract_state_cache(self.config, self.num_saved_states, "bfloat16")',
+        ("tests/engine/test_saved_states.py::test_states_keep_their_dtypes",),
+        "the bytes of saved states are not those that were planned, or a restored state has lost digits",
+    ),
+    Fault(
         "engine/states-of-a-round-go-to-other-slots",
         "jaxinfer/cache/state.py",
         "return _with_first(state, LayerState(columns, matrices))",
@@ -362,6 +378,30 @@ BATCH = (
 )
 
 PLANNING = (
+    Fault(
+        "planning/chosen-tokens-are-no-window",
+        "jaxinfer/planning/counted.py",
+        "chosen_keys = ((mla.index_topk, of_chosen),)",
+        "chosen_keys = ((2**40, of_chosen),)",
+        ("tests/planning/test_counted.py::test_an_indexer_bounds_what_is_attended_to",),
+        "a plan of DeepSeek-V3.2 counts attention to all tokens, where it reads the chosen ones",
+    ),
+    Fault(
+        "planning/rows-that-wait-have-no-operands",
+        "jaxinfer/cache/state.py",
+        "return states.state.conv_inputs, states.state.tokens",
+        "return states.state.conv_inputs",
+        ("tests/cache/test_state.py",),
+        "with a draft, a model with recurrent layers runs out of the memory that was planned",
+    ),
+    Fault(
+        "server/states-are-no-part-of-the-budget",
+        "jaxinfer/server/catalogue.py",
+        "fixed = sum(parts.values()) - sizes.bytes_of(1)",
+        'fixed = sum(size for part, size in parts.items() if part not in ("cache", "draft cache"))',
+        ("tests/server/test_models.py::test_states_are_a_part_of_the_budget",),
+        "a server loads a model with recurrent layers into more memory than --model-memory",
+    ),
     Fault(
         "planning/the-drafts-cache-is-forgotten",
         "jaxinfer",
