@@ -43,7 +43,7 @@ def test_what_is_written_answers_as_what_was_rounded(jaxinfer, source, tmp_path,
     options = CalibrationOptions("rtn", bits, 4 if bits == 4 else "auto", dtype="float32")
     rounded = quantize_model(FloatModel.of(config, params), options).params
     expected = answers((config, rounded))
-    assert expected != answers((config, params))
+    assert bits == 8 or expected != answers((config, params))
     assert answers(tmp_path / "out") == expected
     for start, end in (("out", "native"), ("native", "back")):
         assert jaxinfer("convert", tmp_path / start, tmp_path / end).exit_code == 0

@@ -327,8 +327,8 @@ def test_a_preempted_sequence_with_a_state_is_planned_anew():
         assert (one.saved, one.save_at, one.num_stored, one.num_drafted) == ({}, [], 0, 0)
 
     assert pieces(1) == [(0, 16, False)]
-    preempt()  # before its border: pages are cached, and no state
-    assert pieces(2) == [(0, 16, False), (16, 8, True)]
+    preempt()  # before its border: pages are cached, and no state, which is saved for whoever shares them
+    assert pieces(2) == [(0, 16, True), (16, 8, True)]
     assert (one.restore_from, one.num_reused) == (NULL_PAGE, 0)
     preempt()
     assert pieces(1) == [(24, 6, False)]

@@ -59,9 +59,9 @@ def test_windows_bound_what_is_seen(ask):
 def test_an_indexer_bounds_what_is_attended_to(ask):
     """By as many tokens as it chooses, as a window does; its own scores are of every token."""
     mla = MLAConfig(96, 32, 48, 64, 80, index_topk=100, index_heads=2, index_size=40)
-    config = replace(TINY, architecture="DeepseekV32ForCausalLM", num_kv_heads=1, head_dim=128, mla=mla)
+    config = replace(TINY, architecture="DeepseekV32ForCausalLM", num_kv_heads=1, rope=RopeConfig(rotary_dim=32))
     found, dense = (
-        counted(ask(replace(config, mla=one, rope=RopeConfig(rotary_dim=32)), "v6e:1x1"))
+        counted(ask(replace(config, mla=one, head_dim=one.key_size, attention_scale=0.1), "v6e:1x1"))
         for one in (mla, replace(mla, index_topk=0, index_heads=0, index_size=0))
     )
     scores, of_key = 4 * 2 * 2 * 40, 4 * 2 * 4 * (96 + 32 + 96)  # 4 layers; index heads, and heads
