@@ -215,7 +215,8 @@ def planned(source: "Checkpoint", options: "CalibrationOptions") -> "dict[ParamP
     """The weights that will be quantized, as abstract arrays.
 
     Raises UsageError for a group size that does not divide the inputs of a linear layer, ValueError for a method that
-    the model cannot be quantized with and for a pattern of `keep` without a match, CheckpointError for what compressed-tensors or the family's config.json cannot express.
+    the model cannot be quantized with, and for a pattern of `keep` without a match, CheckpointError for what
+    compressed-tensors or the family's config.json cannot express.
     """
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.huggingface.compress import stored_form

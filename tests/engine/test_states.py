@@ -169,7 +169,9 @@ def test_scores_are_those_of_the_answers(model):
     prompts, params = prompts_of(7), replace(GREEDY, logprobs=0)
     with LLM(model, max_seqs=3, **OPTIONS) as llm:
         outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        made = [[step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)] for one in outputs]
+        made = [
+            [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)] for one in outputs
+        ]
         texts = [prompt + one.token_ids for prompt, one in zip(prompts, outputs, strict=True)]
         for _ in range(2):
             scores = llm.score(prompts, [one.token_ids for one in outputs])
