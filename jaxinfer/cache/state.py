@@ -121,7 +121,7 @@ def _deferred_row(config: ModelConfig, layer: int, params: Params, x: jax.Array,
     none, one = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
     batch = RaggedBatch(query_starts=none, query_lengths=one, starts=none)
     states = LayerStates(state, batch, StateOptions(max_query_length=1, defers=True))
-    bind_layer(config, layer, params).recurrent(x, states)
+    bind_layer(config, layer, params).recurrent(x, states)  # pyright: ignore[reportOptionalCall]
     return states.state.conv_inputs, states.state.tokens
 
 

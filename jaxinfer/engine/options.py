@@ -198,14 +198,9 @@ class EngineOptions(SpeculationOptions):
         if self.cache not in CACHES:
             raise ValueError(f"cache={self.cache!r} is neither 'paged' nor 'contiguous'")
         if self.cache == "contiguous":
-            for name in ("page_size", "num_pages"):
+            for name in ("page_size", "num_pages", "num_saved_states"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cache='paged' only")
-        if self.num_saved_states and (self.cache == "contiguous" or not self.prefix_cache):
-            without = "cache='contiguous'" if self.cache == "contiguous" else "prefix_cache=False"
-            raise ValueError(
-                f"num_saved_states={self.num_saved_states} are for reusing cached beginnings: {without} reuses none"
-            )
         if self.deterministic and self.draft_tree is not None:
             raise ValueError(
                 f"deterministic=True cannot be combined with draft_tree={self.draft_tree}: the keys of a tree are "
