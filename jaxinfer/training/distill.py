@@ -159,11 +159,12 @@ def draft_config(
     target: ModelConfig, *, num_layers: int, hidden_size: int, intermediate_size: int | None = None
 ) -> ModelConfig:
     """A smaller model of the target's family: its vocabulary, head width and positions, one key head per query head.
-    Of a mixture of experts, or of latent attention, it is a Llama, with heads of 64 for the latter.
+    Of a mixture of experts, of latent attention or with recurrent layers, it is a Llama, with heads of 64 for latent
+    attention.
 
     Raises ValueError if the heads do not fill `hidden_size`.
     """
-    if target.moe is not None or target.mla is not None:
+    if target.moe is not None or target.mla is not None or target.layer_kinds:
         target = _as_llama(target)
     if hidden_size % target.head_dim:
         raise ValueError(f"width {hidden_size} is not a multiple of the target's head width {target.head_dim}")

@@ -895,3 +895,36 @@ def test_states_are_a_part_of_the_budget(tmp_path, family, draft):
     engine = LocalModels((name,), arguments, ServerOptions(lazy=True)).find(name).open(needs)
     assert resident_bytes(engine) == needs.num_bytes
     asyncio.run(engine.close())
+
+
+@pytest.mark.slow
+def test_a_server_of_models_with_states_and_room_for_one(tmp_path):
+    """They take turns, and answer as they do offline."""
+    names = [str(write_recurrent(family, tmp_path)) for family in FAMILIES]
+    prompts = [[7, 8, 9], list(range(80)), list(range(80)) + [4]]
+    body = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
+
+    async def run():
+        arguments = {**ENGINE, "page_size": 8, "draft": "layers:1"}
+        budget = max(count_needs(name, arguments, 2**40).num_bytes for name in names)
+        options = ServerOptions(model_memory=str(budget), models=names)
+        service = Service(options, None, LocalModels(tuple(names), arguments, options, compiled=set(names)))
+        service.state = "ready"
+        client, found = Client(make_app(service)), {}
+        for turn in range(2):
+            for name in names:
+                for number, prompt in enumerate(prompts):
+                    answer = await client.post("/v1/completions", {**body, "model": name, "prompt": prompt})
+                    assert answer.status == 200, answer.body
+                    found[turn, name, number] = answer.json["choices"][0]["token_ids"]
+                assert service.models.num_bytes <= budget
+        await service.models.close()
+        return found
+
+    found = asyncio.run(run())
+    for name in names:
+        with LLM(name, **ENGINE) as llm:
+            params = SamplingParams(temperature=0, max_tokens=8)
+            wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        for turn in range(2):
+            assert [found[turn, name, number] for number in range(3)] == wanted

@@ -395,6 +395,22 @@ PLANNING = (
         "with a draft, a model with recurrent layers runs out of the memory that was planned",
     ),
     Fault(
+        "planning/a-draft-needs-no-copy-of-its-states",
+        "jaxinfer/engine/memory.py",
+        "+ logits + deferred + copied",
+        "+ logits + deferred",
+        ("tests/engine/test_memory.py",),
+        "a draft with recurrent layers needs memory that was given to the cache",
+    ),
+    Fault(
+        "planning/rows-that-fill-a-pass-up-are-not-counted",
+        "jaxinfer/engine/memory.py",
+        "rows = max(rows, spec.token_buckets[-1])",
+        "pass",
+        ("tests/engine/test_memory.py",),
+        "a deterministic engine with a draft needs memory that was given to the cache",
+    ),
+    Fault(
         "server/states-are-no-part-of-the-budget",
         "jaxinfer/server/catalogue.py",
         "fixed = sum(parts.values()) - sizes.bytes_of(1)",
