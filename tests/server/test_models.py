@@ -901,7 +901,7 @@ def test_states_are_a_part_of_the_budget(tmp_path, family, draft):
 def test_a_server_of_models_with_states_and_room_for_one(tmp_path):
     """They take turns, and answer as they do offline."""
     names = [str(write_recurrent(family, tmp_path)) for family in FAMILIES]
-    prompts = [[7, 8, 9], list(range(80)), list(range(80)) + [4]]
+    prompts = [[7, 8, 9], list(range(80)), [*range(80), 4]]
     body = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
 
     async def run():

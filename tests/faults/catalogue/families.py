@@ -129,6 +129,14 @@ FAULTS = (
         "a router with another scoring function loads and answers nonsense",
     ),
     Fault(
+        "checkpoints/layers-without-attention-have-scales-of-a-cache",
+        "checkpoints_convert/huggingface/save.py",
+        "if config.has_attention(layer)",
+        "if True",
+        ("tests/cli/test_quantize_recurrent.py::test_scales_of_the_cache_are_of_the_layers_with_attention",),
+        "other engines refuse a written checkpoint, for tensors of attention in layers that have none",
+    ),
+    Fault(
         "checkpoints/token-ids-of-the-text-part-are-ignored",
         "checkpoints_convert/files.py",
         "return part.get(field) if value is None and isinstance(part, Mapping) else value",
