@@ -12,7 +12,7 @@ from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.models import ModelConfig
 
 _LOG = logging.getLogger(__name__)
-# compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files. Nemotron-H's attention is a mixer.
+# compressed-tensors, ModelOpt, vLLM's own layout, the single scale of older files; attention of Nemotron-H is a mixer.
 _NAME = re.compile(
     r"(?:\w+\.)*(?:layers|h)\.(\d+)\.(?:self_attn|self_attention|attention|attn|mixer)\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
     r"|v_proj\.output_scale)"

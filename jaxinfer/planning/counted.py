@@ -51,6 +51,16 @@ class Counted:
         windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
         return self.key_flops * num_keys + windowed
 
+    def span_flops(self, start: int, length: int) -> float:
+        """FLOPs of the attention of `length` tokens after `start` others, each to those before it and itself."""
+
+        def num_keys(window: int) -> int:
+            fewer = min(max(window - start, 0), length)  # tokens that see less than the window
+            return fewer * start + fewer * (fewer + 1) // 2 + (length - fewer) * window
+
+        windowed = sum(flops * num_keys(window) for window, flops in self.window_keys)
+        return self.key_flops * num_keys(start + length) + windowed
+
     def read_cache_bytes(self, num_tokens: int, num_queries: int = 1) -> int:
         """Keys and values that the last `num_queries` of `num_tokens` tokens read, together: in a layer with a window,
         only those that one of them sees."""

@@ -72,6 +72,14 @@ def test_an_indexer_bounds_what_is_attended_to(ask):
     assert found.token_flops["bf16"] == dense.token_flops["bf16"] + indexer
 
 
+@pytest.mark.parametrize("windows", [(), (100, None, 7, 100)])
+def test_a_span_is_its_tokens_one_by_one(ask, windows):
+    its = counted(ask(replace(TINY, sliding_windows=windows), "v6e:1x1"))
+    for start, length in ((0, 1), (0, 250), (60, 30), (60, 90), (99, 1), (100, 40), (5000, 3)):
+        each = sum(its.attention_flops(start + number + 1) for number in range(length))
+        assert its.span_flops(start, length) == pytest.approx(each, rel=1e-12)
+
+
 def test_the_roofline_reads_windows(ask):
     its = counted(ask(replace(TINY, sliding_windows=(100, None) * 2), "v6e:1x1"))
     assert point(its, batch=2, context=1000).hbm_bytes == its.dense_bytes + 2 * its.read_cache_bytes(1000)

@@ -379,6 +379,14 @@ BATCH = (
 
 PLANNING = (
     Fault(
+        "planning/a-prompt-fills-its-window-at-once",
+        "jaxinfer/planning/counted.py",
+        "fewer = min(max(window - start, 0), length)",
+        "fewer = 0 * length",
+        ("tests/planning/test_counted.py::test_a_span_is_its_tokens_one_by_one",),
+        "the FLOPs of prompts shorter than a window are counted several times over",
+    ),
+    Fault(
         "planning/chosen-tokens-are-no-window",
         "jaxinfer/planning/counted.py",
         "chosen_keys = ((mla.index_topk, of_chosen),)",
