@@ -208,8 +208,11 @@ def test_memory_is_counted(small_model):
         )
 
 
-@pytest.mark.parametrize("recipe", [None, "int8", "int4-g32-asym", "nf4-dq", "mxfp4", "fp8", "w8a8", "w8a8-fp8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "mixed"])
+RECIPES = (None, "int8", "int4-g32-asym", "nf4-dq", "mxfp4", "fp8", "w8a8", "w8a8-fp8")
+STORED = [(dtype, recipe) for dtype in ("float32", "bfloat16", "float16", "mixed") for recipe in RECIPES]
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), quick(STORED, ("mixed", None), ("bfloat16", "int8")))
 def test_states_keep_their_dtypes(dtype, recipe):
     """Of slots, of programs' outputs, of saved copies and of a draft's slots, whatever weights are stored as: a saved
     state is restored bit by bit, and no program is compiled for other dtypes than those that were planned."""

@@ -244,6 +244,19 @@ def test_a_draft_with_states_begins_anew_wherever_a_sequence_does(model, drafts,
     assert not any(found)
 
 
+@pytest.mark.all_buckets
+def test_states_of_a_draft_move_with_slots(model, drafts):
+    """When few sequences are left: the model itself goes on to draft what it would choose."""
+    params = [SamplingParams(temperature=0.8, seed=one, max_tokens=8 + 12 * one) for one in range(4)]
+    options = {**OPTIONS, "max_seqs": 4, "num_draft_tokens": 3, "steps_per_dispatch": 2}
+    with LLM(model, draft=drafts["itself"], **options) as llm:
+        moves, move = [], llm.engine.runner._move_slots
+        llm.engine.runner._move_slots = lambda order: (moves.append(order), move(order))
+        llm.generate(PROMPTS[:4], params, use_tqdm=False)
+        assert moves
+        assert llm.speculation_stats().acceptance_rate == 1.0
+
+
 def test_branches_are_refused_by_name(model):
     with pytest.raises(
         ValueError, match=r"Tiny has layers of kind .*: states follow one chain of tokens, so draft_tree"

@@ -39,6 +39,14 @@ ENGINE = (
         "a draft model with states drafts from rejected tokens, and speculation gains little",
     ),
     Fault(
+        "engine/states-of-a-draft-stay-when-a-sequence-moves",
+        "jaxinfer/engine/model_runner.py",
+        "if self._draft_cache is not None and self._draft_cache.states is not None:",
+        "if False:",
+        ("tests/engine/test_state_drafts.py::test_states_of_a_draft_move_with_slots",),
+        "a draft with states goes on from another sequence's, and little is accepted",
+    ),
+    Fault(
         "engine/a-draft-with-states-begins-in-the-middle",
         "jaxinfer/engine/speculation.py",
         "if self._has_own_pages and self.spec.draft_has_states:",
