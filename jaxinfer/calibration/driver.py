@@ -259,29 +259,8 @@ def _check_experts(config: ModelConfig, options: CalibrationOptions) -> None:
                 experts_at_once(f"layers.{number}.{name}", width, options.expert_memory)
 
 
-def _check_layer_by_layer(config: ModelConfig, options: CalibrationOptions, held_out: np.ndarray | None) -> None:
-    """Refuses models whose layers cannot be run one by one, from the hidden states before them."""
-    if config.kv_sources:
-        raise ValueError(
-            f"{config.architecture} has layers that read the keys and values of earlier ones, and cannot be quantized "
-            'layer by layer; it can be opened with quantize="int8" or another scheme'
-        )
-    reads_more = config.layer_inputs is not None or (config.moe is not None and config.moe.is_beside_mlp)
-    if reads_more and (options.needs_activations or held_out is not None):
-        raise ValueError(
-            f"{options.method if options.needs_activations else 'a divergence on held-out text'} is not supported for "
-            f"{config.architecture}, whose layers have inputs of their own; rounding to nearest (rtn) is"
-        )
-    if config.has_value_norm and options.method in ("awq", "smoothquant"):
-        raise ValueError(
-            f"{options.method} is not supported for {config.architecture}, whose values are normalized; gptq is"
-        )
-
-
-def check_input(
-    config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
-) -> None:
-    """Raises ValueError as `quantize_model`, before anything is read or written."""
+def check_method(config: ModelConfig, options: CalibrationOptions) -> None:
+    """Raises ValueError for a method that a model cannot be quantized with."""
     _check_experts(config, options)
     if options.needs_activations and config.moe is not None and config.moe.scales_input:
         raise ValueError(
@@ -293,7 +272,37 @@ def check_input(
             f"{options.method} is not supported for {config.architecture}, which has recurrent layers; rounding to "
             "nearest (rtn) is"
         )
-    _check_layer_by_layer(config, options, held_out)
+    if config.kv_sources:
+        raise ValueError(
+            f"{config.architecture} has layers that read the keys and values of earlier ones, and cannot be quantized "
+            'layer by layer; it can be opened with quantize="int8" or another scheme'
+        )
+    if options.needs_activations and _reads_more(config):
+        raise ValueError(
+            f"{options.method} is not supported for {config.architecture}, whose layers have inputs of their own; "
+            "rounding to nearest (rtn) is"
+        )
+    if config.has_value_norm and options.method in ("awq", "smoothquant"):
+        raise ValueError(
+            f"{options.method} is not supported for {config.architecture}, whose values are normalized; gptq is"
+        )
+
+
+def _reads_more(config: ModelConfig) -> bool:
+    """Whether a layer cannot be run from the hidden states before it alone."""
+    return config.layer_inputs is not None or (config.moe is not None and config.moe.is_beside_mlp)
+
+
+def check_input(
+    config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
+) -> None:
+    """Raises ValueError as `quantize_model`, before anything is read or written."""
+    check_method(config, options)
+    if held_out is not None and _reads_more(config):
+        raise ValueError(
+            f"a divergence on held-out text is not supported for {config.architecture}, whose layers have inputs of "
+            "their own"
+        )
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")
     for name, given in (("tokens", tokens), ("held_out", held_out)):

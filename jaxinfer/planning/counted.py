@@ -18,7 +18,8 @@ class Counted:
     Attributes:
       token_flops: matrix products of one token, by the type of the operands: "bf16", "int8" or "fp8".
       key_flops: attention of one token to one key, summed over the layers without a window.
-      window_keys: (window, FLOPs per key) of the layers with sliding windows.
+      window_keys: (window, FLOPs per key) of the layers with sliding windows, and of attention to as many tokens as an
+        indexer chooses.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
       token_cache_bytes: keys and values of one token that all layers read, shared ones once for each reader.
@@ -49,6 +50,16 @@ class Counted:
         """FLOPs of one token that attends to `num_keys` keys."""
         windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
         return self.key_flops * num_keys + windowed
+
+    def span_flops(self, start: int, length: int) -> float:
+        """FLOPs of the attention of `length` tokens after `start` others, each to those before it and itself."""
+
+        def num_keys(window: int) -> int:
+            fewer = min(max(window - start, 0), length)  # tokens that see less than the window
+            return fewer * start + fewer * (fewer + 1) // 2 + (length - fewer) * window
+
+        windowed = sum(flops * num_keys(window) for window, flops in self.window_keys)
+        return self.key_flops * num_keys(start + length) + windowed
 
     def read_cache_bytes(self, num_tokens: int, num_queries: int = 1) -> int:
         """Keys and values that the last `num_queries` of `num_tokens` tokens read, together: in a layer with a window,
@@ -87,9 +98,9 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         head_dim, window = config.head_dim_of(layer), config.window(layer)
         of_key = 2 * config.num_heads * (head_dim + (head_dim if mla is None else mla.latent_size)) / num_devices
         if mla is not None and mla.has_indexer:
-            # Attention to the chosen tokens costs the same for every length, and the indexer's scores grow with it.
-            chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size) * mla.index_topk
-            flops["bf16"] = flops.get("bf16", 0.0) + chosen
+            # Attention reads the chosen tokens only, as a window of that many; the indexer scores all of them.
+            of_chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size)
+            keys[mla.index_topk] = keys.get(mla.index_topk, 0.0) + of_chosen
             of_key = 2 * mla.index_heads * mla.index_size
         keys[window] = keys.get(window, 0.0) + of_key
         pages = cache.layers[config.kv_source(layer)]

@@ -122,7 +122,7 @@ def test_a_model_of_some_layers():
 
 
 def test_layers_that_read_the_keys_of_others():
-    config = replace(CONFIG, kv_sources=(0, 0, 2), has_double_mlp=True)
+    config = replace(CONFIG, sliding_windows=(), kv_sources=(0, 0, 2), has_double_mlp=True)
     assert (config.cached_layers, config.attention_layers) == ((0, 2), (0, 1, 2))
     assert [config.mlp_size(layer) for layer in range(3)] == [size * CONFIG.intermediate_size for size in (1, 2, 1)]
     assert config.with_layers([0, 2]).kv_sources == (0, 1)
@@ -130,7 +130,7 @@ def test_layers_that_read_the_keys_of_others():
         config.with_layers([1, 2])
     for sources in ((1, 1, 2), (0, 0, 1)):
         with pytest.raises(ValueError, match="cannot read the keys and values of layer 1"):
-            replace(CONFIG, kv_sources=sources)
+            replace(CONFIG, sliding_windows=(), kv_sources=sources)
 
 
 def test_rotations_that_change_with_the_length_are_made_for_one():
