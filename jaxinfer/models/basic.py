@@ -29,7 +29,7 @@ class Norm(nnx.Module):
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[str, ...],
+        axes: tuple[str | None, ...],
         kind: NormKind,
         *,
         eps: float,
@@ -109,7 +109,16 @@ class Linear(nnx.Module):
 
     scope = "linear"
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs | None):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str | None, str | None],
+        *,
+        bias: bool,
+        dtype,
+        rngs: nnx.Rngs | None,
+    ):
         self.weight = nnx.Param(normal(rngs, (inputs, outputs), dtype), axes=axes)
         self.bias = nnx.Param(np.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
 

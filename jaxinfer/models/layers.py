@@ -241,7 +241,8 @@ class LayerInput(nnx.Module):
         kwargs = {"bias": False, "dtype": dtype, "rngs": rngs}
         self.gate_proj = Linear(config.hidden_size, size, ("hidden", None), **kwargs)
         self.out_proj = Linear(size, config.hidden_size, (None, "hidden"), **kwargs)
-        self.norm, self.activation = hidden_norm(config, dtype), config.activation
+        self.norm = hidden_norm(config, dtype)
+        self.activation: Activation = config.activation
 
     def __call__(self, x: jax.Array, own: jax.Array) -> jax.Array:
         """Hidden states [..., D] with the layer's input [..., P]."""

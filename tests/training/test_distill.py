@@ -173,7 +173,7 @@ def test_a_draft_of_layers_that_differ_is_a_llama(tmp_path):
     config = draft_config(target, num_layers=1, hidden_size=2 * target.head_dim)
     assert (config.architecture, config.kv_sources, config.layer_inputs) == ("LlamaForCausalLM", (), None)
     draft = projected_draft(target, params, config, jax.random.key(1))
-    checkpoints_convert.save_huggingface(config, draft, tmp_path / "draft")
+    checkpoints_convert.save_huggingface(config, draft, tmp_path / "draft", "float32")
     assert checkpoints_convert.open_checkpoint(tmp_path / "draft").config == config
 
 

@@ -83,8 +83,8 @@ FAULTS = (
     Fault(
         "models/queries-are-normalized-before-rotation-only",
         "jaxinfer/models",
-        "        if self.is_norm_after_rotation:\n",
-        "        if False:\n",
+        "norm(y) if norm is not None and self.is_norm_after_rotation else y",
+        "y",
         ("tests/oracle/test_golden.py::test_hidden_states_and_logits[hunyuan_dense]",),
         "Hunyuan's queries and keys are not normalized",
     ),
@@ -107,8 +107,8 @@ FAULTS = (
     Fault(
         "models/values-are-not-clipped",
         "jaxinfer/models",
-        "q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))",
-        "q, k = (jnp.clip(y, -self.clip, self.clip) for y in (q, k))",
+        "self._heads(self._clipped(k if self.v_proj is None else self.v_proj(x)))",
+        "self._heads(k if self.v_proj is None else self.v_proj(x))",
         ("tests/oracle/test_golden.py::test_hidden_states_and_logits[olmoe]",),
         "OLMoE with clip_qkv adds values that are too large",
     ),

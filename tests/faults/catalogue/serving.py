@@ -397,8 +397,8 @@ PLANNING = (
     Fault(
         "planning/chosen-tokens-are-no-window",
         "jaxinfer/planning/counted.py",
-        "chosen_keys = ((mla.index_topk, of_chosen),)",
-        "chosen_keys = ((2**40, of_chosen),)",
+        "keys[mla.index_topk] = keys.get(mla.index_topk, 0.0) + of_chosen",
+        "keys[2**40] = keys.get(2**40, 0.0) + of_chosen",
         ("tests/planning/test_counted.py::test_an_indexer_bounds_what_is_attended_to",),
         "a plan of DeepSeek-V3.2 counts attention to all tokens, where it reads the chosen ones",
     ),
@@ -453,8 +453,8 @@ PLANNING = (
     Fault(
         "planning/attention-of-the-keys-alone",
         "jaxinfer/planning",
-        "width = config.head_dim + (config.head_dim if",
-        "width = (config.head_dim if",
+        "(head_dim + (head_dim if mla is None else mla.latent_size))",
+        "(head_dim if mla is None else mla.latent_size)",
         ("tests/planning/test_counted.py",),
         "the FLOPs of attention are halved, and long prompts look cheap",
     ),
