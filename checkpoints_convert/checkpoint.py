@@ -274,7 +274,8 @@ def param_shapes(config: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
 def _param_shapes(config: ModelConfig) -> dict[ParamPath, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(abstract_params(config))
     shapes = {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
-    first = ("embed", "position_embed", "layers", "final_norm", "lm_head", "lm_head_bias")
+    of_layers = ("layer_embed", "layer_embed_proj", "layer_embed_norm")
+    first = ("embed", "position_embed", *of_layers, "layers", "final_norm", "lm_head", "lm_head_bias")
     order = {name: position for position, name in enumerate(first)}
     return dict(
         sorted(shapes.items(), key=lambda item: (order[item[0][0]], int(item[0][1]) if item[0][0] == "layers" else 0))

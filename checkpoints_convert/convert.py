@@ -17,6 +17,7 @@ from checkpoints_convert.files import (
     companion_files,
     files_below,
     read_json,
+    special_token,
     write_companions,
     write_json,
 )
@@ -225,7 +226,7 @@ def _to_huggingface(
             return array
 
         quantization = write_shards(source.config, partial, read, source.param_bytes, kv_scales=source.kv_scales)
-        write_json(copied, data | {name: original.get(name) for name in _SPECIAL_TOKENS} | quantization)
+        write_json(copied, data | {name: special_token(original, name) for name in _SPECIAL_TOKENS} | quantization)
     return {"cast_errors": source.cast_errors, "requantize_errors": source.requantize_errors}
 
 

@@ -128,7 +128,7 @@ def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> lis
     found = []
     for name in (GENERATION_CONFIG, CONFIG):
         path = Path(directory) / name
-        value = read_json(path).get(field) if path.exists() else None
+        value = special_token(read_json(path), field) if path.exists() else None
         values = value if isinstance(value, list) else [] if value is None else [value]
         for id in values:
             if isinstance(id, bool) or not isinstance(id, int) or id < 0:
@@ -137,6 +137,14 @@ def _token_ids(directory: str | Path, field: str, vocab_size: int | None) -> lis
                 raise CheckpointError(path, f"{field} {id} is not below the vocab_size of {vocab_size}")
         found += values
     return found
+
+
+def special_token(data: Mapping[str, Any], field: str) -> Any:
+    """A field such as `eos_token_id` of config.json, or else of its `text_config`, where models of text and images may
+    have it (Transformers' `GenerationConfig.from_model_config`); None where neither has it."""
+    part = data.get("text_config")
+    value = data.get(field)
+    return part.get(field) if value is None and isinstance(part, Mapping) else value
 
 
 def sha256(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from checkpoints_convert.formats.mxfp4 import SUFFIXES as MXFP4_SUFFIXES
 from checkpoints_convert.huggingface.config import declared_dtype, family_for, model_config
 from checkpoints_convert.huggingface.families import WRAPPER_SKIPPED, family_of, is_wrapper
 from checkpoints_convert.huggingface.family import Family, head_names, renaming
-from checkpoints_convert.huggingface.rules import TensorGroup, TensorPlacement
+from checkpoints_convert.huggingface.rules import LAYER, TensorGroup, TensorPlacement
 from checkpoints_convert.outputs import Outputs
 from checkpoints_convert.safetensors_files import FLOAT_DTYPES, TensorHeader
 from jaxinfer.checks import nearest
@@ -369,13 +369,23 @@ def unused_tensors(
     skipped: tuple[str, ...] = (),
 ) -> set[str]:
     """Tensors that are no parameters: buffers of the family, scales of the key-value cache, the copy of a tied
-    embedding, and those that the patterns `skipped` fit."""
+    embedding, keys of layers that read another's, and those that the patterns `skipped` fit."""
     unused = {name for name in names if family.is_skipped(name)} | set(kv_scale_names(names))
     unused |= {name for name in names if any(re.fullmatch(pattern, name) for pattern in skipped)}
     unused |= later_layer_tensors(family, config, names)
+    unused |= {rename(name) for name in _unread_keys(family, config)} & names
     if config.tie_word_embeddings:
         unused |= {rename(name) for name in head_names(family)} & names
     return unused
+
+
+def _unread_keys(family: Family, config: ModelConfig) -> Iterator[str]:
+    """The family's names of projections and norms of keys and values in layers that read an earlier layer's."""
+    for layer in range(config.num_layers):
+        if config.kv_source(layer) != layer:
+            for rule in family.tensors:
+                if any(f".attention.{name}_" in target for target in rule.targets for name in ("k", "v")):
+                    yield rule.source.replace(LAYER, str(layer))
 
 
 def later_layer_tensors(family: Family, config: ModelConfig, names: Iterable[str]) -> set[str]:

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,9 @@ from checkpoints_convert.safetensors_files import TensorHeader
 from jaxinfer.models import ModelConfig
 
 _LOG = logging.getLogger(__name__)
-# compressed-tensors, ModelOpt, vLLM's own layout, and the single scale of older files.
+# compressed-tensors, ModelOpt, vLLM's own layout, the single scale of older files; attention of Nemotron-H is a mixer.
 _NAME = re.compile(
-    r"(?:\w+\.)*(?:layers|h)\.(\d+)\.(?:self_attn|self_attention|attention|attn)\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
+    r"(?:\w+\.)*(?:layers|h)\.(\d+)\.(?:self_attn|self_attention|attention|attn|mixer)\.(?:attn\.|[qkv]_proj\.)?(k_scale|v_scale|kv_scale|q_scale|k_proj\.output_scale"
     r"|v_proj\.output_scale)"
 )
 _KEY = ("k_scale", "k_proj.output_scale")
@@ -43,11 +43,17 @@ def check_kv_scale(header: TensorHeader, layer: int, config: ModelConfig) -> Non
         raise FormatError(f"is {dtype}{list(shape)}, not one number or one for each of {config.num_kv_heads} heads")
 
 
-def read_kv_scales(headers: Headers, num_layers: int, read: Callable[[str], np.ndarray]) -> tuple[LayerKVScales, ...]:
-    """The scales of every layer, () where there are none.
+def read_kv_scales(
+    headers: Headers,
+    num_layers: int,
+    read: Callable[[str], np.ndarray],
+    attention_layers: Collection[int] | None = None,
+) -> tuple[LayerKVScales, ...]:
+    """The scales of every layer, () where there are none; of a layer without attention they are 1.
 
     A scale that is 0 or less, or absent, was never calibrated: it becomes 1, or the layer's other scale, with a
-    warning. Scales of queries, which are never quantized here, are named in a warning too.
+    warning. Scales of queries, which are never quantized here, are named in a warning too. `attention_layers` None is
+    all layers.
     """
     found: list[dict[str, tuple[float, ...]]] = [{} for _ in range(num_layers)]
     for name, (layer, kind) in kv_scale_names(headers).items():
@@ -60,7 +66,9 @@ def read_kv_scales(headers: Headers, num_layers: int, read: Callable[[str], np.n
             found[layer].setdefault(side, values)
     if not any(found):
         return ()
-    return tuple(_layer(number, scales) for number, scales in enumerate(found))
+    cached = range(num_layers) if attention_layers is None else attention_layers
+    none = LayerKVScales((1.0,), (1.0,))
+    return tuple(_layer(number, scales) if number in cached else none for number, scales in enumerate(found))
 
 
 def _layer(number: int, scales: Mapping[str, tuple[float, ...]]) -> LayerKVScales:

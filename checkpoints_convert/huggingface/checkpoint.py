@@ -181,7 +181,10 @@ class HuggingFaceCheckpoint(Checkpoint):
                 "%s: the kv_cache_scheme %r is not supported, its scales are not applied", self._index.where, declared
             )
             return ()
-        return read_kv_scales(self._index.headers, self.config.num_layers, lambda name: read_whole(self._index, name))
+        config = self.config
+        return read_kv_scales(
+            self._index.headers, config.num_layers, lambda name: read_whole(self._index, name), config.attention_layers
+        )
 
     def read_param(self, path: ParamPath, parts: Sequence[Bounds] = ()) -> HostParam:
         """Reads only the bytes of the parts of dense parameters, and whole rows where their pieces would be too small.

@@ -197,12 +197,17 @@ def _rotations(
     layer_types: tuple[str, ...],
 ) -> tuple[RopeConfig, RopeConfig | None]:
     """The rotation, and that of the layers with a window where they have their own."""
-    options = {"form": family.rope, "head_dim": head_dim, "max_position_embeddings": max_positions}
-    rope = rope_config(data, problems, **options, layer_types=layer_types)
-    local_rope = None if family.rope.local_theta is None else rope_config(data, problems, **options, is_local=True)
-    for one in (rope, local_rope):
-        if one is not None and one.rotary_dim != head_dim and not family.rope.has_partial and not problems:
-            asked = f"{one.rotary_dim} of {head_dim} dimensions"
+    options = {"form": family.rope, "max_position_embeddings": max_positions}
+    width = head_dim
+    if family.global_head_dim is not None:
+        width = Fields(data, problems).integer("global_head_dim", family.global_head_dim)
+    rope = rope_config(data, problems, **options, head_dim=width, layer_types=layer_types)
+    local_rope = None
+    if family.rope.local_theta is not None:
+        local_rope = rope_config(data, problems, **options, head_dim=head_dim, is_local=True)
+    for one, whole in ((rope, width), (local_rope, head_dim)):
+        if one is not None and one.rotary_dim != whole and not family.rope.has_partial and not problems:
+            asked = f"{one.rotary_dim} of {whole} dimensions"
             problems.append(f"partial_rotary_factor: {family.architecture} rotates whole heads, this asks for {asked}")
     return rope, local_rope
 

@@ -12,6 +12,7 @@ from checkpoints_convert.huggingface.families_deepseek import DEEPSEEK
 from checkpoints_convert.huggingface.families_delta import DELTA
 from checkpoints_convert.huggingface.families_dense import DENSE
 from checkpoints_convert.huggingface.families_experts import EXPERTS
+from checkpoints_convert.huggingface.families_gemma4 import GEMMA4
 from checkpoints_convert.huggingface.families_layernorm import EARLY, PARALLEL
 from checkpoints_convert.huggingface.families_llama import GEMMA, LLAMA_LIKE
 from checkpoints_convert.huggingface.families_llama4 import LLAMA4
@@ -24,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for group in (
         *(LLAMA_LIKE, DENSE, LLAMA4, MIXTURES, EXPERTS, DEEPSEEK),
-        *(DELTA, MAMBA, SHORT_CONV, GEMMA, PARALLEL, EARLY),
+        *(DELTA, MAMBA, SHORT_CONV, GEMMA, GEMMA4, PARALLEL, EARLY),
     )
     for family in group
 }
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family] = {
 # Models of text and images, of which the text part is read: default model_type of `text_config`.
 WRAPPERS: dict[str, str] = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Gemma4ForConditionalGeneration": "gemma4_text",
     "KimiK25ForConditionalGeneration": "deepseek_v3",
     "Kimi_K25ForConditionalGeneration": "deepseek_v3",
     "Llama4ForConditionalGeneration": "llama4_text",
@@ -40,7 +42,10 @@ WRAPPERS: dict[str, str] = {
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
 # Tensors of their other parts.
-WRAPPER_SKIPPED = (r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\..*",)
+_OTHER_PARTS = (
+    "vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio"
+)
+WRAPPER_SKIPPED = (rf"(model\.)?({_OTHER_PARTS})\..*",)
 # Names of a type in repositories, and Transformers' for the same model.
 TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 # Names of an architecture in repositories, and Transformers' for the same model.

@@ -243,11 +243,11 @@ _SANDWICH_TENSORS = (*EMBEDDING, *_NORMS, *ATTENTION, *QK_NORMS, *GATED_MLP, *HE
 _FIXED = {"norm": "rms_zero_centred"}
 # "gelu" in the files of the first release means the tanh form: the weights were trained with that.
 _ACTIVATIONS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
-_EMBEDDING_MULTIPLIER = Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0, is_derived=True)
+EMBEDDING_MULTIPLIER = Setting("embedding_multiplier", "embedding_multiplier", "number", 1.0, is_derived=True)
 _REFUSED = {"use_bidirectional_attention": (True, "the model sees later tokens, which a cache of keys cannot hold")}
 
 
-def _scaled(data: Mapping[str, Any]) -> dict[str, Any]:
+def scaled_embedding(data: Mapping[str, Any]) -> dict[str, Any]:
     """Multiplies the embedding by the square root of the width; config.json has no field for it."""
     width = data.get("hidden_size")
     if (
@@ -259,7 +259,7 @@ def _scaled(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(final_softcap: float | None, softcap: float | None) -> tuple[Setting, ...]:
     return (
-        _EMBEDDING_MULTIPLIER,
+        EMBEDDING_MULTIPLIER,
         Setting("attention_scale", "query_pre_attn_scalar", "number", 256, INVERSE_ROOT),
         Setting("logit_softcap", "final_logit_softcapping", "optional", final_softcap),
         Setting("attention_softcap", "attn_logit_softcapping", "optional", softcap),
@@ -285,7 +285,7 @@ _GEMMA2 = Family(
     settings=_settings(30.0, 50.0),
     refused=_REFUSED,
     tensors=_SANDWICH_TENSORS,
-    normalize=_scaled,
+    normalize=scaled_embedding,
 )
 
 GEMMA: tuple[Family, ...] = (
@@ -302,10 +302,10 @@ GEMMA: tuple[Family, ...] = (
         activation="gelu_pytorch_tanh",
         activations=_ACTIVATIONS,
         fixed=_FIXED,
-        settings=(_EMBEDDING_MULTIPLIER,),
+        settings=(EMBEDDING_MULTIPLIER,),
         refused=_REFUSED,
         tensors=LLAMA_TENSORS,
-        normalize=_scaled,
+        normalize=scaled_embedding,
     ),
     _GEMMA2,
     replace(

@@ -211,6 +211,7 @@ class Family:
       title, examples: its name, and well-known models of it, for documentation.
       max_position_embeddings, num_kv_heads, head_dim: Transformers' defaults; None for one key-value head per query
         head, and for hidden_size / num_attention_heads.
+      global_head_dim: Transformers' default of the field of that name; None for families without one.
       names: names of fields of config.json that differ from Llama's; None for a field that it does not have.
       defaults: values of fields that config.json may omit. refused: values that are not supported, with the reason.
       supported: the values that are supported of fields that are not read otherwise; null and absence are.
@@ -234,6 +235,7 @@ class Family:
     examples: str = ""
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    global_head_dim: int | None = None
     qkv_bias: Bias = False
     output_bias: Bias = False
     mlp_bias: Bias = False

@@ -26,6 +26,7 @@ _FIELDS = {
         *("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim", "truncate"),
     },
+    "proportional": {"factor"},
     "longrope": {"factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"},
 }
 _MSCALES = {"short_mscale", "long_mscale"}
@@ -64,7 +65,7 @@ def rope_config(
     theta_name, theta = _top_theta(form, is_local)
     theta = fields.number("rope_theta", None) or top.number(theta_name, theta)
     partial = fields.number("partial_rotary_factor", None) or top.number(form.partial_name, form.partial)
-    rotary_dim = int(head_dim * partial)
+    rotary_dim = head_dim if kind == "proportional" else int(head_dim * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         if not problems and form.rotated != "none":  # else it may follow from those
             problems.append(
@@ -72,6 +73,8 @@ def rope_config(
             )
         rotary_dim = 2
     common: dict[str, Any] = {"kind": kind, "theta": theta, "rotary_dim": rotary_dim}
+    if kind == "proportional":
+        common |= {"num_rotated": 2 * min(int(partial * head_dim // 2), head_dim // 2)}
     if form.has_query_scale:
         common["query_scale_beta"] = fields.number("llama_4_scaling_beta", None)
         if common["query_scale_beta"] is not None:
@@ -112,6 +115,8 @@ def _kind_settings(
     """Fields of RopeConfig that only some kinds have."""
     if kind == "default":
         return {}
+    if kind == "proportional":
+        return {"factor": fields.number("factor", 1.0)}
     if kind == "linear":
         return {"factor": fields.number("factor")}
     if kind == "dynamic":
@@ -145,7 +150,11 @@ def rope_fields(config: ModelConfig, form: RopeForm) -> dict[str, Any]:
         top["original_max_position_embeddings"] = rope.original_length
     if form.local_theta is None:
         return top
-    if local.kind != "default" or (form.local_theta_name == form.theta_name and local.theta != rope.theta):
+    if (
+        local.kind != "default"
+        or rope.kind == "proportional"
+        or (form.local_theta_name == form.theta_name and local.theta != rope.theta)
+    ):
         return {"rope_parameters": {_FULL: _flat(rope), _SLIDING: _flat(local)}}
     return {**top, form.local_theta_name: local.theta}
 
@@ -158,6 +167,11 @@ def _scaling(rope: RopeConfig) -> dict[str, Any]:
     scaling: dict[str, Any] = {"rope_type": rope.kind}
     if rope.kind != "default":
         scaling["factor"] = rope.factor
+    if rope.kind == "proportional":
+        count = rope.rotary_dim if rope.num_rotated is None else rope.num_rotated
+        share = count / rope.rotary_dim
+        is_exact = 2 * int(share * rope.rotary_dim // 2) == count
+        scaling["partial_rotary_factor"] = share if is_exact else (count + 0.5) / rope.rotary_dim
     if rope.kind in ("llama3", "yarn", "longrope") or rope.query_scale_beta is not None:
         scaling["original_max_position_embeddings"] = rope.original_length
     if rope.query_scale_beta is not None:

@@ -189,6 +189,7 @@ def _kv_tensors(config: ModelConfig, family: Family, kv_scales: Sequence[LayerKV
     return {
         f"{attention.format(layer=layer)}.{side}_scale": np.array(values, np.float32)
         for layer, scales in enumerate(kv_scales)
+        if config.has_attention(layer)
         for side, values in (("k", scales.k), ("v", scales.v))
     }
 

@@ -99,16 +99,17 @@ class ContiguousCache:
 def init_cache(
     config: ModelConfig, num_rows: int, max_length: int, dtype, scales: KVScales | None = None
 ) -> ContiguousCache:
-    """A zeroed cache: num_rows * max_length * 2 * Hkv * K * num_layers elements of `dtype`, and the scales of int8."""
+    """A zeroed cache: num_rows * max_length * 2 * Hkv * K elements of `dtype` for each layer that stores keys, and the
+    scales of int8."""
     name = jnp.dtype(dtype).name
     layout = "bits" if platform_layout(current_platform(), name) == "bits" else "separate"
-    shape = (num_rows, max_length, config.num_kv_heads, config.head_dim)
     empty = ContiguousCache((), (), scales=jax.device_put(scales), dtype=name)
     kind = {"layout": layout, "has_values": config.caches_values}
-    layers = config.attention_layers
+    layers = config.cached_layers
     if not layers:
         raise ValueError(f"{config.architecture} has no layer with attention: a contiguous cache would be empty")
-    cache = empty.with_layers([_rows(new_pages(*shape, name, **kind)) for _ in layers])
+    heads = [(config.num_kv_heads_of(layer), config.head_dim_of(layer)) for layer in layers]
+    cache = empty.with_layers([_rows(new_pages(num_rows, max_length, *one, name, **kind)) for one in heads])
     if not config.recurrent_layers and len(layers) == config.num_layers:
         return cache
     states = init_state_cache(config, num_rows, config.dtype)

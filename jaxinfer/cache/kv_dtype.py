@@ -76,6 +76,8 @@ def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> 
         return None
     if not config.caches_values:
         raise ValueError("kv_scales: latent attention caches one vector for keys and values, with no scale of its own")
+    if config.num_global_kv_heads not in (None, config.num_kv_heads) or config.kv_sources:
+        raise ValueError("kv_scales: not supported for layers that differ in their heads, or that share keys")
     shape = (config.num_layers, config.num_kv_heads)
     if scales.keys.shape != shape or scales.values.shape != shape:
         raise ValueError(

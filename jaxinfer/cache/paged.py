@@ -48,7 +48,7 @@ class PagedCache:
     The layout of a page is that of the platform's kernel. Page 0 is the null page: unused entries of page tables point
     to it, and it is never written. `scales` are static scales of a checkpoint, for an fp8 cache. `groups` is the group
     of each layer: layers of one group share page ids, and the page table with that number; () where all are in one.
-    Layers without attention have None for their pages; `states` are those of recurrent layers, by slot.
+    Layers that store no keys have None for their pages; `states` are those of recurrent layers, by slot.
     """
 
     layers: tuple[Pages | None, ...]
@@ -135,20 +135,32 @@ def abstract_paged_cache(
     counts = (num_pages,) if isinstance(num_pages, int) else tuple(num_pages)
     if mesh is not None:
         check_divides(mesh, config)
-    pages = [_abstract_pages(config, count, page_size, dtype, layout, mesh) for count in counts]
     numbers = groups or (0,) * config.num_layers
-    layers = (pages[group] if config.has_attention(layer) else None for layer, group in enumerate(numbers))
-    return PagedCache(tuple(layers), groups=groups)
+
+    def pages(layer: int) -> Any:
+        if not config.caches_keys(layer):
+            return None
+        heads = (config.num_kv_heads_of(layer), config.head_dim_of(layer))
+        return _abstract_pages(config, heads, counts[numbers[layer]], page_size, dtype, layout, mesh)
+
+    return PagedCache(tuple(map(pages, range(config.num_layers))), groups=groups)
 
 
-def _abstract_pages(config: ModelConfig, num_pages: int, page_size: int, dtype, layout: str, mesh: Mesh | None):
-    """One layer's pages."""
-    heads = (config.num_kv_heads, config.head_dim)
+def _abstract_pages(
+    config: ModelConfig,
+    heads: tuple[int, int],
+    num_pages: int,
+    page_size: int,
+    dtype,
+    layout: str,
+    mesh: Mesh | None,
+):
+    """Pages of one layer with so many heads of this width."""
     shape = PageShape(num_pages, page_size, *heads, jnp.dtype(dtype).name, config.caches_values)
     if mesh is None:
         return shape.abstract(layout)
     num_parts = parallel.axis_size(mesh, "kv_heads") if config.caches_values else 1
-    local = replace(shape, num_kv_heads=config.num_kv_heads // num_parts).abstract(layout)
+    local = replace(shape, num_kv_heads=heads[0] // num_parts).abstract(layout)
 
     def concatenated(leaf, spec: PartitionSpec):
         sizes = tuple(size * num_parts if axis else size for size, axis in zip(leaf.shape, spec, strict=True))

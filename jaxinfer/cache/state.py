@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxinfer.models import ConvConfig, DeltaConfig, ModelConfig
+from jaxinfer.models import ModelConfig, Params, bind_layer, compute_dtype
 from pallas_kernels.recurrence import (
     RaggedBatch,
     RecurrentTokens,
@@ -100,18 +101,28 @@ def init_state_cache(config: ModelConfig, num_slots: int, dtype: Any) -> StateCa
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state_cache(config, num_slots, dtype))
 
 
-def deferred_bytes(config: ModelConfig, dtype: Any) -> int:
-    """Bytes, at most, that a row of a pass with `defers` keeps in all layers until `commit`."""
+def deferred_bytes(config: ModelConfig, params: Params) -> int:
+    """Bytes that each row of a pass with `defers` keeps in all layers until `commit`; of abstract parameters too."""
+    hidden = jax.ShapeDtypeStruct((1, config.hidden_size), compute_dtype(params))
+    state = abstract_state_cache(config, 1, hidden.dtype)
+    if state is None:
+        return 0
     count = 0
-    for recurrent in map(config.recurrent_of, config.recurrent_layers):
-        if recurrent is not None:
-            channels = recurrent.conv_shape[1]
-            count += channels * jnp.dtype(dtype).itemsize
-            # Queries, keys and values together are as wide as the convolution; beside them decays and rates.
-            if not isinstance(recurrent, ConvConfig):
-                heads = recurrent.num_value_heads if isinstance(recurrent, DeltaConfig) else recurrent.num_heads
-                count += 4 * (channels + 2 * heads)
+    for layer, of_layers in Counter(config.kinds[layer] for layer in config.recurrent_layers).items():
+        kept = jax.eval_shape(
+            partial(_deferred_row, config, layer), params["layers"][str(layer)], hidden, state.layers[layer]
+        )
+        count += of_layers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     return count
+
+
+def _deferred_row(config: ModelConfig, layer: int, params: Params, x: jax.Array, state: LayerState) -> Any:
+    """What a layer's state keeps of hidden states [1, D]."""
+    none, one = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+    batch = RaggedBatch(query_starts=none, query_lengths=one, starts=none)
+    states = LayerStates(state, batch, StateOptions(max_query_length=1, defers=True))
+    bind_layer(config, layer, params).recurrent(x, states)  # pyright: ignore[reportOptionalCall]
+    return states.state.conv_inputs, states.state.tokens
 
 
 def state_bytes(config: ModelConfig, dtype: Any) -> int:

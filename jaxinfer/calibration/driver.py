@@ -259,10 +259,8 @@ def _check_experts(config: ModelConfig, options: CalibrationOptions) -> None:
                 experts_at_once(f"layers.{number}.{name}", width, options.expert_memory)
 
 
-def check_input(
-    config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
-) -> None:
-    """Raises ValueError as `quantize_model`, before anything is read or written."""
+def check_method(config: ModelConfig, options: CalibrationOptions) -> None:
+    """Raises ValueError for a method that a model cannot be quantized with."""
     _check_experts(config, options)
     if options.needs_activations and config.moe is not None and config.moe.scales_input:
         raise ValueError(
@@ -273,6 +271,37 @@ def check_input(
         raise ValueError(
             f"{options.method} is not supported for {config.architecture}, which has recurrent layers; rounding to "
             "nearest (rtn) is"
+        )
+    if config.kv_sources:
+        raise ValueError(
+            f"{config.architecture} has layers that read the keys and values of earlier ones, and cannot be quantized "
+            'layer by layer; it can be opened with quantize="int8" or another scheme'
+        )
+    if options.needs_activations and _reads_more(config):
+        raise ValueError(
+            f"{options.method} is not supported for {config.architecture}, whose layers have inputs of their own; "
+            "rounding to nearest (rtn) is"
+        )
+    if config.has_value_norm and options.method in ("awq", "smoothquant"):
+        raise ValueError(
+            f"{options.method} is not supported for {config.architecture}, whose values are normalized; gptq is"
+        )
+
+
+def _reads_more(config: ModelConfig) -> bool:
+    """Whether a layer cannot be run from the hidden states before it alone."""
+    return config.layer_inputs is not None or (config.moe is not None and config.moe.is_beside_mlp)
+
+
+def check_input(
+    config: ModelConfig, options: CalibrationOptions, tokens: np.ndarray | None, held_out: np.ndarray | None
+) -> None:
+    """Raises ValueError as `quantize_model`, before anything is read or written."""
+    check_method(config, options)
+    if held_out is not None and _reads_more(config):
+        raise ValueError(
+            f"a divergence on held-out text is not supported for {config.architecture}, whose layers have inputs of "
+            "their own"
         )
     if options.needs_activations and tokens is None:
         raise ValueError(f"{options.method} needs a text to calibrate on")

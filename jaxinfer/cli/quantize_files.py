@@ -142,7 +142,7 @@ def _write_files(
     dtype: str,
     made: Path,
 ) -> None:
-    from checkpoints_convert.files import CONFIG, read_json, write_companions, write_json
+    from checkpoints_convert.files import CONFIG, read_json, special_token, write_companions, write_json
     from checkpoints_convert.huggingface.config import huggingface_config
     from checkpoints_convert.huggingface.save import write_shards
     from checkpoints_convert.staging import check_free_space
@@ -154,7 +154,7 @@ def _write_files(
     check_free_space(made, sum(sizes.values()))
     made.mkdir(parents=True)
     original = read_json(Path(companions[CONFIG])) if CONFIG in companions else {}
-    special = {name: original.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {name: special_token(original, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     scales, _ = _kv_scales(source, result)
     quantization = write_shards(config, made, _leaf_reader(result.read), sizes.__getitem__, kv_scales=scales)
     for name in write_companions({name: file for name, file in companions.items() if name != CONFIG}, made):
@@ -214,14 +214,16 @@ def check_not_quantized(source: "Checkpoint") -> None:
 def planned(source: "Checkpoint", options: "CalibrationOptions") -> "dict[ParamPath, QuantizedArray]":
     """The weights that will be quantized, as abstract arrays.
 
-    Raises UsageError for a group size that does not divide the inputs of a linear layer, ValueError for a pattern of
-    `keep` without a match, CheckpointError for what compressed-tensors or the family's config.json cannot express.
+    Raises UsageError for a group size that does not divide the inputs of a linear layer, ValueError for a method that
+    the model cannot be quantized with, and for a pattern of `keep` without a match, CheckpointError for what
+    compressed-tensors or the family's config.json cannot express.
     """
     from checkpoints_convert.errors import CheckpointError
     from checkpoints_convert.huggingface.compress import stored_form
     from checkpoints_convert.huggingface.config import huggingface_config
-    from jaxinfer.calibration.driver import abstract_weights, all_linears
+    from jaxinfer.calibration.driver import abstract_weights, all_linears, check_method
 
+    check_method(source.config, options)
     options.check_keep(all_linears(source.config))
     huggingface_config(replace(source.config, dtype=options.dtype))
     weights = abstract_weights(source.config, options)

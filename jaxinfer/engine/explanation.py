@@ -56,7 +56,7 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
                 "parameter bytes": num_bytes(spec.params),
                 "dtype": str(spec.dtype),
                 "layers": config.num_layers,
-                "heads (query / key)": f"{config.num_heads} / {config.num_kv_heads} x {config.head_dim}",
+                "heads (query / key)": _describe_heads(config),
                 **_describe_model(config),
                 "declared length": config.max_position_embeddings,
             },
@@ -73,6 +73,21 @@ def explain_engine(engine: Engine | Replicas, model: dict[str, Any], sampling: d
             "sampling": sampling,
         }
     )
+
+
+def _describe_heads(config: ModelConfig) -> str:
+    """Numbers and widths, of each kind of layer."""
+    kinds = {
+        (config.num_kv_heads_of(layer), config.head_dim_of(layer), config.window(layer) is None)
+        for layer in config.attention_layers
+    }
+    if len({kind[:2] for kind in kinds}) == 1:
+        return f"{config.num_heads} / {config.num_kv_heads} x {config.head_dim}"
+    shown = (
+        f"{config.num_heads} / {count} x {width} {'without' if is_full else 'with'} a window"
+        for count, width, is_full in sorted(kinds, key=lambda kind: kind[2])
+    )
+    return "; ".join(shown)
 
 
 def summarize_engine(engine: Engine | Replicas) -> str:
@@ -277,8 +292,10 @@ def _bytes_per_token(spec: EngineSpec) -> dict[str, int]:
 
 def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: bool) -> PagedSpec:
     config = engine.config
-    q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, config.head_dim), engine.dtype)
-    kv = jax.ShapeDtypeStruct((num_tokens, config.num_kv_heads, config.head_dim), engine.dtype)
+    layer = config.cached_layers[0]
+    head_dim, num_kv_heads = config.head_dim_of(layer), config.num_kv_heads_of(layer)
+    q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, head_dim), engine.dtype)
+    kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), engine.dtype)
     table = jax.ShapeDtypeStruct((engine.max_seqs, engine.pages_per_sequence), jnp.int32)
     options = attention_options(config)
     values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)

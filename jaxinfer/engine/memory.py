@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxinfer.cache import deferred_bytes
+from jaxinfer.cache import deferred_bytes, state_bytes
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.models import compute_dtype
 
 # Arrays of T tokens that are alive at once in a layer: residual, normed, query, key, value, attended and the two
 # halves of the feed-forward layer with their product; and of S rows of logits in the sampler: logits, transformed,
@@ -93,13 +94,21 @@ def plan_pool(spec: EngineSpec, *, weights: int, available: int | None) -> PoolP
 def activation_bytes(spec: EngineSpec) -> int:
     """Estimated bytes of a step's activations and logits, on one device that holds all of them."""
     config = spec.config
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    kv_heads = max(config.num_kv_heads, config.num_global_kv_heads or 0)
+    heads = (config.num_heads + 2 * kv_heads) * max(config.head_dim, config.global_head_dim or 0)
     hidden = LIVE_HIDDEN * max(config.hidden_size, heads) + LIVE_INNER * config.intermediate_size
     logits = LIVE_LOGITS * spec.max_seqs * config.vocab_size * 4
     # A speculative round keeps the inputs of its states until it is known which rows are confirmed.
     rows = 0 if spec.draft is None else spec.round_slots[-1] * spec.trees[-1].num_nodes
-    deferred = rows * deferred_bytes(config, spec.dtype)
-    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits + deferred
+    if rows and spec.options.deterministic:  # a pass of one shape, filled up
+        rows = max(rows, spec.token_buckets[-1])
+    deferred = rows * deferred_bytes(config, spec.params)
+    # What is drafted goes into a copy of the draft's states, as it may be rejected.
+    copied = 0
+    if spec.draft_model is not None:
+        draft_config, draft_params = spec.draft_model
+        copied = spec.max_seqs * state_bytes(draft_config, compute_dtype(draft_params))
+    return spec.token_buckets[-1] * hidden * spec.dtype.itemsize + logits + deferred + copied
 
 
 def available_bytes(device: Any) -> int | None:

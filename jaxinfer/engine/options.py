@@ -198,7 +198,7 @@ class EngineOptions(SpeculationOptions):
         if self.cache not in CACHES:
             raise ValueError(f"cache={self.cache!r} is neither 'paged' nor 'contiguous'")
         if self.cache == "contiguous":
-            for name in ("page_size", "num_pages"):
+            for name in ("page_size", "num_pages", "num_saved_states"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}={getattr(self, name)!r} is for cache='paged' only")
         if self.deterministic and self.draft_tree is not None:

@@ -1,6 +1,6 @@
 """Models: a frozen configuration, one decoder, its layers, and their shardings on a mesh."""
 
-from jaxinfer.models.config import MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxinfer.models.config import LayerInputConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxinfer.models.decoder import (
     Decoder,
     Params,
@@ -22,6 +22,7 @@ __all__ = [
     "ConvConfig",
     "Decoder",
     "DeltaConfig",
+    "LayerInputConfig",
     "MLAConfig",
     "MambaConfig",
     "MeshFit",

@@ -29,7 +29,7 @@ class Norm(nnx.Module):
     def __init__(
         self,
         shape: tuple[int, ...],
-        axes: tuple[str, ...],
+        axes: tuple[str | None, ...],
         kind: NormKind,
         *,
         eps: float,
@@ -67,14 +67,16 @@ def hidden_norm(config: ModelConfig, dtype) -> Norm:
     )
 
 
-def head_norm(config: ModelConfig, num_heads: int, heads_axis: str, dtype, *, is_rotated: bool = True) -> Norm | None:
+def head_norm(
+    config: ModelConfig, head_dim: int, num_heads: int, heads_axis: str, *, dtype, is_rotated: bool = True
+) -> Norm | None:
     """The norm of queries or keys [..., H, K], or of [..., H * K] if it spans all heads; None if the layer has none."""
     if not config.qk_norm or (config.is_qk_norm_after_rotation and not is_rotated):
         return None
     shape, axes = {
-        "head": ((config.head_dim,), ("head_dim",)),
-        "each_head": ((num_heads, config.head_dim), (heads_axis, "head_dim")),
-        "all_heads": ((num_heads * config.head_dim,), (heads_axis,)),
+        "head": ((head_dim,), ("head_dim",)),
+        "each_head": ((num_heads, head_dim), (heads_axis, "head_dim")),
+        "all_heads": ((num_heads * head_dim,), (heads_axis,)),
     }[config.qk_norm_span]
     options = {"bias": config.qk_norm_bias, "has_weight": config.has_qk_norm_weight}
     return Norm(shape, axes, config.norm, eps=config.norm_eps, dtype=dtype, **options)
@@ -107,7 +109,16 @@ class Linear(nnx.Module):
 
     scope = "linear"
 
-    def __init__(self, inputs: int, outputs: int, axes: tuple[str, str], *, bias: bool, dtype, rngs: nnx.Rngs | None):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        axes: tuple[str | None, str | None],
+        *,
+        bias: bool,
+        dtype,
+        rngs: nnx.Rngs | None,
+    ):
         self.weight = nnx.Param(normal(rngs, (inputs, outputs), dtype), axes=axes)
         self.bias = nnx.Param(np.zeros((outputs,), dtype), axes=axes[1:]) if bias else None
 

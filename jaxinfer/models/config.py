@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from jaxinfer.models.moe_config import MoEConfig
 from jaxinfer.models.recurrent_config import (
     ATTENTION_KINDS,
     RECURRENT_KINDS,
@@ -31,8 +32,6 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 # What a norm of queries or keys normalizes: each head, with one weight [K] for all heads ("head") or one per head [H,
 # K] ("each_head"); or all heads together, with a weight [H * K] ("all_heads").
 QKNormSpan = Literal["head", "each_head", "all_heads"]
-Scoring = Literal["softmax", "sigmoid", "softmax_of_chosen", "sigmoid_of_chosen", "sparsemixer"]
-GroupScore = Literal["max", "top2_sum"]
 
 
 @dataclass(frozen=True)
@@ -96,77 +95,18 @@ class MLAConfig:
 
 
 @dataclass(frozen=True)
-class MoEConfig:
-    """A mixture of experts: a router sends each token to a few of many feed-forward networks. No token is dropped.
+class LayerInputConfig:
+    """An input of each layer beside the hidden states (Gemma 3n's per-layer embeddings): a row of the token's own
+    embedding for that layer, plus a projection of the token's embedding.
 
     Attributes:
-      num_experts, num_experts_per_token: experts of a layer, and experts of a token.
-      expert_size: inner width of an expert.
-      layers: layers with experts; the others have an MLP of the model's `intermediate_size`.
-      scoring: "softmax" over all logits (Mixtral, Qwen, DeepSeek-V2), "sigmoid" of each (DeepSeek-V3),
-        "softmax_of_chosen" or "sigmoid_of_chosen", of the logits of the chosen only (gpt-oss; Llama 4), or
-        "sparsemixer": for each of two experts, the softmax over those whose logits are near its own (Phi-3.5-MoE).
-      normalize: whether the scores of a token's experts are divided by their sum.
-      scale: multiplies the scores (DeepSeek's routed_scaling_factor).
-      num_groups, num_chosen_groups: experts form groups of equal size, and a token's experts are taken from the groups
-        with the best scores (DeepSeek-V2 section 2.2.2, V3 section 2.1.2); 1 and 1 for no groups.
-      group_score: score of a group: that of its best expert (V2), or the sum of its best two (V3).
-      has_correction_bias: a float32 bias per expert, added to the scores for the choice of experts but not to their
-        weights (DeepSeek-V3 section 2.1.2).
-      has_router_bias, has_expert_bias: biases of the router's logits, and of each expert's projections (gpt-oss).
-      shared_size: inner width of the shared expert, an MLP that every token passes through; 0 for none.
-      has_shared_gate: whether a sigmoid gate multiplies the output of the shared expert (Qwen2-MoE).
-      scales_input: whether the scores multiply what the experts read, rather than what they return (Llama 4).
-      jitter: half the relative distance of logits that "sparsemixer" takes as near.
-      clamp: gpt-oss's SwiGLU: gate is clipped to at most this, up to +-this, and the product is
-        (up + 1) * gate * sigmoid(clamp_slope * gate). None for silu(gate) * up.
+      size: width of the input of one layer. vocab_size: tokens of the table.
+      count: layers that the table has inputs for.
     """
 
-    num_experts: int
-    num_experts_per_token: int
-    expert_size: int
-    layers: tuple[int, ...]
-    scoring: Scoring = "softmax"
-    normalize: bool = True
-    scale: float = 1.0
-    num_groups: int = 1
-    num_chosen_groups: int = 1
-    group_score: GroupScore = "max"
-    has_correction_bias: bool = False
-    has_router_bias: bool = False
-    has_expert_bias: bool = False
-    shared_size: int = 0
-    has_shared_gate: bool = False
-    clamp: float | None = None
-    clamp_slope: float = 1.702
-    scales_input: bool = False
-    jitter: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name in ("num_experts", "num_experts_per_token", "expert_size", "num_groups", "num_chosen_groups"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.num_experts % self.num_groups:
-            raise ValueError(f"{self.num_experts} experts cannot form {self.num_groups} groups of equal size")
-        if self.num_chosen_groups > self.num_groups:
-            raise ValueError(f"num_chosen_groups={self.num_chosen_groups} of only {self.num_groups} groups")
-        choice = self.num_experts // self.num_groups * self.num_chosen_groups
-        if self.num_experts_per_token > choice:
-            raise ValueError(f"num_experts_per_token={self.num_experts_per_token} of only {choice} experts")
-        if self.group_score == "top2_sum" and self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
-            raise ValueError(f"groups of {self.num_experts // self.num_groups} have no best two")
-        for name, kind in (("scoring", Scoring), ("group_score", GroupScore)):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(get_args(kind))}")
-        if self.scoring == "sparsemixer" and self.num_experts_per_token != 2:
-            raise ValueError(f"sparsemixer chooses 2 experts, not num_experts_per_token={self.num_experts_per_token}")
-        if not (math.isfinite(self.jitter) and self.jitter >= 0):
-            raise ValueError(f"jitter must not be negative, got {self.jitter!r}")
-        if self.has_shared_gate and not self.shared_size:
-            raise ValueError("has_shared_gate without a shared expert: shared_size is 0")
-        if self.clamp is not None and not self.clamp > 0:
-            raise ValueError(f"clamp must be positive, got {self.clamp!r}")
+    size: int
+    vocab_size: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -199,6 +139,15 @@ class ModelConfig:
       sliding_windows: per layer, the number of visible keys including the query's own, or None for all; empty means all
         in every layer.
       has_sinks: each head has an attention sink: a logit that takes part in the softmax and has no value (gpt-oss).
+      global_head_dim, num_global_kv_heads: widths of layers without a sliding window, if different (Gemma 4).
+      has_value_norm: values are normalized by an RMSNorm without weight.
+      global_values_are_keys: layers without a sliding window have no projection of values: those are the projected
+        keys, before their norm.
+      kv_sources: per layer, the layer whose keys and values it reads: itself, or an earlier one with the same window,
+        whose cache is then the only one; empty if each has its own.
+      has_double_mlp: layers that read an earlier layer's keys have an MLP of twice the width.
+      layer_inputs, layer_input_slots: inputs of each layer beside the hidden states, and which of them each layer has.
+      has_layer_scalar: a trained number multiplies the hidden states after each layer.
       moe: mixture of experts in place of the MLP of some layers; None for none.
       mla: multi-head latent attention; None for ordinary attention. `num_kv_heads` and `head_dim` then describe the
         cache: 1 and mla.key_size.
@@ -265,6 +214,15 @@ class ModelConfig:
     attention_in_multiplier: float = 1.0
     attention_out_multiplier: float = 1.0
     mlp_multipliers: tuple[float, float] = (1.0, 1.0)
+    global_head_dim: int | None = None
+    num_global_kv_heads: int | None = None
+    has_value_norm: bool = False
+    global_values_are_keys: bool = False
+    kv_sources: tuple[int, ...] = ()
+    has_double_mlp: bool = False
+    layer_inputs: LayerInputConfig | None = None
+    layer_input_slots: tuple[int, ...] = ()
+    has_layer_scalar: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -282,20 +240,22 @@ class ModelConfig:
                            ("qk_norm_span", QKNormSpan)):  # fmt: skip
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        for name in ("num_kv_heads", "num_global_kv_heads"):
+            if (count := getattr(self, name)) is not None and self.num_heads % count:
+                raise ValueError(f"num_heads={self.num_heads} is not a multiple of {name}={count}")
         for name in _PER_LAYER:
             values = getattr(self, name)
             if values and len(values) != self.num_layers:
                 raise ValueError(f"{len(values)} {name} for {self.num_layers} layers")
-        for rope in self.ropes:
-            if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= self.head_dim:
-                raise ValueError(f"rotary_dim={rope.rotary_dim} must be even and at most head_dim={self.head_dim}")
+        for rope, head_dim in zip(self.ropes, (self.global_head_dim or self.head_dim, self.head_dim), strict=False):
+            if rope.rotary_dim % 2 or not 0 < rope.rotary_dim <= head_dim:
+                raise ValueError(f"rotary_dim={rope.rotary_dim} must be even and at most head_dim={head_dim}")
         if self.moe is not None and not set(self.moe.layers) <= set(range(self.num_layers)):
             raise ValueError(f"moe.layers={self.moe.layers} of a model with {self.num_layers} layers")
         if self.mla is not None:
             _check_latent(self, self.mla)
         _check_kinds(self)
+        _check_sharing(self)
         if self.norm_bias and self.norm != "layer":
             raise ValueError(f"norm_bias: only norms of kind 'layer' have a bias, not {self.norm!r}")
         if self.is_qk_norm_after_rotation and self.qk_norm_span == "all_heads":
@@ -324,8 +284,32 @@ class ModelConfig:
         return self.layer_kinds[layer] if self.layer_kinds else "attention"
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer caches keys and values."""
+        """Whether a layer has attention."""
         return self.layer_kind(layer) in ATTENTION_KINDS
+
+    def head_dim_of(self, layer: int) -> int:
+        """Width of a layer's heads."""
+        return self.head_dim if self.window(layer) is not None else self.global_head_dim or self.head_dim
+
+    def num_kv_heads_of(self, layer: int) -> int:
+        """Key-value heads of a layer."""
+        return self.num_kv_heads if self.window(layer) is not None else self.num_global_kv_heads or self.num_kv_heads
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads, its own number if they are its own."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    def caches_keys(self, layer: int) -> bool:
+        """Whether a layer stores keys and values."""
+        return self.has_attention(layer) and self.kv_source(layer) == layer
+
+    def is_kv_source(self, layer: int) -> bool:
+        """Whether a later layer reads the keys and values of this one."""
+        return layer in self.kv_sources[layer + 1 :]
+
+    def mlp_size(self, layer: int) -> int:
+        """Inner width of a layer's MLP."""
+        return self.intermediate_size * (2 if self.has_double_mlp and self.kv_source(layer) != layer else 1)
 
     def has_mlp(self, layer: int) -> bool:
         """Whether a layer has an MLP or experts."""
@@ -344,8 +328,13 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that cache keys and values."""
+        """The layers with attention."""
         return tuple(i for i in range(self.num_layers) if self.has_attention(i))
+
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that store keys and values."""
+        return tuple(i for i in range(self.num_layers) if self.caches_keys(i))
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -370,14 +359,23 @@ class ModelConfig:
     def kinds(self) -> tuple[int, ...]:
         """For each layer the number of the first one that differs from it in its weights only."""
         kinds = [
-            (self.window(i), self.rope_of(i), self.experts_of(i), self.layer_kind(i), self.has_mlp(i))
+            (
+                *(self.window(i), self.rope_of(i), self.experts_of(i), self.layer_kind(i), self.has_mlp(i)),
+                *(self.kv_source(i) == i, i if self.is_kv_source(i) else None),
+            )
             for i in range(self.num_layers)
         ]
         return tuple(kinds.index(kind) for kind in kinds)
 
     def with_layers(self, layers: Sequence[int]) -> "ModelConfig":
-        """The configuration of a model of these layers, in this order."""
+        """The configuration of a model of these layers, in this order. Raises ValueError for a layer without the one
+        whose keys and values it reads."""
         per_layer = {name: tuple(values[i] for i in layers) for name in _PER_LAYER if (values := getattr(self, name))}
+        if self.kv_sources:
+            if lost := [i for i in layers if self.kv_sources[i] not in layers]:
+                source = self.kv_sources[lost[0]]
+                raise ValueError(f"layer {lost[0]} reads the keys and values of layer {source}, which is not there")
+            per_layer["kv_sources"] = tuple(list(layers).index(source) for source in per_layer["kv_sources"])
         moe = self.moe
         if moe is not None:
             moe = replace(moe, layers=tuple(new for new, old in enumerate(layers) if old in moe.layers))
@@ -422,7 +420,7 @@ class ModelConfig:
 
 
 # Fields with one entry per layer, or empty.
-_PER_LAYER = ("sliding_windows", "rotated_layers", "layer_kinds", "mlp_layers")
+_PER_LAYER = ("sliding_windows", "rotated_layers", "layer_kinds", "mlp_layers", "kv_sources", "layer_input_slots")
 # Fields that are configurations of their own.
 _NESTED = {
     "rope": RopeConfig,
@@ -432,6 +430,7 @@ _NESTED = {
     "delta": DeltaConfig,
     "mamba": MambaConfig,
     "conv": ConvConfig,
+    "layer_inputs": LayerInputConfig,
 }
 
 
@@ -449,6 +448,19 @@ def _check_kinds(config: ModelConfig) -> None:
     empty = [i for i in range(config.num_layers) if config.layer_kind(i) == "none" and not config.has_mlp(i)]
     if empty:
         raise ValueError(f"layer {empty[0]} has neither a mixer nor an MLP")
+
+
+def _check_sharing(config: ModelConfig) -> None:
+    for layer, source in enumerate(config.kv_sources):
+        is_fit = source == layer or (0 <= source < layer and config.caches_keys(source))
+        if not is_fit or config.window(source) != config.window(layer):
+            raise ValueError(f"layer {layer} cannot read the keys and values of layer {source}")
+    if config.mla is not None and (config.kv_sources or config.global_head_dim or config.num_global_kv_heads):
+        raise ValueError("latent attention has one width in all layers, and keys of its own in each")
+    if (config.layer_inputs is None) != (not config.layer_input_slots):
+        raise ValueError("layer_inputs and layer_input_slots go together")
+    if config.layer_inputs is not None and not set(config.layer_input_slots) <= set(range(config.layer_inputs.count)):
+        raise ValueError(f"layer_input_slots={config.layer_input_slots} of {config.layer_inputs.count} inputs")
 
 
 def _check_latent(config: ModelConfig, mla: MLAConfig) -> None:

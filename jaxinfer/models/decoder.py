@@ -14,10 +14,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.checks import did_you_mean
-from jaxinfer.models.basic import Linear, hidden_norm, normal
+from jaxinfer.models.basic import Linear, Norm, hidden_norm, normal
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.experts import SparseMoE
-from jaxinfer.models.layers import Attend, AttendByLayer, DecoderLayer, LayerAttend, Tap
+from jaxinfer.models.layers import Attend, AttendByLayer, DecoderLayer, LayerAttend, SharedKeys, Tap
 from jaxinfer.models.recurrent import LayerView
 from jaxinfer.models.rope import Positions
 from jaxinfer.quantization.matmul import matmul, rows, transposed
@@ -39,7 +39,23 @@ class Embedding(nnx.Module):
         shape = (config.max_position_embeddings, config.hidden_size)
         table = normal(rngs, shape, dtype) if config.has_position_embedding else None
         self.position_embed = None if table is None else nnx.Param(table, axes=("positions", "hidden"))
+        if (inputs := config.layer_inputs) is not None:
+            width, kwargs = inputs.count * inputs.size, {"bias": False, "dtype": dtype}
+            self.layer_embed = nnx.Param(normal(rngs, (inputs.vocab_size, width), dtype), axes=("vocab", None))
+            self.layer_embed_proj = Linear(config.hidden_size, width, ("hidden", None), rngs=rngs, **kwargs)
+            self.layer_embed_norm = Norm((inputs.size,), (None,), config.norm, eps=config.norm_eps, **kwargs)
         self.config = config
+
+    def layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
+        """Inputs [..., L, P] of layers (`LayerInputConfig`), of the embedding x [..., D] of tokens [...]; None for a
+        model without them. Scales are rounded as in Transformers' `Gemma4TextModel`."""
+        if (inputs := self.config.layer_inputs) is None:
+            return None
+        project, norm = self.layer_embed_proj, self.layer_embed_norm
+        shape = (*tokens.shape, inputs.count, inputs.size)
+        own = rows(self.layer_embed.get_value(), tokens, x.dtype) * jnp.asarray(inputs.size**0.5, x.dtype)
+        projected = (project(x) * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)).reshape(shape)
+        return (norm(projected) + own.reshape(shape)) * jnp.asarray(2**-0.5, x.dtype)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, dtype) -> jax.Array:
         x = rows(self.embed.get_value(), tokens, dtype)
@@ -93,9 +109,10 @@ class Decoder:
         """Final hidden states [..., D] of int32 tokens [...] at int32 positions [...]."""
         with jax.named_scope("embed"):
             x = self._embedding(tokens, positions, self.final_norm.weight.get_value().dtype)
+            layer_inputs = self._embedding.layer_inputs(tokens, x)
         if tap is not None:
             tap("embed", x)
-        shared = Positions(positions)
+        shared = _Pass(Positions(positions), layer_inputs)
         for number in range(self.config.num_layers):
             with jax.named_scope(f"layers.{number}"):
                 x = self._run_layer(number, x, shared, attend, tap)
@@ -110,26 +127,59 @@ class Decoder:
         """float32 logits [..., V] of hidden states [..., D]."""
         return self._head(hidden, self.embed.get_value())
 
-    def _run_layer(self, number: int, x: jax.Array, positions: Positions, attend: Attend, tap: Tap | None) -> jax.Array:
+    def _run_layer(self, number: int, x: jax.Array, shared: _Pass, attend: Attend, tap: Tap | None) -> jax.Array:
         """A layer like an earlier one is not traced again, if the cache can be passed layer by layer. The first of its
         kind is traced in place, since it computes what all of them share: rotations, and the schedule of a kernel."""
         config, params, first = self.config, self._layers[str(number)], self._kinds[number]
+        source, kept = config.kv_source(number), shared.kept.get(config.kv_source(number))
+        layer_input = shared.layer_input(config, number)
         if tap is None and number != first and isinstance(attend, AttendByLayer):
-            x, state = _run_like(config, first, self._over, params, x, positions, attend.of_layer(number))
-            attend.update(number, state)
+            own = attend.of_layer(source)
+            own = own if kept is None else SharedKeys(own, *kept)
+            x, state = _run_like(config, first, self._over, params, x, shared.positions, own, layer_input)
+            attend.update(source, state)
             return x
         layer = bind_layer(config, first, params, self._over)
         own_tap = None if tap is None else lambda name, value: tap(f"layers.{number}.{name}", value)
         if config.recurrent_of(number) is None:
-            return layer(x, positions, partial(attend, number), own_tap)
+            own = partial(attend, source)
+            own = own if kept is None else SharedKeys(own, *kept)
+            own = shared.keeping(number, own) if config.is_kv_source(number) else own
+            return layer(x, shared.positions, own, own_tap, layer_input)
         if not isinstance(attend, AttendByLayer):
-            return layer(x, positions, LayerView(attend, number), own_tap)
+            return layer(x, shared.positions, LayerView(attend, number), own_tap)
         own = attend.of_layer(number)
         if not hasattr(own, "recur"):
             raise ValueError(f"{type(attend).__name__} has no states for recurrent layers")
-        x = layer(x, positions, own, own_tap)
+        x = layer(x, shared.positions, own, own_tap)
         attend.update(number, own.state)
         return x
+
+
+class _Pass:
+    """What the layers of a forward pass share.
+
+    Attributes:
+      positions: of the tokens. layer_inputs: [..., L, P], or None.
+      kept: keys and values of the layers whose later ones read them.
+    """
+
+    def __init__(self, positions: Positions, layer_inputs: jax.Array | None):
+        self.positions, self.layer_inputs = positions, layer_inputs
+        self.kept: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def layer_input(self, config: ModelConfig, layer: int) -> jax.Array | None:
+        """What a layer has as its input [..., P]."""
+        return None if self.layer_inputs is None else self.layer_inputs[..., config.layer_input_slots[layer], :]
+
+    def keeping(self, layer: int, attend: Attend) -> Attend:
+        """`attend` of a layer, which keeps the keys and values that it is called with."""
+
+        def call(q: jax.Array, k: jax.Array, v: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+            self.kept[layer] = (k, v)
+            return attend(q, k, v, *args, **kwargs)
+
+        return call
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -141,10 +191,11 @@ def _run_like(
     x: jax.Array,
     positions: Positions,
     attend: LayerAttend,
+    layer_input: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """A layer of the kind of layer `first`, and the layer's part of the cache afterwards. One trace for all of them:
     the compiler gets one function and its calls."""
-    x = bind_layer(config, first, params, over)(x, positions, attend)
+    x = bind_layer(config, first, params, over)(x, positions, attend, None, layer_input)
     return x, attend.state
 
 
@@ -172,8 +223,9 @@ def bind_layer(
 ) -> DecoderLayer:
     """One layer of a decoder, with its own `params`."""
     layer = _module(DecoderLayer, config, params, number)
-    if isinstance(layer.mlp, SparseMoE):
-        layer.mlp.over = experts_over
+    for experts in (layer.mlp, None if layer.beside is None else layer.beside.moe):
+        if isinstance(experts, SparseMoE):
+            experts.over = experts_over
     return layer
 
 

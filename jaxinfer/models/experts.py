@@ -27,7 +27,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxinfer.models.basic import normal
+from jaxinfer.models.basic import Norm, normal
 from jaxinfer.models.config import MoEConfig
 from jaxinfer.quantization import QuantizedArray
 from jaxinfer.quantization.matmul import Weight, matmul
@@ -336,21 +336,30 @@ class ExpertStacks(nnx.Module):
 class Router(nnx.Module):
     """Chooses experts from logits that are computed in float32 for any dtype of the weights."""
 
-    def __init__(self, moe: MoEConfig, width: int, *, dtype, rngs: nnx.Rngs | None):
+    def __init__(self, moe: MoEConfig, width: int, *, norm_eps: float = 1e-6, dtype, rngs: nnx.Rngs | None):
         self.weight = nnx.Param(normal(rngs, (width, moe.num_experts), dtype), axes=("hidden", None))
         self.bias = nnx.Param(np.zeros((moe.num_experts,), dtype), axes=(None,)) if moe.has_router_bias else None
         self.correction = (
             nnx.Param(np.zeros((moe.num_experts,), np.float32), axes=(None,)) if moe.has_correction_bias else None
         )
+        has_scales, no_weight = moe.is_beside_mlp, {"bias": False, "dtype": dtype, "has_weight": False}
+        self.norm = Norm((width,), ("hidden",), "rms", eps=norm_eps, **no_weight) if has_scales else None
+        self.input_scale = nnx.Param(np.ones((width,), dtype), axes=("hidden",)) if has_scales else None
+        self.expert_scale = nnx.Param(np.ones((moe.num_experts,), dtype), axes=(None,)) if has_scales else None
         self.moe = moe
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`route` for hidden states [T, D]."""
+        if self.norm is not None and self.input_scale is not None:
+            x = self.norm(x) * self.input_scale[...] * jnp.asarray(x.shape[-1] ** -0.5, x.dtype)
         x, weight = x.astype(jnp.float32), self.weight[...].astype(jnp.float32)
         logits = jnp.matmul(x, weight, precision=lax.Precision.HIGHEST)
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
-        return route(self.moe, logits, None if self.correction is None else self.correction[...])
+        chosen, weights = route(self.moe, logits, None if self.correction is None else self.correction[...])
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[...].astype(jnp.float32)[chosen]
+        return chosen, weights
 
 
 class SparseMoE(nnx.Module):
@@ -368,11 +377,12 @@ class SparseMoE(nnx.Module):
         activation: Callable[[jax.Array], jax.Array],
         *,
         shared: Callable[[jax.Array], jax.Array] | None,
+        norm_eps: float = 1e-6,
         is_gated: bool = True,
         dtype,
         rngs: nnx.Rngs | None,
     ):
-        self.router = Router(moe, width, dtype=dtype, rngs=rngs)
+        self.router = Router(moe, width, norm_eps=norm_eps, dtype=dtype, rngs=rngs)
         self.experts = ExpertStacks(moe, width, is_gated=is_gated, dtype=dtype, rngs=rngs)
         self.shared, self.scales_input = shared, moe.scales_input
         gate = normal(rngs, (width, 1), dtype) if moe.has_shared_gate else None
@@ -381,10 +391,10 @@ class SparseMoE(nnx.Module):
         if moe.clamp is not None:
             self.activation = partial(clamped_swiglu, moe.clamp, moe.clamp_slope)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., D] of hidden states [..., D]."""
+    def __call__(self, x: jax.Array, routed: jax.Array | None = None) -> jax.Array:
+        """[..., D] of hidden states [..., D]; the router reads `routed` [..., D], if given."""
         rows = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.router(rows)
+        chosen, weights = self.router(rows if routed is None else routed.reshape(rows.shape))
         run = partial(run_experts, experts=self.experts(), activation=self.activation, over=self.over)
         if self.scales_input:
             out = _run_scaled(run, rows, chosen, weights).reshape(x.shape)

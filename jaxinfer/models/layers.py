@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from jaxinfer.models.basic import XIELU, Linear, Norm, head_norm, hidden_norm, normal
-from jaxinfer.models.config import Activation, ModelConfig, NormKind
+from jaxinfer.models.config import Activation, ModelConfig, MoEConfig, NormKind
 from jaxinfer.models.experts import SparseMoE
 from jaxinfer.models.indexer import Indexer, neighbours_apart
 from jaxinfer.models.recurrent import GatedDeltaNet, Mamba2, RecurrentStates, ShortConv
@@ -64,22 +64,52 @@ def activate(kind: Activation, x: jax.Array) -> jax.Array:
     return _ACTIVATIONS[kind](x.astype(jnp.float32)).astype(x.dtype)
 
 
+@jax.tree_util.register_pytree_node_class
+class SharedKeys:
+    """`attend` of a layer that reads the keys and values of an earlier one: that layer's `attend` and what it was
+    called with. They are stored a second time, in the same place, so that a cache need not know of the layer."""
+
+    def __init__(self, attend: Any, k: jax.Array, v: jax.Array):
+        self._attend, self._k, self._v = attend, k, v
+
+    def tree_flatten(self):
+        return (self._attend, self._k, self._v), None
+
+    @classmethod
+    def tree_unflatten(cls, static, children) -> "SharedKeys":
+        return cls(*children)
+
+    def __call__(self, q: jax.Array, k: None, v: None, *args: Any, **kwargs: Any) -> jax.Array:
+        return self._attend(q, self._k, self._v, *args, **kwargs)
+
+    @property
+    def state(self) -> Any:
+        return self._attend.state
+
+
 class Attention(nnx.Module):
-    """Grouped-query attention. `attend` stores keys and values, and reads them."""
+    """Grouped-query attention. `attend` stores keys and values, and reads them; a layer that reads an earlier one's
+    has none to store, and calls it with None."""
 
     def __init__(self, config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None):
-        width, head_dim = config.hidden_size, config.head_dim
-        query_width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        width, head_dim, num_kv_heads = config.hidden_size, config.head_dim_of(layer), config.num_kv_heads_of(layer)
+        query_width, kv_width = config.num_heads * head_dim, num_kv_heads * head_dim
         kwargs = {"dtype": dtype, "rngs": rngs}
         gates = 2 if config.is_attention_gated else 1
         self.q_proj = Linear(width, gates * query_width, ("hidden", "heads"), bias=config.qkv_bias, **kwargs)
-        self.k_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
-        self.v_proj = Linear(width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
+        has_keys = config.kv_source(layer) == layer
+        has_values = has_keys and not (config.global_values_are_keys and config.window(layer) is None)
+        keys = partial(Linear, width, kv_width, ("hidden", "kv_heads"), bias=config.qkv_bias, **kwargs)
+        self.k_proj, self.v_proj = keys() if has_keys else None, keys() if has_values else None
         self.o_proj = Linear(query_width, width, ("heads", "hidden"), bias=config.output_bias, **kwargs)
         self.rope = config.rope_of(layer)
         is_rotated = self.rope is not None
-        self.q_norm = head_norm(config, config.num_heads, "heads", dtype, is_rotated=is_rotated)
-        self.k_norm = head_norm(config, config.num_kv_heads, "kv_heads", dtype, is_rotated=is_rotated)
+        norm = partial(head_norm, config, head_dim, dtype=dtype, is_rotated=is_rotated)
+        self.q_norm = norm(config.num_heads, "heads")
+        self.k_norm = norm(num_kv_heads, "kv_heads") if has_keys else None
+        no_weight = {"eps": config.norm_eps, "bias": False, "dtype": dtype, "has_weight": False}
+        has_norm = has_keys and config.has_value_norm
+        self.v_norm = Norm((head_dim,), ("head_dim",), config.norm, **no_weight) if has_norm else None
         self.head_dim, self.window = head_dim, config.window(layer)
         self.qk_norm_span, self.is_norm_after_rotation = config.qk_norm_span, config.is_qk_norm_after_rotation
         self.clip = config.qkv_clip
@@ -92,26 +122,20 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, positions: Positions, attend: Attend) -> jax.Array:
         x = _scaled(x, self.multipliers[0])
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        gate = None
+        q, gate = self.q_proj(x), None
         if self.is_gated:
             q, gate = jnp.split(q.reshape(*x.shape[:-1], -1, 2 * self.head_dim), 2, axis=-1)
             q = q.reshape(*x.shape[:-1], -1)
-        is_norm_over_heads = self.qk_norm_span == "all_heads"
-        if is_norm_over_heads:
-            q, k = self._normalize(q, k)
-        if self.clip is not None:
-            q, k, v = (jnp.clip(y, -self.clip, self.clip) for y in (q, k, v))
-        q, k, v = (y.reshape(*x.shape[:-1], -1, self.head_dim) for y in (q, k, v))
-        if not (is_norm_over_heads or self.is_norm_after_rotation):
-            q, k = self._normalize(q, k)
+        q, k = self._prepared(q, self.q_norm, positions), None
         if self.rope is not None:
-            cos, sin = positions.rotation(self.rope)
-            q, k = positions.scaled_queries(self.rope, rotate(q, cos, sin)), rotate(k, cos, sin)
-        if self.is_norm_after_rotation:
-            q, k = self._normalize(q, k)
+            q = positions.scaled_queries(self.rope, q)
         if self.temperature is not None:
             q = positions.temperature_scaled(q, self.temperature, self.temperature_period)
+        v = None
+        if self.k_proj is not None:
+            k = self.k_proj(x)
+            v = self._heads(self._clipped(k if self.v_proj is None else self.v_proj(x)))
+            k, v = self._prepared(k, self.k_norm, positions), v if self.v_norm is None else self.v_norm(v)
         sinks = {} if self.sinks is None else {"sinks": self.sinks[...].astype(jnp.float32)}
         with jax.named_scope("attend"):
             out = attend(q, k, v, self.window, **self.options, **sinks)
@@ -119,10 +143,23 @@ class Attention(nnx.Module):
             out = out * jax.nn.sigmoid(gate)
         return _scaled(self.o_proj(out.reshape(*x.shape[:-1], -1)), self.multipliers[1])
 
-    def _normalize(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if self.q_norm is None or self.k_norm is None:
-            return q, k
-        return self.q_norm(q), self.k_norm(k)
+    def _prepared(self, y: jax.Array, norm: Norm | None, positions: Positions) -> jax.Array:
+        """Queries or keys [..., H, K] of a projection's output [..., H * K]: normalized, clipped and rotated."""
+        is_norm_over_heads = self.qk_norm_span == "all_heads"
+        if norm is not None and is_norm_over_heads:
+            y = norm(y)
+        y = self._heads(self._clipped(y))
+        if norm is not None and not (is_norm_over_heads or self.is_norm_after_rotation):
+            y = norm(y)
+        if self.rope is not None:
+            y = rotate(y, *positions.rotation(self.rope))
+        return norm(y) if norm is not None and self.is_norm_after_rotation else y
+
+    def _clipped(self, y: jax.Array) -> jax.Array:
+        return y if self.clip is None else jnp.clip(y, -self.clip, self.clip)
+
+    def _heads(self, y: jax.Array) -> jax.Array:
+        return y.reshape(*y.shape[:-1], -1, self.head_dim)
 
 
 def attention_options(config: ModelConfig) -> dict[str, Any]:
@@ -174,12 +211,42 @@ def _recurrent_layer(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs |
 def _feed_forward(config: ModelConfig, layer: int, *, dtype, rngs: nnx.Rngs | None) -> nnx.Module:
     """The MLP of a layer, or its experts with their shared MLP."""
     moe = config.experts_of(layer)
-    if moe is None:
-        return MLP(config, dtype=dtype, rngs=rngs)
+    if moe is None or moe.is_beside_mlp:
+        return MLP(config, config.mlp_size(layer), dtype=dtype, rngs=rngs)
     shared = MLP(config, moe.shared_size, dtype=dtype, rngs=rngs) if moe.shared_size else None
     activation = partial(activate, config.activation)
     kwargs = {"is_gated": config.is_mlp_gated, "dtype": dtype, "rngs": rngs}
     return SparseMoE(moe, config.hidden_size, activation, shared=shared, **kwargs)
+
+
+class ExpertsBeside(nnx.Module):
+    """Experts beside an MLP (Gemma 4): the sum of both, each with a norm of its own. The router reads hidden states
+    before any norm."""
+
+    def __init__(self, config: ModelConfig, moe: MoEConfig, *, dtype, rngs: nnx.Rngs | None):
+        activation = partial(activate, config.activation)
+        kwargs = {"norm_eps": config.norm_eps, "dtype": dtype, "rngs": rngs}
+        self.moe = SparseMoE(moe, config.hidden_size, activation, shared=None, **kwargs)
+        self.mlp_norm, self.input_norm, self.output_norm = (hidden_norm(config, dtype) for _ in range(3))
+
+    def __call__(self, x: jax.Array, fed: jax.Array) -> jax.Array:
+        """[..., D] of hidden states [..., D] and what the MLP made of them."""
+        return self.mlp_norm(fed) + self.output_norm(self.moe(self.input_norm(x), x))
+
+
+class LayerInput(nnx.Module):
+    """Adds to hidden states what a layer makes of its own input of the token (Gemma 3n, per-layer embeddings)."""
+
+    def __init__(self, config: ModelConfig, size: int, *, dtype, rngs: nnx.Rngs | None):
+        kwargs = {"bias": False, "dtype": dtype, "rngs": rngs}
+        self.gate_proj = Linear(config.hidden_size, size, ("hidden", None), **kwargs)
+        self.out_proj = Linear(size, config.hidden_size, (None, "hidden"), **kwargs)
+        self.norm = hidden_norm(config, dtype)
+        self.activation: Activation = config.activation
+
+    def __call__(self, x: jax.Array, own: jax.Array) -> jax.Array:
+        """Hidden states [..., D] with the layer's input [..., P]."""
+        return x + self.norm(self.out_proj(activate(self.activation, self.gate_proj(x)) * own))
 
 
 class DecoderLayer(nnx.Module):
@@ -197,11 +264,23 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = hidden_norm(config, dtype) if has_mlp_norm else None
         self.mlp = _feed_forward(config, layer, dtype=dtype, rngs=rngs) if has_mlp else None
         self.mlp_post_norm = hidden_norm(config, dtype) if has_after else None
+        moe, inputs = config.experts_of(layer), config.layer_inputs
+        kwargs = {"dtype": dtype, "rngs": rngs}
+        self.beside = ExpertsBeside(config, moe, **kwargs) if moe is not None and moe.is_beside_mlp else None
+        self.layer_input = None if inputs is None else LayerInput(config, inputs.size, **kwargs)
+        self.scalar = nnx.Param(np.ones((1,), dtype), axes=(None,)) if config.has_layer_scalar else None
         self.block, self.residual_multiplier = config.block, config.residual_multiplier
 
-    def __call__(self, x: jax.Array, positions: Positions, attend: Attend, tap: Tap | None = None) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        positions: Positions,
+        attend: Attend,
+        tap: Tap | None = None,
+        layer_input: jax.Array | None = None,
+    ) -> jax.Array:
         """Hidden states [..., D] after the layer. The taps "attention" and "mlp" are the terms added to the
-        residual, "residual" is the result."""
+        residual, "residual" is the result. `layer_input` [..., P] is of a model with `layer_inputs`."""
         if self.attention is None or self.recurrent is not None or self.mlp is None:
             return self._call_hybrid(x, positions, attend, tap)
         normed = x if self.attention_norm is None else self.attention_norm(x)
@@ -215,8 +294,13 @@ class DecoderLayer(nnx.Module):
             read = normed if self.mlp_norm is None else self.mlp_norm(x)
             x = x + attended
         with jax.named_scope("mlp"):
-            fed = self.mlp(read)
+            fed = self.mlp(read) if self.beside is None else self.beside(x, self.mlp(read))
         x = x + self._residual_term("mlp", fed, self.mlp_post_norm, tap)
+        if self.layer_input is not None and layer_input is not None:
+            with jax.named_scope("layer_input"):
+                x = self.layer_input(x, layer_input)
+        if self.scalar is not None:
+            x = x * self.scalar[...]
         if tap is not None:
             tap("residual", x)
         return x

@@ -31,6 +31,8 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
         base = _llama3(rope, base)
     elif rope.kind == "yarn":
         base, scaling = _yarn(rope)
+    elif rope.kind == "proportional":
+        base = _proportional(rope, base)
     elif rope.kind == "longrope":
         base, scaling = _longrope(rope)
     return base, scaling
@@ -122,6 +124,13 @@ def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
     blended = (1 - smooth) * base / factor + smooth * base
     is_medium = (wavelength <= original / rope.low_freq_factor) & (wavelength >= original / rope.high_freq_factor)
     return np.where(is_medium, blended, scaled)
+
+
+def _proportional(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
+    """The frequencies of a rotation of all dimensions, of which the last are zero (Gemma 4)."""
+    count = rope.rotary_dim if rope.num_rotated is None else rope.num_rotated
+    is_rotated = np.arange(base.size) < count // 2
+    return np.where(is_rotated, base / np.float32(rope.factor), np.float32(0))
 
 
 def _yarn(rope: RopeConfig) -> tuple[np.ndarray, float]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class RopeConfig:
       kind: formula of the inverse frequencies, see `jaxinfer.models.rope`.
       theta: base of the frequencies.
       rotary_dim: leading dimensions of a head that are rotated.
-      factor: context extension factor (linear, dynamic, llama3, yarn, longrope).
+      factor: context extension factor (linear, dynamic, llama3, yarn, longrope, proportional).
+      num_rotated: of these, the dimensions whose frequency is not zero (proportional); None for all.
       original_length: context length before extension, in tokens (dynamic, llama3, yarn, longrope).
       sequence_length: length, in tokens, for which `dynamic` and `longrope` compute their frequencies. An engine fixes
         it once, so that keys and queries of a sequence agree. None means at most `original_length`.
@@ -46,6 +47,7 @@ class RopeConfig:
     short_mscale: float | None = None
     long_mscale: float | None = None
     query_scale_beta: float | None = None
+    num_rotated: int | None = None
 
     @property
     def depends_on_length(self) -> bool:

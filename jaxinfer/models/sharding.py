@@ -110,11 +110,13 @@ def _uneven(mesh: AnyMesh, config: ModelConfig) -> list[tuple[str, str, int]]:
     counts = [(name, field, getattr(config, field)) for name, field in _COUNTS.items()]
     if config.mla is not None:
         counts.remove(("kv_heads", "num_kv_heads", config.num_kv_heads))  # one head, replicated
+    if config.num_global_kv_heads is not None:
+        counts.append(("kv_heads", "num_global_kv_heads", config.num_global_kv_heads))
     if config.moe is not None:
         counts.append(("expert", "num_experts", config.moe.num_experts))
         if config.moe.shared_size:
             counts.append(("ffn", "shared_size", config.moe.shared_size))
-        if len(config.moe.layers) == config.num_layers:
+        if len(config.moe.layers) == config.num_layers and not config.moe.is_beside_mlp:
             counts.remove(("ffn", "intermediate_size", config.intermediate_size))
     return [(name, field, count) for name, field, count in counts if count % axis_size(mesh, name)]
 
@@ -281,6 +283,7 @@ def fit_to_mesh(mesh: AnyMesh, config: ModelConfig) -> MeshFit:
             f"num_experts={moe.num_experts} cannot be cut into {parts} equal parts, the size of the mesh axis that "
             f"experts lie on"
         )
+    _check_layers_apart(mesh, config)
     changed: dict[str, Any] = {"intermediate_size": _rounded(config.intermediate_size, axis_size(mesh, "ffn"))}
     if moe is not None and moe.shared_size:
         changed["moe"] = replace(moe, shared_size=_rounded(moe.shared_size, axis_size(mesh, "ffn")))
@@ -302,6 +305,22 @@ def fit_to_mesh(mesh: AnyMesh, config: ModelConfig) -> MeshFit:
             f"parts, and {config.architecture} has norms over all heads, which heads added for it would change"
         )
     return MeshFit(mesh, config, replace(config, **changed), heads, kv_heads)
+
+
+def _check_layers_apart(mesh: AnyMesh, config: ModelConfig) -> None:
+    """Sizes that differ by layer are neither padded nor repeated."""
+    sizes = {"kv_heads": {"num_kv_heads": config.num_kv_heads, "num_global_kv_heads": config.num_global_kv_heads}}
+    sizes = {} if config.num_global_kv_heads is None else sizes
+    if config.has_double_mlp:
+        sizes["ffn"] = {"intermediate_size": config.intermediate_size}
+    for axis, fields in sizes.items():
+        parts = axis_size(mesh, axis)
+        for field, size in fields.items():
+            if size is not None and size % parts:
+                raise ValueError(
+                    f"{field}={size} cannot be cut into {parts} equal parts, and {config.architecture} has layers of "
+                    "different sizes, which are not padded"
+                )
 
 
 def _grouped_heads(num_heads: int, num_kv_heads: int, parts: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

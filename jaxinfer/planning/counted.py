@@ -18,10 +18,11 @@ class Counted:
     Attributes:
       token_flops: matrix products of one token, by the type of the operands: "bf16", "int8" or "fp8".
       key_flops: attention of one token to one key, summed over the layers without a window.
-      window_keys: (window, FLOPs per key) of the layers with sliding windows.
+      window_keys: (window, FLOPs per key) of the layers with sliding windows, and of attention to as many tokens as an
+        indexer chooses.
       dense_bytes: weights that every step reads. expert_bytes: weights of all experts.
       num_experts, num_chosen: experts of a layer, and experts per token; 0 without experts.
-      token_cache_bytes: keys and values of one token in all layers.
+      token_cache_bytes: keys and values of one token that all layers read, shared ones once for each reader.
       window_bytes: (window, bytes of one token) of the layers with sliding windows, which `token_cache_bytes` includes.
       head: type and FLOPs per token of the output layer's product, which `token_flops` includes; a prompt needs it for
         its last token only.
@@ -50,6 +51,16 @@ class Counted:
         windowed = sum(flops * min(num_keys, window) for window, flops in self.window_keys)
         return self.key_flops * num_keys + windowed
 
+    def span_flops(self, start: int, length: int) -> float:
+        """FLOPs of the attention of `length` tokens after `start` others, each to those before it and itself."""
+
+        def num_keys(window: int) -> int:
+            fewer = min(max(window - start, 0), length)  # tokens that see less than the window
+            return fewer * start + fewer * (fewer + 1) // 2 + (length - fewer) * window
+
+        windowed = sum(flops * num_keys(window) for window, flops in self.window_keys)
+        return self.key_flops * num_keys(start + length) + windowed
+
     def read_cache_bytes(self, num_tokens: int, num_queries: int = 1) -> int:
         """Keys and values that the last `num_queries` of `num_tokens` tokens read, together: in a layer with a window,
         only those that one of them sees."""
@@ -68,7 +79,7 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         names = [key.key for key in path]
         is_head = names == ["embed"] and config.tie_word_embeddings
         size = num_bytes(leaf)
-        if names[0] in ("embed", "position_embed") and not is_head:
+        if names[0] in ("embed", "position_embed", "layer_embed") and not is_head:
             continue  # only single rows are read
         is_stack = leaf.ndim > 2 and "experts" in names
         experts, dense = (experts + size, dense) if is_stack else (experts, dense + size)
@@ -80,33 +91,30 @@ def count(spec: EngineSpec, config: ModelConfig, params: Params, cache: Any) -> 
         flops[kind] = flops.get(kind, 0.0) + 2 * math.prod(leaf.shape) * share / num_devices
         if is_head or names == ["lm_head"]:
             head = (kind, 2 * math.prod(leaf.shape) / num_devices)
-    width = config.head_dim + (config.head_dim if config.mla is None else config.mla.latent_size)
-    of_key = 2 * config.num_heads * width / num_devices
-    if config.mla is not None and config.mla.has_indexer:
-        # Attention to the chosen tokens costs the same for every length, and the indexer's scores grow with it.
-        mla = config.mla
-        chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size) * mla.index_topk * config.num_layers
-        flops["bf16"] = flops.get("bf16", 0.0) + chosen
-        of_key = 2 * mla.index_heads * mla.index_size
-    windows = [config.window(layer) for layer in config.attention_layers]
-    stored = {
-        layer: num_bytes(pages) // (jax.tree.leaves(pages)[0].shape[0] * spec.page_size)
-        for layer, pages in enumerate(cache.layers)
-        if pages is not None
-    }
-    window_bytes = dict.fromkeys({*windows} - {None}, 0)
-    for layer, size in stored.items():
-        if (window := config.window(layer)) is not None:
-            window_bytes[window] += size
+    keys: dict[int | None, float] = {}
+    stored: dict[int | None, int] = {}
+    mla = config.mla
+    for layer in config.attention_layers:
+        head_dim, window = config.head_dim_of(layer), config.window(layer)
+        of_key = 2 * config.num_heads * (head_dim + (head_dim if mla is None else mla.latent_size)) / num_devices
+        if mla is not None and mla.has_indexer:
+            # Attention reads the chosen tokens only, as a window of that many; the indexer scores all of them.
+            of_chosen = 2 * config.num_heads * (2 * mla.latent_size + mla.rope_size)
+            keys[mla.index_topk] = keys.get(mla.index_topk, 0.0) + of_chosen
+            of_key = 2 * mla.index_heads * mla.index_size
+        keys[window] = keys.get(window, 0.0) + of_key
+        pages = cache.layers[config.kv_source(layer)]
+        of_token = num_bytes(pages) // (jax.tree.leaves(pages)[0].shape[0] * spec.page_size)
+        stored[window] = stored.get(window, 0) + of_token
     return Counted(
         token_flops=flops,
-        key_flops=of_key * sum(window is None for window in windows),
-        window_keys=tuple((window, of_key * windows.count(window)) for window in {*windows} - {None} if window),
+        key_flops=keys.get(None, 0.0),
+        window_keys=tuple((window, flops) for window, flops in keys.items() if window),
         dense_bytes=dense,
         expert_bytes=experts,
         num_experts=0 if moe is None else moe.num_experts,
         num_chosen=0 if moe is None else moe.num_experts_per_token,
         token_cache_bytes=sum(stored.values()),
         head=head,
-        window_bytes=tuple((window, size) for window, size in window_bytes.items() if window),
+        window_bytes=tuple((window, size) for window, size in stored.items() if window),
     )

@@ -78,7 +78,7 @@ def pass_flops(
     if not reads_all_logits:
         kind, head = counted.head
         flops[kind] -= head * (num_tokens - len(spans))
-    attention = sum(counted.attention_flops(start + (length + 1) / 2) * length for start, length in spans)
+    attention = sum(counted.span_flops(start, length) for start, length in spans)
     return {**flops, "bf16": flops.get("bf16", 0.0) + attention}
 
 

@@ -118,10 +118,9 @@ def count_needs(name: str, arguments: Mapping[str, Any], budget: int) -> ModelNe
     options = checked_options(name, arguments)
     spec, copied, shared = _abstract_spec(name, options)
     parts = {**spec.with_pages(1).parts, "activations": activation_bytes(spec), "float32 copies": copied}
-    fixed = sum(size for part, size in parts.items() if part not in ("cache", "draft cache"))
-    num_pages = options.num_pages
+    num_pages, sizes = options.num_pages, spec.pool_sizes
+    fixed = sum(parts.values()) - sizes.bytes_of(1)  # the caches' parts have the states of all slots too
     if num_pages is None:
-        sizes = spec.pool_sizes
         fitting = sizes.fitting(budget - fixed)
         if fitting < sizes.smallest:
             raise OutOfMemoryError(

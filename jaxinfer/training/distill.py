@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.files import atomic_writer, write_text_atomically
-from jaxinfer.models import ModelConfig, Params, init_params
+from jaxinfer.models import ModelConfig, Params, RopeConfig, init_params
 from jaxinfer.progress import Stage
 from jaxinfer.quantization.tree import check_plain
 from jaxinfer.training import corpus
@@ -159,11 +159,13 @@ def draft_config(
     target: ModelConfig, *, num_layers: int, hidden_size: int, intermediate_size: int | None = None
 ) -> ModelConfig:
     """A smaller model of the target's family: its vocabulary, head width and positions, one key head per query head.
-    Of a mixture of experts, or of latent attention, it is a Llama, with heads of 64 for the latter.
+    Of a mixture of experts, of latent attention, with recurrent layers or with layers that differ in more than their
+    windows, it is a Llama, with heads of 64 for latent attention.
 
     Raises ValueError if the heads do not fill `hidden_size`.
     """
-    if target.moe is not None or target.mla is not None:
+    differs = target.kv_sources or target.global_head_dim or target.num_global_kv_heads or target.layer_inputs
+    if target.moe is not None or target.mla is not None or target.layer_kinds or differs:
         target = _as_llama(target)
     if hidden_size % target.head_dim:
         raise ValueError(f"width {hidden_size} is not a multiple of the target's head width {target.head_dim}")
@@ -185,6 +187,7 @@ def draft_config(
 def _as_llama(target: ModelConfig) -> ModelConfig:
     """The same vocabulary, positions and rotation in a model of the plain family."""
     head_dim = target.head_dim if target.mla is None else _LATENT_HEAD_DIM
+    rope = RopeConfig(theta=target.rope.theta) if target.rope.kind == "proportional" else target.rope  # as Gemma 4's
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=target.vocab_size,
@@ -194,7 +197,7 @@ def _as_llama(target: ModelConfig) -> ModelConfig:
         num_heads=1,
         num_kv_heads=1,
         head_dim=head_dim,
-        rope=replace(target.rope, rotary_dim=head_dim),
+        rope=replace(rope, rotary_dim=head_dim),
         norm_eps=target.norm_eps,
         tie_word_embeddings=target.tie_word_embeddings,
         max_position_embeddings=target.max_position_embeddings,

@@ -1,5 +1,7 @@
 """The paged cache: its first layers, and moving tokens in all layers, on one device and on a mesh."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxinfer import parallel
-from jaxinfer.cache import PagedCache, init_paged_cache, move_tokens
+from jaxinfer.cache import PagedCache, init_paged_cache, init_state_cache, move_tokens
 from jaxinfer.models import ModelConfig, RopeConfig
+from tests.engine.test_states import MODELS
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -94,3 +97,14 @@ def test_replaced_first_layers_leave_the_others_where_they_are():
     replaced = cache.with_first(part)
     wanted = PagedCache((*part.layers, cache.layers[2]))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a is b, replaced, wanted)))
+
+
+def test_replaced_first_layers_leave_the_states_where_they_are():
+    """What early layers draft reaches no state of the model: theirs are not a part of what is replaced."""
+    states = init_state_cache(MODELS["delta"], 2, jnp.float32)
+    cache = replace(filled("float32", "separate"), states=states)
+    part = jax.tree.map(lambda leaf: leaf + 1, cache.first(2))
+    assert len(part.states.layers) == 2
+    replaced = cache.with_first(part)
+    assert replaced.layers == (*part.layers, cache.layers[2])
+    assert replaced.states is states

@@ -16,7 +16,7 @@ from jaxinfer.calibration.quality import logits
 from jaxinfer.calibration.scaling import folds
 from jaxinfer.calibration.stacks import tokens_needed
 from jaxinfer.calibration.verify import align_rerouted_tokens
-from jaxinfer.models import ConvConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from jaxinfer.models import ConvConfig, LayerInputConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
 from jaxinfer.quantization import QuantizedArray, Scheme, quantize, quantize_params
 from jaxinfer.quantization.gptq import GptqOptions
 from jaxinfer.quantization.tree import is_quantized
@@ -392,6 +392,20 @@ def test_experts_whose_inputs_the_router_scales_are_only_rounded(tokens):
     with pytest.raises(ValueError, match="gptq is not supported for MixtralForCausalLM, whose router scales"):
         check_input(config, CalibrationOptions(method="gptq"), tokens, None)
     check_input(config, CalibrationOptions(method="rtn"), tokens, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "message"),
+    [
+        ({"kv_sources": (0,)}, "rtn", "read the keys and values of earlier ones"),
+        ({"layer_inputs": LayerInputConfig(4, 64, 1), "layer_input_slots": (0,)}, "gptq", "inputs of their own"),
+        ({"has_value_norm": True}, "awq", "values are normalized; gptq is"),
+    ],
+)
+def test_layers_that_cannot_run_alone_are_refused(tokens, changes, method, message):
+    config = replace(MIXTRAL, num_layers=1, moe=None, **changes)
+    with pytest.raises(ValueError, match=message):
+        check_input(config, CalibrationOptions(method=method), tokens, None)
 
 
 def test_models_with_recurrent_layers_are_only_rounded(tokens):

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 from checkpoints_convert import CheckpointError, convert, load, verify_manifest
+from checkpoints_convert.load import open_checkpoint
 from checkpoints_convert.staging import ConversionJournal
+from tests.checkpoints_convert.family_files import read
 
 ROOT = Path(__file__).parents[2]
 
@@ -299,6 +302,20 @@ def test_there_and_back_again_is_bit_for_bit(checkpoint, tmp_path):
     data = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (data["bos_token_id"], data["eos_token_id"]) == (1, 2)
     assert (tmp_path / "back" / "tokenizer.json").exists()
+
+
+def test_token_ids_of_a_model_with_images_are_kept(tmp_path):
+    """Also where only its `text_config` has them: what is written has no such part."""
+    source = read("qwen3_5")
+    text = {**source.config, "eos_token_id": [2, 3], "bos_token_id": 1}
+    wrapper = {"architectures": ["Qwen3_5ForConditionalGeneration"], "bos_token_id": 5, "text_config": text}
+    replace(source, config=wrapper).write(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "native", progress=None)
+    convert(tmp_path / "native", tmp_path / "back", to="huggingface", progress=None)
+    for name in ("source", "native", "back"):
+        with open_checkpoint(tmp_path / name) as opened:
+            assert (opened.eos_token_ids, opened.bos_token_id) == ((2, 3), 5)
+    assert "text_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
 
 
 def test_error_of_a_cast_is_reported(checkpoint, tmp_path):

@@ -17,13 +17,13 @@ from jaxinfer.quantization.tree import num_bytes
 from pallas_kernels import ahead_of_time
 from pallas_kernels.hbm_traffic import Program
 from tests.hbm import made_in_hbm
-from tests.planning.plan_models import GEMMA_3_27B, GPT_OSS_20B
+from tests.planning.plan_models import GEMMA_3_27B, GEMMA_4_31B, GPT_OSS_20B
 
 SLOTS, CONTEXT, PAGE = 64, 4096, 64
 # Of a table whose width is no multiple of 128 lanes, as gpt-oss's of 2,880, the TPU's default layout has the rows along
 # the lanes. The compiler turns it for the gather of rows, once for all steps of a call.
 TURNED = "1.505, and 1.050 with the embedding in a row-major layout, which is copied to it in every call"
-PERIODS = {"gpt-oss-20b": (GPT_OSS_20B, 2), "Gemma 3 27B": (GEMMA_3_27B, 6)}
+PERIODS = {"gpt-oss-20b": (GPT_OSS_20B, 2), "Gemma 3 27B": (GEMMA_3_27B, 6), "Gemma 4 31B": (GEMMA_4_31B, 6)}
 
 
 def period_of(name: str) -> ModelConfig:

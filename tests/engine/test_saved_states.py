@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 
 from jaxinfer import LLM, SamplingParams
-from jaxinfer.cache import init_state_cache, state_bytes
+from jaxinfer.cache import PagedCache, init_state_cache, state_bytes
+from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs.paged import copy_states
 from jaxinfer.engine.saved_states import SavedStates, num_common
+from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.models import abstract_params
+from jaxinfer.planning.compiled import planned_programs
+from jaxinfer.quantization import quantize_params
 from jaxinfer.quantization.tree import num_bytes
+from jaxinfer.speculative import ModelDraft
 from tests.engine.sequences import make_sequence
 from tests.engine.test_states import MODELS, random_params
 from tests.pallas_kernels.quick import quick
@@ -200,6 +206,38 @@ def test_memory_is_counted(small_model):
         assert (
             llm.explain().to_dict()["cache"]["state bytes"] == spec.state_bytes == 11 * state_bytes(config, spec.dtype)
         )
+
+
+RECIPES = (None, "int8", "int4-g32-asym", "nf4-dq", "mxfp4", "fp8", "w8a8", "w8a8-fp8")
+STORED = [(dtype, recipe) for dtype in ("float32", "bfloat16", "float16", "mixed") for recipe in RECIPES]
+
+
+@pytest.mark.parametrize(("dtype", "recipe"), quick(STORED, ("mixed", None), ("bfloat16", "int8")))
+def test_states_keep_their_dtypes(dtype, recipe):
+    """Of slots, of programs' outputs, of saved copies and of a draft's slots, whatever weights are stored as: a saved
+    state is restored bit by bit, and no program is compiled for other dtypes than those that were planned."""
+    params = abstract_params(MIXED, "bfloat16" if dtype == "mixed" else dtype)
+    if dtype == "mixed":  # norms of their own dtype, which is that of hidden states
+        params["final_norm"] = abstract_params(MIXED, "float32")["final_norm"]
+    if recipe is not None:
+        params = jax.eval_shape(lambda params: quantize_params(params, recipe), params)
+    options = EngineOptions(max_model_len=512, page_size=8, max_seqs=4, num_pages=40, num_draft_tokens=3)
+    spec = EngineSpec(MIXED, params, options, "cpu", draft=ModelDraft("itself", MIXED, params))
+
+    def form(tree):
+        return [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(tree)]
+
+    assert {str(layer.columns.dtype) for layer in spec.cache.states.layers if layer} == {
+        "float32" if dtype == "mixed" else dtype
+    }
+    assert form(spec.cache.states) == form(spec.saved_states) == form(spec.draft_cache.states)
+    ids = jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32), jnp.int32(0)
+    assert form(copy_states.eval_shape(spec.saved_states, spec.cache.states, *ids)) == form(spec.saved_states)
+    for program in planned_programs(spec).values():
+        outputs = program.function.eval_shape(*program.arguments)
+        caches = [one for one in outputs if isinstance(one, PagedCache)]
+        assert [form(one.states) for one in caches] == [form(spec.cache.states)] * len(caches), program.name
+        assert len(caches) == 1 + (program.name == "speculate")
 
 
 # Parts.

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.scheduler import MAX_LOOKED_AT, QueueFullError, RequestTooLargeError, Scheduler, SchedulerOptions
 from tests.engine.sequences import make_sequence
@@ -307,3 +308,37 @@ def test_reuse_that_finds_nothing_costs_little():
     without, with_reuse = (min(run_prompts(prompts, reuses) for _ in range(5)) for reuses in (False, True))
     print(f"a prompt of 1000 tokens: {without * 1e6:.0f} us, {with_reuse * 1e6:.0f} us with prefix reuse")
     assert with_reuse < 0.001
+
+
+def test_a_preempted_sequence_with_a_state_is_planned_anew():
+    """From the last state that was saved, with pieces that end at the borders of the tokens it has by then."""
+    scheduler = Scheduler(options(has_states=True, num_saved_states=4, save_interval=8))
+    one = add(scheduler, range(30), max_tokens=20)
+
+    def pieces(count: int) -> list[tuple[int, int, bool]]:
+        plans = [plan_and_report(scheduler) for _ in range(count)]
+        assert plans[0].admitted == [one]
+        assert not any(plan.admitted or plan.copies for plan in plans[1:])
+        return [(chunk.start, chunk.length, chunk.saves_to != NULL_PAGE) for plan in plans for chunk in plan.chunks]
+
+    def preempt() -> None:
+        scheduler.preempt(one)
+        scheduler.check()
+        assert (one.saved, one.save_at, one.num_stored, one.num_drafted) == ({}, [], 0, 0)
+
+    assert pieces(1) == [(0, 16, False)]
+    preempt()  # before its border: pages are cached, and no state, which is saved for whoever shares them
+    assert pieces(2) == [(0, 16, True), (16, 8, True)]
+    assert (one.restore_from, one.num_reused) == (NULL_PAGE, 0)
+    preempt()
+    assert pieces(1) == [(24, 6, False)]
+    assert (one.restore_from != NULL_PAGE, one.num_reused) == (True, 24)
+    while len(one.tokens) < 36:
+        plan_and_report(scheduler)
+    preempt()  # its answer has passed the next border
+    assert pieces(2) == [(24, 8, True), (32, 4, False)]
+    scheduler.saved.pools[0].drop_idle()
+    scheduler.check()
+    preempt()  # with its states gone
+    assert pieces(3)[:2] == [(0, 16, False), (16, 16, True)]
+    assert (one.restore_from, one.num_reused) == (NULL_PAGE, 0)

@@ -8,11 +8,14 @@ import jax
 import pytest
 
 from jaxinfer import LLM, SamplingParams
+from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
+from jaxinfer.grammar.structured import StructuredOutputs
 from jaxinfer.models import abstract_params, init_params
 from jaxinfer.planning.compiled import planned_programs
-from jaxinfer.speculative import ModelDraft, NgramDraft
+from jaxinfer.speculative import LayersDraft, ModelDraft, NgramDraft
+from tests.engine.grammars import make_compiler, make_sequence, run
 from tests.engine.mixed_requests import mixed_params, random_prompts
 from tests.engine.test_states import BASE, MODELS
 from tests.pallas_kernels.quick import quick
@@ -153,6 +156,105 @@ def test_a_draft_with_states_for_a_model_without(drafts, model):
             assert answers(llm, 8) == wanted
         assert llm.engine.scheduler.counters.reused_tokens > 0
         assert llm.explain().to_dict()["cache"]["state bytes"] == llm.engine.spec.state_bytes > 0
+
+
+# Acceptance, grammars, and what a draft starts from.
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", quick(DRAFTS, "itself"))
+def test_maximal_acceptance_reads_the_same_states(model, drafts, name):
+    """Greedy answers are those of plain decoding, and what the model itself draws is accepted, always."""
+    params = [replace(one, temperature=0, seed=None, max_tokens=12, n=1) for one in PARAMS]
+    with LLM(model, **OPTIONS) as llm:
+        wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    options = {**OPTIONS, "acceptance": "maximal", "num_draft_tokens": 3}
+    with LLM(model, draft=drafts.get(name, name), **options) as llm:
+        for _ in range(2):
+            assert [one.outputs[0].token_ids for one in llm.generate(PROMPTS, params, use_tqdm=False)] == wanted
+        drawn = [SamplingParams(temperature=1.0, seed=number, max_tokens=24, n=2) for number in range(18)]
+        llm.generate(PROMPTS, drawn, use_tqdm=False)
+        llm.engine.scheduler.check()
+        stats = llm.speculation_stats()
+    if name == "itself":
+        assert stats.proposed > 500
+        assert stats.acceptance_rate == 1.0
+
+
+GRAMMAR = StructuredOutputs(regex="([ -O][P-~]){7}")
+# The target, what drafts, and how drafts are accepted; greedy under "maximal", where sampled tokens may differ.
+UNDER_GRAMMARS = [
+    (target, draft, acceptance)
+    for target in ("states", "attention")
+    for draft in ("ngram", "layers", "near")
+    for acceptance in ("exact", "maximal")
+    if (target, draft) not in (("attention", "ngram"), ("attention", "layers"))
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("target", "draft", "acceptance"),
+    quick(UNDER_GRAMMARS, ("states", "near", "exact")),
+)
+def test_drafts_change_no_answer_under_a_grammar(model, drafts, target, draft, acceptance):
+    """With tables on the device, and with masks from the host, which refuse tokens that were computed."""
+    config, params = model if target == "states" else drafts["attention"]
+    kinds = {"ngram": NgramDraft(), "layers": LayersDraft(2), "near": ModelDraft("near", *drafts["near"])}
+    compiler, prompts = make_compiler(), [[5] * 9, [7, 8, 9], [60] * 20, [31], [2] * 70]
+    form = {"temperature": 0 if acceptance == "maximal" else 2.0, "max_tokens": 16, "structured": GRAMMAR}
+
+    def answers(draft, **options):
+        options = {**OPTIONS, "max_seqs": 3, **options}
+        engine = Engine(config, params, EngineOptions(**options), draft=draft)
+        asked = [SamplingParams(seed=number, **form) for number in range(len(prompts))]
+        pairs = zip(prompts, asked, strict=True)
+        found = [make_sequence(compiler, prompt, one, waits=True) for prompt, one in pairs]
+        return run(engine, found), engine.speculation_stats
+
+    expected, _ = answers(None)
+    assert len({tuple(one) for one in expected}) > 2
+    for more in ({}, {"grammar_memory": 0}):
+        found, stats = answers(kinds[draft], num_draft_tokens=3, acceptance=acceptance, **more)
+        assert found == expected
+        if not more and draft == "near" and target == "states":
+            assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("target", ["states", pytest.param("attention", marks=pytest.mark.slow)])
+def test_a_draft_with_states_begins_anew_wherever_a_sequence_does(model, drafts, target):
+    """Its states are of no saved prompt: after admission, prefix hits, for further answers and after preemption it has
+    read nothing."""
+    prompts = [PROMPTS[0][:1] * 3 + [number] * 80 for number in (1, 1, 2)]
+    params = [SamplingParams(temperature=1.0, seed=number, max_tokens=40, n=1 + number) for number in range(3)]
+    options = {"max_model_len": 128, "page_size": 8, "max_seqs": 4, "num_pages": 40, "num_draft_tokens": 3}
+    with LLM(model if target == "states" else drafts["attention"], draft=drafts["near"], **options) as llm:
+        found, write = [], llm.engine.runner._write_draft_row
+
+        def record(slot, tokens, num_drafted):
+            found.append(num_drafted)
+            write(slot, tokens, num_drafted)
+
+        llm.engine.runner._write_draft_row = record
+        for _ in range(2):
+            llm.generate(prompts, params, use_tqdm=False)
+        counters = llm.engine.scheduler.counters
+        assert (counters.num_preemptions > 0, counters.reused_tokens > 0) == (True, True)
+        assert len(found) == counters.num_added + counters.num_preemptions
+    assert not any(found)
+
+
+@pytest.mark.all_buckets
+def test_states_of_a_draft_move_with_slots(model, drafts):
+    """When few sequences are left: the model itself goes on to draft what it would choose."""
+    params = [SamplingParams(temperature=0.8, seed=one, max_tokens=8 + 12 * one) for one in range(4)]
+    options = {**OPTIONS, "max_seqs": 4, "num_draft_tokens": 3, "steps_per_dispatch": 2}
+    with LLM(model, draft=drafts["itself"], **options) as llm:
+        moves, move = [], llm.engine.runner._move_slots
+        llm.engine.runner._move_slots = lambda order: (moves.append(order), move(order))
+        llm.generate(PROMPTS[:4], params, use_tqdm=False)
+        assert moves
+        assert llm.speculation_stats().acceptance_rate == 1.0
 
 
 def test_branches_are_refused_by_name(model):

@@ -13,9 +13,10 @@ from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs.paged import move_states
 from jaxinfer.grammar.structured import StructuredOutputs
-from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params
+from jaxinfer.models import ConvConfig, DeltaConfig, MambaConfig, ModelConfig, RopeConfig, bind, init_params, tap_names
 from jaxinfer.speculative import LayersDraft, NgramDraft
 from tests.engine.grammars import make_compiler, make_sequence, run
+from tests.pallas_kernels.quick import quick
 
 BASE = ModelConfig(
     architecture="Tiny",
@@ -158,3 +159,111 @@ def test_refused_tokens_reach_no_state(is_limited, draft):
     found, num_preemptions = answers(draft, grammar_memory=0)
     assert found == expected
     assert (num_preemptions > 0) != is_limited
+
+
+# Other options.
+
+
+def test_scores_are_those_of_the_answers(model):
+    """Of continuations, and of the tokens of a prompt, cold and after their beginnings were cached."""
+    prompts, params = prompts_of(7), replace(GREEDY, logprobs=0)
+    with LLM(model, max_seqs=3, **OPTIONS) as llm:
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        made = [
+            [step[token].logprob for token, step in zip(one.token_ids, one.logprobs, strict=True)] for one in outputs
+        ]
+        texts = [prompt + one.token_ids for prompt, one in zip(prompts, outputs, strict=True)]
+        for _ in range(2):
+            scores = llm.score(prompts, [one.token_ids for one in outputs])
+            assert all(score.is_greedy for score in scores)
+            asked = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            read = [output.prompt_logprobs for output in llm.generate(texts, asked, use_tqdm=False)]
+            for prompt, text, score, entries, wanted in zip(prompts, texts, scores, read, made, strict=True):
+                np.testing.assert_allclose(score.raw, wanted, atol=1e-4)
+                found = [entry[token].logprob for token, entry in zip(text, entries, strict=True) if entry]
+                np.testing.assert_allclose(found[len(prompt) - 1 :], wanted, atol=1e-4)
+
+
+def test_taps_are_of_the_states_that_answered(model):
+    config, params = model
+    prompts = prompts_of(3)
+    with LLM(model, max_seqs=3, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False, taps=tap_names(config))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert {name: value.shape for name, value in output.taps.items()} == dict.fromkeys(
+            tap_names(config), (len(prompt) + len(tokens), config.hidden_size)
+        )
+        logits = bind(config, params).logits(jnp.asarray(output.taps["final_norm"]))
+        assert jnp.argmax(logits, axis=-1)[len(prompt) - 1 : -1].tolist() == tokens
+
+
+SLOTS = {"max_seqs": 3, "max_model_len": 128}
+WAYS = {
+    "slots": {**SLOTS, "page_size": 8},
+    "chunks": {**SLOTS, "page_size": 16, "prefill_chunk": 16},
+    "contiguous": {**SLOTS, "cache": "contiguous"},
+    "layers": {**SLOTS, "page_size": 8, "draft": "layers:2"},
+    "contiguous layers": {**SLOTS, "cache": "contiguous", "draft": "layers:2"},
+    "itself": {**SLOTS, "page_size": 8, "draft": "itself"},
+    "contiguous itself": {**SLOTS, "cache": "contiguous", "draft": "itself"},
+}
+
+
+def check_ways(model, ways, **options) -> list[list[int]]:
+    """However it is computed, one answer, which is returned; twice, as the second time the slots are not new."""
+    prompts, found = prompts_of(7), {}
+    for way in ways:
+        chosen = {**WAYS[way], **options}
+        if chosen.get("draft") == "itself":
+            chosen["draft"] = model
+        with LLM(model, **chosen) as llm:
+            for number in range(2):
+                outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+                found[way, number] = [output.outputs[0].token_ids for output in outputs]
+    (wanted, *others) = found.values()
+    assert all(one == wanted for one in others), found
+    return wanted
+
+
+@pytest.mark.parametrize("ways", [("contiguous",), pytest.param(tuple(WAYS), marks=pytest.mark.slow)], ids=len)
+def test_caches_give_one_answer(model, expected, ways):
+    assert check_ways(model, ways) == expected
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("kv_dtype", "ways"),
+    quick(
+        [
+            ("int8", ("chunks", "contiguous")),
+            ("int8", tuple(WAYS)),
+            ("fp8_e4m3", tuple(WAYS)),
+            ("fp8_e5m2", ("chunks", "contiguous", "layers")),
+            ("bfloat16", ("chunks", "contiguous", "layers")),
+        ],
+        ("int8", ("chunks", "contiguous")),
+    ),
+)
+def test_narrow_caches_give_one_answer(model, kv_dtype, ways):
+    """Only keys and values are narrow: states stay as they are."""
+    check_ways(model, ways, kv_dtype=kv_dtype, deterministic=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", [None, "layers:2", "itself"])
+def test_replicas_give_one_answer(model, expected, draft):
+    draft = model if draft == "itself" else draft
+    with LLM(model, mesh={"data": 2}, max_seqs=2, draft=draft, **OPTIONS) as llm:
+        assert len(llm.engine.engines) == 2
+        for _ in range(2):
+            outputs = llm.generate(prompts_of(7), GREEDY, use_tqdm=False)
+            assert [output.outputs[0].token_ids for output in outputs] == expected
+        assert all(engine.scheduler.counters.num_finished for engine in llm.engine.engines)
+
+
+def test_what_states_do_not_go_with_is_refused_by_name(model):
+    with pytest.raises(ValueError, match=r"Tiny has layers of kind .*: they run on one device, not 2"):
+        LLM(model, mesh={"model": 2}, **OPTIONS)
+    with pytest.raises(ValueError, match="num_saved_states=3 is for cache='paged' only"):
+        LLM(model, max_model_len=128, num_saved_states=3, cache="contiguous")

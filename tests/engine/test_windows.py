@@ -15,7 +15,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.pools import PagePools
 from jaxinfer.engine.prefix import PrefixTree
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.models import abstract_params, init_params
+from jaxinfer.models import LayerInputConfig, RopeConfig, abstract_params, init_params
 from jaxinfer.quantization.tree import num_bytes
 from jaxinfer.sampling import SamplingRow, make_batch, make_state, sample
 from jaxinfer.training.objectives import sequence_logits
@@ -24,7 +24,23 @@ from tests.engine.test_scheduler_faults import give_back_a_token_early
 from tests.pallas_kernels.quick import quick
 from tests.tiny import TINY
 
-WINDOWS = {"two windows and full": (8, None, 20, 8), "a window only": (13, 13)}
+WINDOWS = {"two windows and full": (8, None, 20, 8), "a window only": (13, 13), "shared keys": (8, 8, None, 8, None)}
+# As in Gemma 4: the last layers read the keys of earlier ones, and those without a window have fewer and wider heads,
+# whose values are their keys; each layer has an input of its own.
+SHARED = {
+    "kv_sources": (0, 1, 2, 1, 2),
+    "global_head_dim": 12,
+    "num_global_kv_heads": 1,
+    "global_values_are_keys": True,
+    "has_value_norm": True,
+    "qk_norm": True,
+    "has_double_mlp": True,
+    "has_layer_scalar": True,
+    "layer_inputs": LayerInputConfig(size=6, vocab_size=TINY.vocab_size, count=5),
+    "layer_input_slots": (0, 1, 2, 3, 4),
+    "rope": RopeConfig("proportional", rotary_dim=12, num_rotated=4),
+    "local_rope": TINY.rope,
+}
 NUM_PROMPTS = 24
 PROMPTS = random_prompts(NUM_PROMPTS - 4, 70, seed=7)
 PROMPTS += [PROMPTS[0][:30] + prompt for prompt in random_prompts(4, 40, seed=8)]
@@ -50,7 +66,8 @@ DRAFTS = {
 
 
 def model_of(windows: tuple[int | None, ...], seed: int = 5):
-    config = replace(TINY, num_layers=len(windows), sliding_windows=windows, max_position_embeddings=512)
+    own = SHARED if windows == WINDOWS["shared keys"] else {}
+    config = replace(TINY, num_layers=len(windows), sliding_windows=windows, max_position_embeddings=512, **own)
     params = init_params(config, jax.random.key(seed))
     return config, jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim == 2 else leaf, params)
 
@@ -159,6 +176,31 @@ def test_drafts_and_cuts_change_no_answer(model, expected, variant, name):
         check_everything(llm, expected)
 
 
+def test_layers_that_share_keys_change_no_answer():
+    """With windows, prefix hits and the first layers as the draft, against a contiguous cache."""
+    model, numbers = model_of(WINDOWS["shared keys"]), [0, 1, 20, 21]
+    with LLM(model, cache="contiguous", max_seqs=4, max_model_len=128) as llm:
+        wanted = answers(llm, numbers)
+    with open_llm(model, draft="layers:2", num_draft_tokens=3) as llm:
+        assert answers(llm, numbers) == wanted
+        assert answers(llm, numbers) == wanted
+        assert llm.engine.scheduler.counters.reused_tokens > 0
+        check_idle(llm)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("name", ["two windows and full", "shared keys"])
+def test_rounded_keys_change_no_answer(name, kv_dtype):
+    model, everything = model_of(WINDOWS[name]), range(NUM_PROMPTS)
+    with open_llm(model, kv_dtype=kv_dtype) as llm:
+        wanted = [answers(llm, [number])[0] for number in everything]
+        assert answers(llm, everything) == wanted
+    for options in ({"prefill_chunk": 5}, {"draft": "layers:2", "num_draft_tokens": 3}):
+        with open_llm(model, kv_dtype=kv_dtype, **options) as llm:
+            assert answers(llm, everything) == wanted
+
+
 # Bounded memory.
 
 
@@ -245,6 +287,20 @@ def test_the_cache_of_a_sequence_is_small(config, length, share, platform):
     print(f"{found[0]:.4f} of the bytes of a sequence, {found[1]:.4f} of all pools")
     assert max(found) <= share
     assert sum(group.pool_bytes for group in spec.groups) == num_bytes(spec.cache) == sizes.bytes_of(spec.num_pages)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_shared_keys_take_bytes_once(platform):
+    """In heads and widths of their own: of each layer that stores keys, and of no other."""
+    config = replace(model_of(WINDOWS["shared keys"])[0], head_dim=64, global_head_dim=128, num_kv_heads=4)
+    config = replace(config, rope=RopeConfig(rotary_dim=128), local_rope=RopeConfig(rotary_dim=64))
+    options = EngineOptions(max_model_len=128, max_seqs=2, page_size=32)
+    spec = EngineSpec(config, abstract_params(config, jnp.bfloat16), options, platform)
+    stored = [0 if pages is None else num_bytes(pages) for pages in spec.cache.layers]
+    counts = {group.window: group.num_pages for group in spec.groups}
+    of_window, of_full = counts[8] * 32 * 2 * 4 * 64 * 2, counts[None] * 32 * 2 * 1 * 128 * 2
+    assert stored == [of_window, of_window, of_full, 0, 0]
+    assert num_bytes(spec.cache) == sum(stored)
 
 
 def test_explain_counts_what_is_allocated():

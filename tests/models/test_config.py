@@ -121,6 +121,18 @@ def test_a_model_of_some_layers():
     assert CONFIG.with_layers(range(1)).rotated_layers == ()
 
 
+def test_layers_that_read_the_keys_of_others():
+    config = replace(CONFIG, sliding_windows=(), kv_sources=(0, 0, 2), has_double_mlp=True)
+    assert (config.cached_layers, config.attention_layers) == ((0, 2), (0, 1, 2))
+    assert [config.mlp_size(layer) for layer in range(3)] == [size * CONFIG.intermediate_size for size in (1, 2, 1)]
+    assert config.with_layers([0, 2]).kv_sources == (0, 1)
+    with pytest.raises(ValueError, match="layer 1 reads the keys and values of layer 0, which is not there"):
+        config.with_layers([1, 2])
+    for sources in ((1, 1, 2), (0, 0, 1)):
+        with pytest.raises(ValueError, match="cannot read the keys and values of layer 1"):
+            replace(CONFIG, sliding_windows=(), kv_sources=sources)
+
+
 def test_rotations_that_change_with_the_length_are_made_for_one():
     config = replace(GEMMA, rope=replace(LONGROPE, original_length=128), local_rope=RopeConfig(rotary_dim=16))
     found = config.for_length(300)

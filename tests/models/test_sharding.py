@@ -193,6 +193,15 @@ def test_what_cannot_fit_says_so():
         fit_to_mesh(mesh(2), config)
 
 
+def test_layers_of_other_sizes_must_divide():
+    config = replace(LLAMA, num_global_kv_heads=1, sliding_windows=(None,))
+    assert fit_to_mesh(mesh(1), config).config == config
+    with pytest.raises(ValueError, match=r"num_global_kv_heads=1 cannot be cut into 2 equal parts.* not padded"):
+        fit_to_mesh(mesh(2), config)
+    with pytest.raises(ValueError, match="intermediate_size=72 cannot be cut into 16 equal parts"):
+        fit_to_mesh(mesh(16), replace(LLAMA, num_heads=16, num_kv_heads=16, has_double_mlp=True, kv_sources=(0,)))
+
+
 def test_scales_of_a_cache_follow_the_heads():
     scales = np.array([[0.5, 2.0, 3.0]], np.float32)
     assert fit_to_mesh(mesh(2), ODD).kv_scales(scales).tolist() == [[0.5, 2.0, 3.0, 1.0]]

@@ -396,13 +396,32 @@ _MIXTURE_GAINS = {
 
 
 # Models whose norms multiply by 1 + w.
-_ZERO_CENTRED = ("gemma", "qwen3_next", "qwen3_5")
+_ZERO_CENTRED = ("gemma_", "gemma2", "gemma3", "qwen3_next", "qwen3_5")
 # Of xIELU; published models have -1e-6 as eps, which no logit would show.
-_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -0.5}
+_SCALARS = {"act_fn.alpha_p": 0.2, "act_fn.alpha_n": -1.0, "act_fn.beta": 0.5, "act_fn.eps": -0.5, "layer_scalar": 0.8}
+
+
+# Of Gemma 4: scores of normalized queries and keys are not divided by anything, the embedding is multiplied by the root
+# of its width, and all that is added to it is normalized. Answers would repeat one token.
+_GEMMA4_FACTORS = {
+    **dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), 0.3),
+    **dict.fromkeys(("post_attention_layernorm.weight", "post_feedforward_layernorm.weight"), 4.0),
+    "q_norm.weight": 0.35,
+    "router.proj.weight": 8.0,  # of nearly equal experts, rounding chooses one that counts little
+}
 
 
 def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndarray:
-    """float32 values of a tensor of a Transformers checkpoint, a function of its name.
+    """float32 values of a tensor of a Transformers checkpoint, a function of its name."""
+    values = _weights(name, shape, seed, case)
+    for ending, factor in _GEMMA4_FACTORS.items() if case.model_type == "gemma4_text" else ():
+        if name.endswith(ending):
+            return np.float32(factor) * values
+    return values
+
+
+def _weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndarray:
+    """Values before the factors of a family.
 
     Nothing is left at 0 or 1, so that a bias or a norm that is dropped or misplaced shows in the logits. Queries and
     keys are smaller than the rest: softer attention magnifies rounding less, and larger MLPs keep answers from looping.
@@ -412,11 +431,13 @@ def weights(name: str, shape: tuple[int, ...], seed: int, case: Case) -> np.ndar
     is_norm = any(part.rpartition(".")[2].startswith(("ln_", "norm")) or "norm" in part for part in name.split("."))
     if name.endswith("bias"):
         return np.float32(0.3) * noise
+    if name.endswith(("router.scale", "router.per_expert_scale")):
+        return np.float32(1.0) + np.float32(0.3) * noise
     for ending, centre in _SCALARS.items():
         if name.endswith(ending):
             return np.asarray(np.float32(centre) * (1 + np.float32(0.2) * noise))
     if is_norm:
-        is_zero_centred = case.model_type.startswith(_ZERO_CENTRED) and "linear_attn" not in name
+        is_zero_centred = f"{case.model_type}_".startswith(_ZERO_CENTRED) and "linear_attn" not in name
         centre = np.float32(0.0 if is_zero_centred else 1.0)
         is_last = name.startswith(("model.norm", "model.final", "transformer.ln_f", "gpt_neox.final"))
         if is_last and is_zero_centred and case.gain != 1.0:

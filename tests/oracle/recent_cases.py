@@ -1,6 +1,6 @@
 """Cases of newer families; a part of cases.py."""
 
-from tests.oracle.case import GROUPS, LATENT, WINDOW, Case, layer_types
+from tests.oracle.case import GROUPS, LATENT, VOCAB_SIZE, WINDOW, Case, layer_types
 
 _PATTERN = {"sliding_window": WINDOW}
 # Far fewer tokens than prompts have; of so many heads, no two tokens have the same score.
@@ -178,4 +178,60 @@ _MIXTURES: tuple[Case, ...] = (
     ),
 )
 
-RECENT_CASES = (*_DENSE, *_MIXTURES)
+# Heads by kind of layer are in every case; the last layers of the second and third read the keys of earlier ones.
+_GEMMA4 = {
+    **_PATTERN,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "final_logit_softcapping": 30.0,
+    "num_hidden_layers": 4,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 0,
+}
+_GEMMA4_CASES: tuple[Case, ...] = (
+    Case(
+        "gemma4",
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "layer_types": layer_types("s", "f", "s", "f"),
+        },
+        ties=(True, False),
+    ),
+    Case(
+        "gemma4_shared",
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": layer_types("s", "s", "f", "s", "s", "f"),
+            "num_kv_shared_layers": 3,
+            "hidden_size_per_layer_input": 12,
+            "use_double_wide_mlp": True,
+        },
+        ties=(True, False),
+    ),
+    Case(
+        "gemma4_experts",
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 3,
+            "layer_types": layer_types("s", "s", "f"),
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 24,
+        },
+        ties=(True,),
+    ),
+)
+
+RECENT_CASES = (*_DENSE, *_MIXTURES, *_GEMMA4_CASES)

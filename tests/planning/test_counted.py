@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxinfer.engine.spec import EngineSpec
-from jaxinfer.models import MoEConfig
+from jaxinfer.models import MLAConfig, MoEConfig, RopeConfig
 from jaxinfer.planning import chips
 from jaxinfer.planning.compiled import ProgramFigures
 from jaxinfer.planning.counted import count
@@ -54,6 +54,36 @@ def test_windows_bound_what_is_seen(ask):
     # Five queries see four keys more than the window; those of a whole prompt see all.
     assert windowed.read_cache_bytes(1000, 5) == 2 * (1000 + 104) * of_layer
     assert windowed.read_cache_bytes(1000, 1000) == full.read_cache_bytes(1000)
+
+
+def test_an_indexer_bounds_what_is_attended_to(ask):
+    """By as many tokens as it chooses, as a window does; its own scores are of every token."""
+    mla = MLAConfig(96, 32, 48, 64, 80, index_topk=100, index_heads=2, index_size=40)
+    config = replace(TINY, architecture="DeepseekV32ForCausalLM", num_kv_heads=1, rope=RopeConfig(rotary_dim=32))
+    found, dense = (
+        counted(ask(replace(config, mla=one, head_dim=one.key_size, attention_scale=0.1), "v6e:1x1"))
+        for one in (mla, replace(mla, index_topk=0, index_heads=0, index_size=0))
+    )
+    scores, of_key = 4 * 2 * 2 * 40, 4 * 2 * 4 * (96 + 32 + 96)  # 4 layers; index heads, and heads
+    assert [dense.attention_flops(keys) for keys in (1, 1000)] == [of_key, 1000 * of_key]
+    for keys in (1, 100, 1000):
+        assert found.attention_flops(keys) == keys * scores + min(keys, 100) * of_key
+    indexer = 4 * 2 * (80 * 2 * 40 + 256 * 40 + 256 * 2)  # its three projections
+    assert found.token_flops["bf16"] == dense.token_flops["bf16"] + indexer
+
+
+def test_shared_keys_are_read_by_each_layer(ask):
+    own, shared = (counted(ask(replace(TINY, kv_sources=sources), "v6e:1x1")) for sources in ((), (0, 1, 0, 1)))
+    assert shared.token_cache_bytes == own.token_cache_bytes
+    assert shared.attention_flops(1000) == own.attention_flops(1000)
+
+
+@pytest.mark.parametrize("windows", [(), (100, None, 7, 100)])
+def test_a_span_is_its_tokens_one_by_one(ask, windows):
+    its = counted(ask(replace(TINY, sliding_windows=windows), "v6e:1x1"))
+    for start, length in ((0, 1), (0, 250), (60, 30), (60, 90), (99, 1), (100, 40), (5000, 3)):
+        each = sum(its.attention_flops(start + number + 1) for number in range(length))
+        assert its.span_flops(start, length) == pytest.approx(each, rel=1e-12)
 
 
 def test_the_roofline_reads_windows(ask):

@@ -27,8 +27,11 @@ from jaxinfer.server.models import ModelNeeds, ModelSource, ServedModel
 from jaxinfer.server.options import ServerOptions, parse_bytes, parse_duration
 from jaxinfer.server.pool import ModelPool
 from jaxinfer.server.service import Service
+from tests.checkpoints_convert.recurrent_files import FAMILIES
+from tests.checkpoints_convert.recurrent_files import write as write_recurrent
 from tests.cli import conftest as checkpoint_module
 from tests.cli.conftest import write_checkpoint
+from tests.pallas_kernels.quick import quick
 from tests.server.asgi import Client
 from tests.server.conftest import until
 
@@ -874,3 +877,54 @@ def test_a_switch_back_takes_as_long_as_loading_weights(tmp_path, monkeypatch, c
     with capsys.disabled():
         print(f"\nback to a model {1e3 * switch:.1f} ms, loaded alone {1e3 * load:.1f} ms: {switch / load:.2f}x")
     assert switch <= 1.3 * load
+
+
+@pytest.mark.parametrize("family", quick(FAMILIES, "granite_hybrid_dense"))
+@pytest.mark.parametrize("draft", [None, "layers:2", "itself"])
+def test_states_are_a_part_of_the_budget(tmp_path, family, draft):
+    """A model of which all slots have states finds room for them, or has fewer pages, and holds what was counted."""
+    name = str(write_recurrent(family, tmp_path))
+    arguments = {**ENGINE, "page_size": 8, **({} if draft is None else {"draft": draft.replace("itself", name)})}
+    whole = count_needs(name, arguments, 2**40)
+    budget = whole.num_bytes - 1
+    needs = count_needs(name, arguments, budget)
+    assert needs.num_pages == whole.num_pages - 1
+    assert needs.num_bytes <= budget
+    with pytest.raises(OutOfMemoryError, match="raise --model-memory"):
+        count_needs(name, arguments, needs.num_bytes // 2)
+    engine = LocalModels((name,), arguments, ServerOptions(lazy=True)).find(name).open(needs)
+    assert resident_bytes(engine) == needs.num_bytes
+    asyncio.run(engine.close())
+
+
+@pytest.mark.slow
+def test_a_server_of_models_with_states_and_room_for_one(tmp_path):
+    """They take turns, and answer as they do offline."""
+    names = [str(write_recurrent(family, tmp_path)) for family in FAMILIES]
+    prompts = [[7, 8, 9], list(range(80)), [*range(80), 4]]
+    body = {"temperature": 0, "max_tokens": 8, "return_token_ids": True}
+
+    async def run():
+        arguments = {**ENGINE, "page_size": 8, "draft": "layers:1"}
+        budget = max(count_needs(name, arguments, 2**40).num_bytes for name in names)
+        options = ServerOptions(model_memory=str(budget), models=names)
+        service = Service(options, None, LocalModels(tuple(names), arguments, options, compiled=set(names)))
+        service.state = "ready"
+        client, found = Client(make_app(service)), {}
+        for turn in range(2):
+            for name in names:
+                for number, prompt in enumerate(prompts):
+                    answer = await client.post("/v1/completions", {**body, "model": name, "prompt": prompt})
+                    assert answer.status == 200, answer.body
+                    found[turn, name, number] = answer.json["choices"][0]["token_ids"]
+                assert service.models.num_bytes <= budget
+        await service.models.close()
+        return found
+
+    found = asyncio.run(run())
+    for name in names:
+        with LLM(name, **ENGINE) as llm:
+            params = SamplingParams(temperature=0, max_tokens=8)
+            wanted = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        for turn in range(2):
+            assert [found[turn, name, number] for number in range(3)] == wanted

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxinfer.models import ModelConfig, RopeConfig, init_params
+import checkpoints_convert
+from jaxinfer.models import ModelConfig, RopeConfig, abstract_params, init_params
 from jaxinfer.training import corpus
 from jaxinfer.training.distill import (
     DistillOptions,
@@ -17,6 +18,8 @@ from jaxinfer.training.distill import (
     projected_draft,
     pruned_draft,
 )
+from tests.engine.test_states import MODELS
+from tests.engine.test_windows import WINDOWS, model_of
 from tests.training.process import run_python
 
 TARGET = ModelConfig(
@@ -150,6 +153,28 @@ def test_projected_embeddings_keep_what_can_be_kept():
     np.testing.assert_allclose(whole @ whole.T, params["embed"] @ params["embed"].T, atol=1e-4)
     with pytest.raises(ValueError, match="width 12 is not a multiple of the target's head width 8"):
         draft_config(TARGET, num_layers=1, hidden_size=12)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_draft_of_a_model_with_recurrent_layers_is_a_llama(kind):
+    """Also where it has fewer layers than the target, each of which has a kind."""
+    target = MODELS[kind]
+    config = draft_config(target, num_layers=1, hidden_size=16)
+    assert (config.architecture, config.vocab_size, config.recurrent_layers) == ("LlamaForCausalLM", 64, ())
+    params = projected_draft(target, init_params(target, jax.random.key(0)), config, jax.random.key(1))
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == jax.tree.map(
+        lambda leaf: leaf.shape, abstract_params(config)
+    )
+
+
+def test_a_draft_of_layers_that_differ_is_a_llama(tmp_path):
+    """Gemma 4's: with shared keys, two head widths and inputs of each layer. It is written and read as one."""
+    target, params = model_of(WINDOWS["shared keys"])
+    config = draft_config(target, num_layers=1, hidden_size=2 * target.head_dim)
+    assert (config.architecture, config.kv_sources, config.layer_inputs) == ("LlamaForCausalLM", (), None)
+    draft = projected_draft(target, params, config, jax.random.key(1))
+    checkpoints_convert.save_huggingface(config, draft, tmp_path / "draft", "float32")
+    assert checkpoints_convert.open_checkpoint(tmp_path / "draft").config == config
 
 
 def test_documents_are_held_out_whole_and_by_what_they_say():

@@ -24,12 +24,22 @@ def read(tensors):
         ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
         ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
         ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+        ("mixer.k_proj.k_scale", "mixer.v_proj.v_scale"),
     ],
 )
 @pytest.mark.parametrize("prefix", ["model.layers", "layers"])
 def test_every_name_they_go_by(k, v, prefix):
     tensors = {f"{prefix}.{layer}.{name}": [layer + 1.5] for layer in (0, 1) for name in (k, v)}
     assert read(tensors) == (LayerKVScales((1.5,), (1.5,)), LayerKVScales((2.5,), (2.5,)))
+
+
+def test_layers_without_attention_have_none(caplog):
+    tensors = {f"model.layers.1.self_attn.{side}_scale": 3.0 for side in "kv"}
+    headers = dict.fromkeys(tensors, ("F32", ()))
+    with caplog.at_level(logging.WARNING):
+        found = read_kv_scales(headers, 2, lambda name: np.asarray(tensors[name], np.float32), (1,))
+    assert found == (LayerKVScales((1.0,), (1.0,)), LayerKVScales((3.0,), (3.0,)))
+    assert not caplog.text
 
 
 def test_one_scale_for_both():

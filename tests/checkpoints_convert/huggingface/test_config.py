@@ -279,3 +279,33 @@ def test_end_of_sequence_ids_are_those_of_both_files(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ["</s>"]}))
     with pytest.raises(CheckpointError, match="eos_token_id must be a token id or a list"):
         eos_token_ids(tmp_path)
+
+
+# Outer fields, those of `text_config`, and what counts: as Transformers' GenerationConfig.from_model_config.
+NESTED = [
+    ({}, {"eos_token_id": [3, 5], "bos_token_id": 4}, ([3, 5], 4)),
+    ({"eos_token_id": 2}, {"eos_token_id": [3, 5], "bos_token_id": 4}, (2, 4)),
+    ({"eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": 3, "bos_token_id": 4}, (2, 1)),
+    ({"eos_token_id": None, "bos_token_id": 0}, {"eos_token_id": 3, "bos_token_id": 4}, (3, 0)),
+    ({"eos_token_id": 2}, None, (2, None)),
+]
+
+
+@pytest.mark.parametrize(("outer", "inner", "wanted"), NESTED)
+def test_token_ids_of_a_model_with_images_may_be_those_of_its_text(tmp_path, outer, inner, wanted):
+    (tmp_path / "config.json").write_text(json.dumps({**outer, "text_config": inner}))
+    eos, bos = wanted
+    assert eos_token_ids(tmp_path) == tuple(eos if isinstance(eos, list) else [eos])
+    assert bos_token_id(tmp_path) == bos
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": "</s>"}}))
+    with pytest.raises(CheckpointError, match="eos_token_id must be a token id or a list"):
+        eos_token_ids(tmp_path)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("outer", "inner", "wanted"), NESTED)
+def test_nested_token_ids_are_those_of_transformers(outer, inner, wanted):
+    from transformers import GenerationConfig
+
+    found = GenerationConfig.from_model_config({**outer, "text_config": inner})
+    assert (found.eos_token_id, found.bos_token_id) == wanted

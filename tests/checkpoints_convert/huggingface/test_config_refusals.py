@@ -30,6 +30,7 @@ UNREAD = {
     "falcon": _FALCON,
     "falcon_h1": {"mamba_expand"},  # by mamba_d_ssm
     "gemma3_text": {"_sliding_window_pattern"},
+    "gemma4_text": {"num_experts", "top_k_experts", "moe_intermediate_size"},  # by enable_moe_block
     "glm4_moe_lite": _LATENT,
     "granitemoehybrid": {"num_experts_per_tok"},  # of no experts
     "lfm2": {"block_ffn_dim_multiplier", "block_multiple_of", "full_attn_idxs"},

@@ -98,7 +98,7 @@ def test_part_of_a_head_is_rotated():
         ({"rope_theta": float("inf")}, "rope_theta must be a positive number"),
         ({"partial_rotary_factor": 0.2}, "makes 3 rotated dimensions of 16"),
         ({"partial_rotary_factor": 1.5}, "makes 24 rotated dimensions of 16"),
-        ({"rope_parameters": {"rope_type": "proportional"}}, "'proportional' is not one of"),
+        ({"rope_parameters": {"rope_type": "quadratic"}}, "'quadratic' is not one of"),
     ],
 )
 def test_bad_settings_are_named(data, message):
