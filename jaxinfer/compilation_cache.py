@@ -45,7 +45,7 @@ def enable() -> Path | None:
     Entries are complete or absent, whatever the disk does, and those that cannot be read are removed.
     """
     _replace_jax_functions()
-    if (current := folder()) is not None:
+    if (current := folder()) is not None or not jax.config.values["jax_enable_compilation_cache"]:
         return current
     path = cache_folder("xla")
     if path is None:
@@ -57,9 +57,9 @@ def enable() -> Path | None:
 
 
 def folder() -> Path | None:
-    """The folder in use, or None."""
+    """The folder in use, or None: no folder, or the cache is off."""
     current = jax.config.values["jax_compilation_cache_dir"]
-    return Path(current) if current else None
+    return Path(current) if current and jax.config.values["jax_enable_compilation_cache"] else None
 
 
 def keep_all() -> None:

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxinfer.parallel.coordinator import in_own_process
@@ -304,6 +305,11 @@ def _connect() -> None:
             f"JAX {jax.__version__} offers no key-value store between hosts (without {missing[0]}): several hosts "
             "need JAX 0.10 to 0.12"
         )
+    if jax.default_backend() == "cpu":
+        # XLA:CPU keeps no order between the collectives of a program that was read from the cache: those of one host
+        # would meet others of the next. (jaxlib 0.10.2; gloo ends the process where their sizes differ.)
+        jax.config.update("jax_enable_compilation_cache", False)
+        reset_cache()
     _current = Hosts(client, jax.process_index(), jax.process_count())
     atexit.register(_at_exit)
 
