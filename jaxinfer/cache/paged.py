@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer import parallel
@@ -20,11 +21,13 @@ from jaxinfer.models.indexer import Choice, attend_to_chosen
 from pallas_kernels.paged_attention import (
     InterleavedPages,
     PagedSpec,
+    PagePart,
     Pages,
     PageShape,
     Schedule,
     make_schedule,
     make_spec,
+    merge_parts,
     paged_attention,
     platform_layout,
 )
@@ -160,10 +163,11 @@ def _abstract_pages(
     if mesh is None:
         return shape.abstract(layout)
     num_parts = parallel.axis_size(mesh, "kv_heads") if config.caches_values else 1
-    local = replace(shape, num_kv_heads=heads[0] // num_parts).abstract(layout)
+    own_tokens = page_size // parallel.axis_size(mesh, "tokens")
+    local = replace(shape, num_kv_heads=heads[0] // num_parts, page_size=own_tokens).abstract(layout)
 
     def concatenated(leaf, spec: PartitionSpec):
-        sizes = tuple(size * num_parts if axis else size for size, axis in zip(leaf.shape, spec, strict=True))
+        sizes = tuple(size * mesh.shape[axis] if axis else size for size, axis in zip(leaf.shape, spec, strict=True))
         return jax.ShapeDtypeStruct(sizes, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(concatenated, local, parallel.page_specs(mesh, local))
@@ -345,11 +349,18 @@ class LayerAttention:
         else:
             specs = _specs(self._mesh, self.state, sinks)
             schedule = self._schedule(options, *parallel.local_shapes(self._mesh, operands, specs))
+            out_spec, schedule_spec = specs[0], PartitionSpec()
+            if self._num_parts > 1:
+                # A step of prompts leaves each device its rows. Those of decode are few: everyone computes all.
+                scatters = options["max_query_length"] is None and q.shape[0] % self._num_parts == 0
+                attend = partial(_attend_to_part, self._num_parts, scatters, attend)
+                out_spec = parallel.spec(self._mesh, ("tokens" if scatters else None, "heads", None))
+                schedule_spec = PartitionSpec(parallel.SEQUENCE)
             attend = jax.shard_map(
                 attend,
                 mesh=self._mesh,
-                in_specs=(*specs, PartitionSpec(), PartitionSpec()),
-                out_specs=(specs[0], specs[3]),
+                in_specs=(*specs, PartitionSpec(), schedule_spec),
+                out_specs=(out_spec, specs[3]),
                 check_vma=False,  # a Pallas call does not declare over which axes its results vary
             )
         out, self.state = attend(*operands, self._inputs, schedule)
@@ -375,14 +386,28 @@ class LayerAttention:
         sizes: Any = {"value_dim": v.shape[-1], "scale": scale}
         return attend_to_chosen(q, choice, read, spec.max_kv_length, places.sequence, positions, **sizes)
 
+    @property
+    def _num_parts(self) -> int:
+        """Devices that divide the tokens of a page."""
+        return 1 if self._mesh is None else parallel.axis_size(self._mesh, "tokens")
+
     def _schedule(self, options: dict[str, Any], q: Any, k: Any, v: Any, pages: Any, sinks: Any) -> Schedule:
         """The schedule shared by layers with these options, from the shapes on one device."""
-        inputs = self._inputs
-        spec = make_spec(q, k, v, pages, inputs.page_table, sinks=sinks, ancestors=inputs.ancestors, **options)
+        inputs, num_parts = self._inputs, self._num_parts
+        given: Any = {"sinks": sinks, "ancestors": inputs.ancestors, "num_parts": num_parts, **options}
+        spec = make_spec(q, k, v, pages, inputs.page_table, **given)
         if spec not in self._schedules:
-            self._schedules[spec] = make_schedule(
-                spec, inputs.page_table, inputs.query_lengths, inputs.kv_lengths, query_starts=inputs.query_starts
-            )
+            make = partial(_make_schedule, spec)
+            if num_parts > 1:
+                # Each device has its own: an axis in front is cut.
+                make = jax.shard_map(
+                    lambda inputs: jax.tree.map(lambda leaf: leaf[None], _make_schedule(spec, inputs, _part(num_parts))),
+                    mesh=self._mesh,
+                    in_specs=PartitionSpec(),
+                    out_specs=PartitionSpec(parallel.SEQUENCE),
+                    check_vma=False,
+                )
+            self._schedules[spec] = make(inputs)
         return self._schedules[spec]
 
 
@@ -404,7 +429,36 @@ class _RaggedInputs(NamedTuple):
     ancestors: jax.Array | None = None
 
 
-def _attend(options: dict[str, Any], q, k, v, pages: Pages, sinks, inputs: _RaggedInputs, schedule: Schedule):
+def _make_schedule(spec: PagedSpec, inputs: _RaggedInputs, part: PagePart | None = None) -> Schedule:
+    lengths = (inputs.query_lengths, inputs.kv_lengths)
+    return make_schedule(spec, inputs.page_table, *lengths, query_starts=inputs.query_starts, part=part)
+
+
+def _part(num_parts: int) -> PagePart:
+    """The part of this device, inside `jax.shard_map`."""
+    return PagePart(lax.axis_index(parallel.SEQUENCE), num_parts)
+
+
+def _attend_to_part(num_parts: int, scatters: bool, attend: Callable[..., Any], q, *operands):
+    """`attend` where devices divide the tokens of a page; the last of `operands` are the schedules, this one's first.
+    """
+    *operands, schedule = operands
+    schedule = jax.tree.map(lambda leaf: leaf[0], schedule)
+    (out, lse), pages = attend(q, *operands, schedule, part=_part(num_parts))
+    return merge_parts(out, lse, parallel.SEQUENCE, scatters=scatters).astype(q.dtype), pages
+
+
+def _attend(
+    options: dict[str, Any],
+    q,
+    k,
+    v,
+    pages: Pages,
+    sinks,
+    inputs: _RaggedInputs,
+    schedule: Schedule,
+    part: PagePart | None = None,
+):
     return paged_attention(
         q,
         k,
@@ -416,6 +470,7 @@ def _attend(options: dict[str, Any], q, k, v, pages: Pages, sinks, inputs: _Ragg
         query_starts=inputs.query_starts,
         sinks=sinks,
         ancestors=inputs.ancestors,
+        part=part,
         schedule=schedule,
         **options,
     )

@@ -19,7 +19,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
-from jaxinfer.engine.state_checks import check_states
+from jaxinfer.engine.state_checks import check_sequence_axis, check_states
 from jaxinfer.grammar.device import GrammarTables, TableSizes
 from jaxinfer.models import ModelConfig, Params, compute_dtype
 from jaxinfer.quantization.tree import num_bytes
@@ -76,6 +76,7 @@ class EngineSpec:
     def __post_init__(self) -> None:
         options = self.options
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
+        check_sequence_axis(self.mesh, self.page_size, options)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
 

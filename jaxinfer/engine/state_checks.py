@@ -1,7 +1,9 @@
-"""What an engine does not do for models whose layers keep a state, or choose the tokens they attend to."""
+"""What an engine does not do for models whose layers keep a state, or choose the tokens they attend to, and on meshes
+that divide pages."""
 
 from collections.abc import Sequence
 
+from jaxinfer import parallel
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.models import ModelConfig
 from jaxinfer.speculative import Draft, ModelDraft
@@ -34,6 +36,20 @@ def check_states(
             )
         if not one.attention_layers:
             raise ValueError(f"{one.architecture} has no layer with attention: an engine needs one")
+
+
+def check_sequence_axis(mesh: parallel.AnyMesh | None, page_size: int, options: EngineOptions) -> None:
+    """Raises ValueError for pages that the "sequence" axis of the mesh does not divide, and for a draft with branches
+    beside such an axis."""
+    count = 1 if mesh is None else parallel.axis_size(mesh, "tokens")
+    if page_size % count:
+        raise ValueError(f"page_size={page_size} is not a multiple of {count}, the mesh's axis {parallel.SEQUENCE!r}")
+    tree = options.draft_tree
+    if count > 1 and tree is not None and max(tree) > 1:
+        raise ValueError(
+            f"draft_tree={tuple(tree)} cannot have branches on a mesh with {parallel.SEQUENCE}={count}: the tokens of an "
+            "accepted branch would move between devices; draft a chain with num_draft_tokens"
+        )
 
 
 def _check_indexer(

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.parallel.sharding import DATA, EXPERT, MODEL
+from jaxinfer.parallel.sharding import DATA, EXPERT, MODEL, SEQUENCE
 
-AXES = (DATA, EXPERT, MODEL)
+AXES = (DATA, SEQUENCE, EXPERT, MODEL)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of the axes of "model=4", "data=2,model=4", "expert=8", in the order of `AXES`.
+    """Sizes of the axes of "model=4", "data=2,model=4", "sequence=4", in the order of `AXES`.
 
     Raises ValueError for another form, an unknown or repeated axis, or a size below 1.
     """

@@ -1,7 +1,8 @@
 """The sharding rules: which mesh axis shards which logical dimension, for parameters, pages and slots.
 
-Heads, the inner width of the MLP and the vocabulary are sharded, rows of a step are replicated (Shoeybi et al. 2019,
-Megatron-LM): a layer has two all-reduces, and logits stay sharded.
+Heads, the inner width of the MLP and the vocabulary are sharded by axis "model", rows of a step are not (Shoeybi et al.
+2019, Megatron-LM): a layer has two all-reduces, and logits stay sharded. Axis "sequence" shards the rows of prompts and
+the tokens of pages; parameters are replicated along it.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,10 @@ from pallas_kernels.paged_attention import InterleavedPages, Pages
 MODEL = "model"
 EXPERT = "expert"
 DATA = "data"
+SEQUENCE = "sequence"
 # Mesh axes that may shard each logical dimension; the first one that the mesh has is used. None: replicated.
 RULES = {
+    "tokens": (SEQUENCE,),  # rows of a step of prompts, and the tokens of a page
     "vocab": (MODEL,),
     "positions": (),
     "hidden": (),
@@ -82,15 +85,15 @@ def shardings(mesh: AnyMesh, axes: Any) -> Any:
 
 
 def page_specs(mesh: AnyMesh, pages: Pages) -> Pages:
-    """`PartitionSpec`s of one layer's pages: sharded by key heads, dimension 2 of keys and values and 1 of scales.
-    Pages without values (latent attention) have one head and are replicated."""
-    if not isinstance(pages, InterleavedPages) and pages.v is None:
-        return jax.tree.map(lambda leaf: PartitionSpec(*(None,) * leaf.ndim), pages)
+    """`PartitionSpec`s of one layer's pages: sharded by key heads, dimension 2 of keys and values and 1 of scales, and
+    by the tokens of a page, dimension 1 of keys and values and 2 of scales. Pages without values (latent attention)
+    have one head."""
+    heads = "kv_heads" if isinstance(pages, InterleavedPages) or pages.v is not None else None
     return jax.tree.map(
         lambda leaf: (
-            spec(mesh, (None, None, "kv_heads", *(None,) * (leaf.ndim - 3)))
+            spec(mesh, (None, "tokens", heads, *(None,) * (leaf.ndim - 3)))
             if leaf.ndim > 3
-            else spec(mesh, (None, "kv_heads", None))
+            else spec(mesh, (None, heads, "tokens"))
         ),
         pages,
     )

@@ -20,6 +20,7 @@ from pallas_kernels.paged_attention.layout import (
     pack,
     unpack,
 )
+from pallas_kernels.paged_attention.parts import PagePart, merge_parts
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedSpec, make_spec
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "BitPages",
     "InterleavedPages",
     "KernelChoice",
+    "PagePart",
     "PageShape",
     "PagedSpec",
     "Pages",
@@ -36,6 +38,7 @@ __all__ = [
     "empty_pages",
     "make_schedule",
     "make_spec",
+    "merge_parts",
     "move_tokens",
     "new_pages",
     "pack",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.choice import Implementations, KernelChoice
 from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
+from pallas_kernels.paged_attention.parts import PagePart
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedOperands, PagedSpec, make_spec
 from pallas_kernels.platform import current_platform
 
@@ -73,6 +74,7 @@ def make_schedule(
     kv_lengths: Int32[Array, " S"],
     *,
     query_starts: Int32[Array, " S"] | None = None,
+    part: PagePart | None = None,
     implementation: str | None = None,
 ) -> Schedule:
     """The work items of a step, from operands of `paged_attention` and their `make_spec`.
@@ -81,7 +83,8 @@ def make_schedule(
     """
     name = _MODULES.take(spec, current_platform(), implementation)
     query_starts = _starts(query_starts, query_lengths)
-    arrays = _MODULES[name].make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths)
+    parts = () if part is None else (part,)
+    arrays = _MODULES[name].make_schedule(spec, page_table, query_starts, query_lengths, kv_lengths, *parts)
     return Schedule(arrays, name, spec)
 
 
@@ -102,9 +105,10 @@ def paged_attention(
     sinks: Float32[Array, " Hq"] | None = None,
     ancestors: UInt32[Array, " T"] | None = None,
     is_uniform: bool = False,
+    part: PagePart | None = None,
     schedule: Schedule | None = None,
     implementation: str | None = None,
-) -> tuple[Float[Array, "T Hq W"], Pages]:
+) -> tuple[Any, Pages]:
     """Appends new keys and values to a paged cache and attends to it: prefill, decode and verify in one ragged call.
 
     Sequence s has `query_lengths[s]` new tokens, rows `query_starts[s]` onward of q, k_new and v_new: the last of its
@@ -126,6 +130,9 @@ def paged_attention(
         new tokens are causal.
       is_uniform: static; one program for any number of new tokens, so that results do not depend, to the bit, on how a
         prompt was cut into steps. Decode is slower.
+      part: of the device, where devices divide the tokens of each page: `pages` has this device's, and queries attend
+        to these only. The result is then (output float32 [T, Hq, W], log-sum-exp float32 [T, Hq], -inf where the query
+        sees no key), for `merge_parts`.
       schedule: of `make_schedule` for these operands; computed when None.
       implementation: "xla", "pallas_tpu", "pallas_gpu", "reference" (dense float32, for tests); None: see `choose`.
 
@@ -134,16 +141,18 @@ def paged_attention(
     """
     options: Any = {"max_query_length": max_query_length, "window": window, "soft_cap": soft_cap, "scale": scale}
     options |= {"sinks": sinks, "ancestors": ancestors, "is_uniform": is_uniform}
+    options |= {} if part is None else {"num_parts": part.count}
     spec = make_spec(q, k_new, v_new, pages, page_table, **options)
     lengths = (query_lengths, kv_lengths)
     _check_lengths(spec, query_lengths=query_lengths, kv_lengths=kv_lengths, query_starts=query_starts)
     query_starts = _starts(query_starts, query_lengths)
     if schedule is None:
-        schedule = make_schedule(spec, page_table, *lengths, query_starts=query_starts, implementation=implementation)
+        starts: Any = {"query_starts": query_starts, "part": part}
+        schedule = make_schedule(spec, page_table, *lengths, **starts, implementation=implementation)
     _check_schedule(schedule, spec, implementation)
     if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
         ancestors = _within_window(ancestors, window)
-    operands = PagedOperands(q, k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors)
+    operands = PagedOperands(q, k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors, part)
     return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.gpu_kernel import LOG2_E
 from pallas_kernels.paged_attention.gpu_schedule import BLOCK_KEYS, TILE_ROWS, SplitPlan, SplitPlanShape
 from pallas_kernels.paged_attention.layout import SeparatePages
 from pallas_kernels.paged_attention.reference import append_new_tokens
-from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
+from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
 from pallas_kernels.platform import missing_platform
 
 LAYOUT = "separate"
@@ -34,6 +34,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
         return reason
     if not compat.is_interpreted() and (reason := compat.not_hopper()) is not None:
         return reason
+    if spec.num_parts > 1:
+        return DIVIDED_PAGES
     if not spec.page.has_values:
         return f"pages of {spec.head_dim} have no values of their own (multi-head latent attention)"
     if spec.layout != LAYOUT:

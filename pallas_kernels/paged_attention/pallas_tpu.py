@@ -7,7 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention import layout, tpu_kernel, tpu_schedule
 from pallas_kernels.paged_attention.layout import InterleavedPages
-from pallas_kernels.paged_attention.specs import PagedOperands, PagedSpec
+from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, PagedOperands, PagedSpec
 from pallas_kernels.paged_attention.tpu_program import KernelProgram, Refs
 from pallas_kernels.paged_attention.tpu_schedule import ScaleBlocks, TpuSchedule, WorkItems
 from pallas_kernels.platform import is_tpu_interpreted, missing_platform
@@ -24,6 +24,8 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     """The reason why the kernel cannot run `spec` on `platform`, or None. The interpreter runs on any platform."""
     if not is_tpu_interpreted() and (reason := missing_platform("tpu", platform)) is not None:
         return reason
+    if spec.num_parts > 1:
+        return DIVIDED_PAGES
     if not spec.page.has_values:
         return f"pages of {spec.head_dim} have no values of their own (multi-head latent attention)"
     if spec.layout != LAYOUT:

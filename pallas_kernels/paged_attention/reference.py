@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import layout
-from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedOperands, PagedSpec
+from pallas_kernels.paged_attention.parts import PagePart
+from pallas_kernels.paged_attention.specs import DIVIDED_PAGES, MAX_TREE_TOKENS, PagedOperands, PagedSpec
 
 
 def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths):
@@ -15,7 +16,7 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
 
 
 def unsupported(spec: PagedSpec, platform: str) -> str | None:
-    return None
+    return DIVIDED_PAGES if spec.num_parts > 1 else None
 
 
 def attention(operands: PagedOperands, spec: PagedSpec, schedule=None) -> tuple[jax.Array, layout.Pages]:
@@ -70,10 +71,15 @@ def token_places(spec: PagedSpec, query_starts, query_lengths, kv_lengths) -> To
     return TokenPlaces(sequence, index, (kv_lengths - query_lengths)[sequence] + index, inside.any(axis=1))
 
 
-def write_places(spec: PagedSpec, page_table: jax.Array, places: TokenPlaces) -> tuple[jax.Array, jax.Array]:
-    """The page and the slot in it that each token is written to; padding has a page beyond the last."""
-    entry = jnp.clip(places.position // spec.page_size, 0, spec.pages_per_sequence - 1)
+def write_places(
+    spec: PagedSpec, page_table: jax.Array, places: TokenPlaces, part: PagePart | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The page and the slot in it that each token is written to; padding has a page beyond the last, and a token of
+    another part a slot beyond the last."""
+    entry = jnp.clip(places.position // (spec.page_size * spec.num_parts), 0, spec.pages_per_sequence - 1)
     page = jnp.where(places.is_real, page_table[places.sequence, entry], spec.page.num_pages)
+    if part is not None:
+        return page, part.slot_of(places.position, spec.page_size)
     return page, places.position % spec.page_size
 
 

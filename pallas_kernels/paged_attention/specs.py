@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.layout import InterleavedPages, Pages, PageShape, layout_of, page_shape
+from pallas_kernels.paged_attention.parts import PagePart
 
 # Bits of an ancestor mask; sequences with more new tokens are causal.
 MAX_TREE_TOKENS = 32
 # The score of a masked key. It is finite, so that a query that has seen only masked keys has no NaN; the sums of such a
 # query are multiplied by exp(MASKED - score) = 0 at its first visible key.
 MASKED = -1e30
+DIVIDED_PAGES = "it does not read pages whose tokens are divided between devices"
 # Sequences with at most this many new tokens (decode, verify) run in a program of their own.
 SHORT_QUERIES = 16
 
@@ -30,6 +32,7 @@ class PagedOperands(NamedTuple):
     kv_lengths: jax.Array
     sinks: Any
     ancestors: Any
+    part: PagePart | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class PagedSpec:
     has_ancestors: bool
     is_uniform: bool = False
     value_dim: int = 0
+    num_parts: int = 1  # devices that the tokens of a page are divided between; `page` is of one
 
     @property
     def has_short(self) -> bool:
@@ -81,6 +85,7 @@ class PagedSpec:
 
     @property
     def max_kv_length(self) -> int:
+        """Keys of the longest sequence, or of a part of it."""
         return self.pages_per_sequence * self.page.page_size
 
     @property
@@ -105,6 +110,7 @@ def make_spec(
     sinks: Any = None,
     ancestors: Any = None,
     is_uniform: bool = False,
+    num_parts: int = 1,
 ) -> PagedSpec:
     """Checks shapes and options of arrays or `jax.ShapeDtypeStruct`s; raises ValueError with the offending shapes."""
     if q.ndim != 3 or k_new.ndim != 3 or not _fit(k_new.shape, v_new.shape, pages):
@@ -143,6 +149,7 @@ def make_spec(
         has_ancestors=ancestors is not None,
         is_uniform=is_uniform,
         value_dim=v_new.shape[2],
+        num_parts=num_parts,
     )
 
 

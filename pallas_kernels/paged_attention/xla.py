@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.paged_attention import layout
+from pallas_kernels.paged_attention.parts import PagePart
 from pallas_kernels.paged_attention.reference import token_places, visible_keys, write_places
 from pallas_kernels.paged_attention.specs import MASKED, SHORT_QUERIES, PagedOperands, PagedSpec
 from pallas_kernels.tuning import tuned
@@ -121,11 +122,13 @@ def unsupported(spec: PagedSpec, platform: str) -> str | None:
     return None
 
 
-def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths) -> StepSchedule:
+def make_schedule(
+    spec: PagedSpec, page_table, query_starts, query_lengths, kv_lengths, part: PagePart | None = None
+) -> StepSchedule:
     """The items of each program, and where each token's keys and result go."""
     lengths = (query_starts, query_lengths, kv_lengths)
     places = token_places(spec, *lengths)
-    page, slot = write_places(spec, page_table, places)
+    page, slot = write_places(spec, page_table, places, part)
     items, rows, num_rows = [], jnp.int32(0), 0
     for sizes in _programs(spec):
         is_taken = query_lengths > 0
@@ -133,7 +136,7 @@ def make_schedule(spec: PagedSpec, page_table, query_starts, query_lengths, kv_l
             is_taken &= (query_lengths == 1) == (sizes.queries == 1)
         counts = jnp.where(is_taken, -(-query_lengths // sizes.queries), 0)
         first = _first_items(counts, kv_lengths)
-        items.append(_items(spec, sizes, counts, first, page_table, *lengths))
+        items.append(_items(spec, sizes, counts, first, page_table, *lengths, part))
         own = num_rows + first[places.sequence] * sizes.queries + places.index
         rows = jnp.where(is_taken[places.sequence], own, rows)
         num_rows += items[-1].num_rows
@@ -150,11 +153,17 @@ def _attention(operands: PagedOperands, schedule: StepSchedule, spec: PagedSpec,
     pages = layout.append(operands.pages, operands.k_new, operands.v_new, schedule.page, schedule.slot)
     operands, start = operands._replace(pages=pages), 0
     num_rows = sum(items.num_rows for items in schedule.items) + 1  # the last stays zero: the result of padding
-    out = jnp.zeros((num_rows, spec.num_q_heads, spec.value_dim), operands.q.dtype)
+    if operands.part is None:
+        out: Any = jnp.zeros((num_rows, spec.num_q_heads, spec.value_dim), operands.q.dtype)
+    else:
+        out = (
+            jnp.zeros((num_rows, spec.num_q_heads, spec.value_dim), jnp.float32),
+            jnp.full((num_rows, spec.num_q_heads), -jnp.inf, jnp.float32),
+        )
     for sizes, items in zip(programs, schedule.items, strict=True):
         out = _run(out, start, items, sizes, operands, spec)
         start += items.num_rows
-    return _take(out, schedule.rows), pages
+    return jax.tree.map(lambda rows: _take(rows, schedule.rows), out), pages
 
 
 def _first_items(counts: jax.Array, kv_lengths: jax.Array) -> jax.Array:
@@ -177,6 +186,7 @@ def _items(
     query_starts: jax.Array,
     query_lengths: jax.Array,
     kv_lengths: jax.Array,
+    part: PagePart | None,
 ) -> QueryItems:
     """The items of a program: `counts` of each sequence, from its `first` on."""
     num_queries = sizes.queries
@@ -201,6 +211,8 @@ def _items(
         lowest = (kv_lengths - query_lengths)[sequence] if spec.has_ancestors else position
         first_key = jnp.minimum(jnp.maximum(lowest + 1 - spec.window, 0), end_key)
 
+    if part is not None:  # keys are counted as this device has them
+        first_key, end_key = (part.num_before(keys, spec.page_size) for keys in (first_key, end_key))
     pages_per_block, key_block = _block(sizes, spec)
     # Looked up here: in its loop over keys, XLA:CPU would compute the id again for every number that it copies.
     page = jnp.arange(-(-spec.pages_per_sequence // pages_per_block) * pages_per_block)
@@ -242,9 +254,13 @@ def _run(out, start: int, items: QueryItems, sizes: XlaTileSizes, operands: Page
 
     def one(index, out):
         tile = jax.tree.map(partial(_index, index=index), items.tiles)
-        rows = _tile(tile, sizes, operands, spec).reshape(tile_rows, *out.shape[1:]).astype(out.dtype)
         at = start + index * tile_rows
-        return lax.dynamic_update_slice_in_dim(out, rows, at, 0, allow_negative_indices=False)
+
+        def write(out: jax.Array, found: jax.Array) -> jax.Array:
+            rows = found.reshape(tile_rows, *out.shape[1:]).astype(out.dtype)
+            return lax.dynamic_update_slice_in_dim(out, rows, at, 0, allow_negative_indices=False)
+
+        return jax.tree.map(write, out, _tile(tile, sizes, operands, spec))
 
     if num_tiles == 1:  # without queries it reads no key: no loop to compile
         return one(0, out)
@@ -257,8 +273,8 @@ def _index(array: jax.Array, index: Any) -> jax.Array:
     return lax.dynamic_index_in_dim(array, index, keepdims=False, allow_negative_indices=False)
 
 
-def _tile(items: TileItems, sizes: XlaTileSizes, operands: PagedOperands, spec: PagedSpec) -> jax.Array:
-    """Attention of one tile's queries: float32 [C, Q, Hkv, G, K]."""
+def _tile(items: TileItems, sizes: XlaTileSizes, operands: PagedOperands, spec: PagedSpec) -> Any:
+    """Attention of one tile's queries: float32 [C, Q, Hkv, G, K]; of a part with its log-sum-exp [C, Q, Hkv, G]."""
     tile, num_queries = items.tokens.shape
     compute_dtype = operands.q.dtype
     q = _take(operands.q, items.tokens)
@@ -270,6 +286,7 @@ def _tile(items: TileItems, sizes: XlaTileSizes, operands: PagedOperands, spec: 
     positions = items.positions.reshape(-1)
     pages_per_block, key_block = _block(sizes, spec)
     first_key, end_key = items.first_key[:, None], items.end_key[:, None]
+    part = operands.part
 
     def step(block, carry):
         at = block * pages_per_block
@@ -277,7 +294,8 @@ def _tile(items: TileItems, sizes: XlaTileSizes, operands: PagedOperands, spec: 
         stored = layout.gather(operands.pages, ids, spec.page)
         k, v, k_scales, v_scales = _merge_pages(stored, compute_dtype, spec)
         keys = block * key_block + jnp.arange(key_block)
-        visible = visible_keys(flat, spec, flat_sequence, positions, keys).reshape(tile, num_queries, key_block)
+        places = keys if part is None else part.position_of(keys, spec.page_size)
+        visible = visible_keys(flat, spec, flat_sequence, positions, places).reshape(tile, num_queries, key_block)
         # Values outside the range may be NaN, and 0 * NaN is NaN.
         exists = keys < end_key
         if spec.window is not None:
@@ -293,9 +311,16 @@ def _tile(items: TileItems, sizes: XlaTileSizes, operands: PagedOperands, spec: 
     else:
         sinks = operands.sinks.reshape(1, spec.num_kv_heads, spec.num_groups, 1)
         highest, total = jnp.broadcast_to(sinks, shape), jnp.ones(shape, jnp.float32)
+        if part is not None:  # once for all parts
+            highest, total = jnp.where(part.index == 0, highest, MASKED), jnp.where(part.index == 0, total, 0.0)
     weighted = jnp.zeros((*shape, spec.value_dim), jnp.float32)
     carry = highest, total, weighted
-    _, total, weighted = lax.fori_loop(items.first_block, items.end_block, step, carry)
+    highest, total, weighted = lax.fori_loop(items.first_block, items.end_block, step, carry)
+    if part is not None:
+        has_seen = highest > MASKED
+        out = jnp.where(has_seen[..., None], weighted / jnp.where(has_seen, total, 1.0)[..., None], 0.0)
+        lse = jnp.where(has_seen, highest + jnp.log(total), -jnp.inf)
+        return out.transpose(0, 3, 1, 2, 4), lse.transpose(0, 3, 1, 2)
     # A query of no key gives NaN here; it is padding, since tokens see themselves, and nothing takes its row.
     return (weighted / total[..., None]).transpose(0, 3, 1, 2, 4)
 

@@ -35,7 +35,10 @@ TIED = replace(
 MIXTURE = replace(GROUPED, architecture="Qwen3MoeForCausalLM", qk_norm=True, moe=MoEConfig(8, 2, 24, (0, 1)))
 WINDOWED = replace(GROUPED, sliding_windows=(7, None))
 MODELS = {"grouped": GROUPED, "tied": TIED, "mixture": MIXTURE, "windowed": WINDOWED}
-MESHES = ("model=1", "model=2", "model=4", "model=8", "data=2", "data=2,model=2", "expert=4")
+MESHES = (
+    *("model=1", "model=2", "model=4", "model=8", "data=2", "data=2,model=2", "expert=4"),
+    *("sequence=4", "sequence=2,model=2"),
+)
 NUM_PROMPTS, MAX_MODEL_LEN = 9, 64
 PROMPTS = random_prompts(NUM_PROMPTS, 40, seed=3)
 PARAMS = [replace(mixed_params(number), max_tokens=6 + number) for number in range(NUM_PROMPTS)]
@@ -55,7 +58,7 @@ class Case:
 
 
 def _cases():
-    quick = {("grouped", "data=2,model=2", "int8", "layers:1")}
+    quick = {("grouped", "data=2,model=2", "int8", "layers:1"), ("windowed", "sequence=4", None, "layers:1")}
     for model in MODELS:
         for mesh in MESHES:
             if (mesh.startswith("expert") and model != "mixture") or (model == "tied" and mesh == "expert=4"):
@@ -116,6 +119,10 @@ def test_what_a_mesh_cannot_run_says_so():
         LLM((between, init_params(between, jax.random.key(0))), mesh="model=4", quantize="int8")
     with pytest.raises(ValueError, match="num_experts=8 cannot be cut into 3"):
         LLM((MIXTURE, params_of("mixture")), mesh="expert=3")
+    with pytest.raises(ValueError, match="page_size=16 is not a multiple of 3"):
+        LLM((GROUPED, params_of("grouped")), mesh="sequence=3")
+    with pytest.raises(ValueError, match=r"draft_tree=\(2, 1\) cannot have branches .* sequence=2"):
+        LLM((GROUPED, params_of("grouped")), mesh="sequence=2", draft="layers:1", draft_tree=(2, 1))
 
 
 @pytest.mark.slow

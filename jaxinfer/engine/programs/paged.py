@@ -205,6 +205,9 @@ def step(
     attend = attend_ragged(
         cache, work.page_tables, rows.query_starts, lengths, ends, is_uniform=is_uniform, mesh=model.mesh
     )
+    if model.mesh is not None and parallel.axis_of(model.mesh, "tokens") is not None:  # each device has its rows
+        cut = parallel.array_shardings(model.mesh, (tokens, positions), (("tokens",), ("tokens",)))
+        tokens, positions = lax.with_sharding_constraint((tokens, positions), cut)
     hidden = decoder(tokens, positions, attend)
     last = jnp.clip(rows.query_starts + lengths - 1, 0, num_tokens - 1)
     logits = decoder.logits(hidden[last])
