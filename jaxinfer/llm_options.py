@@ -83,7 +83,8 @@ class LLMOptions(EngineOptions):
     mesh: "str | Mapping[str, int] | Mesh | None" = option(
         None,
         "Devices to run on: model=4 (each holds a part of every layer), expert=8 (each holds some experts), "
-        "data=2,model=4 (two replicas of four devices); in Python also a jax.sharding.Mesh. By default one device. "
+        "sequence=4 (each computes a part of a prompt and holds a part of the cache), data=2,model=4 (two replicas of "
+        "four devices); in Python also a jax.sharding.Mesh. By default one device. "
         "max_seqs and num_pages are those of each replica. On several hosts it names devices of all of them, and every "
         "host makes the same calls.",
         "AXES",

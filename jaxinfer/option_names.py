@@ -237,6 +237,7 @@ _LLM = (
     ),
     OtherName("LLM", "pipeline_parallel_size", VLLM, _MESH, None, (1,)),
     OtherName("LLM", "enable_expert_parallel", VLLM, 'mesh="expert=8" gives each device some experts', None, (False,)),
+    OtherName("LLM", "decode_context_parallel_size", VLLM, 'mesh="sequence=4" divides prompts and cache', None, (1,)),
     OtherName("LLM", "distributed_executor_backend", VLLM, "jaxinfer.initialize_hosts() joins several hosts"),
     OtherName("LLM", "device", f"{VLLM}, {HF}", f"JAX_PLATFORMS=cpu chooses the platform; {_MESH}", None, ("auto",)),
     OtherName("LLM", "device_map", HF, _MESH, None, ("auto",)),

@@ -401,7 +401,9 @@ class LayerAttention:
             if num_parts > 1:
                 # Each device has its own: an axis in front is cut.
                 make = jax.shard_map(
-                    lambda inputs: jax.tree.map(lambda leaf: leaf[None], _make_schedule(spec, inputs, _part(num_parts))),
+                    lambda inputs: jax.tree.map(
+                        lambda leaf: leaf[None], _make_schedule(spec, inputs, _part(num_parts))
+                    ),
                     mesh=self._mesh,
                     in_specs=PartitionSpec(),
                     out_specs=PartitionSpec(parallel.SEQUENCE),
@@ -440,8 +442,7 @@ def _part(num_parts: int) -> PagePart:
 
 
 def _attend_to_part(num_parts: int, scatters: bool, attend: Callable[..., Any], q, *operands):
-    """`attend` where devices divide the tokens of a page; the last of `operands` are the schedules, this one's first.
-    """
+    """`attend` where devices divide pages. The last of `operands` is the schedule, with an axis in front."""
     *operands, schedule = operands
     schedule = jax.tree.map(lambda leaf: leaf[0], schedule)
     (out, lse), pages = attend(q, *operands, schedule, part=_part(num_parts))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxinfer import compilation_cache
+from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_scaled, kv_dtype_name
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
@@ -297,9 +297,10 @@ def _paged_spec(engine: EngineSpec, num_tokens: int, longest: int, is_uniform: b
     q = jax.ShapeDtypeStruct((num_tokens, config.num_heads, head_dim), engine.dtype)
     kv = jax.ShapeDtypeStruct((num_tokens, num_kv_heads, head_dim), engine.dtype)
     table = jax.ShapeDtypeStruct((engine.max_seqs, engine.pages_per_sequence), jnp.int32)
-    options = attention_options(config)
+    options: dict[str, Any] = {**attention_options(config), "is_uniform": is_uniform}
+    options["num_parts"] = 1 if engine.mesh is None else parallel.axis_size(engine.mesh, "tokens")
     values = kv if config.mla is None else jax.ShapeDtypeStruct((*kv.shape[:2], config.mla.latent_size), kv.dtype)
-    return make_spec(q, kv, values, engine.pages, table, max_query_length=longest, is_uniform=is_uniform, **options)
+    return make_spec(q, kv, values, engine.pages, table, max_query_length=longest, **options)
 
 
 def _chosen(name: str, kernel: str, choice: KernelChoice) -> dict[str, str]:

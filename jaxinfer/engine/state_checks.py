@@ -47,7 +47,7 @@ def check_sequence_axis(mesh: parallel.AnyMesh | None, page_size: int, options: 
     tree = options.draft_tree
     if count > 1 and tree is not None and max(tree) > 1:
         raise ValueError(
-            f"draft_tree={tuple(tree)} cannot have branches on a mesh with {parallel.SEQUENCE}={count}: the tokens of an "
+            f"draft_tree={tuple(tree)} cannot have branches on a mesh with {parallel.SEQUENCE}={count}: tokens of an "
             "accepted branch would move between devices; draft a chain with num_draft_tokens"
         )
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.decoder import Params, abstract_params, logical_axes
 from jaxinfer.models.experts import stack_specs
-from jaxinfer.parallel import AnyMesh, axis_of, axis_size, is_axes, shardings
+from jaxinfer.parallel import AnyMesh, axis_of, axis_size, is_axes, shardings, shortest
 from jaxinfer.quantization import NestedScales, QuantizedArray
 from jaxinfer.quantization.tree import is_quantized
 
@@ -86,10 +87,10 @@ def _quantized(array: QuantizedArray, sharding: NamedSharding) -> QuantizedArray
         if leaf.shape != array.scales.shape:  # a part of nested scales
             return replicated
         names = []
-        for name, length, block in zip(sharding.spec, array.shape, array.scheme.block, strict=True):
+        for name, length, block in zip_longest(sharding.spec, array.shape, array.scheme.block):
             is_sharded = name is not None and length % (mesh.shape[name] * block) == 0
             names.append(name if is_sharded else None)
-        return NamedSharding(mesh, PartitionSpec(*names))
+        return NamedSharding(mesh, shortest(PartitionSpec(*names)))
 
     def sharding_of(path: Any, leaf: jax.Array) -> NamedSharding:
         if path[0].name == "values":
@@ -101,7 +102,7 @@ def _quantized(array: QuantizedArray, sharding: NamedSharding) -> QuantizedArray
 
 def _quantized_stack(array: QuantizedArray, sharding: NamedSharding) -> QuantizedArray:
     """Stacks are sharded along the axis of experts, or heads."""
-    specs = stack_specs(array, sharding.spec[0])
+    specs = stack_specs(array, next(iter(sharding.spec), None))
     return jax.tree.map(lambda leaf, spec: NamedSharding(sharding.mesh, spec), array, specs)
 
 

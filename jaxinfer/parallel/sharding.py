@@ -80,8 +80,9 @@ def shortest(spec: PartitionSpec) -> PartitionSpec:
 
 
 def shardings(mesh: AnyMesh, axes: Any) -> Any:
-    """`NamedSharding`s of a pytree whose leaves are `Axes`."""
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, spec(mesh, leaf)), axes, is_leaf=is_axes)
+    """`NamedSharding`s of a pytree whose leaves are `Axes`, in the form that programs return: JAX gives a result the
+    form of an argument with an equal sharding."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, shortest(spec(mesh, leaf))), axes, is_leaf=is_axes)
 
 
 def page_specs(mesh: AnyMesh, pages: Pages) -> Pages:

@@ -120,19 +120,16 @@ def paged_attention(
       pages: one layer's cache. Donate it: the result aliases it.
       page_table: page ids of each sequence in order. Ids of pages without a visible key may be anything. Sequences
         with new tokens must not share the pages that these are written to.
-      query_lengths: number of new tokens of each sequence. Sequences without new tokens cost nothing.
-      kv_lengths: number of all tokens of each sequence, the new ones included.
+      query_lengths, kv_lengths: of each sequence its new tokens, which cost nothing if there are none, and all tokens.
       query_starts: the running sum of query_lengths when None.
       max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
       window: this, soft_cap, scale and sinks are as in `flash_attention`; scale may include an fp8 cache's key scale.
-      ancestors: token trees. Bit j means that the token sees the j-th new token of its sequence; its own bit is set,
-        parents come before children, and its depth in a window is its number of bits less 1. Sequences of more than 32
-        new tokens are causal.
+      ancestors: token trees. Bit j: the token sees the j-th new token of its sequence. Its own bit is set, parents come
+        before children, its depth in a window is its number of bits less 1. More than 32 new tokens are causal.
       is_uniform: static; one program for any number of new tokens, so that results do not depend, to the bit, on how a
         prompt was cut into steps. Decode is slower.
-      part: of the device, where devices divide the tokens of each page: `pages` has this device's, and queries attend
-        to these only. The result is then (output float32 [T, Hq, W], log-sum-exp float32 [T, Hq], -inf where the query
-        sees no key), for `merge_parts`.
+      part: of the device, where devices divide the tokens of each page and `pages` has this one's. The output is then
+        that of its keys, float32, with its log-sum-exp float32 [T, Hq] (-inf: no key is seen), for `merge_parts`.
       schedule: of `make_schedule` for these operands; computed when None.
       implementation: "xla", "pallas_tpu", "pallas_gpu", "reference" (dense float32, for tests); None: see `choose`.
 
@@ -140,19 +137,17 @@ def paged_attention(
     or a schedule that do not fit, NotImplementedError with the reason if the named implementation cannot run the call.
     """
     options: Any = {"max_query_length": max_query_length, "window": window, "soft_cap": soft_cap, "scale": scale}
-    options |= {"sinks": sinks, "ancestors": ancestors, "is_uniform": is_uniform}
-    options |= {} if part is None else {"num_parts": part.count}
+    options |= {"sinks": sinks, "ancestors": ancestors, "is_uniform": is_uniform, "num_parts": _count(part)}
     spec = make_spec(q, k_new, v_new, pages, page_table, **options)
     lengths = (query_lengths, kv_lengths)
     _check_lengths(spec, query_lengths=query_lengths, kv_lengths=kv_lengths, query_starts=query_starts)
-    query_starts = _starts(query_starts, query_lengths)
-    if schedule is None:
-        starts: Any = {"query_starts": query_starts, "part": part}
-        schedule = make_schedule(spec, page_table, *lengths, **starts, implementation=implementation)
+    given: Any = {"query_starts": _starts(query_starts, query_lengths), "part": part}
+    schedule = schedule or make_schedule(spec, page_table, *lengths, **given, implementation=implementation)
     _check_schedule(schedule, spec, implementation)
-    if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
-        ancestors = _within_window(ancestors, window)
-    operands = PagedOperands(q, k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors, part)
+    ancestors = _within_window(ancestors, window)
+    operands = PagedOperands(
+        q, k_new, v_new, pages, page_table, given["query_starts"], *lengths, sinks, ancestors, part
+    )
     return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
 
 
@@ -170,12 +165,18 @@ def _check_schedule(schedule: Schedule, spec: PagedSpec, implementation: str | N
         )
 
 
+def _count(part: PagePart | None) -> int:
+    return 1 if part is None else part.count
+
+
 def _starts(query_starts: jax.Array | None, query_lengths: jax.Array) -> jax.Array:
     return jnp.cumsum(query_lengths) - query_lengths if query_starts is None else query_starts
 
 
-def _within_window(ancestors: jax.Array, window: int) -> jax.Array:
+def _within_window(ancestors: jax.Array | None, window: int | None) -> jax.Array | None:
     """Keeps the last `window` ancestors of each token."""
+    if ancestors is None or window is None or window >= MAX_TREE_TOKENS:
+        return ancestors
     bits = jnp.arange(MAX_TREE_TOKENS, dtype=jnp.uint32)
     is_near = jax.lax.population_count(ancestors[:, None] >> bits) <= window
     return ancestors & jnp.sum(jnp.where(is_near, jnp.uint32(1) << bits, 0), axis=1, dtype=jnp.uint32)

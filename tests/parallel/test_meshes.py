@@ -19,7 +19,7 @@ def test_sizes_by_name():
         ("4", "is not of the form"),
         ("model=", "is not of the form"),
         ("model=0", "is not of the form"),
-        ("tensor=4", "'tensor' is not one of the axes data, expert, model"),
+        ("tensor=4", "'tensor' is not one of the axes data, sequence, expert, model"),
         ("model=2,model=2", "two axes 'model'"),
         ("model=1000", "needs 1000 devices, this process has"),
     ],

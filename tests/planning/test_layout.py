@@ -36,7 +36,7 @@ def test_a_draft_must_divide_too():
     ("mesh", "message"),
     [
         ("model=2", "has 2 devices, and v5e:2x2 has 4"),
-        ("rows=4", "'rows' is not one of the axes data, expert, model"),
+        ("rows=4", "'rows' is not one of the axes data, sequence, expert, model"),
         ("model", "is not of the form"),
         ("model=0", "is not of the form"),
         ("model=2,model=2", "has two axes 'model'"),

@@ -131,8 +131,49 @@ def test_a_contiguous_cache_lies_on_a_mesh_too():
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_after_warm_up():
-    with LLM((GROUPED, params_of("grouped")), mesh="data=2,model=2", **OPTIONS) as llm:
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+def test_divided_pages_of_few_bits(kv_dtype):
+    """What a token stores is a function of its own key and value, wherever it lies."""
+    assert answers("grouped", mesh="sequence=4", kv_dtype=kv_dtype) == answers("grouped", kv_dtype=kv_dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefill_chunk": 16},
+        {"num_pages": 14},
+        {"steps_per_dispatch": 1},
+        {"draft": "ngram"},
+        {"page_size": 64},
+        {"deterministic": True},
+    ],
+    ids=str,
+)
+def test_divided_pages_in_every_schedule(options):
+    """Chunks, preemption by 13 pages for four sequences of up to 4, and drafts."""
+    with LLM((WINDOWED, params_of("windowed")), mesh="sequence=4", **(OPTIONS | options)) as llm:
+        for _ in range(2):  # the second time with cached prefixes
+            found = [one.outputs[0].token_ids for one in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+            assert found == expected("windowed", None)
+
+
+@pytest.mark.slow
+def test_a_long_prompt_in_parts():
+    config = replace(WINDOWED, max_position_embeddings=4096, sliding_windows=(300, None))
+    prompt = [token % 97 for token in random_prompts(1, 4000, seed=8)[0] * 90][:3000]
+    found = []
+    for mesh in (None, "sequence=8"):
+        with LLM((config, params_of("windowed")), mesh=mesh, max_seqs=2, max_model_len=4096, prefill_chunk=512) as llm:
+            outputs = llm.generate([prompt, prompt[:1777]], PARAMS[:2], use_tqdm=False)
+            found.append([one.outputs[0].token_ids for one in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["data=2,model=2", "data=2,sequence=2"])
+def test_nothing_is_compiled_after_warm_up(mesh):
+    with LLM((GROUPED, params_of("grouped")), mesh=mesh, **OPTIONS) as llm:
         llm.warm_up(use_tqdm=False)
         with jax.no_tracing():
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
