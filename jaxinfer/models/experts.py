@@ -138,8 +138,8 @@ def tile_rows(num_rows: int, num_experts: int) -> int:
     return size
 
 
-def stack_specs(stack: Any, axis: str) -> Any:
-    """`PartitionSpec`s that shard the arrays of a stack by expert."""
+def stack_specs(stack: Any, axis: Any) -> Any:
+    """`PartitionSpec`s that shard the arrays of a stack by expert; None replicates them."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: PartitionSpec() if is_shared(path, leaf) else PartitionSpec(axis), stack
     )

@@ -118,28 +118,27 @@ def paged_attention(
     Args:
       v_new: the first part of k_new where the pages have no values (`new_pages`).
       pages: one layer's cache. Donate it: the result aliases it.
-      page_table: page ids of each sequence in order. Ids of pages without a visible key may be anything. Sequences
-        with new tokens must not share the pages that these are written to.
+      page_table: page ids of each sequence in order, anything for pages without a visible key. Sequences with new tokens
+        must not share the pages that these are written to.
       query_lengths, kv_lengths: of each sequence its new tokens, which cost nothing if there are none, and all tokens.
       query_starts: the running sum of query_lengths when None.
       max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
       window: this, soft_cap, scale and sinks are as in `flash_attention`; scale may include an fp8 cache's key scale.
       ancestors: token trees. Bit j: the token sees the j-th new token of its sequence. Its own bit is set, parents come
         before children, its depth in a window is its number of bits less 1. More than 32 new tokens are causal.
-      is_uniform: static; one program for any number of new tokens, so that results do not depend, to the bit, on how a
-        prompt was cut into steps. Decode is slower.
+      is_uniform: static; results do not depend, to the bit, on how a prompt was cut into steps. Decode is slower.
       part: of the device, where devices divide the tokens of each page and `pages` has this one's. The output is then
         that of its keys, float32, with its log-sum-exp float32 [T, Hq] (-inf: no key is seen), for `merge_parts`.
       schedule: of `make_schedule` for these operands; computed when None.
       implementation: "xla", "pallas_tpu", "pallas_gpu", "reference" (dense float32, for tests); None: see `choose`.
 
-    Returns the attention output in q's dtype and the pages with the new tokens. Raises ValueError for operands, options
+    Returns the output in q's dtype and the pages with the new tokens. Raises ValueError for operands, options
     or a schedule that do not fit, NotImplementedError with the reason if the named implementation cannot run the call.
     """
     options: Any = {"max_query_length": max_query_length, "window": window, "soft_cap": soft_cap, "scale": scale}
     options |= {"sinks": sinks, "ancestors": ancestors, "is_uniform": is_uniform, "num_parts": _count(part)}
     spec = make_spec(q, k_new, v_new, pages, page_table, **options)
-    lengths = (query_lengths, kv_lengths)
+    lengths = query_lengths, kv_lengths
     _check_lengths(spec, query_lengths=query_lengths, kv_lengths=kv_lengths, query_starts=query_starts)
     given: Any = {"query_starts": _starts(query_starts, query_lengths), "part": part}
     schedule = schedule or make_schedule(spec, page_table, *lengths, **given, implementation=implementation)
