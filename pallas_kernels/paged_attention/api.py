@@ -118,8 +118,8 @@ def paged_attention(
     Args:
       v_new: the first part of k_new where the pages have no values (`new_pages`).
       pages: one layer's cache. Donate it: the result aliases it.
-      page_table: page ids of each sequence in order, anything for pages without a visible key. Sequences with new tokens
-        must not share the pages that these are written to.
+      page_table: page ids of each sequence in order, anything for pages without a visible key. Sequences with new
+        tokens must not share the pages that these are written to.
       query_lengths, kv_lengths: of each sequence its new tokens, which cost nothing if there are none, and all tokens.
       query_starts: the running sum of query_lengths when None.
       max_query_length: static bound of query_lengths, T when None; up to 16 selects the programs for decode and verify.
