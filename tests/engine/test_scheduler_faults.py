@@ -9,7 +9,7 @@ import pytest
 
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.pools import PagePools
-from jaxinfer.engine.prefix import PrefixTree
+from jaxinfer.engine.prefix import PrefixMatch, PrefixTree
 from jaxinfer.engine.scheduler import Scheduler
 from tests.engine.random_work import RandomWork
 
@@ -93,7 +93,8 @@ def ignore_salts(monkeypatch):
 
 def match_without_owning(monkeypatch):
     def faulty(self, keys, salt=""):
-        return [[node.pages[group] for node in self._walk(keys, salt)] for group in range(len(self._groups))]
+        nodes = self._walk(keys, salt)
+        return PrefixMatch([[node.pages[group] for node in nodes] for group in range(len(self._groups))])
 
     monkeypatch.setattr(PrefixTree, "match", faulty)
 
@@ -168,7 +169,7 @@ def match_without_the_last_window(monkeypatch):
             pages = [node.pages[index] or 1 for node in nodes[first:]]
             pool.share([page for page in pages if pool.num_owners(page) or page in pool._idle])
             tables.append([0] * min(first, len(nodes)) + pages)
-        return tables
+        return PrefixMatch(tables)
 
     monkeypatch.setattr(PrefixTree, "_walk", walk)
     monkeypatch.setattr(PrefixTree, "match", match)
