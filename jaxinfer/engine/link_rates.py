@@ -55,7 +55,7 @@ class TransferRule:
         )
 
 
-def transfer_rule(spec: EngineSpec, device: jax.Device) -> TransferRule:
+def transfer_rule(spec: EngineSpec, device: Any) -> TransferRule:
     """The rule for a model on a device, with rates that are measured once in a process: some milliseconds."""
     link_rate, flop_rate = measured_rates(device, "float32" if device.platform == "cpu" else str(spec.dtype))
     flops = 2 * met_parameters(spec) / spec.num_devices

@@ -17,6 +17,7 @@ from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import abstract_params, init_params
 from jaxinfer.quantization.tree import num_parameters
+from jaxinfer.speculative import ModelDraft
 from tests.engine.test_saved_states import MIXED
 from tests.engine.test_states import random_params
 from tests.engine.test_windows import WINDOWS, model_of
@@ -97,10 +98,7 @@ def test_one_answer_in_a_batch_that_is_preempted(tiny, together):
 @pytest.mark.parametrize("acceptance", quick(["exact", "maximal"], "exact"))
 def test_the_cache_of_a_draft_model_moves_too(tiny, acceptance):
     """The model drafts for itself, so everything is accepted, unless its keys are not where they should be."""
-    from jaxinfer.speculative import ModelDraft
-
-    draft = ModelDraft(*tiny)
-    options = {**OPTIONS, "draft": draft, "num_draft_tokens": 3, "acceptance": acceptance}
+    options = {**OPTIONS, "draft": tiny, "num_draft_tokens": 3, "acceptance": acceptance}
     params = replace(GREEDY, max_tokens=9)
     with LLM(tiny, **{**OPTIONS, "num_pages": 60}) as llm:
         expected = [[tokens for tokens, _ in one] for one in answers(llm, params=params)]
@@ -121,7 +119,7 @@ def test_one_answer_with_windows(name):
         assert min(moved(llm)[:2]) > 0
 
 
-@pytest.mark.parametrize("num_saved_states", quick([1, 2, 4], 2))
+@pytest.mark.parametrize("num_saved_states", quick([1, 2], 2))
 def test_saved_states_move_too(num_saved_states):
     config = replace(MIXED, max_position_embeddings=1024)
     model = config, random_params(config)
@@ -222,7 +220,8 @@ def test_what_cannot_be_is_refused_by_name(options, message):
 
 
 @pytest.mark.parametrize(
-    ("gib", "message"), [(1e-9, "host_cache_gib=1e-09 has no room for a page"), (1e9, "host_cache_gib=1000000000.0: the")]
+    ("gib", "message"),
+    [(1e-9, "host_cache_gib=1e-09 has no room for a page"), (1e9, "host_cache_gib=1000000000.0: the")],
 )
 def test_too_little_and_too_much_memory_is_refused(gib, message):
     spec = EngineSpec(TINY, abstract_params(TINY), EngineOptions(host_cache_gib=gib), "cpu")
@@ -233,7 +232,7 @@ def test_too_little_and_too_much_memory_is_refused(gib, message):
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     spec = EngineSpec(TINY, abstract_params(TINY), EngineOptions(host_cache_gib=1.0), "cpu")
-    with pytest.raises(ValueError, match="host_cache_gib=1.0 needs a single process, not 2"):
+    with pytest.raises(ValueError, match=r"host_cache_gib=1\.0 needs a single process, not 2"):
         host_pools(spec)
 
 
@@ -291,10 +290,8 @@ def test_without_sizes_there_is_no_tier():
 
 
 def test_the_shapes_of_a_draft_are_counted(tiny):
-    from jaxinfer.speculative import ModelDraft
-
     params = init_params(TINY, jax.random.key(1))
     options = EngineOptions(host_cache_gib=GIB, max_model_len=64)
     alone = EngineSpec(TINY, abstract_params(TINY), options, "cpu")
-    both = EngineSpec(TINY, abstract_params(TINY), options, "cpu", draft=ModelDraft(TINY, params))
+    both = EngineSpec(TINY, abstract_params(TINY), options, "cpu", draft=ModelDraft("other", TINY, params))
     assert host_pools(both)[0].page_bytes == 2 * host_pools(alone)[0].page_bytes

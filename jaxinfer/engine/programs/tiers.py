@@ -28,10 +28,11 @@ def leaf_specs(mesh: Mesh | None, parts: Any) -> list[PartitionSpec]:
     """How each leaf is cut over a mesh; the same for all where there is none."""
     if mesh is None:
         return [PartitionSpec()] * len(jax.tree.leaves(parts))
-    layers = jax.tree.leaves(parts, is_leaf=lambda part: not isinstance(part, (tuple, list)))
+    # A layer's pages may be a named tuple.
+    layers = jax.tree.leaves(parts, is_leaf=lambda part: type(part) not in (tuple, list))
     if any(isinstance(layer, LayerState) for layer in layers):
         raise ValueError("states run on one device")
-    specs = [parallel.page_specs(mesh, layer) for layer in layers]
+    specs = [parallel.page_specs(mesh, layer) for layer in layers if layer is not None]
     return jax.tree.leaves(specs, is_leaf=lambda one: isinstance(one, PartitionSpec))
 
 
