@@ -206,8 +206,8 @@ _LLM = (
     ),
     OtherName(
         *("LLM", "swap_space", VLLM),
-        "nothing is swapped to the host: what is preempted is computed again; memory_fraction= or num_pages= gives the "
-        "cache more room",
+        "host_cache_gib= is host memory for pages that leave the device; memory_fraction= or num_pages= gives the "
+        "cache more room there",
         *(None, (0, 0.0)),
     ),
     OtherName(

@@ -80,6 +80,7 @@ class Engine:
                 shuffle_seed=options.shuffle_seed,
                 window=self.spec.windows[0],
                 more_groups=self.spec.groups[1:],
+                host_pools=self.runner.host_pages.sizes,
             ),
             self.spec.decode_slots,
         )

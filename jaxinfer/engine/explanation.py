@@ -11,6 +11,7 @@ from jaxinfer import compilation_cache, parallel
 from jaxinfer.cache import AUTO, is_scaled, kv_dtype_name
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
+from jaxinfer.engine.link_rates import transfer_rule
 from jaxinfer.engine.programs import paged, speculative
 from jaxinfer.engine.replicas import Replicas
 from jaxinfer.engine.spec import EngineSpec
@@ -132,6 +133,7 @@ def _describe_cache(engine: Engine) -> dict[str, Any]:
         **({} if memory.available is None else {"bytes available": memory.available}),
         **_pages_in_use(engine),
         "prefix cache": "on" if spec.reuses_prefixes else "off",
+        **_describe_host_tier(engine),
         "grammar tables": f"{len(engine.grammars.tables)}, {engine.grammars.tables.num_bytes:,} bytes",
         "bytes for grammars": spec.table_sizes.num_bytes,
     }
@@ -269,6 +271,21 @@ def _describe_states(engine: Engine) -> dict[str, Any]:
     for pool in engine.scheduler.saved.pools:
         facts["  in use"] = pool.num_idle + pool.num_owned
     return facts
+
+
+def _describe_host_tier(engine: Engine) -> dict[str, Any]:
+    """Host memory for cached beginnings, and whether it is faster to read them than to compute them."""
+    tier = engine.scheduler.tier
+    if not tier:
+        return {}
+    names = [group.name for group in engine.spec.groups] + ["saved states"] * (engine.spec.num_saved_states > 0)
+    pools = zip(tier.pools, names, strict=True)
+    return {
+        "host cache bytes": tier.num_bytes,
+        "host cache bytes in use": tier.used_bytes,
+        "host pages in use": "; ".join(f"{pool.num_used} of {pool.num_pages} ({name})" for pool, name in pools),
+        "host cache": str(transfer_rule(engine.spec, engine.device)),
+    }
 
 
 def _pages_in_use(engine: Engine) -> dict[str, str]:

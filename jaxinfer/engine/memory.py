@@ -116,8 +116,11 @@ def available_bytes(device: Any) -> int | None:
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    if device.platform != "cpu":
-        return None
+    return system_memory() if device.platform == "cpu" else None
+
+
+def system_memory() -> int | None:
+    """Bytes of the host's memory that are available; None if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

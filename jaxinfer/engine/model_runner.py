@@ -16,9 +16,11 @@ from jax.stages import Lowered
 from jaxinfer import compilation_cache
 from jaxinfer.cache import KVScales, PagedCache, PageTables, StateCache, applied_scales, init_paged_cache
 from jaxinfer.cache.state import init_state_cache
+from jaxinfer.engine.cache_copies import CacheCopies
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
 from jaxinfer.engine.compiling import Program, Report, compile_programs, default_jobs
 from jaxinfer.engine.flight import Flight, FlightResults
+from jaxinfer.engine.host_pages import HostPages, host_pools
 from jaxinfer.engine.lockstep import operation
 from jaxinfer.engine.memory import PoolPlan, available_bytes, plan_pool
 from jaxinfer.engine.page_tables import HostTables, PageTableRows, copy_ids, state_copies
@@ -43,7 +45,7 @@ from jaxinfer.speculative import Draft, ModelDraft, NgramDraft
 COPIES = 8  # pages of one copy program
 
 
-class ModelRunner:
+class ModelRunner(CacheCopies):
     """Runs dispatches for one engine. Owns the caches and slots (`close` frees them); parameters are the caller's.
 
     Args:
@@ -76,6 +78,7 @@ class ModelRunner:
         self.drafters = {} if draft is None else spec.drafters(kind)
         self.memory = self._plan_pool(spec, available)
         self.spec = spec = spec.with_pages(self.memory.num_pages)
+        self.host_pages = HostPages(spec, host_pools(spec), mesh)
         self.kv_scales = applied_scales(kv_scales, spec.kv_dtype, spec.config)
         counts = tuple(group.num_pages for group in spec.groups)
         stored = spec.kv_dtype, self.kv_scales, counts, spec.layer_groups
@@ -186,6 +189,7 @@ class ModelRunner:
             for old, new in plan.moves:
                 order[[old, new]] = order[[new, old]]
             self._move_slots(order)
+        self._move_pages(plan)
         for sequence in plan.admitted:
             self._write_slot(sequence)
         if restored := [(one.restore_from - 1, _slot(one)) for one in plan.admitted if one.restore_from]:
@@ -249,26 +253,6 @@ class ModelRunner:
             self._cache = programs.move_states(self._cache, order)
         if self._draft_cache is not None and self._draft_cache.states is not None:
             self._draft_cache = programs.move_states(self._draft_cache, order)
-
-    @operation
-    def _copy_states(self, saves: bool, copies: HostTables) -> None:
-        """Saves states of slots, or restores them: `state_copies`."""
-        if self._saved is None or self._cache.states is None:
-            return
-        copies = self.placement.put(copies)
-        if saves:
-            self._saved = programs.copy_states(self._saved, self._cache.states, *copies)
-        else:
-            restored = programs.copy_states(self._cache.states, self._saved, *copies)
-            self._cache = dataclasses.replace(self._cache, states=restored)
-
-    @operation
-    def _copy_pages(self, sources: HostTables, destinations: HostTables) -> None:
-        arguments = self.placement.put((sources, destinations))
-        self._cache = programs.copy_pages(self.placement.mesh, self._cache, *arguments)
-        if self._draft_cache is not None:
-            first = tuple(ids[:1] for ids in arguments)  # where a draft's keys are
-            self._draft_cache = programs.copy_pages(self.placement.mesh, self._draft_cache, *first)
 
     @operation
     def _write_plain_row(self, slot: int, row: dict[str, np.ndarray], history: dict[str, np.ndarray]) -> None:
@@ -415,7 +399,9 @@ class ModelRunner:
         jax.block_until_ready(self._slots)
         self._has_decoded = True
         has_draft, has_draft_cache = self.spec.draft is not None, self._draft_cache is not None
-        return len(self.all_programs) + 6 + has_draft + has_draft_cache + 2 * (self._saved is not None)
+        num_small = 6 + has_draft + has_draft_cache + 2 * (self._saved is not None)
+        self._caches, num_tiers = self.host_pages.warm_up(self._caches)
+        return len(self.all_programs) + num_small + num_tiers
 
     def compile_ahead(self, is_stopped: Callable[[], bool]) -> None:
         """Compiles every program, one after another, and runs none: in another thread, while requests run."""

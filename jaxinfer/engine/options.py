@@ -156,6 +156,12 @@ class EngineOptions(SpeculationOptions):
         "Reuse the cached beginnings of earlier prompts and answers; on by default.",
         flag="--prefix-cache/--no-prefix-cache",
     )
+    host_cache_gib: float | None = _engine(
+        None,
+        "GiB of host memory, of each replica, for cached beginnings that have no room on the device; by default none. "
+        "They come back when a prompt begins with them. In one process.",
+        "X",
+    )
     num_saved_states: int | None = _engine(
         None,
         "States that are kept to reuse cached beginnings, of models with recurrent layers; by default max_seqs. With 0 "
@@ -189,6 +195,7 @@ class EngineOptions(SpeculationOptions):
             raise ValueError(f"grammar_memory must be 0 or a positive integer of MiB, got {self.grammar_memory!r}")
         if self.num_saved_states is not None and not _is_count(self.num_saved_states):
             raise ValueError(f"num_saved_states must be 0 or a positive integer, got {self.num_saved_states!r}")
+        self._check_host_cache()
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
             raise ValueError(f"memory_fraction must be in (0, 1], got {fraction!r}")
@@ -206,6 +213,16 @@ class EngineOptions(SpeculationOptions):
                 f"deterministic=True cannot be combined with draft_tree={self.draft_tree}: the keys of a tree are "
                 f"summed in another order; draft a chain with num_draft_tokens"
             )
+
+    def _check_host_cache(self) -> None:
+        gib = self.host_cache_gib
+        if gib is None:
+            return
+        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < float("inf"):
+            raise ValueError(f"host_cache_gib must be a positive number of GiB, got {gib!r}")
+        if not self.prefix_cache or self.cache != "paged":
+            missing = "cache='contiguous'" if self.prefix_cache else "prefix_cache=False"
+            raise ValueError(f"host_cache_gib={gib} holds cached beginnings: it cannot be combined with {missing}")
 
     def check_draft(self, has_draft: bool) -> None:
         """Raises ValueError for an option that needs a draft where there is none."""

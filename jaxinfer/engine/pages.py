@@ -37,6 +37,7 @@ class PagePool:
         self._owners = [0] * num_pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first
         self._forget: dict[int, Callable[[], None]] = {}
+        self._unlikely: set[int] = set()
 
     @property
     def num_available(self) -> int:
@@ -58,6 +59,10 @@ class PagePool:
         """Whether its contents may be reused, so that it must not be written."""
         return page in self._forget
 
+    def is_unlikely(self, page: int) -> bool:
+        """Whether an idle page is not worth keeping elsewhere when it is given away."""
+        return page in self._unlikely
+
     def allocate(self, count: int) -> list[int]:
         """Pages with one owner, the caller. Raises OutOfPagesError and takes none where there are too few."""
         if count > self.num_available:
@@ -76,6 +81,7 @@ class PagePool:
                 if page not in self._idle:
                     raise ValueError(f"page {page} is shared, but nobody owns or keeps it")
                 del self._idle[page]
+                self._unlikely.discard(page)
             self._owners[page] += 1
 
     def release(self, pages: Sequence[int], *, goes_first: bool = False) -> None:
@@ -93,6 +99,7 @@ class PagePool:
                     self._idle[page] = None
                     if goes_first:
                         self._idle.move_to_end(page, last=False)
+                        self._unlikely.add(page)
                 else:
                     self._free.append(page)
 
@@ -111,8 +118,10 @@ class PagePool:
         """Gives up what a page holds, if it is idle: the page is free."""
         if page in self._idle:
             del self._idle[page]
+            self._unlikely.add(page)
             self._free.append(page)
             self._forget.pop(page)()
+            self._unlikely.remove(page)
 
     def drop_idle(self) -> int:
         """Gives up everything idle; returns how many pages became free."""
@@ -143,5 +152,6 @@ class PagePool:
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
         self._forget.pop(page)()
+        self._unlikely.discard(page)
         self.num_evictions += 1
         return page

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxinfer.engine.host_tier import PageMove
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import SequenceState
 
@@ -38,6 +39,8 @@ class DispatchPlan:
       admitted: sequences that got a slot; their rows of the device's arrays must be written first, and their states
         copied from where they `restore_from`.
       moves: pairs (old slot, new slot) of sequences that move first, so that fewer rows are computed.
+      to_host: pages that move to host memory, before any page is written. from_host: pages that are then brought back,
+        before states are restored and pages are copied.
       copies: pages to copy before anything is stored. Neither moves nor copies depend on their order.
       chunks: pieces of prompts. decodes: sequences that take `num_steps` steps each, or as many as they have left; each
         makes a token, or up to `tokens_per_step`.
@@ -54,6 +57,8 @@ class DispatchPlan:
     tokens_per_step: int = 1
     draft: Any = None
     grammar: Sequence[Any] = ()
+    to_host: Sequence[PageMove] = ()
+    from_host: Sequence[PageMove] = ()
 
     @property
     def is_empty(self) -> bool:

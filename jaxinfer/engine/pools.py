@@ -120,11 +120,6 @@ class PagePools:
             pool.release(table[first:])
         sequence.tables, sequence.num_released = [[] for _ in self.groups], [0] * len(self.groups)
 
-    def release_tables(self, tables: Sequence[Sequence[int]]) -> None:
-        """Gives back the pages of tables that no sequence has."""
-        for pool, table in zip(self.all, tables, strict=True):
-            pool.release([page for page in table if page != NULL_PAGE])
-
     def check(self, sequences: Iterable[SequenceState]) -> None:
         """Raises RuntimeError unless the sequences' tables are the owners there are, and have all pages they need."""
         sequences = list(sequences)

@@ -2,23 +2,35 @@
 
 A radix tree (Zheng et al. 2024, SGLang, section 3) whose edges are whole pages: a node is a page of each group, the
 path to it spells the tokens it and the pages before it hold. A node may lack the page of a group, since each pool gives
-away its own; it goes when it has neither pages nor children. Plain Python: no JAX here.
+away its own; it goes when it has neither pages nor children. With a host tier a page that is given away may lie in host
+memory, from where it is brought back when it is found. Plain Python: no JAX here.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from jaxinfer.engine.cache_groups import CacheGroup
+from jaxinfer.engine.host_tier import HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 
 
 class _Node:
-    __slots__ = ("children", "key", "pages", "parent")
+    __slots__ = ("children", "hosts", "key", "pages", "parent")
 
     def __init__(self, key: bytes, num_groups: int, parent: "_Node | None"):
         self.key, self.parent = key, parent
         self.pages = [NULL_PAGE] * num_groups
+        self.hosts = [NULL_PAGE] * num_groups
         self.children: dict[bytes, _Node] = {}
+
+    def has(self, group: int) -> bool:
+        """Whether the page of a group is on the device or in host memory."""
+        return self.pages[group] != NULL_PAGE or self.hosts[group] != NULL_PAGE
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.children and not any(self.pages) and not any(self.hosts)
 
 
 class PrefixPlace:
@@ -31,6 +43,22 @@ class PrefixPlace:
         self.count = 0
 
 
+@dataclass
+class PrefixMatch:
+    """Tables of pages that a sequence shares, by group, NULL_PAGE for those that nothing reads.
+
+    NULL_PAGE stands, too, for pages that lie in host memory until `PrefixTree.bring_back`: `absent` are their groups,
+    their places in the tables, and their nodes.
+    """
+
+    tables: list[list[int]]
+    salt: str = ""
+    absent: list[tuple[int, int, _Node]] = field(default_factory=list)
+
+    def num_absent(self, group: int) -> int:
+        return sum(other == group for other, _, _ in self.absent)
+
+
 class PrefixTree:
     """Finds and keeps pages by their tokens.
 
@@ -40,26 +68,55 @@ class PrefixTree:
 
     Args:
       pools: of the groups. groups: what each needs for a sequence to go on. page_size: tokens of a page.
+      tier: the host pages of the groups; None for none.
     """
 
-    def __init__(self, pools: Sequence[PagePool], groups: Sequence[CacheGroup], page_size: int):
+    def __init__(
+        self, pools: Sequence[PagePool], groups: Sequence[CacheGroup], page_size: int, tier: HostTier | None = None
+    ):
+        self._tier = tier or HostTier()
         self._pools, self._groups, self._page_size = tuple(pools), tuple(groups), page_size
         self._full = [index for index, group in enumerate(groups) if group.window is None]
         self._windows = [index for index, group in enumerate(groups) if group.window is not None]
         self._roots: dict[str, _Node] = {}
         self.num_pages = 0  # of all groups
 
-    def match(self, keys: Sequence[bytes], salt: str = "") -> list[list[int]]:
-        """By group, the pages of the longest beginning of `keys` after which a sequence can go on; the caller becomes
-        one of their owners. NULL_PAGE stands for those that nothing reads any more."""
+    def match(self, keys: Sequence[bytes], salt: str = "") -> PrefixMatch:
+        """The pages of the longest beginning of `keys` after which a sequence can go on; the caller becomes one of
+        their owners, and calls `bring_back` or `let_go`."""
         nodes = self._walk(keys, salt)
-        tables = []
+        match = PrefixMatch([], salt)
         for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
             first = group.first_needed(len(nodes) * self._page_size, self._page_size)
             needed = [node.pages[index] for node in nodes[first:]]
-            pool.share(needed)
-            tables.append([NULL_PAGE] * min(first, len(nodes)) + needed)
-        return tables
+            pool.share([page for page in needed if page != NULL_PAGE])
+            match.tables.append([NULL_PAGE] * min(first, len(nodes)) + needed)
+            match.absent += [
+                (index, first + place, nodes[first + place]) for place, page in enumerate(needed) if page == NULL_PAGE
+            ]
+            for node in reversed(nodes[first:]) if self._tier else ():  # beginnings are given away last
+                if node.hosts[index] != NULL_PAGE:
+                    self._tier.renew(index, node.hosts[index])
+        for group, _, node in match.absent:
+            self._tier.pin(group, node.hosts[group])
+        return match
+
+    def bring_back(self, match: PrefixMatch) -> list[list[int]]:
+        """Plans that absent pages come back from host memory, into pages that must be available; the tables."""
+        for group, place, node in match.absent:
+            (page,) = self._pools[group].allocate(1)
+            self._keep(node, group, page, match.salt)
+            self._tier.move_back(group, page, node.hosts[group])
+            match.tables[group][place] = page
+        match.absent = []
+        return match.tables
+
+    def let_go(self, match: PrefixMatch) -> None:
+        """Ends the ownership that `match` began."""
+        for pool, table in zip(self._pools, match.tables, strict=False):
+            pool.release([page for page in table if page != NULL_PAGE])
+        for group, _, node in match.absent:
+            self._tier.unpin(group, node.hosts[group])
 
     def num_known(self, keys: Sequence[bytes], salt: str = "") -> int:
         """Number of pages that `match` would find."""
@@ -71,7 +128,7 @@ class PrefixTree:
         node, count = self._roots.get(salt), 0
         while node is not None and count < len(keys):
             node = node.children.get(keys[count])
-            if node is None or any(node.pages[group] == NULL_PAGE for group in self._full):
+            if node is None or not all(node.has(group) for group in self._full):
                 break
             count += 1
         return count
@@ -132,16 +189,29 @@ class PrefixTree:
         if not all(root.children for root in stack):
             raise RuntimeError("a salt without pages is remembered")
         seen: set[tuple[int, int]] = set()
+        hosts: list[set[int]] = [set() for _ in self._tier.pools]
         while stack:
             node = stack.pop()
             for key, child in node.children.items():
                 self._check_node(child, node, key, seen)
+                self._check_hosts(child, node, hosts)
                 stack.append(child)
         if len(seen) != self.num_pages:
             raise RuntimeError(f"{len(seen)} pages are known, {self.num_pages} were counted")
+        self._tier.check(hosts)
+
+    def _check_hosts(self, child: _Node, node: _Node, hosts: list[set[int]]) -> None:
+        for group, host in enumerate(child.hosts):
+            if host == NULL_PAGE:
+                continue
+            if host in hosts[group]:
+                raise RuntimeError(f"host page {host} is known twice")
+            hosts[group].add(host)
+            if group in self._full and node.parent is not None and not node.has(group):
+                raise RuntimeError(f"host page {host} is known, but not what is before it")
 
     def _check_node(self, child: _Node, node: _Node, key: bytes, seen: set[tuple[int, int]]) -> None:
-        if not child.children and not any(child.pages):
+        if child.is_empty:
             raise RuntimeError("a node without pages and children is remembered")
         for group, page in enumerate(child.pages):
             if child.key != key or child.parent is not node or (group, page) in seen:
@@ -168,28 +238,42 @@ class PrefixTree:
         node, found = self._roots.get(salt), []
         if node is None:
             return found
-        num_usable, runs = 0, dict.fromkeys(self._windows, 0)
+        usable, runs = [0], dict.fromkeys(self._windows, 0)
         for key in keys:
             node = node.children.get(key)
-            if node is None or any(node.pages[group] == NULL_PAGE for group in self._full):
+            if node is None or not all(node.has(group) for group in self._full):
                 break
             found.append(node)
             is_usable = True
             for group in self._windows:  # of windows, the last pages in a row
-                runs[group] = runs[group] + 1 if node.pages[group] != NULL_PAGE else 0
+                runs[group] = runs[group] + 1 if node.has(group) else 0
                 first = self._groups[group].first_needed(len(found) * self._page_size, self._page_size)
                 is_usable &= runs[group] >= len(found) - first
             if is_usable:
-                num_usable = len(found)
-        return found[:num_usable]
+                usable.append(len(found))
+        return found[: next(count for count in reversed(usable) if self._has_room(found[:count]))]
+
+    def _has_room(self, nodes: list[_Node]) -> bool:
+        """Whether there are pages for those of windows, or of states, that have to come back from host memory."""
+        for group in self._windows if self._tier else ():
+            first = self._groups[group].first_needed(len(nodes) * self._page_size, self._page_size)
+            if sum(node.pages[group] == NULL_PAGE for node in nodes[first:]) > self._pools[group].num_available:
+                return False
+        return True
+
+    def _keep(self, node: _Node, group: int, page: int, salt: str) -> None:
+        """Makes a page that has an owner the node's."""
+        node.pages[group] = page
+        self._pools[group].keep(page, partial(self._forget, node, group, salt))
+        self.num_pages += 1
 
     def _add_page(self, node: _Node, group: int, table: list[int], index: int, salt: str) -> bool:
         """Makes a sequence's page the node's, or the node's page the sequence's; returns whether it is the latter."""
         pool = self._pools[group]
         if node.pages[group] == NULL_PAGE:
-            node.pages[group] = table[index]
-            pool.keep(table[index], partial(self._forget, node, group, salt))
-            self.num_pages += 1
+            self._keep(node, group, table[index], salt)
+            if node.hosts[group] != NULL_PAGE:  # what was computed again may differ from it in the last bits
+                self._drop_host(node, group)
             return False
         pool.share([node.pages[group]])
         pool.release([table[index]])
@@ -197,19 +281,48 @@ class PrefixTree:
         return True
 
     def _forget(self, node: _Node, group: int, salt: str) -> None:
-        is_full = group in self._full
+        """A page is given away on the device: it moves to host memory, or what continues it goes too."""
+        is_full, page = group in self._full, node.pages[group]
         if node.parent is None or (is_full and any(child.pages[group] for child in node.children.values())):
-            raise RuntimeError(f"page {node.pages[group]} is given away before the pages that continue it")
+            raise RuntimeError(f"page {page} is given away before the pages that continue it")
+        self._tier.cancel(group, page)
+        if node.hosts[group] != NULL_PAGE:
+            self._tier.renew(group, node.hosts[group])
+        elif not self._pools[group].is_unlikely(page):
+            node.hosts[group] = self._tier.move_out(group, page, partial(self._forget_host, node, group, salt))
         node.pages[group] = NULL_PAGE
         self.num_pages -= 1
-        if is_full:  # nothing goes on here any more
-            for other in self._windows:
-                self._pools[other].drop(node.pages[other])
+        if is_full and node.hosts[group] == NULL_PAGE:
+            self._cut(node, salt)
         self._drop_empty(node, salt)
+
+    def _forget_host(self, node: _Node, group: int, salt: str) -> None:
+        """A page is given away in host memory."""
+        self._drop_host(node, group)
+        if group in self._full and node.pages[group] == NULL_PAGE:
+            self._cut(node, salt)
+        self._drop_empty(node, salt)
+
+    def _drop_host(self, node: _Node, group: int) -> None:
+        self._tier.drop(group, node.hosts[group])
+        node.hosts[group] = NULL_PAGE
+
+    def _cut(self, node: _Node, salt: str) -> None:
+        """Gives up what a node and those after it have, since no sequence goes on there any more."""
+        nodes = [node]
+        for one in nodes:
+            nodes += one.children.values()
+        for one in reversed(nodes):
+            for group, host in enumerate(one.hosts):
+                if host != NULL_PAGE:
+                    self._drop_host(one, group)
+            for group in self._windows:
+                self._pools[group].drop(one.pages[group])
+            self._drop_empty(one, salt)
 
     def _drop_empty(self, node: _Node, salt: str) -> None:
         """Removes a node that has neither pages nor children, and those above it to which the same then applies."""
-        while not node.children and not any(node.pages):
+        while node.is_empty:
             parent = node.parent
             if parent is None:
                 if self._roots.get(salt) is node:

@@ -21,11 +21,20 @@ class SavedStates:
 
     Args:
       num_places: for states. interval: states are saved after multiples of so many tokens, a multiple of `page_size`.
-      shuffle_seed: as of `PagePool`.
+      shuffle_seed: as of `PagePool`. holds_restored: whether a place that is restored keeps an owner until
+        `release_restored`, as other states may otherwise be brought back into it first.
     """
 
-    def __init__(self, num_places: int, interval: int, page_size: int, shuffle_seed: int | None = None):
+    def __init__(
+        self,
+        num_places: int,
+        interval: int,
+        page_size: int,
+        shuffle_seed: int | None = None,
+        holds_restored: bool = False,
+    ):
         self.interval, self._page_size = interval, page_size
+        self._holds_restored, self._restored = holds_restored, list[int]()
         # What must be there before a sequence can go on after whole pages is the last of these only, as of a window of
         # the newest token and the one before.
         self.groups = (CacheGroup(num_places + 1, window=2),) if num_places else ()
@@ -57,7 +66,7 @@ class SavedStates:
             return NULL_PAGE
         sequence.save_at.remove(num_tokens)
         (pool,) = self.pools
-        if not pool.num_available or pool.num_owned >= max(self._most_new, 1):
+        if not pool.num_available or pool.num_owned - len(self._restored) >= max(self._most_new, 1):
             return NULL_PAGE
         (place,) = pool.allocate(1)
         sequence.saved[num_tokens] = place
@@ -76,12 +85,23 @@ class SavedStates:
 
     def take(self, tables: list[list[int]]) -> int:
         """Removes the table of states from those of a prefix hit; returns the place of the hit's last state, NULL_PAGE
-        for none. It has no owner from then on: it is copied before anything that is planned later is written to it."""
+        for none. It has no owner from then on, or from `release_restored` on: it is copied before anything that is
+        planned later is written to it."""
         if not self:
             return NULL_PAGE
         places = [place for place in tables.pop() if place != NULL_PAGE]
-        self.pools[0].release(places)
+        if self._holds_restored:
+            self._restored += places
+        else:
+            self.pools[0].release(places)
         return places[-1] if places else NULL_PAGE
+
+    def release_restored(self) -> None:
+        """Ends the ownership of the places that the dispatch just planned restores."""
+        for pool in self.pools if self._restored else ():
+            for place in self._restored:  # one may be restored for several sequences
+                pool.release([place])
+        self._restored = []
 
     def tables(self, sequence: SequenceState, num_pages: int) -> list[list[int]]:
         """A table like those of pages, with the places of its states that nobody else knows."""

@@ -11,13 +11,14 @@ import heapq
 import itertools
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxinfer.engine.cache_groups import CacheGroup
+from jaxinfer.engine.host_tier import HostPoolSize, HostTier
 from jaxinfer.engine.pages import NULL_PAGE, PagePool
 from jaxinfer.engine.plans import Chunk, DispatchPlan, PageCopy
 from jaxinfer.engine.pools import PagePools
-from jaxinfer.engine.prefix import PrefixPlace, PrefixTree
+from jaxinfer.engine.prefix import PrefixMatch, PrefixPlace, PrefixTree
 from jaxinfer.engine.request import SequenceState
 from jaxinfer.engine.saved_states import SavedStates, num_common
 
@@ -45,7 +46,8 @@ class SchedulerOptions:
     max_waiting: sequences that may wait for a slot, None for any number. reuses_prefixes: whether pages of finished
       work are kept and found again. shuffle_seed: orders the pages at random (for tests). has_states: whether layers
       keep a state of each sequence. num_saved_states: places for states that are kept, without which a model with
-      states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages.
+      states reuses nothing; save_interval: they are of multiples of so many tokens, and of pages. host_pools: host
+      pages of each group of layers, and of saved states; () for none.
     """
 
     num_pages: int
@@ -61,6 +63,7 @@ class SchedulerOptions:
     shuffle_seed: int | None = None
     window: int | None = None
     more_groups: tuple[CacheGroup, ...] = ()
+    host_pools: tuple[HostPoolSize, ...] = ()
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
@@ -91,6 +94,9 @@ class Counters:
     computed_prompt_tokens: int = 0
     reused_tokens: int = 0
     copied_pages: int = 0
+    host_hit_tokens: int = 0  # of the reused ones, those whose pages came back from host memory
+    host_bytes_out: int = 0
+    host_bytes_in: int = 0
 
 
 class Scheduler:
@@ -101,9 +107,11 @@ class Scheduler:
         self.options = options
         self.pools = PagePools(options.groups, options.page_size, options.shuffle_seed)
         num_places = options.num_saved_states if options.reuses_prefixes else 0
-        self.saved = SavedStates(num_places, options.save_interval, options.page_size, options.shuffle_seed)
+        self.tier = HostTier(options.host_pools)
+        states = num_places, options.save_interval, options.page_size, options.shuffle_seed
+        self.saved = SavedStates(*states, holds_restored=bool(self.tier))
         groups = (*options.groups, *self.saved.groups)
-        self.prefixes = PrefixTree((*self.pools.all, *self.saved.pools), groups, options.page_size)
+        self.prefixes = PrefixTree((*self.pools.all, *self.saved.pools), groups, options.page_size, self.tier)
         self.counters = Counters()
         self.waiting: list[SequenceState] = []  # sorted by rank
         self.running: list[SequenceState] = []
@@ -183,6 +191,7 @@ class Scheduler:
                 admitted: list[SequenceState] = []
                 copies: list[PageCopy] = []
                 chunks = self._plan_prompts(admitted, copies)
+                self.saved.release_restored()
                 if chunks or decodes or all(one.is_decoding for one in self.running):
                     break
             if not can_preempt:
@@ -196,7 +205,11 @@ class Scheduler:
             sequence.num_stored += min(steps, sequence.num_left)
             sequence.num_reserved += steps * width
         self.counters.copied_pages += len(copies)
-        return DispatchPlan(admitted, moves, copies, chunks, decodes, steps, width)
+        leaving, coming = self.tier.take_moves()
+        self.counters.host_bytes_out += self.tier.bytes_of(leaving)
+        self.counters.host_bytes_in += self.tier.bytes_of(coming)
+        plan = DispatchPlan(admitted, moves, copies, chunks, decodes, steps, width)
+        return replace(plan, to_host=leaving, from_host=coming) if leaving or coming else plan
 
     def confirm(self, sequence: SequenceState, num_stored: int) -> None:
         """The keys of the sequence's first `num_stored` tokens are in the cache and sound: others may use them."""
@@ -367,11 +380,16 @@ class Scheduler:
     def _admit(self, sequence: SequenceState, copies: list[PageCopy]) -> bool:
         """Gives a waiting sequence a slot, if there are pages for all tokens that it has; it takes them as it goes."""
         num_tokens, page_size = len(sequence.tokens), self.options.page_size
-        tables, num_known = self._find_known(sequence)
-        num_whole = num_known // page_size
-        if not self.pools.has_room(self.pools.num_missing(num_tokens, num_known), self._num_spare()):
-            self.pools.release_tables(tables)
+        match = self._find_known(sequence)
+        num_known = min(len(match.tables[0]) * page_size, num_tokens - 1)
+        num_whole, missing = num_known // page_size, self.pools.num_missing(num_tokens, num_known)
+        missing = [count + match.num_absent(group) for group, count in enumerate(missing)]
+        if not self.pools.has_room(missing, self._num_spare()):
+            self.prefixes.let_go(match)
             return False
+        self.counters.host_hit_tokens += match.num_absent(0) * page_size
+        tables = self.prefixes.bring_back(match)
+        sequence.restore_from = self.saved.take(tables) if len(tables) > len(self.pools.all) else NULL_PAGE
         # It will write into a page that is known in part, so it gets a copy of its own (copy-on-write).
         for group, (pool, table) in enumerate(zip(self.pools.all, tables, strict=True)):
             shared, table[num_whole:] = table[num_whole:], pool.allocate(len(table) - num_whole)
@@ -400,20 +418,17 @@ class Scheduler:
         ]
         return page_size * max(self.prefixes.num_stored(keys, sequence.salt), *counts, 0)
 
-    def _find_known(self, sequence: SequenceState) -> tuple[list[list[int]], int]:
-        """Tables of pages (shared now) that hold the beginning of its tokens, and how many tokens; at least one is left
-        over, as the next token is chosen from what that one gives."""
-        sequence.restore_from = NULL_PAGE
+    def _find_known(self, sequence: SequenceState) -> PrefixMatch:
+        """Pages (shared now) that hold the beginning of its tokens; at least one is left over, as the next token is
+        chosen from what that one gives."""
         if not self._can_reuse(sequence):
-            return [[] for _ in self.pools.all], 0
+            return PrefixMatch([[] for _ in self.pools.all])
         num_useful, page_size = len(sequence.tokens) - 1, self.options.page_size
         if sequence.leader is not None and self._has_live_leader(sequence):
             tables = self.pools.share_beginning(sequence.leader, num_useful)
             if tables is not None:
-                return tables, num_useful
-        tables = self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
-        sequence.restore_from = self.saved.take(tables)
-        return tables, len(tables[0]) * page_size
+                return PrefixMatch(tables)
+        return self.prefixes.match(sequence.keys(page_size, num_useful), sequence.salt)
 
     def _plan_moves(self, decodes: list[SequenceState]) -> list[tuple[int, int]]:
         """Moves sequences to lower slots where that lets a smaller program run."""

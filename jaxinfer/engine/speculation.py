@@ -48,6 +48,7 @@ class Speculation:
         self.num_plain = 0
         self._has_own_pages = isinstance(self.draft, ModelDraft)
         self._has_keys = bytearray(spec.num_pages)  # of each page: whether the draft has stored all of it
+        self._host_has_keys: dict[int, int] = {}  # the same of host pages
         self._controller = None
         if spec.options.is_adaptive:
             draft_params = () if spec.draft_model is None else spec.draft_model[1]
@@ -75,6 +76,12 @@ class Speculation:
     def start(self, plan: DispatchPlan, draft: DraftPlan | None) -> DispatchPlan:
         """The plan with what it drafts; notes which pages are filled anew, and what the draft has of new sequences.
         Every planned dispatch is started once."""
+        for move in plan.to_host:
+            if move.group == 0:
+                self._host_has_keys[move.host] = self._has_keys[move.page]
+        for move in plan.from_host:
+            if move.group == 0:
+                self._has_keys[move.page] = self._host_has_keys.get(move.host, 0)
         for sequence in plan.admitted:
             sequence.num_drafted = self._num_drafted(sequence)
         for sequence in plan.sequences:

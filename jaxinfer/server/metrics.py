@@ -227,11 +227,18 @@ class _Watched:
         num_owned = sum(pool.num_owned for pool in windows)
         yield "kv_cache_window_pages_owned", "Of these, pages of layers with a window.", num_owned
 
+        yield "host_cache_bytes", "Host memory for cached pages.", sum(s.tier.num_bytes for s in one)
+        yield "host_cache_used_bytes", "Of these, bytes in use.", sum(s.tier.used_bytes for s in one)
+
     def counters(self) -> Iterator[tuple[str, str, float]]:
         """Name, meaning and value of each."""
         found = [s.counters for s in self.schedulers]
         yield "prefix_cache_queries", "Prompt tokens of all answers.", sum(c.prompt_tokens for c in found)
         yield "prefix_cache_hits", "Prompt tokens found in the cache.", sum(c.reused_tokens for c in found)
+        yield "prefix_cache_host_hits", "Of these, tokens from host memory.", sum(c.host_hit_tokens for c in found)
+        for name, way in (("out", "to"), ("in", "from")):
+            total = sum(getattr(c, f"host_bytes_{name}") for c in found)
+            yield f"host_cache_bytes_{name}", f"Bytes of pages moved {way} host memory.", total
         yield "num_preemptions", "Preemptions.", sum(c.num_preemptions for c in found)
         stats = self.llm.speculation_stats() or SpeculationStats()
         yield "spec_decode_num_drafts", "Rounds of drafting, of each answer.", stats.num_rounds

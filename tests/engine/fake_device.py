@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxinfer.engine.cache_groups import MAX_IN_FLIGHT
+from jaxinfer.engine.host_tier import PageMove
 from jaxinfer.engine.pages import NULL_PAGE
 from jaxinfer.engine.request import MAX_PREEMPTIONS, SequenceState
 from jaxinfer.engine.scheduler import DispatchPlan, PageCopy, QueueFullError, Scheduler, SchedulerOptions
@@ -106,6 +107,25 @@ class Device:
             [[None] * page_size for _ in range(group.num_pages)] for group in groups
         ]
         self.rows: list[Row | None] = [None] * max_seqs
+        self.host: dict[tuple[int, int], list[int | None]] = {}  # contents by group and host page
+
+    def move_out(self, moves: Sequence[PageMove]) -> None:
+        """Reads all pages before anything is written."""
+        assert len({(one.group, one.host) for one in moves}) == len(moves), f"moves depend on their order: {moves}"
+        for one in moves:
+            self.host[one.group, one.host] = self._contents(one.group, one.page)
+
+    def move_back(self, moves: Sequence[PageMove]) -> None:
+        assert len({(one.group, one.page) for one in moves}) == len(moves), f"moves depend on their order: {moves}"
+        for one in moves:
+            data = self.host[one.group, one.host]
+            if one.group == len(self.groups):
+                (self.saved[one.page],) = data
+            else:
+                self.contents[one.group][one.page] = list(data)
+
+    def _contents(self, group: int, page: int) -> list[int | None]:
+        return [self.saved[page]] if group == len(self.groups) else list(self.contents[group][page])
 
     def move(self, moves: list[tuple[int, int]]) -> None:
         slots = [slot for pair in moves for slot in pair]
@@ -228,6 +248,7 @@ class Engine:
         self.num_operations = self.num_schedules = self.num_checks = 0
         self.num_answers = self.num_failed = self.num_refused = 0
         self.num_stored_by_plans = self.num_found_by_plans = 0
+        self.num_left = self.num_back = 0  # pages that moved to the host, and back
         self.max_preemptions = 0  # of one sequence
 
     # What a user does.
@@ -265,7 +286,8 @@ class Engine:
             plan = self._schedule(can_preempt=True)
         assert plan is not None
         if plan.is_empty:
-            assert not [*plan.admitted, *plan.moves, *plan.copies]
+            assert not [*plan.admitted, *plan.moves, *plan.copies, *plan.from_host]
+            self.device.move_out(plan.to_host)
             assert self.in_flight or not self.scheduler.has_work, "work waits for ever"
             return False
         self.in_flight.append(self._run(plan))
@@ -353,6 +375,10 @@ class Engine:
                     for group, page in enumerate(child.pages[:num_groups]):
                         found = self.device.contents[group][page]
                         assert page == NULL_PAGE or found == expected, f"page {page} is not what is known of it"
+                    for group, host in enumerate(child.hosts):
+                        wanted = [after] if group == num_groups else expected
+                        is_there = host == NULL_PAGE or (group, host) in self.scheduler.tier._leaving
+                        assert is_there or self.device.host[group, host] == wanted, f"host page {host} is another's"
                     stack.append((child, position + len(tokens), after))
 
     # Inside.
@@ -414,6 +440,9 @@ class Engine:
 
     def _run(self, plan: DispatchPlan) -> list[Result]:
         device = self.device
+        self.num_left, self.num_back = self.num_left + len(plan.to_host), self.num_back + len(plan.from_host)
+        device.move_out(plan.to_host)
+        device.move_back(plan.from_host)
         device.move(plan.moves)
         device.copy(plan.copies)
         for one in plan.admitted:

@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 from jaxinfer.engine.cache_groups import CacheGroup, most_pages
+from jaxinfer.engine.host_tier import HostPoolSize
 from jaxinfer.engine.scheduler import SchedulerOptions
 from tests.engine.fake_device import VOCAB, Engine
 
@@ -11,7 +12,14 @@ from tests.engine.fake_device import VOCAB, Engine
 class RandomWork:
     """An engine and what its users do. Half of the engines are thrashed: they admit more than their pages can bear."""
 
-    def __init__(self, seed: int, abort_rate: float = 0.02, has_windows: bool = False, has_states: bool = False):
+    def __init__(
+        self,
+        seed: int,
+        abort_rate: float = 0.02,
+        has_windows: bool = False,
+        has_states: bool = False,
+        has_host: bool = False,
+    ):
         self.random = rng = random.Random(seed)
         self.abort_rate = abort_rate
         self.num_aborts = 0
@@ -30,6 +38,7 @@ class RandomWork:
         )
         options = with_windows(options, rng) if has_windows else options
         options = with_states(options, rng) if has_states else options
+        options = with_host(options, rng) if has_host else options
         self.engine = Engine(
             options,
             slot_buckets=rng.choice([None, (1, 2, 4, 8)]),
@@ -92,3 +101,12 @@ def with_states(options: SchedulerOptions, rng: random.Random) -> SchedulerOptio
     """A state of each sequence, and few or many places for those that are saved."""
     interval = options.page_size * rng.choice([1, 1, 2, 3])
     return replace(options, has_states=True, num_saved_states=rng.choice([1, 2, 3, 8, 30]), save_interval=interval)
+
+
+def with_host(options: SchedulerOptions, rng: random.Random) -> SchedulerOptions:
+    """Host pages, fewer or more than there are on the device."""
+    if not options.reuses_prefixes:
+        return options
+    counts = [group.num_pages for group in options.groups] + [options.num_saved_states] * options.has_states
+    sizes = tuple(HostPoolSize(max(int(count * rng.choice([0.1, 0.5, 1, 4])), 1), 8) for count in counts)
+    return replace(options, host_pools=sizes)

@@ -26,11 +26,13 @@ def options(**changes) -> SchedulerOptions:
 # Random work.
 
 
-def run_random_work(seeds: range, num_operations: int, has_windows: bool = False, has_states: bool = False) -> None:
+def run_random_work(
+    seeds: range, num_operations: int, has_windows: bool = False, has_states: bool = False, has_host: bool = False
+) -> None:
     """At least `num_operations` in all, and nothing that the work is meant to meet is missing."""
-    done = preemptions = spared = copies = evictions = failed = refused = reused = saved = 0
+    done = preemptions = spared = copies = evictions = failed = refused = reused = saved = back = given_away = 0
     for seed in seeds:
-        work = RandomWork(seed, has_windows=has_windows, has_states=has_states)
+        work = RandomWork(seed, has_windows=has_windows, has_states=has_states, has_host=has_host)
         engine = work.run(num_operations // len(seeds))
         counters = engine.scheduler.counters
         done += engine.num_operations
@@ -42,10 +44,13 @@ def run_random_work(seeds: range, num_operations: int, has_windows: bool = False
         refused += engine.num_refused
         reused += counters.reused_tokens
         saved += sum(pool.num_evictions for pool in engine.scheduler.saved.pools)
+        back += engine.num_back
+        given_away += sum(pool.num_evictions for pool in engine.scheduler.tier.pools)
     assert done >= num_operations
     assert min(preemptions, spared, evictions, failed, refused, reused) > 0
     assert (copies > 0) != has_states  # whose answers share no part of a page
     assert (saved > 0) == has_states
+    assert (back > 0) == (given_away > 0) == has_host
     print(f"{done} operations: {preemptions} preemptions, {copies} copies, {evictions} evictions, {failed} rows failed")
 
 
@@ -63,13 +68,19 @@ def test_random_work_gives_one_answer_with_states(has_windows):
     run_random_work(range(40), 20_000, has_windows, has_states=True)
 
 
+@pytest.mark.parametrize(("has_windows", "has_states"), [(False, False), (True, False), (False, True), (True, True)])
+def test_random_work_gives_one_answer_with_host_pages(has_windows, has_states):
+    run_random_work(range(40), 20_000, has_windows, has_states, has_host=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("has_host", [False, True])
 @pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("has_windows", [False, True])
 @pytest.mark.parametrize("part", range(4))
-def test_a_million_operations_give_one_answer(part, has_windows, has_states):
-    run_random_work(range(1000 + 100 * part, 1100 + 100 * part), 250_000, has_windows, has_states)
+def test_a_million_operations_give_one_answer(part, has_windows, has_states, has_host):
+    run_random_work(range(1000 + 100 * part, 1100 + 100 * part), 250_000, has_windows, has_states, has_host)
 
 
 def run_aborts(num_aborts: int) -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from jaxinfer.engine.host_tier import HostPool, HostTier
 from jaxinfer.engine.pages import PagePool
 from jaxinfer.engine.pools import PagePools
-from jaxinfer.engine.prefix import PrefixTree
+from jaxinfer.engine.prefix import PrefixMatch, PrefixTree
+from jaxinfer.engine.saved_states import SavedStates
 from jaxinfer.engine.scheduler import Scheduler
 from tests.engine.random_work import RandomWork
 
@@ -93,7 +95,8 @@ def ignore_salts(monkeypatch):
 
 def match_without_owning(monkeypatch):
     def faulty(self, keys, salt=""):
-        return [[node.pages[group] for node in self._walk(keys, salt)] for group in range(len(self._groups))]
+        nodes = self._walk(keys, salt)
+        return PrefixMatch([[node.pages[group] for node in nodes] for group in range(len(self._groups))])
 
     monkeypatch.setattr(PrefixTree, "match", faulty)
 
@@ -168,7 +171,7 @@ def match_without_the_last_window(monkeypatch):
             pages = [node.pages[index] or 1 for node in nodes[first:]]
             pool.share([page for page in pages if pool.num_owners(page) or page in pool._idle])
             tables.append([0] * min(first, len(nodes)) + pages)
-        return tables
+        return PrefixMatch(tables)
 
     monkeypatch.setattr(PrefixTree, "_walk", walk)
     monkeypatch.setattr(PrefixTree, "match", match)
@@ -253,3 +256,68 @@ def test_a_fault_of_windows_is_caught(plant, monkeypatch):
     with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)) as caught:
         work(40, has_windows=True)
     print(f"{caught.value!r}"[:120])
+
+
+def bring_nothing_back(monkeypatch):
+    monkeypatch.setattr(HostTier, "move_back", lambda self, group, page, host: self.unpin(group, host))
+
+
+def bring_back_one_place_wrong(monkeypatch):
+    move_back = HostTier.move_back
+
+    def faulty(self, group, page, host):
+        other = next((one for one in self.pools[group]._forget if one != host), host)
+        self.unpin(group, host)
+        self.pin(group, other)
+        move_back(self, group, page, other)
+
+    monkeypatch.setattr(HostTier, "move_back", faulty)
+
+
+def copy_after_the_page_is_overwritten(monkeypatch):
+    """The moves of one plan are made with the next."""
+    take_moves, late = HostTier.take_moves, {}
+
+    def faulty(self):
+        leaving, coming = take_moves(self)
+        before, late[self] = late.get(self, []), leaving
+        return before, coming
+
+    monkeypatch.setattr(HostTier, "take_moves", faulty)
+
+
+def give_away_what_is_wanted_back(monkeypatch):
+    monkeypatch.setattr(HostPool, "pin", lambda self, page, count: None)
+
+
+def free_a_place_before_it_is_restored(monkeypatch):
+    init = SavedStates.__init__
+    monkeypatch.setattr(
+        SavedStates, "__init__", lambda self, *states, holds_restored: init(self, *states, holds_restored=False)
+    )
+
+
+HOST_FAULTS = [
+    bring_nothing_back,
+    bring_back_one_place_wrong,
+    copy_after_the_page_is_overwritten,
+    give_away_what_is_wanted_back,
+    free_a_place_before_it_is_restored,
+]
+
+
+@pytest.mark.parametrize("plant", HOST_FAULTS, ids=lambda plant: plant.__name__)
+def test_a_fault_of_host_pages_is_caught(plant, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError, ValueError, IndexError)) as caught:
+        work_with_host_pages(120)
+    print(f"{caught.value!r}"[:120])
+
+
+def work_with_host_pages(num_seeds: int) -> None:
+    for seed in range(num_seeds):
+        RandomWork(seed, has_states=seed % 2 == 1, has_windows=seed % 4 > 1, has_host=True).run(500)
+
+
+def test_without_a_fault_of_host_pages_nothing_is_raised():
+    work_with_host_pages(20)

@@ -13,7 +13,7 @@ import pytest
 from jaxinfer import LLM, SamplingParams
 from jaxinfer.engine.options import EngineOptions
 from jaxinfer.engine.pools import PagePools
-from jaxinfer.engine.prefix import PrefixTree
+from jaxinfer.engine.prefix import PrefixMatch, PrefixTree
 from jaxinfer.engine.spec import EngineSpec
 from jaxinfer.models import LayerInputConfig, RopeConfig, abstract_params, init_params
 from jaxinfer.quantization.tree import num_bytes
@@ -348,7 +348,7 @@ def match_without_the_last_window(monkeypatch):
             first = group.first_needed(len(nodes) * self._page_size, self._page_size)
             tables.append([0] * min(first, len(nodes)) + [node.pages[index] for node in nodes[first:]])
             pool.share([page for page in tables[-1] if page])
-        return tables
+        return PrefixMatch(tables)
 
     def release(self, tables):
         for pool, table in zip(self.all, tables, strict=True):

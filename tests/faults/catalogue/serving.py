@@ -4,6 +4,56 @@ from tests.faults.fault import Fault
 
 ENGINE = (
     Fault(
+        "engine/a-page-comes-back-one-place-wrong",
+        "jaxinfer/engine/host_pages.py",
+        "hosts = [move.host - 1 for move in moves]",
+        "hosts = [move.host - 2 for move in moves]",
+        ("tests/engine/test_host_tier.py",),
+        "a prompt is answered from another prompt's page of host memory",
+    ),
+    Fault(
+        "engine/a-page-is-copied-to-the-host-after-it-is-overwritten",
+        "jaxinfer/engine/model_runner.py",
+        """        self._update_slots(plan)
+        if plan.is_empty:
+            return None
+""",
+        """        moves, plan = plan, dataclasses.replace(plan, to_host=(), from_host=plan.from_host)
+        self._update_slots(plan)
+        if plan.is_empty:
+            return None
+        self._late = [*getattr(self, "_late", ()), moves.to_host]
+        if len(self._late) > 1:
+            self._caches = self.host_pages.move(self._caches, self._late.pop(0), ())
+""",
+        ("tests/engine/test_host_tier.py",),
+        "host memory keeps what the next prompt wrote, and answers from it",
+    ),
+    Fault(
+        "engine/scales-stay-when-their-pages-move",
+        "jaxinfer/engine/programs/tiers.py",
+        'written[number] = leaf.at[ids].set(values, mode="drop")',
+        'written[number] = leaf.at[ids].set(values, mode="drop") if leaf.ndim > 3 else leaf',
+        ("tests/engine/test_host_tier.py::test_one_answer",),
+        "pages of an int8 cache that come back are read with the scales of another prompt",
+    ),
+    Fault(
+        "engine/a-drafts-pages-stay-when-the-models-move",
+        "jaxinfer/engine/host_pages.py",
+        "return own, () if self.draft is None or group > 0 else self.draft.layers",
+        "return own, ()",
+        ("tests/engine/test_host_tier.py",),
+        "after a hit in host memory a draft model drafts from another prompt, and little is accepted",
+    ),
+    Fault(
+        "engine/a-state-is-overwritten-before-it-is-restored",
+        "jaxinfer/engine/scheduler.py",
+        "SavedStates(*states, holds_restored=bool(self.tier))",
+        "SavedStates(*states, holds_restored=False)",
+        ("tests/engine/test_scheduler_faults.py", "tests/engine/test_scheduler.py"),
+        "a prompt goes on from the state of another one that came back from host memory at the same time",
+    ),
+    Fault(
         "engine/states-stay-where-their-sequences-were",
         "jaxinfer/engine/programs/paged.py",
         "return replace(cache, states=jax.tree.map(lambda leaf: leaf[order], cache.states))",
