@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import Implementations, KernelChoice
-from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
+from pallas_kernels.paged_attention.layout import (
+    ROTATED,
+    Pages,
+    PageShape,
+    dtype_name,
+    empty_pages,
+    output_of,
+    queries_for,
+)
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedOperands, PagedSpec, make_spec
 from pallas_kernels.platform import current_platform
 
@@ -54,15 +62,17 @@ def new_pages(
 
     Without `has_values` there are only keys, whose first part is the values (multi-head latent attention).
     """
-    shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name, has_values)
+    shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, dtype_name(dtype), has_values)
     return empty_pages(shape, layout or platform_layout(current_platform(), shape.dtype, has_values=has_values))
 
 
 def platform_layout(platform: str, dtype: Any, *, has_values: bool = True) -> str:
     """The preferred layout of the platform's kernel for a cache of `dtype`."""
+    if (name := dtype_name(dtype)) in ROTATED:
+        return "separate"
     if platform == "tpu" and has_values:
         return "interleaved"
-    is_narrow_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    is_narrow_float = jnp.issubdtype(name, jnp.floating) and jnp.dtype(name).itemsize < 4
     return "bits" if platform == "cpu" and is_narrow_float else "separate"
 
 
@@ -143,8 +153,12 @@ def paged_attention(
     _check_schedule(schedule, spec, implementation)
     if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
         ancestors = _within_window(ancestors, window)
-    operands = PagedOperands(q, k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors)
-    return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
+    dtype = spec.page.dtype
+    operands = PagedOperands(
+        queries_for(q, dtype), k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors
+    )
+    out, pages = _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
+    return output_of(out, dtype), pages
 
 
 def _check_lengths(spec: PagedSpec, **arrays: jax.Array | None) -> None:
