@@ -1,5 +1,5 @@
-"""Caches of 8 and 4 bits in the engine: one answer whatever else runs, speculation that changes none, what is allocated, and
-what the rounding costs on held-out text."""
+"""Caches of 8 and 4 bits in the engine: one answer whatever else runs, speculation that changes none, what is
+allocated, and what the rounding costs on held-out text."""
 
 import itertools
 import random
