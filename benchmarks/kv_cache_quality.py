@@ -1,4 +1,4 @@
-"""What an 8-bit cache costs in quality: held-out text through the engine, against a float32 cache.
+"""What a cache of 8 or 4 bits costs in quality: held-out text through the engine, against a float32 cache.
 
     python -m benchmarks.kv_cache_quality [--model demo] [--files 8] [--tokens 512] [--json PATH]
 
@@ -14,7 +14,7 @@ from jaxinfer.engine.cache_quality import CacheQuality, cache_quality
 from jaxinfer.loading import load_model
 from jaxinfer.training.corpus import held_out_files
 
-KV_DTYPES = ("float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2")
+KV_DTYPES = ("float32", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2", "int8_int4", "int4")
 
 
 def main() -> None:

@@ -141,7 +141,7 @@ _QUANTIZED = (
 )
 _COMPILED = "every step is a compiled program: leave it out; `jaxinfer warm MODEL` or llm.warm_up() compiles beforehand"
 _CHUNK = "prefill_chunk= is the number of prompt tokens that a step computes beside the decoding answers"
-_KV = 'kv_dtype="int8" or "fp8_e4m3" says how keys and values are stored'
+_KV = 'kv_dtype="int8", "fp8_e4m3" or "int4" says how keys and values are stored'
 _ADAPTERS = "adapters are not supported: merge them into the weights"
 _ATTENTION = "chosen by device and shape: `jaxinfer doctor` and llm.explain() show it"
 _EVICTION = "nothing is ever dropped from the cache; max_model_len= limits a prompt with its answer"

@@ -24,7 +24,17 @@ from pallas_kernels.paged_attention import (
     platform_layout,
     unpack,
 )
-from pallas_kernels.paged_attention.layout import append, from_stored, to_stored, token_keys
+from pallas_kernels.paged_attention.layout import (
+    append,
+    dtype_name,
+    from_stored,
+    key_dtype,
+    output_of,
+    queries_for,
+    to_stored,
+    token_keys,
+    value_dtype,
+)
 from pallas_kernels.platform import current_platform
 from pallas_kernels.recurrence import RaggedBatch, RecurrentTokens
 
@@ -47,7 +57,7 @@ class ContiguousCache:
 
     Attributes:
       keys, values: per layer [B, L, Hkv, K]; no values in latent attention, where keys include them.
-      key_scales, value_scales: of int8, per layer float32 [B, Hkv, L].
+      key_scales, value_scales: of int8 and int4, per layer float32 [B, Hkv, L].
       scales: static scales of a checkpoint, for fp8.
       dtype: the stored dtype; on a CPU its bits may be stored as integers (`BitPages`).
       states: of recurrent layers, a slot per row; None if the model has none.
@@ -76,7 +86,7 @@ class ContiguousCache:
         """The rows of each layer, as pages of L tokens."""
         columns = (column or (None,) * len(self.keys) for column in (self.values, self.key_scales, self.value_scales))
         arrays = zip(self.keys, *columns, strict=True)
-        if self.keys[0].dtype != self.dtype:
+        if not self.key_scales and self.keys[0].dtype != self.dtype:
             return [BitPages(keys, values, self.dtype) for keys, values, *_ in arrays]
         return [SeparatePages(*layer) for layer in arrays]
 
@@ -101,7 +111,7 @@ def init_cache(
 ) -> ContiguousCache:
     """A zeroed cache: num_rows * max_length * 2 * Hkv * K elements of `dtype` for each layer that stores keys, and the
     scales of int8."""
-    name = jnp.dtype(dtype).name
+    name = dtype_name(dtype)
     layout = "bits" if platform_layout(current_platform(), name) == "bits" else "separate"
     empty = ContiguousCache((), (), scales=jax.device_put(scales), dtype=name)
     kind = {"layout": layout, "has_values": config.caches_values}
@@ -157,7 +167,7 @@ class CachedAttention:
         keys, values = self._read(pages, q.dtype)
         value_dim = v.shape[-1]
         out = flash_attention(
-            q,
+            queries_for(q, self._before.dtype),
             keys,
             keys if values is None else values,
             query_offset=self._starts,
@@ -165,7 +175,7 @@ class CachedAttention:
             window=window,
             **options,
         )[..., :value_dim]
-        return multiply_by_scales(scales, out)
+        return multiply_by_scales(scales, output_of(out, self._before.dtype))
 
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:
         """The convolution of a recurrent layer over x [B, T, C]."""
@@ -270,9 +280,10 @@ def attend_as_stored(dtype: str, scales: KVScales | None = None) -> Callable[...
         own = scales_of_layer(scales, layer)
         q, k, v = divide_by_scales(own, q, k, v)
         width = v.shape[-1]
-        k, v = (from_stored(*to_stored(x, dtype), q.dtype) for x in (k, v))
+        k, v = (from_stored(*to_stored(x, one(dtype)), q.dtype) for x, one in ((k, key_dtype), (v, value_dtype)))
         if width < k.shape[-1]:
             v = k[..., :width]  # keys include the values
-        return multiply_by_scales(own, attend_without_cache(layer, q, k, v, window, **options))
+        out = attend_without_cache(layer, queries_for(q, dtype), k, v, window, **options)
+        return multiply_by_scales(own, output_of(out, dtype))
 
     return attend

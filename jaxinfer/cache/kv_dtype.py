@@ -9,14 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.models import ModelConfig
+from pallas_kernels.paged_attention.layout import ROTATED, dtype_name
+from pallas_kernels.paged_attention.rotation import unsupported_width
 
 AUTO = "auto"
-# Stored dtype by option name. int8 has a float32 scale for each token and head; the others have none.
+# Stored dtype by option name. int8 and int4 have a float32 scale for each token and head; the others have none.
+# int8_int4 stores keys as int8 and values as int4.
 KV_DTYPES = {
     "float32": "float32",
     "bfloat16": "bfloat16",
     "float16": "float16",
     "int8": "int8",
+    "int8_int4": "int8_int4",
+    "int4": "int4",
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
@@ -36,7 +41,7 @@ def stored_dtype(name: str, compute_dtype: Any) -> str:
 
 def kv_dtype_name(dtype: Any) -> str:
     """The option name of a stored dtype."""
-    name = jnp.dtype(dtype).name
+    name = dtype_name(dtype)
     return next((known for known, stored in KV_DTYPES.items() if stored == name), name)
 
 
@@ -67,7 +72,27 @@ class KVScales:
 
 def is_scaled(dtype: Any) -> bool:
     """Whether a cache of this dtype uses static scales."""
-    return jnp.dtype(dtype).name.startswith("float8")
+    return dtype_name(dtype).startswith("float8")
+
+
+def is_rotated(dtype: Any) -> bool:
+    """Whether a cache of this dtype stores values, or keys and values, rotated, in 4 bits."""
+    return dtype_name(dtype) in ROTATED
+
+
+def check_rotated(config: ModelConfig, dtype: Any) -> None:
+    """Raises ValueError, with the head width, for a cache of 4 bits of a model that cannot have one."""
+    if not is_rotated(dtype):
+        return
+    name = kv_dtype_name(dtype)
+    if not config.caches_values:
+        raise ValueError(
+            f"kv_dtype={name!r}: {config.architecture} has latent attention, which caches one vector for keys and "
+            "values"
+        )
+    for width in sorted({config.head_dim_of(layer) for layer in config.cached_layers}):
+        if (reason := unsupported_width(width)) is not None:
+            raise ValueError(f"kv_dtype={name!r}: {reason}")
 
 
 def applied_scales(scales: KVScales | None, dtype: Any, config: ModelConfig) -> KVScales | None:

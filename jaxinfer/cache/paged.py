@@ -32,7 +32,7 @@ from pallas_kernels.paged_attention import (
     platform_layout,
 )
 from pallas_kernels.paged_attention import move_tokens as _move_tokens
-from pallas_kernels.paged_attention.layout import append, token_keys
+from pallas_kernels.paged_attention.layout import append, dtype_name, token_keys
 from pallas_kernels.paged_attention.reference import token_places, write_places
 from pallas_kernels.platform import current_platform
 from pallas_kernels.recurrence import RaggedBatch
@@ -159,7 +159,7 @@ def _abstract_pages(
     mesh: Mesh | None,
 ):
     """Pages of one layer with so many heads of this width."""
-    shape = PageShape(num_pages, page_size, *heads, jnp.dtype(dtype).name, config.caches_values)
+    shape = PageShape(num_pages, page_size, *heads, dtype_name(dtype), config.caches_values)
     if mesh is None:
         return shape.abstract(layout)
     num_parts = parallel.axis_size(mesh, "kv_heads") if config.caches_values else 1

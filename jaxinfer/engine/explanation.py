@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxinfer import compilation_cache, parallel
-from jaxinfer.cache import AUTO, is_scaled, kv_dtype_name
+from jaxinfer.cache import AUTO, is_rotated, is_scaled, kv_dtype_name
 from jaxinfer.engine import programs
 from jaxinfer.engine.engine import Engine
 from jaxinfer.engine.link_rates import transfer_rule
@@ -20,6 +20,7 @@ from jaxinfer.models.layers import attention_options
 from jaxinfer.quantization.tree import describe_scheme, is_quantized, num_bytes, num_parameters, weights
 from jaxinfer.speculative import ModelDraft, draft_name
 from pallas_kernels.paged_attention import BitPages, KernelChoice, PagedSpec, choose, make_spec
+from pallas_kernels.paged_attention.layout import key_dtype
 from pallas_kernels.quantized_matmul import form
 from pallas_kernels.quantized_matmul import make_spec as make_matmul_spec
 
@@ -195,9 +196,12 @@ def _describe_stored(engine: Engine) -> dict[str, str]:
     facts = {"dtype": name if spec.options.kv_dtype != AUTO else f"{name} (auto: what the model computes in)"}
     if isinstance(spec.pages, BitPages):
         facts["stored as"] = f"its bits, {spec.pages.k.dtype}: XLA:CPU would convert a whole cache of {dtype} each step"
-    if dtype == "int8":
+    if dtype == "int8" or is_rotated(dtype):
         facts["scales"] = "float32, one for each token and head"
-    elif is_scaled(dtype):
+    if is_rotated(dtype):
+        what = "keys and values" if key_dtype(dtype) == "int4" else "values, and int8 keys"
+        facts["4 bits"] = f"rotated {what}, in the 16 levels of a normal distribution, two a byte"
+    if is_scaled(dtype):
         facts["scales"] = "none: values beyond the largest are clipped"
         if engine.kv_scales is not None:
             facts["scales"] = "the checkpoint's, one for each layer and head"

@@ -120,14 +120,18 @@ class EngineOptions(SpeculationOptions):
     kv_dtype: str = _engine(
         "auto",
         "What keys and values are stored as: auto (what the model computes in), float32, bfloat16, float16, int8 (with "
-        "a scale for each token and head), fp8_e4m3 or fp8_e5m2.",
+        "a scale for each token and head), fp8_e4m3, fp8_e5m2, int4 (4 bits of rotated keys and values, with such "
+        "scales) or int8_int4 (keys int8, values int4).",
         "DTYPE",
     )
     cache: str = _engine(
         "paged", "paged, or contiguous: one page of max_model_len tokens for each of max_seqs slots, for study.", "KIND"
     )
     page_size: int | None = _engine(
-        None, "Tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype=int8).", "N", min=1
+        None,
+        "Tokens of a page; by default 64 on a TPU, 16 elsewhere (32 on a GPU with kv_dtype int8, int4 or int8_int4).",
+        "N",
+        min=1,
     )
     num_pages: int | None = _engine(
         None,

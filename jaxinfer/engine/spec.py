@@ -12,7 +12,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxinfer.cache import PagedCache, StateCache, abstract_paged_cache, abstract_state_cache, state_bytes, stored_dtype
+from jaxinfer.cache import (
+    PagedCache,
+    StateCache,
+    abstract_paged_cache,
+    abstract_state_cache,
+    check_rotated,
+    is_rotated,
+    state_bytes,
+    stored_dtype,
+)
 from jaxinfer.engine.abstract_work import abstract_slots, outputs_together, placed, placed_params, shapes_of
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.options import EngineOptions
@@ -77,6 +86,9 @@ class EngineSpec:
         options = self.options
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         check_sequence_axis(self.mesh, self.page_size, options)
+        check_rotated(self.config, self.kv_dtype)
+        if isinstance(self.draft, ModelDraft) and self.draft_kv_dtype is not None:
+            check_rotated(self.draft.config, self.draft_kv_dtype)
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
 
@@ -460,10 +472,10 @@ def draft_model(draft: Draft | None, config: ModelConfig, params: Params) -> tup
 
 
 def default_page_size(platform: str, kv_dtype: str) -> int:
-    """Tokens of a page. The scales of a page and head, of int8, must fill a copy of the GPU's kernel: 128 bytes."""
+    """Tokens of a page. The scales of a page and head, if any, must fill a copy of the GPU's kernel: 128 bytes."""
     if platform == "tpu":
         return 64
-    return 32 if platform == "gpu" and kv_dtype == "int8" else 16
+    return 32 if platform == "gpu" and (kv_dtype == "int8" or is_rotated(kv_dtype)) else 16
 
 
 def take_layers(config: ModelConfig, params: Params, layers: Sequence[int]) -> tuple[ModelConfig, Params]:

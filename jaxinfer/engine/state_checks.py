@@ -65,5 +65,5 @@ def _check_indexer(
             raise ValueError(f"{name} runs on one device, not {num_devices}")
         if tree is not None:
             raise ValueError(f"{name} does not verify trees of drafts (draft_tree), only chains")
-        if narrow := [dtype for dtype in kv_dtypes if dtype == "int8" or dtype.startswith("float8")]:
+        if narrow := [dtype for dtype in kv_dtypes if dtype.startswith(("int", "float8"))]:
             raise ValueError(f"{name} has no cache of {narrow[0]} (kv_dtype): index keys have at least 16 bits")

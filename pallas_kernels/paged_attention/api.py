@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.choice import Implementations, KernelChoice
-from pallas_kernels.paged_attention.layout import Pages, PageShape, empty_pages
+from pallas_kernels.paged_attention.layout import (
+    ROTATED,
+    Pages,
+    PageShape,
+    dtype_name,
+    empty_pages,
+    output_of,
+    queries_for,
+)
 from pallas_kernels.paged_attention.parts import PagePart
 from pallas_kernels.paged_attention.specs import MAX_TREE_TOKENS, PagedOperands, PagedSpec, make_spec
 from pallas_kernels.platform import current_platform
@@ -55,15 +63,17 @@ def new_pages(
 
     Without `has_values` there are only keys, whose first part is the values (multi-head latent attention).
     """
-    shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, jnp.dtype(dtype).name, has_values)
+    shape = PageShape(num_pages, page_size, num_kv_heads, head_dim, dtype_name(dtype), has_values)
     return empty_pages(shape, layout or platform_layout(current_platform(), shape.dtype, has_values=has_values))
 
 
 def platform_layout(platform: str, dtype: Any, *, has_values: bool = True) -> str:
     """The preferred layout of the platform's kernel for a cache of `dtype`."""
+    if (name := dtype_name(dtype)) in ROTATED:
+        return "separate"
     if platform == "tpu" and has_values:
         return "interleaved"
-    is_narrow_float = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    is_narrow_float = jnp.issubdtype(name, jnp.floating) and jnp.dtype(name).itemsize < 4
     return "bits" if platform == "cpu" and is_narrow_float else "separate"
 
 
@@ -144,10 +154,10 @@ def paged_attention(
     schedule = schedule or make_schedule(spec, page_table, *lengths, **given, implementation=implementation)
     _check_schedule(schedule, spec, implementation)
     ancestors = _within_window(ancestors, window)
-    operands = PagedOperands(
-        q, k_new, v_new, pages, page_table, given["query_starts"], *lengths, sinks, ancestors, part
-    )
-    return _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
+    arrays = (queries_for(q, spec.page.dtype), k_new, v_new, pages, page_table, given["query_starts"])
+    operands = PagedOperands(*arrays, *lengths, sinks, ancestors, part)
+    out, pages = _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
+    return _output(out, spec.page.dtype), pages
 
 
 def _check_lengths(spec: PagedSpec, **arrays: jax.Array | None) -> None:
@@ -162,6 +172,11 @@ def _check_schedule(schedule: Schedule, spec: PagedSpec, implementation: str | N
             f"the schedule was made for {schedule.implementation} and {schedule.spec}; "
             f"this call is {implementation}, {spec}"
         )
+
+
+def _output(out: Any, dtype: str) -> Any:
+    """The result of an implementation; that of a part has its log-sum-exp beside."""
+    return (output_of(out[0], dtype), out[1]) if isinstance(out, tuple) else output_of(out, dtype)
 
 
 def _count(part: PagePart | None) -> int:

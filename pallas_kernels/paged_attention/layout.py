@@ -16,18 +16,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_attention import rotation
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32, Num
 
 LANES = 128
 SUBLANES = 8
-DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int4", "int8_int4")
+# Caches whose values, or keys and values, are 4 bits of rotated numbers (`rotation`): the dtypes of keys and of values.
+ROTATED = {"int4": ("int4", "int4"), "int8_int4": ("int8", "int4")}
 LAYOUTS = ("separate", "interleaved", "bits")
 
 
 class SeparatePages(NamedTuple):
-    """Keys and values [pages, page, Hkv, K]; with int8, float32 scales [pages, Hkv, page], else None.
+    """Keys and values [pages, page, Hkv, K]; with int8 and int4, float32 scales [pages, Hkv, page], else None.
 
+    Numbers of 4 bits lie two a byte, uint8 [pages, page, Hkv, K / 2], as `rotation.pack_nibbles`.
     If values are the first part of the keys (multi-head latent attention), v and v_scales are None.
     """
 
@@ -86,15 +91,32 @@ class PageShape:
         for name in ("num_pages", "page_size", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.is_rotated and (reason := rotation.unsupported_width(self.head_dim)) is not None:
+            raise ValueError(f"a cache of dtype {self.dtype!r}: {reason}")
+        if self.is_rotated and not self.has_values:
+            raise ValueError(f"a cache of dtype {self.dtype!r} stores values apart from keys: no latent attention")
+
+    @property
+    def key_dtype(self) -> str:
+        return key_dtype(self.dtype)
+
+    @property
+    def value_dtype(self) -> str:
+        return value_dtype(self.dtype)
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether values, or keys and values, are stored rotated, in 4 bits."""
+        return self.dtype in ROTATED
 
     @property
     def has_scales(self) -> bool:
-        return self.dtype == "int8"
+        return self.dtype == "int8" or self.is_rotated
 
     @property
     def is_narrow_float(self) -> bool:
         """Whether the dtype is a float of fewer than 32 bits."""
-        return self.dtype not in ("float32", "int8")
+        return self.dtype != "float32" and not self.has_scales
 
     @property
     def pack(self) -> int:
@@ -118,12 +140,16 @@ class PageShape:
 
     def abstract(self, layout: str) -> Any:
         """The pages in `layout` as `jax.ShapeDtypeStruct`s."""
-        dtype = jnp.dtype(self.dtype)
         if layout == "separate":
-            kv = jax.ShapeDtypeStruct((self.num_pages, self.page_size, self.num_kv_heads, self.head_dim), dtype)
+            keys, values = (
+                jax.ShapeDtypeStruct((self.num_pages, self.page_size, self.num_kv_heads, width), dtype)
+                for width, dtype in (_stored_row(self.head_dim, one) for one in (self.key_dtype, self.value_dtype))
+            )
             scales = jax.ShapeDtypeStruct((self.num_pages, self.num_kv_heads, self.page_size), jnp.float32)
             scales = scales if self.has_scales else None
-            return SeparatePages(kv, kv, scales, scales) if self.has_values else SeparatePages(kv, None, scales, None)
+            if self.has_values:
+                return SeparatePages(keys, values, scales, scales)
+            return SeparatePages(keys, None, scales, None)
         if layout == "bits":
             if not self.is_narrow_float:
                 raise ValueError(f"layout='bits' is for floats of 8 or 16 bits, not {self.dtype}")
@@ -134,6 +160,9 @@ class PageShape:
             raise ValueError(f"layout={layout!r} is not one of {', '.join(LAYOUTS)}")
         if not self.has_values:
             raise ValueError("pages without values need layout='separate' or 'bits', not 'interleaved'")
+        if self.is_rotated:
+            raise ValueError(f"layout='interleaved' has no form of {self.dtype}, only 'separate'")
+        dtype = jnp.dtype(self.dtype)
         shape = (self.num_pages, self.page_size, self.num_rows // self.pack, self.pack, self.num_lanes)
         kv = jax.ShapeDtypeStruct(shape, dtype)
         if not self.has_scales:
@@ -155,7 +184,7 @@ def layout_of(pages: Pages) -> str:
 def page_shape(pages: Pages, num_kv_heads: int, head_dim: int) -> PageShape:
     """The static facts of `pages`; raises ValueError if they were not made for these heads."""
     array = pages.kv if isinstance(pages, InterleavedPages) else pages.k
-    dtype = pages.dtype if isinstance(pages, BitPages) else jnp.dtype(array.dtype).name
+    dtype = pages.dtype if isinstance(pages, BitPages) else _logical_dtype(pages)
     has_values = isinstance(pages, InterleavedPages) or pages.v is not None
     shape = PageShape(array.shape[0], array.shape[1], num_kv_heads, head_dim, dtype, has_values)
     expected = shape.abstract(layout_of(pages))
@@ -223,13 +252,16 @@ def deinterleave(
     return rows[..., ::2, :], rows[..., 1::2, :]
 
 
-def to_stored(x: Float[Array, "*rows K"], dtype: str) -> tuple[Num[Array, "*rows K"], Any]:
-    """x rounded to a cache's dtype: (values, float32 scales [...] for int8, else None).
+def to_stored(x: Float[Array, "*rows K"], dtype: str) -> tuple[Num[Array, "*rows _"], Any]:
+    """x rounded to the dtype of a cache's keys or values: (values, float32 scales [...] for int8 and int4, else None).
 
     fp8: values are clipped to the largest finite number, since the cast would make them NaN; infinities become NaN, so
     that errors stay visible. int8: symmetric, scale = max|x| / 127 for each token and head; a NaN or infinity makes the
-    scale NaN.
+    scale NaN. int4: rotated, as `rotation.quantize`, two numbers a byte.
     """
+    if dtype == "int4":
+        codes, scales = rotation.quantize(x)
+        return rotation.pack_nibbles(codes), scales
     if dtype == "int8":
         x = x.astype(jnp.float32)
         scales = jnp.max(jnp.abs(x), axis=-1) / 127.0
@@ -245,10 +277,44 @@ def to_stored(x: Float[Array, "*rows K"], dtype: str) -> tuple[Num[Array, "*rows
 
 
 def from_stored(
-    values: Num[Array, "*rows K"], scales: Float32[Array, "*rows"] | None, dtype=jnp.float32
-) -> Float[Array, "*rows K"]:
-    """Stored values times their scales, in `dtype`."""
+    values: Num[Array, "*rows _"], scales: Float32[Array, "*rows"] | None, dtype=jnp.float32
+) -> Float[Array, "*rows _"]:
+    """Stored values times their scales, in `dtype`; those of 4 bits are rotated."""
+    if values.dtype == jnp.uint8:
+        values = to_numbers(values, jnp.float32)
     return values.astype(dtype) if scales is None else (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
+
+
+def to_numbers(values: Any, dtype: Any) -> jax.Array:
+    """Stored values without their scales [..., K] in `dtype`; of those of 4 bits, uint8 [..., K / 2], the levels."""
+    if values.dtype == jnp.uint8:
+        return rotation.levels_of(rotation.unpack_nibbles(values), dtype)
+    return values.astype(dtype)
+
+
+def key_dtype(dtype: str) -> str:
+    """What a cache of `dtype` stores keys as."""
+    return ROTATED.get(dtype, (dtype, dtype))[0]
+
+
+def value_dtype(dtype: str) -> str:
+    """What a cache of `dtype` stores values as."""
+    return ROTATED.get(dtype, (dtype, dtype))[1]
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a cache's dtype: JAX's, or one of `ROTATED`."""
+    return dtype if isinstance(dtype, str) and dtype in ROTATED else jnp.dtype(dtype).name
+
+
+def queries_for(q: Float[Array, "*rows K"], dtype: str) -> Float[Array, "*rows K"]:
+    """Queries as keys are stored in a cache of `dtype`: rotated if these are."""
+    return rotation.rotate(q) if key_dtype(dtype) == "int4" else q
+
+
+def output_of(out: Float[Array, "*rows K"], dtype: str) -> Float[Array, "*rows K"]:
+    """The output of attention to values as a cache of `dtype` stores them: rotated back if these are rotated."""
+    return rotation.rotate_back(out) if value_dtype(dtype) == "int4" else out
 
 
 def append(
@@ -266,7 +332,7 @@ def append(
     that TPUs need no check for duplicates.
     """
     shape = page_shape(pages, k.shape[1], k.shape[2])
-    (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.dtype), to_stored(v, shape.dtype)
+    (k_values, k_scales), (v_values, v_scales) = to_stored(k, shape.key_dtype), to_stored(v, shape.value_dtype)
     options: dict[str, Any] = {"mode": "drop", "unique_indices": is_unique, "wrap_negative_indices": False}
 
     def put(stored: Any, new: Any, heads: tuple[jax.Array, ...] = ()) -> Any:
@@ -360,6 +426,18 @@ def token_keys(pages: SeparatePages | BitPages, page: Int32[Array, "*at"], slot:
     """The keys [*at, Hkv, K] stored at each (page, slot), without scales."""
     keys = pages.k[page, slot]
     return _from_bits(keys, pages.dtype) if isinstance(pages, BitPages) else keys
+
+
+def _stored_row(width: int, dtype: str) -> tuple[int, Any]:
+    """Elements of a stored key or value, and their dtype."""
+    return (width // 2, jnp.dtype("uint8")) if dtype == "int4" else (width, jnp.dtype(dtype))
+
+
+def _logical_dtype(pages: SeparatePages | InterleavedPages) -> str:
+    """The dtype of a cache: bytes of pages that are not `BitPages` are pairs of numbers of 4 bits."""
+    arrays = (pages.kv, pages.kv) if isinstance(pages, InterleavedPages) else (pages.k, pages.v)
+    names = tuple("" if a is None else "int4" if a.dtype == jnp.uint8 else jnp.dtype(a.dtype).name for a in arrays)
+    return next((name for name, pair in ROTATED.items() if pair == names), names[0])
 
 
 def _bits_of(dtype: str) -> Any:

@@ -113,5 +113,5 @@ def visible_keys(operands: PagedOperands, spec: PagedSpec, sequence, position, k
 def _rows(values, scales, table, spec: PagedSpec):
     """Keys or values of each sequence in float32, [S, P * page, Hkv, K]."""
     scales = None if scales is None else scales.swapaxes(1, 2)
-    rows = layout.from_stored(values, scales)[table]
-    return rows.reshape(spec.num_sequences, -1, *values.shape[2:])
+    rows = layout.from_stored(values, scales)
+    return rows[table].reshape(spec.num_sequences, -1, *rows.shape[2:])

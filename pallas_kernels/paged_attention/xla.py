@@ -329,7 +329,7 @@ def _merge_pages(stored: layout.SeparatePages, dtype, spec: PagedSpec):
     """k, v [C, keys, Hkv, K] in `dtype` and scales [C, Hkv, keys] or None, from gathered pages [C, pages, ...]."""
 
     def merged(a: Any) -> Any:
-        return None if a is None else a.reshape(a.shape[0], -1, *a.shape[3:]).astype(dtype)
+        return None if a is None else layout.to_numbers(a.reshape(a.shape[0], -1, *a.shape[3:]), dtype)
 
     def of_tokens(a: Any) -> Any:
         return None if a is None else a.swapaxes(1, 2).reshape(a.shape[0], a.shape[2], -1)

@@ -1,5 +1,6 @@
 """What a cache stores: names, bytes counted from arrays, static scales, and that bits do not depend on the writing."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -16,6 +17,7 @@ from jaxinfer.cache import (
     applied_scales,
     attend_as_stored,
     check_kv_dtype,
+    check_rotated,
     init_cache,
     init_paged_cache,
     kv_dtype_name,
@@ -38,7 +40,7 @@ CONFIG = ModelConfig(
     rope=RopeConfig(rotary_dim=64),
 )
 PAGE, NUM_TOKENS = 4, 13
-NAMES = ("float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8_e5m2")
+NAMES = ("float32", "bfloat16", "float16", "int8", "int8_int4", "int4", "fp8_e4m3", "fp8_e5m2")
 TABLE = jnp.array([[3, 1, 5, 2]], jnp.int32)
 
 
@@ -88,14 +90,26 @@ def test_names():
         assert check_kv_dtype(name) == name
         assert kv_dtype_name(stored_dtype(name, jnp.bfloat16)) == name
     assert stored_dtype("auto", jnp.bfloat16) == "bfloat16"
-    for wrong in ("fp8", "int4", "float8_e4m3fn", "", None, 8):
-        with pytest.raises(ValueError, match=r"not one of auto, float32, bfloat16, float16, int8, fp8_e4m3, fp8_e5m2"):
+    for wrong in ("fp8", "int3", "int4_int8", "float8_e4m3fn", "", None, 8):
+        with pytest.raises(
+            ValueError, match=r"not one of auto, float32, bfloat16, float16, int8, int8_int4, int4, fp8_e4m3, fp8_e5m2"
+        ):
             check_kv_dtype(wrong)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("float32", 32), ("bfloat16", 16), ("fp8_e4m3", 8), ("int8", 8 + 32 / 64)])
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("float32", 32),
+        ("bfloat16", 16),
+        ("fp8_e4m3", 8),
+        ("int8", 8 + 32 / 64),
+        ("int8_int4", 6 + 32 / 64),
+        ("int4", 4 + 32 / 64),
+    ],
+)
 def test_bytes_of_a_token_are_those_of_the_arrays(name, bits):
-    """8 bits are a quarter of float32; int8 has 4 bytes more for each token and head of 64."""
+    """8 bits are a quarter of float32; int8 and int4 have 4 bytes more for each token and head of 64."""
     dtype = stored_dtype(name, "float32")
     values = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim
     cache = init_paged_cache(CONFIG, 5, 16, dtype, "separate")
@@ -110,6 +124,8 @@ def test_bytes_of_a_token_are_those_of_the_arrays(name, bits):
     [
         ("int8", attend_paged),
         ("int8", attend_contiguous),
+        ("int4", attend_paged),
+        ("int8_int4", attend_contiguous),
         ("fp8_e4m3", attend_paged),
         *(pytest.param(name, attend_paged, marks=pytest.mark.slow) for name in ("bfloat16", "fp8_e5m2")),
         *(
@@ -127,21 +143,24 @@ def test_what_is_attended_to_is_what_is_stored(attend, name):
         np.testing.assert_allclose(found, expected, atol=2e-6, rtol=0)
     exact = flash_attention(*(x[None] for x in tensors))[0]
     error = float(jnp.abs(expected - exact).max())
-    step = {"bfloat16": 2**-8, "int8": 2**-6, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}
+    step = {"bfloat16": 2**-8, "int8": 2**-6, "int8_int4": 2**-3, "int4": 2**-3, "fp8_e4m3": 2**-4, "fp8_e5m2": 2**-3}
     assert error <= 4 * step[name]
     assert error > 0
 
 
 @pytest.mark.parametrize(
     "name",
-    ["int8", "fp8_e4m3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "fp8_e5m2"))],
+    [
+        *("int8", "int4", "fp8_e4m3"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "int8_int4", "fp8_e5m2")),
+    ],
 )
 def test_stored_bits_do_not_depend_on_how_a_token_was_written(name):
     assert_bits_do_not_depend_on_the_writing(name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "int8_int4", "int4", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.optimized
 def test_nor_do_they_in_programs_compiled_as_for_users(name):
     for program in (attend_paged, attend_contiguous):
@@ -157,7 +176,7 @@ def assert_bits_do_not_depend_on_the_writing(name):
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     # Nor on the kind of cache.
     pages, rows = (unpack(run(attend, name, WHOLE)[1].layers[0], 2, 64) for attend in (attend_paged, attend_contiguous))
-    in_pages = np.asarray(pages.k, np.float32)[np.asarray(TABLE[0])].reshape(16, 2, 64)[:NUM_TOKENS]
+    in_pages = np.asarray(pages.k, np.float32)[np.asarray(TABLE[0])].reshape(16, 2, -1)[:NUM_TOKENS]
     np.testing.assert_array_equal(in_pages, np.asarray(rows.k, np.float32)[1, :NUM_TOKENS])
 
 
@@ -204,6 +223,24 @@ def test_scales_on_a_mesh():
     assert cache.scales is not None
 
 
+@pytest.mark.parametrize("dtype", ["int8_int4", "int4"])
+def test_four_bits_on_a_mesh(dtype):
+    mesh = Mesh(np.array(jax.devices()[:2]), (parallel.MODEL,))
+    tensors = operands()
+    alone, one = run(attend_paged, dtype, WHOLE)
+    cut, cache = attend_paged(dtype, WHOLE, *tensors, mesh=mesh)
+    np.testing.assert_allclose(cut, alone, atol=1e-6, rtol=0)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), cache.layers, one.layers)
+    assert cache.layers[0].k.sharding.shard_shape(cache.layers[0].k.shape)[2] == 1
+
+
+def test_models_that_cannot_have_four_bits():
+    check_rotated(CONFIG, "int4")
+    check_rotated(replace(CONFIG, head_dim=81), "int8")
+    with pytest.raises(ValueError, match=r"kv_dtype='int8_int4': head_dim is 81; two numbers share a byte"):
+        check_rotated(replace(CONFIG, head_dim=81), "int8_int4")
+
+
 def test_scales_as_checkpoints_have_them():
     scales = KVScales.of_layers(CONFIG, [0.5, [2.0, 3.0]], [[0.25], np.float32(1)])
     np.testing.assert_array_equal(scales.keys, [[0.5, 0.5], [2, 3]])
@@ -223,7 +260,7 @@ def test_scales_as_checkpoints_have_them():
 
 
 @pytest.mark.parametrize("attend", [attend_paged, attend_contiguous])
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["int8", "int8_int4", "int4", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_broken_key_is_not_hidden(attend, name, value):
     """An infinity must not be stored as the largest number."""
@@ -235,7 +272,7 @@ def test_a_broken_key_is_not_hidden(attend, name, value):
     assert np.isfinite(huge).all()
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("name", ["bfloat16", "fp8_e4m3", "int8", "int4"])
 def test_a_contiguous_cache_is_updated_in_place(name):
     """No copy of the cache beside it, but for a layer's rows as they are read."""
     cache = init_cache(CONFIG, 4, 512, stored_dtype(name, "float32"))

@@ -131,7 +131,7 @@ def test_a_contiguous_cache_lies_on_a_mesh_too():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn", "bfloat16", "int4"])
 def test_divided_pages_of_few_bits(kv_dtype):
     """What a token stores is a function of its own key and value, wherever it lies."""
     assert answers("grouped", mesh="sequence=4", kv_dtype=kv_dtype) == answers("grouped", kv_dtype=kv_dtype)

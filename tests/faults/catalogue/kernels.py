@@ -3,6 +3,7 @@
 from tests.faults.fault import Fault
 
 TPU_SUITE = "tests/pallas_kernels/paged_attention/test_pallas_tpu.py::test_suite"
+ROTATION = "tests/pallas_kernels/paged_attention/test_rotation.py::"
 FLASH = "tests/pallas_kernels/flash_attention/test_flash_attention.py::test_equals_dense_attention"
 
 FAULTS = (
@@ -29,6 +30,38 @@ FAULTS = (
         "jnp.broadcast_to(jnp.max(jnp.abs(x), axis=(-2, -1))[..., None], x.shape[:-1]) / 127.0",
         ("tests/pallas_kernels/paged_attention/test_layout.py",),
         "an int8 cache rounds quiet heads to nothing",
+    ),
+    Fault(
+        "cache/int4-halves-of-a-vector-are-swapped",
+        "pallas_kernels/paged_attention",
+        "jnp.concatenate([packed & 15, packed >> 4], axis=-1)",
+        "jnp.concatenate([packed >> 4, packed & 15], axis=-1)",
+        (ROTATION + "test_nibbles", ROTATION + "test_attention_is_to_the_vectors_as_stored"),
+        "an int4 cache attends to keys with their halves exchanged",
+    ),
+    Fault(
+        "cache/int4-outputs-stay-rotated",
+        "pallas_kernels/paged_attention",
+        'return rotation.rotate_back(out) if value_dtype(dtype) == "int4" else out',
+        'return rotation.rotate_back(out) if dtype == "int4" else out',
+        (ROTATION + "test_attention_is_to_the_vectors_as_stored",),
+        "a cache of int8 keys and int4 values answers nonsense",
+    ),
+    Fault(
+        "cache/int4-borders-are-levels",
+        "pallas_kernels/paged_attention",
+        "np.float32((low + high) / 2)",
+        "np.float32(high)",
+        (ROTATION + "test_the_error_is_the_papers",),
+        "an int4 cache rounds towards zero, with several times the error",
+    ),
+    Fault(
+        "cache/int4-norm-is-a-sum-of-rounded-squares",
+        "pallas_kernels/paged_attention",
+        "jnp.square(jnp.round(jnp.abs(parts) * _RESOLUTION).astype(jnp.int32))",
+        "_RESOLUTION**2 * jnp.square(parts + 0.0)",
+        (ROTATION + "test_bits_are_of_the_vector_alone",),
+        "what an int4 cache stores depends on how its program was compiled",
     ),
     Fault(
         "cache/fp8-overflow-becomes-nan",

@@ -58,7 +58,8 @@ class PagedShape(shapes.PagedShape):
 
     def _store(self, k, v, is_live, stale: float) -> SeparatePages:
         (k_values, k_scales), (v_values, v_scales) = (
-            layout.to_stored(jnp.asarray(x), self.cache_dtype) for x in (k, v)
+            layout.to_stored(jnp.asarray(x), dtype)
+            for x, dtype in ((k, layout.key_dtype(self.cache_dtype)), (v, layout.value_dtype(self.cache_dtype)))
         )
         if k_scales is not None:
             scales = (jnp.where(is_live[..., None], s, stale).swapaxes(1, 2) for s in (k_scales, v_scales))
@@ -126,4 +127,20 @@ SMALL = {
     "prefill_e4m3": PagedShape(((20, 30),), dtype="bfloat16", cache_dtype="float8_e4m3fn", head_dim=128, heads=(8, 2)),
     "mixed": PagedShape(((1, 33), (20, 20), (0, 0), (1, 1), (30, 50), (4, 9)), num_padding=5),
     "mixed_tree": PagedShape(((5, 33), (40, 45), (20, 50)), tree=True),
+}
+
+# Caches of 4 bits, which are stored in pages of their own.
+FOUR_BITS = {
+    "decode_int4": _decode((17, 40), dtype="bfloat16", cache_dtype="int4", head_dim=128),
+    "decode_int4_head_dim_96": _decode((17, 40), cache_dtype="int4", head_dim=96, heads=(6, 3)),
+    "decode_int8_int4": _decode((17, 40), dtype="bfloat16", cache_dtype="int8_int4", head_dim=128),
+    "decode_int4_page_64": _decode((63, 65, 130), cache_dtype="int4", page_size=64, head_dim=128),
+    "verify_int4": PagedShape(
+        ((8, 40), (5, 8)), max_query_length=8, dtype="bfloat16", cache_dtype="int4", head_dim=128
+    ),
+    "verify_tree_int8_int4": PagedShape(
+        ((8, 40), (6, 6), (12, 50)), max_query_length=16, tree=True, cache_dtype="int8_int4"
+    ),
+    "prefill_int4": PagedShape(((17, 17), (40, 73)), cache_dtype="int4"),
+    "prefill_int8_int4": PagedShape(((17, 17), (40, 73)), cache_dtype="int8_int4", soft_cap=3.0, sinks=True),
 }

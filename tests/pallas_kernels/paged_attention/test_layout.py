@@ -18,14 +18,26 @@ from pallas_kernels.paged_attention import (
     pack,
     unpack,
 )
-from pallas_kernels.paged_attention.layout import DTYPES, append, from_stored, gather, page_shape, to_stored
+from pallas_kernels.paged_attention.layout import (
+    DTYPES,
+    ROTATED,
+    append,
+    from_stored,
+    gather,
+    key_dtype,
+    page_shape,
+    to_stored,
+    value_dtype,
+)
 from tests.pallas_kernels.quick import quick
 
 
 def random_pages(shape: PageShape, seed: int = 0) -> SeparatePages:
     rng = np.random.default_rng(seed)
     size = (2, shape.num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    stored = [to_stored(jnp.asarray(x, jnp.float32), shape.dtype) for x in rng.standard_normal(size, np.float32)]
+    dtypes = key_dtype(shape.dtype), value_dtype(shape.dtype)
+    vectors = rng.standard_normal(size, np.float32)
+    stored = [to_stored(jnp.asarray(x, jnp.float32), one) for x, one in zip(vectors, dtypes, strict=True)]
     values = [values for values, _ in stored]
     return (
         SeparatePages(*values, *(s.swapaxes(1, 2) for _, s in stored)) if shape.has_scales else SeparatePages(*values)
@@ -48,6 +60,12 @@ def assert_equal(found, wanted):
 def test_unpack_undoes_pack(heads, head_dim, page_size, dtype):
     shape = PageShape(3, page_size, heads, head_dim, dtype)
     logical = random_pages(shape)
+    if shape.is_rotated:
+        assert page_shape(logical, heads, head_dim) == shape
+        assert_equal(unpack(logical, heads, head_dim), logical)
+        with pytest.raises(ValueError, match=f"layout='interleaved' has no form of {dtype}"):
+            shape.abstract("interleaved")
+        return
     packed = pack(logical, "interleaved")
     assert page_shape(packed, heads, head_dim) == shape
     assert_equal(unpack(packed, heads, head_dim), logical)
@@ -72,9 +90,10 @@ def test_append_is_the_same_in_all_layouts_and_drops_padding(dtype, head_dim):
     k, v = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, 3, head_dim), np.float32))
     page, slot = jnp.array([2, 4, 0]), jnp.array([5, 0, 15])
     written = append(logical, k, v, page, slot)
-    for layout in ("interleaved", "bits") if shape.is_narrow_float else ("interleaved",):
+    others = () if dtype in ROTATED else ("interleaved", "bits") if shape.is_narrow_float else ("interleaved",)
+    for layout in others:
         assert_equal(unpack(append(pack(logical, layout), k, v, page, slot), 3, head_dim), written)
-    rounded = from_stored(*to_stored(k, dtype))
+    rounded = from_stored(*to_stored(k, key_dtype(dtype)))
     scales = None if written.k_scales is None else written.k_scales[2, :, 5]
     np.testing.assert_array_equal(from_stored(written.k[2, 5], scales), rounded[0])
     untouched = np.ones((4, 16), bool)
@@ -114,8 +133,14 @@ def test_int8_has_no_quiet_infinity(value):
 
 
 def test_errors_name_the_shapes():
-    with pytest.raises(ValueError, match="int4"):
-        PageShape(4, 16, 2, 64, "int4")
+    with pytest.raises(ValueError, match="int3"):
+        PageShape(4, 16, 2, 64, "int3")
+    with pytest.raises(ValueError, match=r"'int4': head_dim is 81; two numbers share a byte"):
+        PageShape(4, 16, 2, 81, "int4")
+    with pytest.raises(ValueError, match=r"head_dim is 136 = 17 x 8; .* an odd number up to 15 times a power of two"):
+        PageShape(4, 16, 2, 136, "int8_int4")
+    with pytest.raises(ValueError, match="'int4' stores values apart from keys: no latent attention"):
+        PageShape(4, 16, 2, 64, "int4", has_values=False)
     with pytest.raises(ValueError, match="page_size is 0"):
         PageShape(4, 0, 2, 64, "int8")
     with pytest.raises(ValueError, match=r"pages for 3 heads of 64"):
@@ -128,7 +153,7 @@ def test_errors_name_the_shapes():
 
 def test_a_token_is_whole_words():
     """The rows of a token fill 32-bit words, and head_dim 64 wastes no lane."""
-    for dtype in DTYPES:
+    for dtype in set(DTYPES) - set(ROTATED):
         for heads in (1, 3, 8):
             pages = PageShape(2, 16, heads, 64, dtype).abstract("interleaved")
             assert isinstance(pages, InterleavedPages)

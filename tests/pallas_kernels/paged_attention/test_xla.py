@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.paged_attention import layout, paged_attention, xla
-from tests.pallas_kernels.paged_attention.shapes import SMALL, PagedShape
+from tests.pallas_kernels.paged_attention.shapes import FOUR_BITS, SMALL, PagedShape
 from tests.pallas_kernels.quick import quick
 
 # Every dtype, row format and program in the interleaved layout too; the rest of xla does not see the layout.
@@ -28,6 +28,11 @@ SUITE = quick(
 @pytest.mark.parametrize("name", SUITE)
 def test_suite(name, check):
     check(SMALL[name], "xla", "separate")
+
+
+@pytest.mark.parametrize("name", quick(FOUR_BITS, "decode_int4_head_dim_96", "verify_tree_int8_int4"))
+def test_suite_of_four_bits(name, check):
+    check(FOUR_BITS[name], "xla", "separate")
 
 
 @pytest.mark.parametrize("name", quick(INTERLEAVED, "verify_int8"))
