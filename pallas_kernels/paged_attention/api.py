@@ -153,12 +153,15 @@ def paged_attention(
     _check_schedule(schedule, spec, implementation)
     if ancestors is not None and window is not None and window < MAX_TREE_TOKENS:
         ancestors = _within_window(ancestors, window)
-    dtype = spec.page.dtype
-    operands = PagedOperands(
-        queries_for(q, dtype), k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors
-    )
+    operands = PagedOperands(q, k_new, v_new, pages, page_table, query_starts, *lengths, sinks, ancestors)
+    return _attend(operands, spec, schedule)
+
+
+def _attend(operands: PagedOperands, spec: PagedSpec, schedule: Schedule) -> tuple[jax.Array, Pages]:
+    """Attention in the space in which keys and values are stored: that of int4 is rotated."""
+    operands = operands._replace(q=queries_for(operands.q, spec.page.dtype))
     out, pages = _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
-    return output_of(out, dtype), pages
+    return output_of(out, spec.page.dtype), pages
 
 
 def _check_lengths(spec: PagedSpec, **arrays: jax.Array | None) -> None:
