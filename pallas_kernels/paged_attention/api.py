@@ -154,10 +154,18 @@ def paged_attention(
     schedule = schedule or make_schedule(spec, page_table, *lengths, **given, implementation=implementation)
     _check_schedule(schedule, spec, implementation)
     ancestors = _within_window(ancestors, window)
-    arrays = (queries_for(q, spec.page.dtype), k_new, v_new, pages, page_table, given["query_starts"])
-    operands = PagedOperands(*arrays, *lengths, sinks, ancestors, part)
+    arrays = (q, k_new, v_new, pages, page_table, given["query_starts"])
+    return _attend(PagedOperands(*arrays, *lengths, sinks, ancestors, part), spec, schedule)
+
+
+def _attend(operands: PagedOperands, spec: PagedSpec, schedule: Schedule) -> tuple[Any, Pages]:
+    """Attention in the space in which keys and values are stored: that of int4 is rotated."""
+    operands = operands._replace(q=queries_for(operands.q, spec.page.dtype))
     out, pages = _MODULES[schedule.implementation].attention(operands, spec, schedule.arrays)
-    return _output(out, spec.page.dtype), pages
+    if operands.part is None:
+        return output_of(out, spec.page.dtype), pages
+    out, lse = out
+    return (output_of(out, spec.page.dtype), lse), pages
 
 
 def _check_lengths(spec: PagedSpec, **arrays: jax.Array | None) -> None:
@@ -172,11 +180,6 @@ def _check_schedule(schedule: Schedule, spec: PagedSpec, implementation: str | N
             f"the schedule was made for {schedule.implementation} and {schedule.spec}; "
             f"this call is {implementation}, {spec}"
         )
-
-
-def _output(out: Any, dtype: str) -> Any:
-    """The result of an implementation; that of a part has its log-sum-exp beside."""
-    return (output_of(out[0], dtype), out[1]) if isinstance(out, tuple) else output_of(out, dtype)
 
 
 def _count(part: PagePart | None) -> int:

@@ -139,7 +139,8 @@ def test_the_dtype_of_the_cache_arrives(jaxinfer, model, monkeypatch):
 def test_a_wrong_dtype_of_the_cache_is_refused_with_the_right_ones(jaxinfer, option):
     result = jaxinfer("generate", "hi", "-m", "/nowhere", "--draft", "ngram", option, "fp4")
     name = option.strip("-").replace("-", "_")
-    wanted = f"error: {name}='fp4' is not one of auto, float32, bfloat16, float16, int8, fp8_e4m3, fp8_e5m2\n"
+    known = "auto, float32, bfloat16, float16, int8, int8_int4, int4, fp8_e4m3, fp8_e5m2"
+    wanted = f"error: {name}='fp4' is not one of {known}\n"
     assert (result.exit_code, result.stdout, result.stderr) == (1, "", wanted)
 
 

@@ -111,6 +111,8 @@ def test_bits_are_of_the_vector_alone(width):
     whole = jax.jit(rotation.quantize)(x)
     fused = jax.jit(lambda x: rotation.quantize((x * 2.0).reshape(1, 37, 1, width) / 2.0))(x)
     alone = [jax.jit(rotation.quantize)(x[row : row + 1]) for row in range(37)]
+    rotated = jax.jit(rotation.rotate)
+    np.testing.assert_array_equal(np.concatenate([rotated(x[row : row + 1]) for row in range(37)]), rotated(x))
     for index, wanted in enumerate(expected):
         np.testing.assert_array_equal(whole[index], wanted)
         np.testing.assert_array_equal(fused[index].reshape(wanted.shape), wanted)
