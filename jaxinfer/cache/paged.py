@@ -205,6 +205,9 @@ class PagedAttention:
     kv_lengths int32 [S]; ancestors uint32 [T] or None. `max_query_length` and `is_uniform` are static. On a mesh,
     `jax.shard_map` runs the kernel on each device's own heads, since the compiler cannot partition it. After the pass,
     `cache` is the updated cache.
+
+    `appends_first` is static: sequences may read pages that others of the same pass write to, so that all is stored
+    before anything is read.
     """
 
     def __init__(
@@ -218,12 +221,13 @@ class PagedAttention:
         max_query_length: int | None = None,
         ancestors: jax.Array | None = None,
         is_uniform: bool = False,
+        appends_first: bool = False,
         mesh: Mesh | None = None,
     ):
         self._before, self._layers = cache, list(cache.layers)
         tables = _by_group(page_tables, cache)
         self._inputs = [_RaggedInputs(one, query_lengths, kv_lengths, query_starts, ancestors) for one in tables]
-        self._options = (max_query_length, is_uniform, mesh)
+        self._options = (max_query_length, is_uniform, appends_first, mesh)
         self._schedules: list[dict[PagedSpec, Schedule]] = [{} for _ in tables]
 
     def __call__(
@@ -271,6 +275,7 @@ def attend_ragged(
     max_query_length: int | None = None,
     ancestors: jax.Array | None = None,
     is_uniform: bool = False,
+    appends_first: bool = False,
     max_deferred: int | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
@@ -281,7 +286,8 @@ def attend_ragged(
     """
     static: Any = {"max_query_length": max_query_length, "is_uniform": is_uniform}
     ragged = (query_starts, query_lengths, kv_lengths)
-    paged = PagedAttention(cache, page_tables, *ragged, ancestors=ancestors, **static, mesh=mesh)
+    options: Any = {**static, "appends_first": appends_first, "mesh": mesh}
+    paged = PagedAttention(cache, page_tables, *ragged, ancestors=ancestors, **options)
     if cache.states is None:
         return paged
     options = StateOptions(**static)
@@ -306,22 +312,23 @@ class LayerAttention:
         schedules: dict[PagedSpec, Schedule],
         max_query_length: int | None,
         is_uniform: bool,
+        appends_first: bool,
         mesh: Mesh | None,
     ):
         self.state, self._scales, self._inputs, self._schedules = pages, scales, inputs, schedules
         self._options = {"max_query_length": max_query_length, "is_uniform": is_uniform}
-        self._mesh = mesh
+        self._appends_first, self._mesh = appends_first, mesh
 
     def tree_flatten(self):
         children = (self.state, self._scales, self._inputs, tuple(self._schedules.values()))
-        return children, (tuple(self._schedules), *self._options.values(), self._mesh)
+        return children, (tuple(self._schedules), *self._options.values(), self._appends_first, self._mesh)
 
     @classmethod
     def tree_unflatten(cls, static, children) -> LayerAttention:
-        specs, max_query_length, is_uniform, mesh = static
+        specs, *options = static
         pages, scales, inputs, schedules = children
         found = dict(zip(specs, schedules, strict=True))
-        return cls(pages, scales, inputs, found, max_query_length, is_uniform, mesh)
+        return cls(pages, scales, inputs, found, *options)
 
     def __call__(
         self,
@@ -339,7 +346,7 @@ class LayerAttention:
             return self._attend_to_chosen(q, k, v, choice, scale)
         q, k, v = divide_by_scales(self._scales, q, k, v)
         options = {**self._options, "window": window, "scale": scale, "soft_cap": soft_cap}
-        attend, operands = partial(_attend, options), (q, k, v, self.state, sinks)
+        attend, operands = partial(_attend, options, self._appends_first), (q, k, v, self.state, sinks)
         if self._mesh is None:
             schedule = self._schedule(options, *operands)
         else:
@@ -404,7 +411,19 @@ class _RaggedInputs(NamedTuple):
     ancestors: jax.Array | None = None
 
 
-def _attend(options: dict[str, Any], q, k, v, pages: Pages, sinks, inputs: _RaggedInputs, schedule: Schedule):
+def _attend(
+    options: dict[str, Any],
+    appends_first: bool,
+    q,
+    k,
+    v,
+    pages: Pages,
+    sinks,
+    inputs: _RaggedInputs,
+    schedule: Schedule,
+):
+    if appends_first and schedule.implementation != "xla":  # kernels may write a page while they read it
+        pages = _appended(schedule.spec, pages, k, v, inputs)
     return paged_attention(
         q,
         k,
@@ -419,6 +438,12 @@ def _attend(options: dict[str, Any], q, k, v, pages: Pages, sinks, inputs: _Ragg
         schedule=schedule,
         **options,
     )
+
+
+def _appended(spec: PagedSpec, pages: Pages, k: jax.Array, v: jax.Array, inputs: _RaggedInputs) -> Pages:
+    """The pages with the new tokens of every sequence."""
+    places = token_places(spec, inputs.query_starts, inputs.query_lengths, inputs.kv_lengths)
+    return append(pages, k, v, *write_places(spec, inputs.page_table, places))
 
 
 def _specs(mesh: Mesh, pages: Pages, sinks: jax.Array | None) -> tuple[Any, ...]:

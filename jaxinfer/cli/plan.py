@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
 NUM_LINES = 20  # of native code, printed after an error
 SHARED = (
-    *("dtype", "quantize", "requantize", "revision", "kv_dtype", "page_size", "prefill_chunk", "memory_fraction"),
+    *(
+        "dtype",
+        "quantize",
+        "requantize",
+        "revision",
+        "kv_dtype",
+        "kv_policy",
+        "page_size",
+        "prefill_chunk",
+        "memory_fraction",
+    ),
     *("draft", "num_draft_tokens"),
 )
 
@@ -147,7 +157,7 @@ def plan_request(options: PlanOptions) -> "PlanRequest":
     config, length = for_length(config, options.context)
     if drafting is None and "num_draft_tokens" in values:
         raise UsageError(f"--num-draft-tokens {options.num_draft_tokens} needs --draft")
-    names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "num_draft_tokens")
+    names = ("page_size", "prefill_chunk", "memory_fraction", "kv_dtype", "kv_policy", "num_draft_tokens")
     engine_options = EngineOptions(
         max_model_len=length,
         max_seqs=options.max_seqs,

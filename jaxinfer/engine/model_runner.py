@@ -67,7 +67,7 @@ class ModelRunner:
         self.publish: Callable[[str, Sequence[Any]], None] | None = None  # to the other hosts, set by `Lockstep`
         mesh = spec.mesh
         self.placement = DevicePlacement(mesh)
-        self.model, self.weights = program_model(spec.config, params, mesh)
+        self.model, self.weights = program_model(spec.config, params, mesh, spec.kept_pages)
         self.device = self.weights[0].addressable_shards[0].device
         kind: Any = draft if isinstance(draft, NgramDraft) else None
         self.draft_weights: tuple[jax.Array, ...] = ()
@@ -89,7 +89,7 @@ class ModelRunner:
         slots, batch = programs.init_slots(spec.max_seqs, spec.config.vocab_size, spec.draft_length)
         self._slots, self._batch = self.placement.slots(slots, batch)
         self._tables = self.placement.put(empty_tables(spec.table_sizes))
-        self._rows = PageTableRows(len(spec.groups), spec.max_seqs, spec.pages_per_sequence)
+        self._rows = PageTableRows(spec.groups, spec.max_seqs, spec.pages_per_sequence)
         self._sent_tables: PageTables | None = None  # what the device has, None where the host's are newer
         self._scorer = PromptScorer(spec.config.vocab_size, spec.max_seqs, self)
         self._scores = DeviceScorer(self.model, self.weights, self.placement)

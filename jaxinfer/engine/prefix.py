@@ -55,10 +55,11 @@ class PrefixTree:
         nodes = self._walk(keys, salt)
         tables = []
         for index, (group, pool) in enumerate(zip(self._groups, self._pools, strict=True)):
-            first = group.first_needed(len(nodes) * self._page_size, self._page_size)
-            needed = [node.pages[index] for node in nodes[first:]]
-            pool.share(needed)
-            tables.append([NULL_PAGE] * min(first, len(nodes)) + needed)
+            first = min(group.first_needed(len(nodes) * self._page_size, self._page_size), len(nodes))
+            num_sinks = group.sinks_before(first)
+            sinks, needed = ([node.pages[index] for node in part] for part in (nodes[:num_sinks], nodes[first:]))
+            pool.share(sinks + needed)
+            tables.append(sinks + [NULL_PAGE] * (first - num_sinks) + needed)
         return tables
 
     def num_known(self, keys: Sequence[bytes], salt: str = "") -> int:
@@ -179,6 +180,8 @@ class PrefixTree:
                 runs[group] = runs[group] + 1 if node.pages[group] != NULL_PAGE else 0
                 first = self._groups[group].first_needed(len(found) * self._page_size, self._page_size)
                 is_usable &= runs[group] >= len(found) - first
+                sinks = found[: self._groups[group].sinks_before(first)]
+                is_usable &= all(one.pages[group] != NULL_PAGE for one in sinks)
             if is_usable:
                 num_usable = len(found)
         return found[:num_usable]

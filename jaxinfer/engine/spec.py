@@ -13,9 +13,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.cache import PagedCache, StateCache, abstract_paged_cache, abstract_state_cache, state_bytes, stored_dtype
+from jaxinfer.cache.policies import KeptPages
 from jaxinfer.engine.abstract_work import abstract_slots, outputs_together, placed, placed_params, shapes_of
 from jaxinfer.engine.cache_groups import CacheGroup, PoolSizes
 from jaxinfer.engine.options import EngineOptions
+from jaxinfer.engine.policy_checks import check_policy
 from jaxinfer.engine.programs import ProgramModel
 from jaxinfer.engine.programs.paged import Slots
 from jaxinfer.engine.programs.speculative import Drafter
@@ -42,8 +44,8 @@ class LayerCache:
 
     Attributes:
       kind: "full", "window" (only the last `window` tokens are read), "latent" (keys that hold the values) or
-        "contiguous" (one page per slot).
-      window: tokens that a query of the layer sees; None for all.
+        "contiguous" (one page per slot), or with a policy "kept" (its pages only).
+      window: tokens that a query of the layer sees; None for all. With a policy, `KeptPages.window`.
     """
 
     kind: str
@@ -78,6 +80,7 @@ class EngineSpec:
         check_states(self.config, self.draft, self.num_devices, options, (self.kv_dtype, self.draft_kv_dtype))
         options.check_draft(self.draft is not None)
         options.check_draft_kind(self.draft)
+        check_policy(self.config, self.draft, self.num_devices, options, self.kept_pages)
 
     @classmethod
     def of(
@@ -185,7 +188,19 @@ class EngineSpec:
         if self.config.mla is not None:
             return (LayerCache("latent"),) * self.config.num_layers
         windows = (self.config.window(layer) for layer in range(self.config.num_layers))
-        return tuple(LayerCache("full" if window is None else "window", window) for window in windows)
+        whole = LayerCache("full") if self.kept_pages is None else LayerCache("kept", self.kept_pages.window)
+        return tuple(whole if window is None else LayerCache("window", window) for window in windows)
+
+    @cached_property
+    def kept_pages(self) -> KeptPages | None:
+        """The pages that `kv_policy` keeps in layers without a window; None for all."""
+        policy = self.options.policy
+        return None if policy is None else policy.pages(self.page_size)
+
+    def num_seen(self, layer: int) -> int | None:
+        """Tokens that a query of a layer sees, at most; None for all."""
+        cache = self.layers[layer]
+        return self.kept_pages.num_tokens if cache.kind == "kept" and self.kept_pages else cache.window
 
     # Groups of layers.
 
@@ -211,13 +226,20 @@ class EngineSpec:
         """The rule for the numbers of pages."""
         scratch = max((tree.num_nodes for tree in self.trees), default=0) if self.draft is not None else 0
         tokens = self.max_model_len, self.prefill_chunk, self.max_tokens_per_dispatch + scratch
-        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens)
+        return PoolSizes(self.windows, self.group_page_bytes, self.page_size, self.max_seqs, *tokens, self._sinks)
 
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         """The groups of layers and their pools."""
         counts = self.pool_sizes.pages(self.num_pages)
-        return tuple(map(CacheGroup, counts, self.windows, self._layers_by_group, self.group_page_bytes))
+        layers, sizes = self._layers_by_group, self.group_page_bytes
+        return tuple(map(CacheGroup, counts, self.windows, layers, sizes, self._sinks))
+
+    @property
+    def _sinks(self) -> tuple[int, ...]:
+        """By group, the first pages of a sequence that stay."""
+        kept = self.kept_pages
+        return tuple(kept.num_sinks if kept and window == kept.window else 0 for window in self.windows)
 
     @property
     def _layers_by_group(self) -> list[tuple[int, ...]]:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jaxinfer import parallel
 from jaxinfer.cache import KVScales, attend_as_stored
+from jaxinfer.cache.policies import KeptPages
 from jaxinfer.models import Decoder, ModelConfig, Params, bind, collect
 from jaxinfer.sampling import (
     SamplingBatch,
@@ -34,8 +35,8 @@ Weights = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, eq=False)
 class ProgramModel:
-    """What programs are compiled for: a configuration, the structure of its parameters, and the mesh that they are
-    cut over, None for a single device.
+    """What programs are compiled for: a configuration, the structure of its parameters, the mesh that they are
+    cut over, None for a single device, and the pages that a policy keeps, None for all.
 
     A call passes it as a static argument beside the parameters' leaves. Both save the host time on every dispatch: it
     is hashed by identity (get one from `program_model`, which returns the same object for equal arguments), and a
@@ -45,6 +46,7 @@ class ProgramModel:
     config: ModelConfig
     structure: Any
     mesh: Mesh | None = None
+    kept: KeptPages | None = None
 
     def bind(self, weights: Weights) -> Decoder:
         """The decoder over the leaves; called while tracing."""
@@ -54,15 +56,19 @@ class ProgramModel:
 
 
 @lru_cache(maxsize=64)
-def _program_model(config: ModelConfig, structure: Any, mesh: Mesh | None) -> ProgramModel:
-    return ProgramModel(config, structure, mesh)
+def _program_model(
+    config: ModelConfig, structure: Any, mesh: Mesh | None, kept: KeptPages | None = None
+) -> ProgramModel:
+    return ProgramModel(config, structure, mesh, kept)
 
 
-def program_model(config: ModelConfig, params: Params, mesh: Mesh | None = None) -> tuple[ProgramModel, Weights]:
+def program_model(
+    config: ModelConfig, params: Params, mesh: Mesh | None = None, kept: KeptPages | None = None
+) -> tuple[ProgramModel, Weights]:
     """The static and the array half of a model, as every program takes them. With a mesh, the parameters are where
     `parallel.parameter_shardings` says."""
     leaves, structure = jax.tree.flatten(params)
-    return _program_model(config, structure, mesh), tuple(leaves)
+    return _program_model(config, structure, mesh, kept), tuple(leaves)
 
 
 @partial(jax.jit, static_argnums=(0, 5))
